@@ -31,8 +31,7 @@ from engine_watch import Look, Watch, children_seconds, idle_share, pass_seconds
 from helpers.engines import TestEngine, random_prompts, running_engine, sampling_params
 from helpers.jobs import Job
 from helpers.models import EOS_ID, tiny_model
-from megatron_grpo.engines.generation import CompletionRequests
-from megatron_grpo.engines.in_flight import InFlight
+from helpers.sampling import Completions, Router
 from megatron_grpo.planning.simulation import Loop, Mode, simulate
 
 FIRST = 4
@@ -175,8 +174,8 @@ def prompt_token_seconds(engine: TestEngine) -> float:
 def receive_seconds(engine: TestEngine) -> float:
     """Seconds that the engine computes to take a request, by a generation's that reach it while it
     is paused, less what it computes then without any."""
-    in_flight = InFlight(engine.client(), lambda token_ids: "")
-    in_flight.resume(engine.version)
+    router = Router(engine.client(), str)
+    router.resume(engine.version)
 
     def seconds() -> float:
         start = children_seconds()
@@ -189,15 +188,14 @@ def receive_seconds(engine: TestEngine) -> float:
         seconds()  # of the requests before
         engine.pause()
         without = seconds()
-        answered = in_flight.submit(number, CompletionRequests(prompts, params))
+        answered = router.submit(Completions(prompts, params, number))
         took = seconds() - without
         engine.resume()
         answered.result()
         return took / BATCH
 
     rows = [more(number) for number in range(4)]
-    in_flight.end()
-    in_flight.close()
+    router.close()
     return median(rows[1:])
 
 

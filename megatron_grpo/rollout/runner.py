@@ -293,7 +293,12 @@ class GenerationRunner(Runner):
             prompts = stream.others(tried, count, order)
             keys = self._queue.open_round(number, len(prompts), number)
             self._replacements |= zip(keys, prompts, strict=True)
+            is_alone = not self._cfg.rollout.in_flight_updates
+            if is_alone:  # engines begin each round paused: then its batches are repeatable
+                await self._router.abort()
             await self._open(keys)
+            if is_alone:
+                await self._router.resume(self._policy_version)
         if not generation.has_open_groups:
             generation.end()
 

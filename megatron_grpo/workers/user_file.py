@@ -33,7 +33,15 @@ MAX_TEXT = 4000
 
 
 PACKAGE = Path(__file__).parents[1]
-CALLERS = ("worker.py", "functions.py", "user_file.py", "supervised.py", "actors.py", "tools.py")
+CALLERS = (
+    "worker.py",
+    "fork_server.py",
+    "functions.py",
+    "user_file.py",
+    "supervised.py",
+    "actors.py",
+    "tools.py",
+)
 """Files of this package that call user code, and import it."""
 EVENT_LOOP = Path(traceback.__file__).parent / "asyncio"
 

@@ -1,7 +1,7 @@
 """Agents for tests, in files such as users would write, and what they ask engines for."""
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +10,19 @@ from unittest.mock import patch
 
 from transformers import AutoTokenizer
 
-from helpers.engines import random_prompts, sampling_params
+from helpers.engines import random_prompts, sampling_params, wait_until
 from helpers.environments import LONG_SLEEP
 from helpers.models import EOS_ID
 from helpers.runs import TINY_CONFIG
+from helpers.sampling import Completions, generate
 from megatron_grpo.agents.agents import Agents
-from megatron_grpo.agents.generation import AgentGeneration
+from megatron_grpo.agents.session import Session
 from megatron_grpo.config.file import load_config
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.choice import Choice
+from megatron_grpo.engines.engine import Json
+from megatron_grpo.engines.sampling_params import SamplingParams
 
 END_IDS = (EOS_ID, *range(20, 60))  # of 250: a turn is some six tokens long
 MCP_SERVER = '''
@@ -97,20 +102,47 @@ async def greedy(client, row):
 '''
 
 
-class Recorded(AgentGeneration):
-    """Remembers what engines were asked, and what they answered."""
+class Recorded(Completions):
+    """Sessions of agents; remembers what engines were asked in each, and what they answered."""
 
-    def __init__(self, *args: Any) -> None:
-        self.record: dict[int, list[tuple[list[int], list[int], list[float]]]] = {}
-        super().__init__(*args)
+    def __init__(self, agents: Agents, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        super().__init__(prompts, params, new_group=agents.groups(agents._cfg))
+        self.agents = agents
+        self.sessions: list[Session] = []
+        """In the order in which they began."""
+        self.keys: dict[Session, str] = {}
+        self._record: dict[Session, list[tuple[list[int], list[int], list[float]]]] = {}
+        admit, ask = agents._endpoint.admit, Session._ask
 
-    def add_answer(self, number, choice, url):
-        """Take an answer, and keep it with its request."""
-        asked, place = self.open.get(number), self._place(number)[0]
-        if asked:
-            told = self.record.setdefault(self.dialogues.index(place), [])
-            told.append((asked["token_ids"], choice.token_ids, choice.token_logprobs))
-        super().add_answer(number, choice, url)
+        def note(session: Session) -> str:
+            key = self.keys[session] = admit(session)
+            self.sessions.append(session)
+            self._record[session] = []
+            return key
+
+        async def noted(session: Session, body: Json, stop: Sequence[str]) -> tuple[Choice, str]:
+            choice, url = await ask(session, body, stop)
+            answer = body["token_ids"], choice.token_ids, choice.token_logprobs
+            self._record.setdefault(session, []).append(answer)
+            return choice, url
+
+        agents._endpoint.admit = note
+        self._patch = patch.object(Session, "_ask", noted)
+
+    @property
+    def record(self) -> list[list[tuple[list[int], list[int], list[float]]]]:
+        """By session, in the order of the samples."""
+        order = sorted(self.sessions, key=lambda each: (each.prompt.index, each.sample_index))
+        return [self._record[session] for session in order]
+
+    @property
+    def failures(self) -> list[str]:
+        return [line for group in self.groups for line in group.failures]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with self._patch:
+            yield
 
 
 @contextmanager
@@ -126,7 +158,7 @@ def running_agents(engine, model: Path, folder: Path, **agent: Any) -> Iterator[
         [*settings, f"rollout.tool_call_parser={parser}", "data.max_prompt_length=100", *STOPS],
     )
     client = engine.client()
-    agents = Agents(cfg, AutoTokenizer.from_pretrained(model), END_IDS, client, None)
+    agents = Agents(cfg, AutoTokenizer.from_pretrained(model), END_IDS, client)
     try:
         agents.wait_ready([])
         yield agents
@@ -141,20 +173,31 @@ def generation_of(agents: Agents, engine, num_prompts: int = 2, **params: Any) -
     """Agents act on some prompts, twice on each."""
     defaults = {"num_generations": 2, "max_completion_length": 250, "stop_token_ids": END_IDS}
     chosen = sampling_params(policy_version=engine.version, **defaults | params)
-    with patch("megatron_grpo.agents.agents.AgentGeneration", Recorded):
-        return agents.generation(random_prompts(num_prompts), chosen, agents._cfg)
+    return Recorded(agents, random_prompts(num_prompts), chosen)
 
 
 def act(agents: Agents, engine, num_prompts: int = 2, **params: Any) -> tuple[list[Sample], Any]:
     """The samples of agents, and the generation that they come from."""
-    made, told = generation_of(agents, engine, num_prompts, **params), []
-    made.on_group_complete(told.append)
-    samples = agents.generate(made)
-    firsts = [samples.index(group[0]) for group in told]
-    assert len({*firsts}) == len(told)  # those that ended last may be missing
-    for first, group in zip(firsts, told, strict=True):
-        assert group == samples[first : first + len(group)]
-    return samples, made
+    made = generation_of(agents, engine, num_prompts, **params)
+    with made.recording():
+        return generate(agents._client, made), made
+
+
+@contextmanager
+def acting(agents: Agents, made: Recorded) -> Iterator["Future[list[Sample]]"]:
+    """The future samples of agents that act beside the block, at whose end they are given up."""
+    with ThreadPoolExecutor(1) as thread, made.recording():
+        samples = thread.submit(generate, agents._client, made)
+        try:
+            yield samples
+        finally:
+
+            async def give_up() -> None:
+                for task in made.sampling:
+                    task.cancel()
+
+            agents._client.loop.call(give_up())
+            agents._client.cancel()
 
 
 @contextmanager
@@ -163,13 +206,9 @@ def waiting_agents(engine, model: Path, folder: Path, **params: Any) -> Iterator
     of the first, and the generation."""
     with running_agents(engine, model, folder, function="wait") as agents:
         made = generation_of(agents, engine, 1, num_generations=1, **params)
-        with ThreadPoolExecutor(1) as thread:
-            samples = thread.submit(agents.generate, made)
-            try:
-                yield agents._endpoint.url, agents._keys[made.dialogues[0]], made
-            finally:
-                made.abandon()
-            samples.result(30)
+        with acting(agents, made):
+            assert wait_until(lambda: made.sessions, 60)
+            yield agents._endpoint.url, made.keys[made.sessions[0]], made
 
 
 def as_plain(sample: Sample) -> list[Sample]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 
-from megatron_grpo.config.reward import EnvironmentConfig
 from megatron_grpo.agents.fork_pool import EnvironmentPool
+from megatron_grpo.config.reward import EnvironmentConfig
 
 LONG_SLEEP = str(20_000_000 + os.getpid())  # seconds, so that the process can be recognised
 MINE = """

@@ -20,10 +20,10 @@ from helpers.cpu_time import seconds_of_a_million_numbers
 from helpers.engines import SGLANG_PYTHON, random_prompts, sampling_params, wait_until
 from helpers.pushes import client_of, push_folder
 from helpers.runs import RUN_MARK, TINY_CONFIG, finish_run, marked_processes
+from helpers.sampling import Completions, generate
 from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
@@ -250,7 +250,7 @@ def test_serve_is_an_engine_for_runs_that_name_its_address(
         client = client_of([url], TOKEN)
         client.pool.finish_push([url])
         params = sampling_params(policy_version=1, max_completion_length=4)
-        samples = client.generate(CompletionRequests(random_prompts(1), params))
+        samples = generate(client, Completions(random_prompts(1), params))
         assert len(samples) == 2
         assert httpx.post(f"{url}/inference/v1/generate", json={}).status_code == 401
 

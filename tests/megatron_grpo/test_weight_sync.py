@@ -14,6 +14,7 @@ from helpers.engines import TestEngine, largest_logprob_error, random_prompts, s
 from helpers.policies import start_policy, tiny_config
 from helpers.pushes import push_policy, push_whole, rollout_overrides
 from helpers.ranks import run_ranks
+from helpers.sampling import event_loop
 from megatron_grpo.config.offload import Phase
 from megatron_grpo.engines import pool as pool_module
 from megatron_grpo.engines.client import RolloutClient
@@ -200,7 +201,7 @@ def events_of_assembling(rank: int, folder: Path, loss: str) -> list[str]:
     engines, servers = None, Servers()
     if rank == 0:
         of_servers: Any = servers
-        engines = RolloutClient(EnginePool(of_servers, cfg.rollout), cfg.rollout)
+        engines = RolloutClient(EnginePool(of_servers, cfg.rollout), cfg.rollout, event_loop())
         second = servers.base_urls[1]
         if loss == "died":
             servers.ends[second] = "ended with signal SIGKILL"

@@ -20,10 +20,9 @@ from helpers.engines import (
 from helpers.models import servable_model
 from helpers.policies import start_policy
 from helpers.ranks import run_ranks
+from helpers.sampling import Completions, routing
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import CUT
-from megatron_grpo.engines.generation import CompletionRequests
-from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.router import with_own_layers
 from parallel import ParallelDims
@@ -97,23 +96,18 @@ def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(
     )
     with running_engine("sglang", folders[0], tmp_path, **ENGINE) as engine:
         params = replace(params, policy_version=engine.push(folders[0]))
-        asked = CompletionRequests(random_prompts(2), params)
-        client = engine.client()
-        in_flight = InFlight(client, lambda token_ids: "", streams=False)
-        try:
-            answered = in_flight.submit(0, asked)
-            in_flight.resume(engine.version)
+        asked = Completions(random_prompts(2), params)
+        with routing(engine.client(), str, streams=False) as router:
+            answered = router.submit(asked)
+            router.resume(engine.version)
             assert wait_until(lambda: engine.num_generated() > 100, 120, 0.005)
-            with in_flight.suspended():  # as for a checkpoint
+            with router.aborted():  # as for a checkpoint
                 parts = asked.so_far()
             for folder in (folders[1], folders[0]):
                 engine.pause_after(400)
-                in_flight.hold(engine.version + 1)
-                in_flight.resume(engine.push(folder))
+                router.pause(engine.version + 1)
+                router.resume(engine.push(folder))
             answered.result(timeout=300)
-        finally:
-            in_flight.end()
-            in_flight.close()
     assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
     samples = asked.samples()[::4]
     assert all(len(sample.spans) == 3 for sample in samples)

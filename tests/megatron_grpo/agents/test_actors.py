@@ -51,7 +51,7 @@ threading.Thread(target=endpoint.serve_forever, daemon=True).start()
 Actor.load(**who)
 known = {*sys.modules}
 url = f"http://127.0.0.1:{endpoint.server_port}"
-Actor(**who).reset(url, "key", {}, [{"role": "user", "content": "hi"}])
+Actor(**who).run_episode(url, "key", {}, [{"role": "user", "content": "hi"}])
 imported = sorted({*sys.modules} - known)
 Actor.load(**who | {"mcp_servers": ["any"]})
 print(json.dumps([imported, "mcp" in sys.modules]))

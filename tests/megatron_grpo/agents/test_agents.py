@@ -1,11 +1,9 @@
 """Agents with real clients at a real engine: what is trained on is what was sampled."""
 
-import asyncio
 import json
 import math
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -29,9 +27,9 @@ from helpers.engines import (
 from helpers.environments import sleepers
 from helpers.models import EOS_ID, tiny_model
 from helpers.runs import TINY_CONFIG
+from helpers.sampling import routing
 from megatron_grpo.agents.chat import BadRequest
-from megatron_grpo.agents.generation import AgentGeneration
-from megatron_grpo.agents.session import MOST_AT_ONCE, Session
+from megatron_grpo.agents.session import Session
 from megatron_grpo.config.agent import AgentConfig
 from megatron_grpo.config.file import load_config
 from megatron_grpo.engines.choice import Choice, Logprobs
@@ -195,7 +193,7 @@ def test_agents_of_anthropics_client_and_streams_get_the_same_turns(engine, tied
         assert after[: len(before) + len(ids)] == [*before, *ids]
     told = sorted(told for _, _, told in record[2:])
     assert told == sorted(logprobs.values())
-    session = made.dialogues[0]
+    session = made.sessions[0]
     assert [len(branch.ends) for branch in session.tree.branches] == [3, 1]
 
 
@@ -279,7 +277,7 @@ def test_half_of_a_surrogate_pair_is_replaced_in_a_request(waiting, path, body):
     headers = {"Authorization": f"Bearer {key}"}
     answer = httpx.post(f"{url}/v1/{path}", content=content, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
-    asked = made.dialogues[0].template.tokenizer.decode(made.record[0][-1][0])
+    asked = made.sessions[0].template.tokenizer.decode(made.record[0][-1][0])
     assert "a?" in asked
 
 
@@ -294,7 +292,8 @@ def test_the_parser_of_the_engine_finds_the_calls_in_a_turn(engine, tied_model, 
         def message_of(text, request):
             ids = [*tokenizer.encode(text, add_special_tokens=False), EOS_ID]
             turn = Choice(ids, Logprobs([]), "stop", text, [])
-            return asyncio.run(agents._parse(turn, request, engine.servers.base_urls[0]))
+            parsed = agents._parse(turn, request, engine.servers.base_urls[0])
+            return agents._client.loop.call(parsed)
 
         found, plain = message_of(f"I add.{call}", asked | tools), message_of("I cannot.", asked)
         empty = message_of("", asked | tools)
@@ -322,26 +321,23 @@ def test_pushes_in_flight_cut_turns_and_every_token_is_of_its_own_version(
 ):
     other = served_model(tmp_path / "other", "qwen3", tied=True, seed=1)
     with running_agents(engine, tied_model, tmp_path, function="long") as agents:
-        in_flight, weights = agents._in_flight, {engine.version: tied_model}
+        weights = {engine.version: tied_model}
         made = generation_of(agents, engine, stop_token_ids=())
-        in_flight.resume(engine.version)
-        with ThreadPoolExecutor(1) as thread:
-            samples = thread.submit(in_flight.generate, 0, made)
+
+        def num_sampled():
+            return sum(session.tree.num_sampled for session in made.sessions)
+
+        with routing(agents._client, agents._tokenizer.decode) as router, made.recording():
+            router.resume(engine.version)
+            answered = router.submit(made)
             for folder in (other, tied_model):
-                sampled = sum(session.tree.num_sampled for session in made.dialogues)
-                enough = sampled + 100
-                assert wait_until(
-                    lambda enough=enough: (
-                        sum(session.tree.num_sampled for session in made.dialogues) > enough
-                    ),
-                    60,
-                    0.01,
-                )
-                in_flight.suspend()
+                enough = num_sampled() + 100
+                assert wait_until(lambda enough=enough: num_sampled() > enough, 60, 0.01)
+                router.abort()
                 weights[engine.push(folder)] = folder
-                in_flight.resume(engine.version)
-            samples = samples.result(120)
-        in_flight.suspend()
+                router.resume(engine.version)
+            answered.result(120)
+            samples = made.samples()
     assert made.failures == []
     assert max(len(sample.spans) for sample in samples) > 1
     for sample in samples:
@@ -364,35 +360,9 @@ def test_a_turn_that_nobody_waits_for_any_more_is_not_trained_on(engine, tied_mo
             httpx.post(route, json=body, headers=headers, timeout=1)
         engine.resume()
         assert httpx.post(route, json=body | {"max_tokens": 3}, headers=headers).is_success
-        assert wait_until(lambda: len(made.record[0]) == 2, 60)
-        [branch] = made.dialogues[0].tree.branches
+        assert wait_until(lambda: len(made.record[0]) == 1, 60)
+        [branch] = made.sessions[0].tree.branches
         assert sum(branch.loss_mask) == 3
-
-
-class Acting:
-    """Stands for a session, until it is over."""
-
-    is_over, open = False, {}
-
-    async def next_request(self, place):
-        return None
-
-    def to_sample(self):
-        return SimpleNamespace(session=self)
-
-
-def test_a_group_is_told_once_as_soon_as_the_last_of_its_agents_has_ended():
-    params = sampling_params(num_generations=2)
-    agents = SimpleNamespace(raise_if_lost=lambda: None)
-    made = AgentGeneration(random_prompts(2), params, agents, lambda *args: Acting())
-    made.on_group_complete((told := []).append)
-    for number, expected in ((3, []), (0, []), (2, [[2, 3]]), (1, [[2, 3], [0, 1]])):
-        made.dialogues[number].is_over = True
-        for place in range(2):  # all of a session's places are told that it is over
-            assert asyncio.run(made.next_request(number * MOST_AT_ONCE + place)) is None
-        assert [[made.dialogues.index(s.session) for s in group] for group in told] == expected
-    first, second = reversed(told)
-    assert [*map(id, made.samples())] == [*map(id, first + second)]  # they are not made twice
 
 
 class Ending(Session):
@@ -407,8 +377,8 @@ class Ending(Session):
 
 def test_a_session_that_is_over_has_its_reward():
     cfg = AgentConfig(command="unused", weight=1)
-    limits = {"longest": 9, "policy_version": 0, "has_routes": False}
-    session = Ending(random_prompts(1)[0], 0, None, cfg, **limits)
+    group = SimpleNamespace(prompt=random_prompts(1)[0], params=sampling_params())
+    session = Ending(group, 0, None, None, cfg, 9)
     session.end(0.5)
     assert session.is_over and session.failure and session.finish_reason == "failed"
 

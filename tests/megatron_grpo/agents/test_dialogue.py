@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,36 +27,55 @@ from helpers.engines import (
 from helpers.environments import environment_pool
 from helpers.models import EOS_ID, character_tokenizer, tiny_model
 from helpers.runs import TINY_CONFIG
+from helpers.sampling import Completions, generate, routing
 from helpers.trainers import as_soon_as, trainer
+from megatron_grpo.agents.dialogue import DialogueGroup
+from megatron_grpo.agents.turns import Turns
 from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, turn_seed
 from megatron_grpo.engines.choice import Choice, Logprobs, Token
 from megatron_grpo.engines.engine import PROBE_INTERVAL
 from megatron_grpo.engines.http import NoServingEngine, is_healthy
-from megatron_grpo.engines.in_flight import InFlight
-from megatron_grpo.agents.fork_pool import EnvironmentFailed
-from megatron_grpo.environments.multi_turn import Dialogue, DialogueGeneration
-from megatron_grpo.agents.turns import Turns
 from megatron_grpo.launch.process import Preempted
 
 END_IDS = (EOS_ID, *range(20, 60))  # of 250: a turn is some six tokens long
 SETTINGS = {"num_generations": 3, "max_completion_length": 150, "stop_token_ids": END_IDS}
 
 
-class Recorded(DialogueGeneration):
-    """Remembers what engines were asked, by dialogue."""
+class Recorded(Completions):
+    """Dialogues; remembers what engines were asked, by sample."""
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.asked: dict[int, list[dict]] = {}
+    def __init__(self, prompts, params, environments, max_turns):
+        super().__init__(
+            prompts,
+            params,
+            new_group=partial(
+                DialogueGroup, environments=environments, turns=turns(), max_turns=max_turns
+            ),
+        )
 
-    def _request(self, number, dialogue):
-        request = super()._request(number, dialogue)
-        requests = self.asked.setdefault(number, [])
-        if request not in requests:
-            requests.append(request)
+    @property
+    def asked(self) -> list[list[dict]]:
+        return [asked for group in self.groups for _, asked in sorted(group.asked.items())]
+
+    @property
+    def failures(self) -> list[str]:
+        return [line for group in self.groups for line in group.failures]
+
+
+@pytest.fixture(autouse=True)
+def record(monkeypatch):
+    """Groups keep the bodies of their requests."""
+    request_of = DialogueGroup._request
+
+    def noted(self, dialogue, url):
+        request = request_of(self, dialogue, url)
+        asked = self.__dict__.setdefault("asked", {})
+        asked.setdefault(dialogue.sample_index, []).append(request.body)
         return request
+
+    monkeypatch.setattr(DialogueGroup, "_request", noted)
 
 
 def turns() -> Turns:
@@ -70,18 +90,14 @@ def prompts_with(count: int, **columns) -> list[Prompt]:
 
 def generation_of(engine, environments, prompts: list[Prompt], max_turns=3, **settings) -> Recorded:
     params = sampling_params(policy_version=engine.version, **SETTINGS | settings)
-    return Recorded(prompts, params, environments=environments, turns=turns(), max_turns=max_turns)
+    return Recorded(prompts, params, environments, max_turns)
 
 
 def converse(engine, folder: Path, name: str, prompts: list[Prompt], pool=None, **settings):
     """The samples of dialogues with environments of the class `name`, and their generation."""
     with environment_pool(folder, name, **(pool or {})) as environments:
-        generation, told = generation_of(engine, environments, prompts, **settings), []
-        generation.on_group_complete(told.append)
-        samples = engine.client().generate(generation)
-    in_order = sorted(told, key=lambda group: samples.index(group[0]))
-    assert [*itertools.chain(*in_order)] == samples
-    return samples, generation
+        generation = generation_of(engine, environments, prompts, **settings)
+        return generate(engine.client(), generation), generation
 
 
 @pytest.fixture
@@ -146,23 +162,24 @@ def test_logprobs_are_those_of_the_dialogue_as_it_is_trained_on(engine, tmp_path
 def test_turns_go_on_after_a_push_which_waits_for_no_environment(live_engine, tied_model, tmp_path):
     other = served_model(tmp_path / "other", "qwen3", tied=True, seed=1)
     versions = {tied_model: [live_engine.push(tied_model)], other: []}
-    in_flight = InFlight(live_engine.client(), AutoTokenizer.from_pretrained(tied_model).decode)
+    decode = AutoTokenizer.from_pretrained(tied_model).decode
     settings = {"stop_token_ids": END_IDS[:5], "max_completion_length": 300}
-    with environment_pool(tmp_path, "Slow") as environments:
+    with (
+        environment_pool(tmp_path, "Slow") as environments,
+        routing(live_engine.client(), decode) as router,
+    ):
         asked = generation_of(live_engine, environments, prompts_with(2), **settings)
-        in_flight.resume(live_engine.version)
-        answered, were_waiting = in_flight.submit(0, asked), set()
+        router.resume(live_engine.version)
+        answered, were_waiting = router.submit(asked), False
         for folder in itertools.cycle((other, tied_model)):
             live_engine.pause_after(100, answered.done)
-            in_flight.suspend()
-            were_waiting.update(asked.waiting)
+            router.abort()
+            were_waiting |= bool(environments._calls)
             versions[folder].append(live_engine.push(folder))
-            in_flight.resume(live_engine.version)
+            router.resume(live_engine.version)
             if answered.done():
                 break
         answered.result()
-    in_flight.end()
-    in_flight.close()
     assert were_waiting
     assert max(len(sample.step_rewards) for sample in asked.samples()) > 1
     has_cut_turn = False
@@ -217,49 +234,51 @@ def test_dialogue_has_the_routes_of_all_its_turns(tmp_path):
             )
             np.testing.assert_array_equal(sample.routes, whole.routes)
         # This engine answers with routes to all; an evaluation keeps none.
-        _, generation = converse(engine, tmp_path, "Echo", prompts[:1])
-        assert not any(dialogue.routes for dialogue in generation.dialogues)
-
-
-class Unborn:
-    """Stands for an environment, and fails when it is told to."""
-
-    def reset(self, *args):
-        self.began = Future()
-        return self.began
-
-    def end(self):
-        pass
-
-
-def test_a_group_is_told_as_soon_as_the_last_of_its_dialogues_ends():
-    environments, params = SimpleNamespace(new_instance=Unborn), sampling_params(num_generations=2)
-    made = DialogueGeneration(
-        prompts_with(2), params, environments=environments, turns=turns(), max_turns=1
-    )
-    made.on_group_complete((told := []).append)
-    for number, expected in ((3, []), (0, []), (2, [2, 3]), (1, [2, 3, 0, 1])):
-        made.dialogues[number].instance.began.set_exception(EnvironmentFailed("at birth"))
-        assert asyncio.run(made.next_request(number)) is None
-        assert [2 * s.prompt.index + s.sample_index for group in told for s in group] == expected
-    first, second = reversed(told)
-    assert [*map(id, made.samples())] == [*map(id, first + second)]  # they are not made twice
+        samples, _ = converse(engine, tmp_path, "Echo", prompts[:1])
+        assert not any(sample.routes is not None for sample in samples)
 
 
 class Heard:
     """Stands for an environment, and remembers its last turn."""
 
-    def step(self, text: str, **turn) -> None:
+    def reset(self, *args):
+        return done(None)
+
+    def step(self, text: str, **turn):
         self.turn = {"text": text} | turn
+        return done(["", 0.0, True])
+
+    def end(self):
+        pass
+
+
+def done(result) -> Future:
+    future = Future()
+    future.set_result(result)
+    return future
 
 
 def test_environment_gets_tokens_finish_reason_and_tokens_left():
-    instance = Heard()
-    dialogue = Dialogue(random_prompts(1)[0], 0, instance, None, room=10)
     said = {"text": "x", "token_ids": [5, 2], "finish_reason": "stop"}
-    logprobs = Logprobs(content=[Token(logprob=-1.0)] * 2)
-    dialogue.add_turn(Choice(**said, logprobs=logprobs, weight_versions=[]))
-    assert instance.turn == said | {"tokens_left": 8}
+    choice = Choice(**said, logprobs=Logprobs([Token(-1.0)] * 2), weight_versions=[])
+    heard = Heard()
+
+    class Answering:
+        """Stands for a router."""
+
+        def submit(self, requests):
+            for request in requests:
+                request.take(choice, "http://a", str)
+
+    async def sample():
+        params = sampling_params(num_generations=1, max_completion_length=10)
+        environments = SimpleNamespace(new_instance=lambda: heard)
+        made = Recorded(random_prompts(1), params, environments, 1)
+        await made.begin(Answering())
+        await asyncio.gather(*made.sampling)
+
+    asyncio.run(sample())
+    assert heard.turn == said | {"tokens_left": 8}
 
 
 def test_every_turn_of_every_sample_has_its_own_seed():
@@ -336,7 +355,7 @@ def test_generation_is_cancelled_at_once(transformers, tmp_path):
             as_soon_as(lambda: generation.engines, client.cancel),
             pytest.raises(Preempted),
         ):
-            client.generate(generation)
+            generate(client, generation)
         assert time.monotonic() - start < 40  # and not environment.timeout
 
 
@@ -366,7 +385,7 @@ def steps_taken(file: Path) -> list[str]:
 def test_dialogue_goes_on_at_another_engine_and_no_step_is_taken_twice(pair, tmp_path, num_lost):
     prompts, file, urls = prompts_with(12), tmp_path / "steps", pair.servers.base_urls
     with environment_pool(tmp_path, "Counting", arguments={"file": str(file)}) as environments:
-        undisturbed = pair.client.generate(generation_of(pair, environments, prompts))
+        undisturbed = generate(pair.client, generation_of(pair, environments, prompts))
         file.unlink()
         generation = generation_of(pair, environments, prompts)
 
@@ -377,14 +396,14 @@ def test_dialogue_goes_on_at_another_engine_and_no_step_is_taken_twice(pair, tmp
         with as_soon_as(lambda: len(generation.engines) == 2, kill):
             if num_lost == 2:
                 with pytest.raises(NoServingEngine):
-                    pair.client.generate(generation)
+                    generate(pair.client, generation)
             else:
-                samples = pair.client.generate(generation)
+                samples = generate(pair.client, generation)
         if num_lost == 2:
             taken = len(steps_taken(file))
             assert 0 < taken < sum(len(s.step_rewards) for s in undisturbed)
             pair.push_again()
-            samples = pair.client.generate(generation)
+            samples = generate(pair.client, generation)
     # The engine computes samples of one prompt together, and those asked for again in other groups:
     # sums then round differently.
     assert without_logprobs(samples) == without_logprobs(undisturbed)
@@ -401,5 +420,5 @@ def test_engine_that_waits_for_environments_does_not_hang(transformers, tmp_path
     slow = {"arguments": {"seconds": 4 * PROBE_INTERVAL}}  # several probes find no new token
     with environment_pool(tmp_path, "Slow", **slow) as environments:
         generation = generation_of(transformers, environments, prompts_with(1), max_turns=2)
-        samples = transformers.client(stall_timeout=1.5).generate(generation)
+        samples = generate(transformers.client(stall_timeout=1.5), generation)
     assert max(len(sample.step_rewards) for sample in samples) == 2  # asked again thereafter

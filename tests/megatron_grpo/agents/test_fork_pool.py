@@ -10,8 +10,8 @@ import pytest
 from helpers.engines import wait_until
 from helpers.environments import environment_pool, sleepers
 from helpers.stopped import stop_for
-from megatron_grpo.config.reward import EnvironmentConfig
 from megatron_grpo.agents.fork_pool import EnvironmentFailed, EnvironmentPool, EnvironmentsLost
+from megatron_grpo.config.reward import EnvironmentConfig
 
 SECONDS = 20
 SEED = 7

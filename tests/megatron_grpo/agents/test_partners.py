@@ -1,76 +1,75 @@
-"""A generation of several parts, each with its own way to be answered, as one."""
+"""Partners of several sources: each makes the groups of its own rows."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
 from helpers.engines import random_prompts, sampling_params
 from helpers.runs import TINY_CONFIG
-from megatron_grpo.agents.mixture import MixedDialogues
+from megatron_grpo.agents import partners as partners_module
+from megatron_grpo.agents.partners import Partners
 from megatron_grpo.config.file import load_config
-from megatron_grpo.engines.choice import Choice, Logprobs, Token, WeightVersion
 
 CONFIG = load_config(
-    TINY_CONFIG, ["sources.column=kind", "sources.by_name={one: {}, two: {}, three: {}}"]
+    TINY_CONFIG,
+    ["sources.column=kind", "sources.by_name={one: {environment: {name: 'a.py:A'}}, two: {}}"],
 )
-ORDER = ["two", "one", "two", "one", "two"]
+BOTH = load_config(
+    TINY_CONFIG,
+    [
+        "sources.column=kind",
+        "sources.by_name.one={environment: {name: 'a.py:A'}}",
+        "sources.by_name.two={environment: {name: 'b.py:B'}}",
+    ],
+)
 
 
-def answer(token: int) -> Choice:
-    return Choice([token], Logprobs([Token(-0.5)]), "stop", "", [WeightVersion("0", 0, 1)])
+def opened(monkeypatch, cfg, *pools) -> Partners:
+    """Partners whose environments are these."""
+    each = iter(pools)
+
+    def open_one(*_):
+        pool = next(each)
+        if isinstance(pool, Exception):
+            raise pool
+        return pool
+
+    monkeypatch.setattr(partners_module, "Environments", open_one)
+    return Partners(cfg, None, (), None)
 
 
-def test_parts_share_no_number_or_seed_and_their_samples_are_in_the_order_of_the_prompts():
-    prompts = [
-        replace(prompt, source=name)
-        for prompt, name in zip(random_prompts(len(ORDER)), ORDER, strict=True)
-    ]
-    dialogues = MixedDialogues(CONFIG, lambda view: None, in_flight=None, is_own=False)
-    made = dialogues.generation(prompts, sampling_params(first_position=3), CONFIG)
-    made.on_group_complete((told := []).append)
-    asked = made.open
-    assert len(asked) == 2 * len(prompts)
-    assert len({request["sampling_params"]["seed"] for request in asked.values()}) == len(asked)
-    for number, request in asked.items():
-        assert not made.is_complete
-        made.add_answer(number, answer(request["token_ids"][0]), "http://engine")
-    assert made.is_complete
-    assert made.open == {}
-    samples = made.samples()
-    assert [(s.prompt.index, s.sample_index) for s in samples] == [
-        (index, number) for index in range(len(prompts)) for number in range(2)
-    ]
-    by_prompt = sorted(told, key=lambda group: group[0].prompt.index)
-    assert [sample for group in by_prompt for sample in group] == samples
-    # Each has the answer to its own request.
-    assert all(s.completion_ids[0] == s.prompt.token_ids[0] for s in samples)
+def test_each_source_has_groups_of_its_own_kind(monkeypatch):
+    pool = Mock()
+    partners = opened(monkeypatch, CONFIG, pool)
+    groups = partners.groups(CONFIG)
+    first, second = random_prompts(2)
+    group = groups.new(replace(first, source="one"), sampling_params(), 3)
+    assert group is pool.groups.return_value.return_value
+    new_group = pool.groups.return_value
+    assert new_group.call_args.args[1:] == (sampling_params(), 3)
+    monkeypatch.setattr(partners_module, "CompletionGroup", SimpleNamespace)
+    with pytest.raises(TypeError):  # a group of a single turn
+        groups.new(replace(second, source="two"), sampling_params(), 5)
 
 
-def test_what_was_opened_is_closed_when_the_next_source_cannot_be_opened():
-    closed = []
-
-    def opened(view):
-        if pools:
-            raise ValueError("the address is taken")
-        pools.append(Mock(close=lambda: closed.append(view)))
-        return pools[0]
-
-    pools = []
+def test_those_that_were_opened_are_closed_when_the_next_cannot_be_opened(monkeypatch):
+    first = Mock()
     with pytest.raises(ValueError, match="the address is taken"):
-        MixedDialogues(CONFIG, opened, in_flight=None, is_own=False)
-    assert len(closed) == 1
+        opened(monkeypatch, BOTH, first, ValueError("the address is taken"))
+    assert first.close.call_count == 1
 
 
-def test_a_source_that_cannot_begin_is_told_and_all_are_closed_once_by_who_opened_them():
+def test_a_source_that_cannot_begin_is_named_and_all_are_closed_once_by_who_opened_them(
+    monkeypatch,
+):
     refusing = Mock(wait_ready=Mock(side_effect=ValueError("it requires 'board'")))
-    others = iter([Mock(), refusing, Mock()])
-    every = []
-    dialogues = MixedDialogues(
-        CONFIG, lambda view: every.append(next(others)) or every[-1], in_flight=None, is_own=False
-    )
+    first = Mock()
+    partners = opened(monkeypatch, BOTH, first, refusing)
+    prompts = [replace(p, row={"n": 1}, source="one") for p in random_prompts(2)]
     with pytest.raises(ValueError, match="requires 'board'"):
-        dialogues.wait_ready([{"kind": name} for name in ORDER])
-    dialogues.close()
-    assert [pool.close.call_count for pool in every] == [1, 1, 1]
-    every[0].wait_ready.assert_called_once_with([{"kind": "one"}] * 2)
+        partners.wait_ready(prompts)
+    partners.close()
+    assert first.close.call_count == refusing.close.call_count == 1
+    first.wait_ready.assert_called_once_with([{"n": 1}] * 2)

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from helpers.agents import generation_of, running_agents
+from helpers.agents import acting, generation_of, running_agents
 from helpers.proxies import DEAD, set_proxies
-from megatron_grpo.agents.task_worker import serve
 from megatron_grpo.agents.fork_pool import EnvironmentsLost
+from megatron_grpo.agents.task_worker import serve
 
 SECONDS = 60
 
@@ -54,17 +54,11 @@ class Agent:
 def outside(engine, model, folder, num_prompts, **settings):
     """An agent, and the future of the samples that it acts in."""
     settings = {"listen": "127.0.0.1:0", **settings}
-    with (
-        running_agents(engine, model, folder, **settings) as agents,
-        ThreadPoolExecutor(1) as thread,
-    ):
+    with running_agents(engine, model, folder, **settings) as agents:
         made = generation_of(agents, engine, num_prompts, num_generations=1)
         agent = Agent(agents._cfg.train.run_dir)  # before tasks wait for it
-        samples = thread.submit(agents.generate, made)
-        try:
+        with acting(agents, made) as samples:
             yield agent, samples
-        finally:
-            made.abandon()
 
 
 @pytest.fixture

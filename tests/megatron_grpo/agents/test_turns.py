@@ -4,9 +4,9 @@ import pytest
 
 from helpers.models import CHAT_TEMPLATE, EOS_ID, character_tokenizer
 from helpers.runs import TINY_CONFIG
+from megatron_grpo.agents.turns import Turns, end_of_turn
 from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.agents.turns import Turns, end_of_turn
 
 LLAMA_3 = (
     "{% for m in messages %}<start>{{ m.role }}<start>\n\n{{ m.content | trim }}<eos>{% endfor %}"

@@ -26,13 +26,13 @@ from helpers.engines import (
 )
 from helpers.policies import tiny_config
 from helpers.pushes import rollout_overrides
+from helpers.sampling import Completions, event_loop, generate
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.engines.joining import FOLDER, JoinedEngine, JoinFolder, settings_of
 from megatron_grpo.engines.pool import EnginePool
@@ -73,7 +73,7 @@ class Trainer:
         # Longer than a block of the prefix cache: one that outlived its adapter would show.
         prompts = random_prompts(4, lengths=(70, 100))
         params = sampling_params(**{"policy_version": self.version} | overrides)
-        return self.client.generate(CompletionRequests(prompts, params))
+        return generate(self.client, Completions(prompts, params))
 
     def num_generated(self, url: str) -> float:
         """Tokens that an engine has generated."""
@@ -124,7 +124,7 @@ def trainer(base: Path, adapter: Path, logs: Path, lora: LoraConfig, **rollout: 
         # As those of `rollout.base_urls`: only then can others join.
         given = EngineServers(cfg.model, cfg.rollout, logs, servers.token, lora=lora)
         pool = EnginePool(given, config, JoinFolder.of_run(cfg))
-        client = RolloutClient(pool, config, lora)
+        client = RolloutClient(pool, config, event_loop(), lora)
         weights = load_file(base / "model.safetensors")
         of_weights, of_adapter = (
             Sender(0, Layout.of_whole_tensors(sizes), dict.fromkeys(sizes, range(1)))

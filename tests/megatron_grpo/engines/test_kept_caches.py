@@ -14,9 +14,8 @@ from helpers.engines import (
     sampling_params,
     served_model,
 )
+from helpers.sampling import Completions, routing
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.engines.generation import CompletionRequests
-from megatron_grpo.engines.in_flight import InFlight
 
 KEEPS = {"max_staleness": 2, "in_flight_updates": True, "recompute_kv_cache": False}
 
@@ -39,14 +38,12 @@ def engine(live_engine, monkeypatch):
 
 
 @pytest.fixture
-def in_flight(engine, folders):
+def router(engine, folders):
     engine.push(folders[0])
-    decode = AutoTokenizer.from_pretrained(folders[0]).decode
-    in_flight = InFlight(engine.client(**KEEPS), partial(decode, skip_special_tokens=True))
-    in_flight.resume(engine.version)
-    yield in_flight
-    in_flight.end()
-    in_flight.close()
+    decode = partial(AutoTokenizer.from_pretrained(folders[0]).decode, skip_special_tokens=True)
+    with routing(engine.client(**KEEPS), decode) as router:
+        router.resume(engine.version)
+        yield router
 
 
 def generation(prompts, version, number=0, num_samples=8, num_tokens=400):
@@ -58,17 +55,17 @@ def generation(prompts, version, number=0, num_samples=8, num_tokens=400):
         stop_token_ids=(),
         series=number,
     )
-    return CompletionRequests(prompts, params)
+    return Completions(prompts, params, number)
 
 
 @pytest.mark.long
-def test_every_token_follows_keys_of_the_weights_that_computed_them(engine, in_flight, folders):
+def test_every_token_follows_keys_of_the_weights_that_computed_them(engine, router, folders):
     weights, prompts = {engine.version: folders[0]}, random_prompts(2, lengths=(40, 80))
     asked, answered = [], []
 
     def ask():
         asked.append(generation(prompts, engine.version, len(asked)))
-        answered.append(in_flight.submit(len(asked), asked[-1]))
+        answered.append(router.submit(asked[-1]))
 
     def made_through_pushes():
         first = len(asked)
@@ -76,9 +73,9 @@ def test_every_token_follows_keys_of_the_weights_that_computed_them(engine, in_f
         for folder in folders[1:]:
             ask()  # shortly before the pause, and after the push
             engine.pause_after(100, lambda: all(each.done() for each in answered))
-            in_flight.hold(engine.version + 1)
+            router.pause(engine.version + 1)
             weights[engine.push(folder)] = folder
-            in_flight.resume(engine.version)
+            router.resume(engine.version)
             ask()
         for each in answered:
             each.result(timeout=120)
@@ -93,19 +90,19 @@ def test_every_token_follows_keys_of_the_weights_that_computed_them(engine, in_f
 
 
 @pytest.mark.long
-def test_a_new_prompt_is_served_no_keys_of_older_weights(engine, in_flight, folders):
+def test_a_new_prompt_is_served_no_keys_of_older_weights(engine, router, folders):
     [prompt] = random_prompts(1)
 
     def made_through_a_push():
-        in_flight.hold(engine.version + 1)
+        router.pause(engine.version + 1)
         engine.push(folders[0])
-        in_flight.resume(engine.version)
+        router.resume(engine.version)
         asked = generation([prompt], engine.version, num_samples=16)
-        answered = in_flight.submit(0, asked)
+        answered = router.submit(asked)
         engine.pause_after(200, answered.done)
-        in_flight.hold(engine.version + 1)
+        router.pause(engine.version + 1)
         engine.push(folders[1])
-        in_flight.resume(engine.version)
+        router.resume(engine.version)
         answered.result(timeout=200)
         return asked.samples()
 
@@ -117,5 +114,5 @@ def test_a_new_prompt_is_served_no_keys_of_older_weights(engine, in_flight, fold
     ]
     for number in (1, 2):  # the second finds what is cached behind blocks of the first
         again = generation(turns, engine.version, number, num_samples=1, num_tokens=4)
-        in_flight.submit(number, again).result(timeout=60)
+        router.submit(again).result(timeout=60)
         assert largest_logprob_error(folders[1], again.samples()) < 1e-3

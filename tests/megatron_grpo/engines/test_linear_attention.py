@@ -15,8 +15,7 @@ from helpers.engines import (
     sampling_params,
 )
 from helpers.models import servable_model
-from megatron_grpo.engines.generation import CompletionRequests
-from megatron_grpo.engines.in_flight import InFlight
+from helpers.sampling import Completions, routing
 
 KEYS, HEADS, SIZE, KERNEL = 2, 4, 8, 4  # heads of keys, those of values, their size
 CHANNELS = (2 * KEYS + HEADS) * SIZE
@@ -33,19 +32,15 @@ def test_completions_go_on_under_new_weights_and_prompts_have_those_of_the_last_
             max_completion_length=100,
             stop_token_ids=(),
         )
-        asked = CompletionRequests(random_prompts(2, lengths=(20, 100)), params)
-        in_flight = InFlight(engine.client(), AutoTokenizer.from_pretrained(models[0]).decode)
-        try:
-            in_flight.resume(engine.version)
-            answered = in_flight.submit(0, asked)
+        asked = Completions(random_prompts(2, lengths=(20, 100)), params)
+        with routing(engine.client(), AutoTokenizer.from_pretrained(models[0]).decode) as router:
+            router.resume(engine.version)
+            answered = router.submit(asked)
             engine.pause_after(500)
-            in_flight.hold(engine.version + 1)
+            router.pause(engine.version + 1)
             weights[engine.push(models[1])] = models[1]
-            in_flight.resume(engine.version)
+            router.resume(engine.version)
             answered.result(timeout=120)
-        finally:
-            in_flight.end()
-            in_flight.close()
         samples = asked.samples()
         assert {len(sample.spans) for sample in samples} == {2}
         assert all(largest_error_by_version(weights, sample) < 1e-4 for sample in samples[::8])

@@ -16,9 +16,8 @@ from helpers.engines import (
     served_model,
 )
 from helpers.models import add_mtp_layer
+from helpers.sampling import Completions, routing
 from megatron_grpo.engines.draft_meter import DraftMeter
-from megatron_grpo.engines.generation import CompletionRequests
-from megatron_grpo.engines.in_flight import InFlight
 
 DRAFTERS = {
     # With linear attention, whose heads remember what was drafted until it is known to be taken.
@@ -103,18 +102,14 @@ def test_the_share_of_drafts_that_are_taken_is_told_by_position(drafting, models
 def test_completions_go_on_under_new_weights(drafting, models):
     weights = {drafting.push(models[0]): models[0]}
     first, asked = drafting.version, generation_of(drafting.version)
-    in_flight = InFlight(drafting.client(), AutoTokenizer.from_pretrained(models[0]).decode)
-    try:
-        in_flight.resume(first)
-        answered = in_flight.submit(0, asked)
+    with routing(drafting.client(), AutoTokenizer.from_pretrained(models[0]).decode) as router:
+        router.resume(first)
+        answered = router.submit(asked)
         drafting.pause_after(500)
-        in_flight.hold(first + 1)
+        router.pause(first + 1)
         weights[drafting.push(models[1])] = models[1]
-        in_flight.resume(drafting.version)
+        router.resume(drafting.version)
         answered.result(timeout=120)
-    finally:
-        in_flight.end()
-        in_flight.close()
     samples = asked.samples()
     assert {len(sample.spans) for sample in samples} == {2}
     assert all(largest_error_by_version(weights, sample) < 1e-3 for sample in samples[::8])
@@ -125,4 +120,4 @@ def generation_of(version):
     params = sampling_params(
         num_generations=32, policy_version=version, max_completion_length=200, stop_token_ids=()
     )
-    return CompletionRequests(random_prompts(2), params)
+    return Completions(random_prompts(2), params)

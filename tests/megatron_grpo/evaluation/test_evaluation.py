@@ -11,9 +11,11 @@ import pytest
 from helpers.engines import random_prompts
 from helpers.models import EOS_ID
 from helpers.policies import tiny_config
+from megatron_grpo.agents.partners import Partners
 from megatron_grpo.config.eval import EvalConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.router import RequestRouter
 from megatron_grpo.evaluation.evaluation import (
     SERIES_OF_EVALUATION,
     Evaluated,
@@ -146,7 +148,9 @@ class EvaluationOfEngine:
         self.phases: list[str] = []
         self.shown: list[tuple[int, int]] = []
         prompts = [replace(each, row={"number": each.index}) for each in random_prompts(5)]
-        self.evaluation = Evaluation(self.view, prompts, (EOS_ID,), self.client, rewards)
+        self.router = RequestRouter(self.client, str, streams=False)
+        partners = Partners(self.view, None, (EOS_ID,), self.client)
+        self.evaluation = Evaluation(self.view, prompts, (EOS_ID,), self.router, rewards, partners)
 
     def run(self, version: int) -> Evaluated:
         timer = PhaseTimer(self.phases.append)
@@ -155,6 +159,7 @@ class EvaluationOfEngine:
         return result
 
     def close(self) -> None:
+        self.client.loop.call(self.router.close())
         self.pools.close()
 
 

@@ -10,9 +10,10 @@ from checkpoint_convert.tokenizer import load_tokenizer
 from demo.make_sums import sums
 from helpers.environments import write_environments
 from helpers.policies import tiny_config
-from megatron_grpo.agents.agents import open_dialogues
+from megatron_grpo.agents.partners import Partners
 from megatron_grpo.data.prompts import end_tokens
 from megatron_grpo.engines.http import NoServingEngine
+from megatron_grpo.engines.router import RequestRouter
 from megatron_grpo.evaluation.evaluation import Evaluated, Evaluations, eval_metrics
 from megatron_grpo.rewards.pool import RewardPools
 from megatron_grpo.rewards.scoring import RewardError
@@ -47,9 +48,10 @@ class Evaluating:
         self.pools, shape = RewardPools(), read_shape(engine.folder)
         tokenizer = load_tokenizer(engine.folder)
         ends = end_tokens(shape, tokenizer, cfg.rollout)
-        self.dialogues = open_dialogues(cfg, tokenizer, ends, self.client, None)
+        self.partners = Partners(cfg, tokenizer, ends, self.client)
+        self.router = RequestRouter(self.client, str, streams=False)
         self.evaluations = Evaluations(
-            cfg, shape, tokenizer, self.client, self.pools, self.dialogues
+            cfg, shape, tokenizer, self.router, self.pools, self.partners
         )
         self.shown: list[tuple[str, int, int]] = []
 
@@ -61,9 +63,9 @@ class Evaluating:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.client.loop.call(self.router.close())
         self.pools.close()
-        if self.dialogues:
-            self.dialogues.close()
+        self.partners.close()
 
 
 def completions(result: Evaluated) -> list[tuple[int, ...]]:

@@ -3,7 +3,7 @@ tokens, and the tokens that its indexers choose."""
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -30,11 +30,12 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
+from helpers.sampling import Completions
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import decode_choice
-from megatron_grpo.engines.generation import CompletionRequests
+from megatron_grpo.engines.request import Request
 from megatron_grpo.engines.transformers.engine import TransformersEngine
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import unwrapped
@@ -309,11 +310,22 @@ def bfloat16_samples(family: str, folder: Path) -> list[Sample]:
         router_replay=True,
         index_topk=index_topk,
     )
-    generation = CompletionRequests(random_prompts(NUM_SAMPLES // 4), params)
-    for number, request in [*generation.open.items()]:
-        answer = json.dumps(engine.generate(request, lambda: True)).encode()
-        asyncio.run(generation.take_answer(number, decode_choice(answer), "http://a"))
-    return generation.samples()
+
+    class Answering:
+        """Stands for a router: the engine answers in this process."""
+
+        def submit(self, requests: Sequence[Request]) -> None:
+            for request in requests:
+                answer = json.dumps(engine.generate(request.rest, lambda: True)).encode()
+                request.take(decode_choice(answer), "http://a", str)
+
+    async def sample() -> list[Sample]:
+        asked = Completions(random_prompts(NUM_SAMPLES // 4), params)
+        await asked.begin(Answering())
+        await asyncio.gather(*asked.sampling)
+        return asked.samples()
+
+    return asyncio.run(sample())
 
 
 def gaps_on_rank(
