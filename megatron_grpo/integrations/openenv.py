@@ -1,7 +1,7 @@
 """Environments of OpenEnv as agents outside of a run, which has `agent.listen`.
 
-    python -m megatron_grpo.agents.openenv_tasks rows http://127.0.0.1:8000 data.jsonl --most 1000
-    python -m megatron_grpo.agents.openenv_tasks serve http://127.0.0.1:8000 runs/web/agents.json
+    python -m megatron_grpo.integrations.openenv rows http://127.0.0.1:8000 data.jsonl --most 1000
+    python -m megatron_grpo.integrations.openenv serve http://127.0.0.1:8000 runs/web/agents.json
 
 It runs where the package openenv is installed (see `task_worker`), beside the environment's server.
 The model is told each observation: as it is if that is one text, else in JSON. Its answer is the
@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from megatron_grpo.agents.task_worker import Json, parse, parser_of, serve, write_rows
+from megatron_grpo.integrations.task_worker import Json, parse, parser_of, serve, write_rows
 from megatron_grpo.unicode import as_unicode
 from megatron_grpo.workers.proxies import is_here
 

@@ -1,7 +1,7 @@
 """Environments of the package verifiers as agents outside of a run, which has `agent.listen`.
 
-    python -m megatron_grpo.agents.verifiers_tasks rows TASKSET data.jsonl --most 1000
-    python -m megatron_grpo.agents.verifiers_tasks serve TASKSET runs/web/agents.json
+    python -m megatron_grpo.integrations.verifiers rows TASKSET data.jsonl --most 1000
+    python -m megatron_grpo.integrations.verifiers serve TASKSET runs/web/agents.json
 
 It runs where verifiers 0.4 is installed (see `task_worker`). `--env` is verifiers' config of the
 environment, in JSON, beside the name of its taskset. The first command writes the tasks as rows of
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.agents.task_worker import Json, parse, parser_of, serve, write_rows
+from megatron_grpo.integrations.task_worker import Json, parse, parser_of, serve, write_rows
 
 
 def load(taskset: str, config: str) -> Any:

@@ -1,7 +1,7 @@
 """Environments of NeMo Gym as agents outside of a run, which has `agent.listen`.
 
-    python -m megatron_grpo.agents.nemo_gym_tasks rows DATASET.jsonl data.jsonl --most 1000
-    python -m megatron_grpo.agents.nemo_gym_tasks serve AGENT runs/web/agents.json --port 8701
+    python -m megatron_grpo.integrations.nemo_gym rows DATASET.jsonl data.jsonl --most 1000
+    python -m megatron_grpo.integrations.nemo_gym serve AGENT runs/web/agents.json --port 8701
 
 It runs where the package nemo-gym is installed (see `task_worker`), beside Gym's servers, of which
 AGENT is one. Their policy model is Gym's own `vllm_model`, and its `policy_base_url` is
@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
-from megatron_grpo.agents.task_worker import Json, parse, parser_of, serve, write_rows
+from megatron_grpo.integrations.task_worker import Json, parse, parser_of, serve, write_rows
 from megatron_grpo.workers.proxies import is_here
 
 LOOPBACK = "127.0.0.1"

@@ -4,8 +4,8 @@ Each adapter is a command that runs in its library's own environment of packages
 project's folder is on PYTHONPATH and httpx is installed. It imports no more of the project than
 this file, `unicode.py` and `workers/proxies.py`.
 
-    python -m megatron_grpo.agents.ADAPTER rows SOURCE data.jsonl --most 1000
-    python -m megatron_grpo.agents.ADAPTER serve SOURCE runs/web/agents.json
+    python -m megatron_grpo.integrations.ADAPTER rows SOURCE data.jsonl --most 1000
+    python -m megatron_grpo.integrations.ADAPTER serve SOURCE runs/web/agents.json
 """
 
 import argparse
