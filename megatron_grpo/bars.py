@@ -36,7 +36,7 @@ Show = Callable[[int, int], None]
 
 
 class _PhaseColumn(ProgressColumn):
-    """What a task does and, if it has a field `since` (`time.monotonic()`), for how long."""
+    """Text of a task, and the seconds since its field `since` (`time.monotonic()`), if any."""
 
     def render(self, task: Task) -> Text:
         since = task.fields.get("since")
@@ -99,7 +99,6 @@ class Wait:
         return f"{done} of {total} {self._unit}"
 
     def close(self) -> None:
-        """Remove the task from the bar."""
         if self._task is not None:
             self._bar.remove_task(self._task)
 

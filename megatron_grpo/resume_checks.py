@@ -77,7 +77,7 @@ CHANGEABLE = (
     "swanlab.",
 )
 OF_SOURCE = re.compile(r"^sources\.by_name\..+?\.(?=(reward|environment)\.)")
-"""What keys of a source have before those of the run."""
+"""Prefix of a source's keys before those of the run: `sources.by_name.math.`."""
 
 DATE = "data.date"
 FROM_EXPORT = "model.path=<export of that run>"

@@ -55,7 +55,6 @@ class Run:
 
     @property
     def ranks_per_host(self) -> int:
-        """Number of trainer ranks on each host."""
         return self.cfg.dims.world_size // self.num_hosts
 
 
@@ -163,7 +162,7 @@ def build_models(run: Run, shape: ModelShape) -> tuple[Policy, Reference | None]
 def open_weight_sync(
     run: Run, policy: Policy, residency: Residency, engines: RolloutClient | None
 ) -> WeightSync:
-    """What pushes the weights of `policy` to the engines, which only rank 0 has; collective."""
+    """Connect the weights of `policy` to the engines, which only rank 0 has; collective."""
     cfg, shape, groups = run.cfg, policy.shape, run.groups
     weights = weight_sender(policy, groups)
     loaded = loaded_sums(cfg, shape, weights, policy.parameters())

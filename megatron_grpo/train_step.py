@@ -77,7 +77,7 @@ def train_step(
 def _why_not(
     policy: Policy, metrics: TrainMetrics, grad_norm: float, device: torch.device
 ) -> str | None:
-    """Which value is not finite, and on which rank; None on all ranks if every value is finite."""
+    """Name the value that is not finite, and its rank; None on all ranks if there is none."""
     is_finite = (
         math.isfinite(grad_norm)
         and own_gradient_is_finite(policy.optimizer)

@@ -63,7 +63,7 @@ class ImageSource:
 
     @property
     def key(self) -> bytes:
-        """What tells it from other images, if files do not change; files may have moved."""
+        """Digest of the content, or of the file name: files may have moved, but do not change."""
         own = self.content if isinstance(self.content, bytes) else self.name.encode()
         return hashlib.blake2b(own).digest()
 
@@ -158,7 +158,7 @@ class ImageReader:
 
     @classmethod
     def of(cls, cfg: Config) -> "ImageReader | None":
-        """That of a run; None if its prompts have no images."""
+        """Reader of a run's images; None if its prompts have none."""
         return cls(cfg) if cfg.data.image_column else None
 
     def expand(
@@ -197,7 +197,7 @@ class ImageReader:
         return expanded, sources
 
     def _num_tokens(self, opened: "Image") -> int:
-        """Of an image of which only the head is read; one that EXIF turns has as many."""
+        """Count the tokens from the header; an image that EXIF turns has as many."""
         if opened.mode.startswith(WIDE_MODES):
             raise ValueError(f"pixels of mode {opened.mode}: save it with 8 bits per channel")
         processor = image_processor(self._folder)
@@ -251,7 +251,7 @@ class PromptSources:
     counts: tuple[int, ...]
     """Tokens of each."""
     num_tokens: int
-    """Of the prompt."""
+    """Length of the prompt."""
     reader: ImageReader = field(repr=False, compare=False)
 
     @property
@@ -261,18 +261,16 @@ class PromptSources:
 
     @property
     def key(self) -> bytes:
-        """What tells these images from others."""
         return b"".join(each.key for each in self.images)
 
     def read(self) -> "PromptImages":
-        """Read them, and make patches of them."""
         return self.reader.read(self)
 
 
 def read_images(
     prompts: Iterable[PromptSources | None], made_of: "Callable[[PromptImages], T]"
 ) -> dict[PromptSources | None, T]:
-    """What is `made_of` the images of prompts that have some, once for each.
+    """Map the sources of each prompt to `made_of` its images; equal ones are read once.
 
     In a thread for each core, at most 8: decoding, resizing and hashing let others run.
     """

@@ -27,7 +27,7 @@ class Branch(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What a turn of an agent's model was an answer to, and what it asked for."""
+    """Messages that a turn of an agent's model answered, and tools that it called."""
 
     roles: tuple[str, ...]
     """Roles of the messages since the turn before it, such as `tool`; none of a text completion."""
@@ -81,13 +81,13 @@ class Sample:
     """For each turn that the environment answered: the index of its last token, and its reward. Of
     an agent, every turn, and the reward is the last one's."""
     heard: tuple[Heard, ...] = ()
-    """Of an agent, for each of `step_rewards`."""
+    """Messages and tools of an agent's turns, one entry for each of `step_rewards`."""
     branches: tuple[Branch, ...] = ()
-    """Of an agent that did not only append to its messages: the sequences that it has made. Their
-    own parts do not overlap. Default: a single one, the completion after the prompt."""
+    """Sequences of an agent that did not only append to its messages; their own parts do not
+    overlap. Default: a single one, the completion after the prompt."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What an agent measured, and its calls of tools."""
+    """Measurements of an agent, and its calls of tools."""
 
     def __post_init__(self) -> None:
         mask = self.loss_mask or b"\1" * len(self.completion_ids)
@@ -103,7 +103,7 @@ class Sample:
 
     @property
     def sequences(self) -> tuple[Branch, ...]:
-        """What is trained on: the `branches`, or the whole."""
+        """Sequences to train on: the `branches`, or the whole."""
         whole = Branch(((0, len(self.prompt.token_ids)),), 0, len(self.completion_ids))
         return self.branches or (whole,)
 

@@ -148,7 +148,7 @@ class PromptStream:
 
 
 def _turns(weights: Sequence[int]) -> list[int]:
-    """Whose turn it is, in a round after which all turns repeat.
+    """Order of the paths in one round: weights (2, 1) give 0, 1, 0.
 
     The turn j = 0, 1, ... of a path is due at (j + 1/2) / weight, and earlier paths come first.
     """

@@ -58,10 +58,9 @@ class Episodes:
     def __init__(self, agent_url: str) -> None:
         self._agent_url = agent_url
         self._urls: dict[str, str] = {}
-        """Of the run, by the key of each session that is going on."""
+        """Address of the run, by the key of each open session."""
 
     async def serve(self, file: Path, port: int, at_once: int) -> None:
-        """See `task_worker.serve`."""
         application = web.Application(client_max_size=MAX_BODY)
         application.router.add_post("/v1/chat/completions", self._send_on)
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
@@ -100,7 +99,6 @@ class Episodes:
 
 
 def main() -> None:
-    """See the module."""
     parser = parser_of(__doc__, "file of a dataset of Gym, or name of its agent", at_once=64)
     parser.add_argument("--port", type=int, default=8701, help="of this process's endpoint")
     parser.add_argument("--head", default=f"http://{LOOPBACK}:11000", help="Gym's head server")

@@ -107,7 +107,7 @@ class Episodes:
         return GenericEnvClient(self._url)
 
     def _opening(self, task: Json, observation: Json) -> list[Json]:
-        """What the environment shows first, in place of the row's prompt if it shows anything."""
+        """First messages: an observation that shows anything replaces the row's prompt."""
         messages: Sequence[Json] = task["messages"]
         if not (text := self._shown(observation)):
             return [*messages]
@@ -133,7 +133,7 @@ class Episodes:
         return found
 
     def _shown(self, observation: Json) -> str:
-        """What the model is told of an observation; empty if it has nothing."""
+        """Text of an observation for the model; empty if it has nothing."""
         if self._observe:
             found = observation[self._observe]
         elif "tool_name" in observation:  # the result of an MCP tool
@@ -152,7 +152,7 @@ class Episodes:
 
 
 def _parsed(arguments: str) -> Json:
-    """Of a call; what the model wrote that is no object is refused by the environment."""
+    """Arguments of a call. If they are no JSON object, the environment refuses them."""
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -166,7 +166,6 @@ def _tool(name: str, description: str, parameters: Json) -> Json:
 
 
 def main() -> None:
-    """See the module."""
     parser = parser_of(__doc__, "address of the environment's server", at_once=1)
     parser.add_argument("--reset", default="{}", help="arguments of reset beside seed, in JSON")
     parser.add_argument("--observe", help="field of observations that the model is told")

@@ -52,7 +52,7 @@ def completion_rows(
 def sample_row(
     sample: Sample, scores: Mapping[str, float], total: float, columns: Columns
 ) -> dict[str, Any]:
-    """What is known of a scored sample without any training on it."""
+    """Row of a scored sample, before any training on it."""
     return {
         "prompt_index": sample.prompt.index,
         "sample_index": sample.sample_index,
@@ -69,7 +69,7 @@ def sample_row(
 
 
 def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[str, Any]]:
-    """What the model and the environment said in a dialogue, special tokens included; or the steps
+    """Turns of the model and the environment in a dialogue, special tokens included; or the steps
     of a completion that a process reward model scored.
 
     `role` is `assistant`, or what is known of an observation: `environment`, or with an agent the

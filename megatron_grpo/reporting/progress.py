@@ -67,7 +67,6 @@ class ProgressBar:
             self._console.print(completions_table(rows))
 
     def tell(self, line: str) -> None:
-        """Print a line about the run."""
         self._print(line, soft_wrap=True)
 
     def enter(self, phase: str) -> None:

@@ -125,7 +125,6 @@ class TensorBoardRun:
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file."""
         self._writer.close()
 
 

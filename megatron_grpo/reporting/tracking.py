@@ -98,7 +98,6 @@ class Tracking:
             tracker.log(step, metrics, [])
 
     def close(self) -> None:
-        """Close the trackers."""
         for tracker in self._trackers:
             tracker.close()
 

@@ -27,7 +27,7 @@ OF_STEPS = ("ForProcessRewardModel",)
 """How the architectures end of models that score a text, and the steps in it."""
 WEIGHTS = ("*.safetensors", "*.bin")
 DEFAULT_LABELS = range(2)
-"""What transformers takes for the labels where config.json has none."""
+"""Labels that transformers assumes where config.json has none."""
 STEP_SEPARATOR = "\n\n"
 
 Chat = str | list[dict[str, str]]

@@ -27,7 +27,7 @@ print({mark!r} + json.dumps(found(*json.load(sys.stdin))))
 
 @dataclass(frozen=True)
 class UnitTest:
-    """What is run behind a program, and whether it has printed what is right."""
+    """Code to run behind a program, and the check of its output."""
 
     ending: str
     stdin: str
