@@ -94,6 +94,7 @@ def _with_images(
 
 def _check_variables(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
     for name in data.chat_template_kwargs:
+        # Jinja is silent about a variable that no template reads.
         if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             raise ValueError(
                 f"data.chat_template_kwargs.{name} does nothing: the chat template of the model "

@@ -224,6 +224,7 @@ class ImageReader:
                     )
                 pixels.append(_pixels(opened))
         processor = image_processor(self._folder)
+        # Neither scaled nor normalized: floats would take four times the bytes to every rank.
         made = processor(images=pixels, do_rescale=False, do_normalize=False, return_tensors="pt")
         patches, grids = made["pixel_values"].to(torch.uint8), made["image_grid_thw"]
         merge = processor.merge_size
@@ -303,6 +304,7 @@ def check_images(cfg: Config) -> None:
         )
     (limit, limits), (_, others) = image_limits(cfg.rollout), LIMITS[engine]
     most = limits.get("image") if isinstance(limits, dict) else None
+    # By `type`, as true is an instance of int, too.
     if type(most) is not int or most < 1 or limits != {"image": most, **others}:
         legal = ", ".join(f"{name}: {value}" for name, value in {"image": 1, **others}.items())
         raise ValueError(

@@ -87,6 +87,7 @@ class InvalidRows:
     def add(self, index: int, place: str, fault: Fault) -> None:
         """Record a fault of row `index` of the data, which is at `place`."""
         self.kinds[fault.kind] += 1
+        # Not in order: unreadable rows come first, and then those that cannot become prompts.
         insort(self._first, (index, f"{place}: {fault}"))
         del self._first[NUM_SHOWN:]
 
@@ -228,6 +229,7 @@ def _read_jsonl(file: Path) -> Iterator[Numbered]:
 
 def _parse(line: bytes) -> Row | Fault:
     try:
+        # With -sig: the first line of a file from Windows may begin with a byte order mark.
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return Fault("not UTF-8", f"byte {line[error.start]:#x} at column {error.start + 1}")
@@ -248,6 +250,7 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[Row | Fault]:
     try:
         rows = batch.to_pylist()
     except UnicodeDecodeError:
+        # Arrow does not say which row it is, so each is read alone.
         if len(batch) == 1:
             yield Fault("not UTF-8")
             return
@@ -321,6 +324,7 @@ def _loaded(data: DataConfig, name: str, *, from_cache: bool) -> Any:
     import datasets  # noqa: PLC0415  # see above
 
     is_offline = datasets.config.HF_HUB_OFFLINE
+    # The global, as no argument of `load_dataset` keeps it from asking the hub.
     datasets.config.HF_HUB_OFFLINE = is_offline or from_cache
     try:
         return datasets.load_dataset(name, data.subset, split=data.split)

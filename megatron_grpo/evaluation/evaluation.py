@@ -161,6 +161,7 @@ class Evaluation:
             with timer.phase("eval", "generate"):
                 samples = self._generate(policy_version)
             with timer.phase("eval", "score"):
+                # Of the whole set: a share of these alone could be exceeded by one failure.
                 scores = self.rewards.score(samples, num_completions=size)
             self._scores += scores
             self._samples += samples
@@ -192,6 +193,7 @@ class Evaluation:
         prompts = self.prompts[start : start + self._num_prompts_at_once]
         if self._open is None and self._dialogues:
             self._open = self._dialogues.generation(prompts, params, self._view)
+        # Kept until it is complete: after NoServingEngine, the next call asks for its rest only.
         self._open = requests = self._open or CompletionRequests(prompts, params)
         samples = (self._dialogues or self._engines).generate(requests)
         requests.print_failures()

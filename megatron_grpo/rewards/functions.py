@@ -108,7 +108,7 @@ class LoadedFunction:
         return _answer(self._call(columns, timeout), len(columns["completions"]))
 
     async def call_async(self, columns: Mapping[str, Any], timeout: float) -> Answer:
-        """Await an asynchronous function; else as `call`."""
+        """As `__call__`, for an asynchronous function."""
         return _answer(await self._call(columns, timeout), len(columns["completions"]))
 
     def _call(self, columns: Mapping[str, Any], timeout: float) -> Any:

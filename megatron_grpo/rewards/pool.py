@@ -206,6 +206,7 @@ class RewardPool:
             while self._calls or calls[False] or calls[True]:
                 self._send_calls(calls)
                 for call, answer in self._advance():
+                    # The failure may be the server's death and not the completion's: repeat it.
                     if self._was_interrupted(call) and answer.error:
                         calls[self._is_async[call.function]].appendleft(call)
                     else:
@@ -225,6 +226,7 @@ class RewardPool:
 
     def _was_interrupted(self, call: Call) -> bool:
         """Whether a server has died since the call was sent; it no longer counts as interrupted."""
+        # By identity: equality would compare the tokens of all samples.
         others = [each for each in self._interrupted if each is not call]
         was_interrupted = len(others) < len(self._interrupted)
         self._interrupted = others
@@ -254,6 +256,8 @@ class RewardPool:
     def _send_calls(self, calls: Mapping[bool, deque[Call]]) -> None:
         """Send the workers as many ordinary and asynchronous calls as they can take."""
         first = self._workers[0]
+        # The worker cancels such a call by itself at the timeout. If it does not, it is killed,
+        # which fails all its open calls: hence the seconds in addition.
         while calls[True] and self._can_take(first, is_async=True):
             self._send_call(first, calls[True].popleft(), self.cfg.timeout + CANCEL_SECONDS)
         for worker in self._workers:

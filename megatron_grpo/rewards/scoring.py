@@ -199,6 +199,7 @@ def token_ends(token_ids: Sequence[int], ends: Sequence[int], decode: Decode) ->
     """Tokens before a place, and characters of their text."""
     for end in ends:
         first = max(0, start - CONTEXT)
+        # Only a window is decoded: from the beginning, each step would take longer.
         known = length - len(decode(token_ids[first:start]))
 
         def length_with(token: int, first: int = first, known: int = known) -> int:

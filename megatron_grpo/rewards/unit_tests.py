@@ -170,6 +170,7 @@ def _call(name: str, arguments: Any, expected: Any) -> UnitTest:
     value = json.loads(expected) if is_text else expected
 
     def is_right(stdout: str) -> bool:
+        # The mark is random, so that what the program prints itself does not pass for the result.
         _, found, rest = stdout.rpartition(mark)
         try:
             returned = json.loads(rest.partition("\n")[0])

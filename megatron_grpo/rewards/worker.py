@@ -77,6 +77,7 @@ class RewardWorker:
         sending = asyncio.Lock()
 
         def begin(call: Any) -> None:
+            # The trainer has closed the socket: nobody waits for the calls in progress.
             if call is None:
                 sys.exit()
             _, index, _ = call
