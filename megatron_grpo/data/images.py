@@ -1,4 +1,4 @@
-"""The images of a row: what they add to its prompt, and the patches that towers take of them.
+"""Images of rows: their tokens in prompts, and their patches for vision towers.
 
 Pixels are made here alone, by the model's own processor, for trainer and engines alike. Those of a
 whole data set would not fit into memory, so that a prompt has its images as they are in the data,
@@ -107,9 +107,9 @@ def _image(value: Any, name: str, data: DataConfig) -> ImageSource | Fault:
 
 @contextmanager
 def _named(image: ImageSource) -> "Iterator[Image]":
-    """An image of which only the head is read until its pixels are.
+    """Open an image; its pixels are read on first use.
 
-    Raises OSError, which names it, also for what is done with it.
+    Raises OSError, which names it, also for errors in the block.
     """
     from PIL import Image  # noqa: PLC0415
 
@@ -248,7 +248,7 @@ class PromptSources:
 
     images: tuple[ImageSource, ...]
     starts: tuple[int, ...]
-    """Where the tokens of each begin in the prompt."""
+    """Place of the first token of each in the prompt."""
     counts: tuple[int, ...]
     """Tokens of each."""
     num_tokens: int

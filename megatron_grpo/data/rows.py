@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 NUM_SHOWN = 20
 BASE64 = "data:image/"
-"""How an image in base64 begins."""
+"""Prefix of an image in base64."""
 
 MOST_CHARACTERS = 2000
 """Longer values of a row, such as the tests of a program, are cut in the log of completions."""
@@ -111,7 +111,7 @@ SPLITS = frozenset({DEFAULT_SPLIT, "validation", "valid", "val", "dev", "test", 
 NUM_NAMED = 10
 """Most files of a folder that an error message lists."""
 HUB_SECONDS = 10.0
-"""In which the hub must have answered."""
+"""Time-out of the hub."""
 Numbered = tuple[int, Row | Fault]
 """A row with its number in its file: lines count from 1, rows of a table from 0."""
 
@@ -303,7 +303,7 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
 
 
 def _silence_of_hub(name: str) -> Exception | None:
-    """Why one request about a data set has no answer; None if it has any, or is not allowed.
+    """Error of a request about a data set; None if the hub answers, or requests are not allowed.
 
     `datasets` makes each of its requests six times, for up to 80 seconds, before it turns to its
     cache.
@@ -320,7 +320,7 @@ def _silence_of_hub(name: str) -> Exception | None:
 
 
 def _loaded(data: DataConfig, name: str, *, from_cache: bool) -> Any:
-    """A data set of the hub, or the newest that `datasets` has in its cache, of which it warns."""
+    """Load a data set of the hub, or the newest in the cache of `datasets`, which warns of that."""
     import datasets  # noqa: PLC0415  # see above
 
     is_offline = datasets.config.HF_HUB_OFFLINE

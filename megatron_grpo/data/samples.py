@@ -44,8 +44,7 @@ class Sample:
     """
 
     prompt: "Prompt"
-    """In a dialogue, it includes the first observation of the environment; of an agent, it is its
-    first request."""
+    """Prompt with the environment's first observation, or the agent's first request."""
     sample_index: int
     """Number among the completions of this prompt, from 0."""
     completion_ids: Sequence[int]
@@ -78,8 +77,8 @@ class Sample:
     the tokens that its indexers chose (`rollout.indexer_replay`); None without both, and for a
     dialogue that failed before its first turn."""
     step_rewards: tuple[tuple[int, float], ...] = ()
-    """For each turn that the environment answered: the index of its last token, and its reward. Of
-    an agent, every turn, and the reward is the last one's."""
+    """(index of the last token, reward) of each turn that the environment answered; with an agent
+    of every turn, and its reward is the last turn's."""
     heard: tuple[Heard, ...] = ()
     """Messages and tools of an agent's turns, one entry for each of `step_rewards`."""
     branches: tuple[Branch, ...] = ()
@@ -129,7 +128,7 @@ def extend_spans(spans: list[tuple[int, int]], version: int, num_tokens: int) ->
 
 
 Columns = dict[int, dict[str, Any]]
-"""By row of the data, its columns but for the prompt, as values of JSON."""
+"""Columns of each row of the data but for the prompt, as values of JSON."""
 
 
 def columns_by_prompt(samples: Iterable[Sample], prompt_column: str) -> Columns:

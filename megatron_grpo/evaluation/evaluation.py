@@ -248,7 +248,7 @@ def eval_metrics(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> dict[str
 
 
 def metric_prefix(name: str) -> str:
-    """How the names of the metrics of the set `name` begin."""
+    """Prefix of the metrics of the set `name`."""
     return f"eval/{name}/" if name else "eval/"
 
 

@@ -39,7 +39,7 @@ def rows_of(dataset: Path) -> Iterable[Json]:
 
 
 def url_of(agent: str, head: str) -> str:
-    """Where an agent's server is, by Gym's head server; ValueError if it has no such agent."""
+    """Ask Gym's head server for the address of an agent; ValueError if it has no such agent."""
     import yaml  # noqa: PLC0415
 
     told = httpx.get(f"{head}/global_config_dict_yaml", trust_env=not is_here(head))

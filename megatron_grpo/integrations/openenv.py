@@ -4,7 +4,7 @@
     python -m megatron_grpo.integrations.openenv serve http://127.0.0.1:8000 runs/web/agents.json
 
 It runs where the package openenv is installed (see `task_worker`), beside the environment's server.
-The model is told each observation: as it is if that is one text, else in JSON. Its answer is the
+The model gets each observation: as it is if that is one text, else in JSON. Its answer is the
 action if that needs one text and nothing else. Any other action is a call of a tool: of one of the
 environment's own (MCP), or of `act`, whose arguments are the fields of the action. The first
 command writes one row for each seed; the second acts until the run is over.
@@ -23,16 +23,16 @@ from megatron_grpo.workers.proxies import is_here
 
 ACT = "act"
 INVALID = "VALIDATION_ERROR"
-"""Code of a server's answer to a call with wrong arguments, of which the model is told."""
+"""Code of a server's answer to a call with wrong arguments; the model gets the error."""
 NOT_SHOWN = ("done", "reward", "metadata")
-"""Fields of each observation that are not what the environment shows."""
+"""Fields of each observation that are not the environment's own."""
 
 
 class Episodes:
     """Acts on tasks, each in a session with the server of an environment."""
 
     def __init__(self, url: str, observe: str | None) -> None:
-        """`observe` is the field of observations that the model is told; None: all of them."""
+        """`observe` is the field of observations for the model; None: all."""
         self._url, self._observe = url, observe
         answer = httpx.get(f"{url}/schema", trust_env=not is_here(url))
         action = answer.raise_for_status().json()["action"]
@@ -46,7 +46,7 @@ class Episodes:
         self._act = _tool(ACT, described, {**action, "properties": fields})
 
     async def rows(self, most: int, arguments: Json) -> list[Json]:
-        """For each seed what `reset` gets; the prompt is what it shows then."""
+        """Rows of seeds with the arguments of `reset`; the prompt is the first observation."""
         rows = []
         async with self._session() as env:
             for seed in range(most):

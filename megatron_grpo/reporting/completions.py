@@ -105,8 +105,8 @@ def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[
 
 
 def _first_token(branch: Branch, num_prompt_tokens: int) -> int:
-    """Where the branch's own tokens begin in the completion: one that shares none with those before
-    has the first of them as its context, as a sequence has at least one."""
+    """Index of the branch's own first token in the completion. In a branch that shares none with
+    earlier ones, the first token is its context, which is never empty."""
     (first, end), *others = branch.context
     if branch.start and not others and (first, end) == (end - 1, num_prompt_tokens + branch.start):
         return first - num_prompt_tokens

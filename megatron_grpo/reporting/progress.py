@@ -155,7 +155,7 @@ def _as_it_is(text: str) -> Text:
 
 
 def evaluation_title(name: str) -> str:
-    """How lines and bars call the evaluation of the held-out set `name`."""
+    """Title of the held-out set `name` in lines and bars."""
     return f"evaluation of {name}" if name else "evaluation"
 
 

@@ -220,7 +220,7 @@ class Symptom:
     shows: Callable[[float, float], bool]
     """Given the mean over the first `WINDOW` steps and over the last."""
     message: str
-    """With the two means as {first} and {last}."""
+    """Text with the two means as {first} and {last}."""
 
 
 SYMPTOMS = (

@@ -1,4 +1,4 @@
-"""Where metrics go besides the run directory: wandb, TensorBoard, trackio, SwanLab."""
+"""Trackers that metrics go to besides the run directory: wandb, TensorBoard, trackio, SwanLab."""
 
 import os
 import re

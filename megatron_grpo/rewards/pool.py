@@ -41,7 +41,7 @@ class RewardWorkerProcess(SupervisedWorker):
         self.connection.send((cfg.functions, cfg.timeout))
         self.cfg = cfg
         self.deadlines = {LOAD: running_time() + load_seconds(cfg.timeout)}
-        """When the answer to each open call is late, by number; `LOAD` is one."""
+        """Deadline of each open call, by number; loading is the call `LOAD`."""
         self.is_retired = False
         """Whether it gets no more calls, and is replaced once its open calls are answered."""
         self.failure = ""

@@ -24,7 +24,7 @@ from parallel.clock import running_time
 
 OF_TEXTS = ("ForSequenceClassification",)
 OF_STEPS = ("ForProcessRewardModel",)
-"""How the architectures end of models that score a text, and the steps in it."""
+"""Suffixes of architectures that score a text, and that score its steps."""
 WEIGHTS = ("*.safetensors", "*.bin")
 DEFAULT_LABELS = range(2)
 """Labels that transformers assumes where config.json has none."""

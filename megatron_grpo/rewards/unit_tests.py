@@ -22,7 +22,7 @@ import json, sys
 found = globals().get({name!r}) or getattr(Solution(), {name!r})
 print({mark!r} + json.dumps(found(*json.load(sys.stdin))))
 """
-"""Behind the program: calls its function, or the method of its class."""
+"""Ending of a program: calls its function, or the method of its class."""
 
 
 @dataclass(frozen=True)
