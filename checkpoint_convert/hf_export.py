@@ -143,7 +143,7 @@ def _by_rows(
 def _assembled(
     parameters: Mapping[str, Tensor], copies: Sequence[Copy], box: Box, dtype: torch.dtype
 ) -> Tensor:
-    """What `copies` put into a box that they fill, on the CPU."""
+    """Fill a box by `copies`, on the CPU."""
     parts = []
     for copy in copies:
         values = parameters[copy.source].detach()[copy.source_box.slices]

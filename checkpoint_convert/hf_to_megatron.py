@@ -46,7 +46,7 @@ class ImportPlan:
 
     files: list[list[Chunk]]
     layout: Layout
-    """Which boxes of the Hugging Face tensors the chunks are."""
+    """Boxes of the Hugging Face tensors that the chunks are."""
 
     @property
     def num_bytes(self) -> int:

@@ -22,7 +22,7 @@ from checkpoint_convert.weights import Weights, open_weights
 from parallel import Coordinates, ParallelDims, Shape, divisors
 
 RUN_STATE, RUN_CONFIG, RUN_MANIFEST = "trainer.json", "config.yaml", "manifest.json"
-"""What a training run writes into its checkpoints about itself."""
+"""Files of a training run's checkpoint about the run."""
 SIZES_OF_RANKS = ("tensor", "pipeline", "context", "data")
 
 
@@ -65,7 +65,7 @@ def _table(fields: Iterator[tuple[str, Any]]) -> Table:
 
 
 def _fields_of_run(path: Path) -> Iterator[tuple[str, Any]]:
-    """What the checkpoint of a training run says of it, by the keys of the run's config."""
+    """Facts about the run in its checkpoint, by the keys of the run's config."""
     record, cfg = (
         read_json(path / RUN_STATE),
         yaml.safe_load((path / RUN_CONFIG).read_text(encoding="utf-8")),
@@ -147,7 +147,7 @@ def _fields_of_model(shape: ModelShape) -> Iterator[tuple[str, Any]]:
 
 
 def _stage_table(shape: ModelShape, dims: ParallelDims) -> Table:
-    """What the ranks of each pipeline stage hold; all ranks of a stage hold the same amount."""
+    """Table of pipeline stages; all ranks of a stage hold the same amount."""
     table = Table("pipeline stage", "layers", "parameters of a rank", "in bf16", box=None)
     for stage in range(dims.pipeline):
         at = Coordinates(tensor=0, context=0, data=0, pipeline=stage)

@@ -9,13 +9,13 @@ from checkpoint_convert.folder import boolean, integer, number
 from checkpoint_convert.shape import IndexerShape, LatentShape, LinearShape, Module
 
 WINDOWED, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
-"""What `layer_types` has for a layer with a window, for one without, and for linear attention."""
+"""Values of `layer_types` for a layer with a window, for one without, and for linear attention."""
 # What lists of transformers' config have for every layer with an indexer.
 _INDEXED = {"layer_types": "indexed_attention", "indexer_types": "full"}
 _LEAST_STEP = 1e-3
 """`time_step_min` of published models, to which the difference is small."""
 _LETTERS: dict[str, Module] = {"M": "linear", "*": "attention", "-": "mlp", "E": "moe"}
-"""Of `hybrid_override_pattern`."""
+"""Letters of `hybrid_override_pattern`."""
 _BLOCKS: dict[str, Module] = {
     "linear_attention": "linear",
     "mamba": "linear",
@@ -24,7 +24,8 @@ _BLOCKS: dict[str, Module] = {
     "mlp": "mlp",
     "moe": "moe",
 }
-"""Of `layers_block_type`, which transformers writes; earlier releases had the shorter names."""
+"""Names in `layers_block_type`, which transformers writes; earlier releases had the shorter
+names."""
 
 
 def read_windows(

@@ -1,4 +1,4 @@
-"""Which parts of a model Megatron-Core ranks and torch_dist checkpoints hold. Integers only."""
+"""Layouts of Megatron-Core ranks and torch_dist checkpoints. Integers only."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -41,7 +41,7 @@ def file_tensors(shape: ModelShape) -> dict[str, Shape]:
 
 
 def file_layout(shape: ModelShape) -> Layout:
-    """Which boxes of the tensors of the weight files are those of the model.
+    """Layout of the model in the tensors of the weight files.
 
     Shapes are those of `file_tensors`, but for stacks: see `StackPlace`.
     """
@@ -75,7 +75,7 @@ def hf_dtypes(shape: ModelShape, dtype: str, float32: str) -> dict[str, str]:
 def megatron_layout(
     shape: ModelShape, dims: ParallelDims, at: Coordinates, *, transformer_engine: bool
 ) -> Layout:
-    """What the rank at the coordinates `at` holds, in the coordinates of the weight files.
+    """Layout of the rank at the coordinates `at`, in the coordinates of the weight files.
 
     Local names are ``{chunk}.{parameter}`` with the model chunk (virtual pipeline stage) of the
     rank and Megatron-Core's parameter name, e.g. ``0.decoder.layers.3.mlp.linear_fc1.weight``.
@@ -105,7 +105,7 @@ def megatron_sender(
     transformer_engine: bool,
     layout: Layout | None = None,
 ) -> Sender:
-    """What the rank at `at` can send to engines, and which other ranks could send it too.
+    """Tensors that the rank at `at` can send to engines, and the other ranks that could.
 
     The copy of a tied embedding is never sent: the ranks that hold the embedding itself send it.
     `layout` is the rank's `megatron_layout`, if it is already known.

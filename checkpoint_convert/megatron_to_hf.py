@@ -44,7 +44,7 @@ StoredTensors = Mapping[str, tuple[str, Shape]]
 def stored_tensors(
     shape: ModelShape, dtypes: Mapping[str, str], quantized: QuantizedModel | None
 ) -> StoredTensors:
-    """What the weight files of a model hold; each quantised weight is followed by its scales.
+    """Tensors of the weight files of a model; each quantised weight is followed by its scales.
 
     `dtypes` are those of all tensors of the model if nothing is quantised.
     """

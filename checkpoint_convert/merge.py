@@ -43,7 +43,6 @@ class MergedTensors(StoredTensors):
         self.dtypes = base.dtypes
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
-        """See `TensorSource`."""
         self._base.read_into(name, box, target)
         module = name.removesuffix(WEIGHT)
         if module in self._adapter.modules:

@@ -38,7 +38,7 @@ def stored_mtp_layers(
 
 
 def open_mtp_layers(source: Path, shape: ModelShape, folder: Path) -> Weights:
-    """Those in `source` that an export `folder` has room for."""
+    """Multi-token-prediction layers of `source` that an export `folder` has room for."""
     room = mtp_tensors(folder, shape)
     places = mtp_tensors(source, shape) if room else {}
     layout = Layout.of_whole_tensors({name: place.shape for name, place in room.items()})

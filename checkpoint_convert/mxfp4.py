@@ -58,12 +58,12 @@ class Mxfp4Place(TensorPlace):
         return Box((expert, *start, first), (experts, *size, inputs))
 
     def as_blocks(self) -> TensorPlace:
-        """The same bytes as they are stored, [..., blocks, 16]."""
+        """View the bytes as they are stored, [..., blocks, 16]."""
         *outer, inputs = self.stored_shape()
         return replace(self, shape=(*outer, inputs // BLOCK, BLOCK // 2))
 
     def as_scales(self) -> TensorPlace:
-        """Those of the blocks, [..., blocks]."""
+        """View the scales of the blocks, [..., blocks]."""
         *outer, inputs = self.stored_shape()
         return replace(self.scale, shape=(*outer, inputs // BLOCK))
 

@@ -14,7 +14,8 @@ from checkpoint_convert.text_tower import name_in_whole, text_name
 from parallel import Shape
 
 PEFT_PREFIX = "base_model.model."
-"""Of the names of an adapter's tensors; the rest begins with that of a module of the model."""
+"""Prefix of the names of an adapter's tensors; the rest begins with that of a module of the
+model."""
 WEIGHT = ".weight"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -67,7 +68,7 @@ class StoredAdapter:
     scale: float
     modules: tuple[str, ...]
     places: Mapping[str, TensorPlace]
-    """Of A and B, by PEFT's names in a model of text."""
+    """Places of A and B, by PEFT's names in a model of text."""
 
 
 def read_adapter(folder: Path, weights: Mapping[str, Shape]) -> StoredAdapter:

@@ -17,7 +17,7 @@ MODELOPT_FILE = "hf_quant_config.json"
 """Where ModelOpt says how weights are quantised, in folders whose config.json does not."""
 CONFIG_KEYS = ("quantization_config", "compression_config")
 REGEX = "re:"
-"""What begins the name of a module that is a regular expression."""
+"""Prefix of a module's name that is a regular expression."""
 DEEPSEEK_SUFFIX = "_scale_inv"
 SCALE_DTYPES = ("F32", "BF16", "F16")
 
@@ -47,7 +47,7 @@ class Scheme:
     """How the matrices of a folder are quantised; those of another dtype are not."""
 
     dtype: str
-    """Of the numbers, as safetensors names it; U8: a byte is two of 4 bits (E2M1)."""
+    """Dtype of the numbers, as safetensors names it; U8: a byte is two of 4 bits (E2M1)."""
     block: Block
     """Rows and columns that share a scale."""
     suffix: str
@@ -71,17 +71,16 @@ class Scheme:
 
     @property
     def scale_dtypes(self) -> tuple[str, ...]:
-        """Those that scales of blocks may have; they are written in the first."""
+        """Allowed dtypes of scales of blocks; they are written in the first."""
         return ("F8_E4M3",) if self.whole else SCALE_DTYPES
 
     def scale_names(self, weight: str) -> list[str]:
-        """Those of the scales of its blocks and, if there is one, of the whole matrix."""
+        """Names of the scales of its blocks and, if there is one, of the whole matrix."""
         return [weight + self.suffix, *([weight + self.whole] if self.whole else [])]
 
     @property
     def cut(self) -> dict[str, Shape]:
-        """What ranks hold for their parts of a matrix: how it is named after that, and of how many
-        rows and columns an element is."""
+        """Suffixes of a rank's tensors of a matrix, with the rows and columns of an element."""
         scales = {self.suffix: (self.block[0] or 1, self.block[1] or 1)} if self.whole else {}
         return {self.numbers: (1, self.per_byte), **scales}
 
@@ -114,10 +113,10 @@ class Scheme:
 EngineQuantization = Literal["none", "fp8", "fp8_channel", "int8"]
 """Values of this project's options for engines, into which quantised weights are pushed."""
 Quantization = Literal[EngineQuantization, "nvfp4"]
-"""The same for folders."""
+"""Schemes of folders."""
 ENGINE_SCHEMES = tuple(name for name in get_args(EngineQuantization) if name != "none")
 SCHEMES = tuple(name for name in get_args(Quantization) if name != "none")
-"""Those by which this project quantises, by the names of its options."""
+"""Schemes of this project, by the names of its options."""
 
 
 def quantization_config(name: str, ignored: Sequence[str]) -> dict[str, Any]:
@@ -166,7 +165,7 @@ def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ignored_modules(config: Mapping[str, Any]) -> list[str]:
-    """Those of `quantization_config` as `quantized_model` takes them, also if it is an engine's."""
+    """Ignored modules of `quantization_config` for `quantized_model`, also of an engine's."""
     first, any_expert = ".experts.0.", r"\.experts\.\d+\."
     return [
         f"{REGEX}{any_expert.join(map(re.escape, name.split(first)))}$" if first in name else name

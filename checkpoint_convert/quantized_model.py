@@ -41,7 +41,7 @@ class QuantizedModel:
     A rank that holds a part of the queries may hold none of the keys beside them.
     """
     experts: frozenset[str]
-    """Which of them are split over other ranks than the rest."""
+    """Weights that are split over other ranks than the rest."""
 
     @property
     def scales(self) -> dict[str, Shape]:
@@ -62,7 +62,6 @@ class QuantizedModel:
         return size if self.scheme.whole else self.scheme.block_in(size)
 
     def agreed_shape(self, weight: str) -> Shape:
-        """That of the agreed scales."""
         return (1,) if self.scheme.whole else self.scheme.grid(self.matrices[weight])
 
     def quantizes(self, parameter: Parameter) -> bool:
@@ -214,7 +213,7 @@ def _upper(parameter: Parameter) -> Iterator[tuple[str, Shape]]:
 def quantized_layout(
     layout: Layout, model: QuantizedModel, tensor_rank: int, expert_tensor_rank: int
 ) -> Layout:
-    """What a rank holds of a quantised model, if `layout` is what it holds of the model.
+    """Layout of a rank in the quantised model, given its `layout` of the model.
 
     Of the ranks that hold the same scales, the first that owns a part of the weight owns them.
     Raises ValueError, naming a weight, if the rank holds parts of blocks that must be whole.
@@ -263,7 +262,7 @@ def _divided(piece: ShardMapping, suffix: str, block: Shape) -> ShardMapping:
 
 
 def over(box: Box, block: Shape) -> Box:
-    """The same part, of whole blocks, of a tensor that has an element for each."""
+    """Map a part that is whole blocks to a tensor with an element for each block."""
     start, size = (
         tuple(n // extent for n, extent in zip(each, block, strict=True))
         for each in (box.start, box.size)

@@ -33,7 +33,7 @@ class QuantizedPlace(TensorPlace):
 
     @property
     def files(self) -> set[Path]:
-        """Those that hold a part of it."""
+        """Files that hold a part of it."""
         return {place.file for place in (self, self.scale, self.whole) if place is not None}
 
     @property

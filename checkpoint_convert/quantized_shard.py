@@ -29,7 +29,7 @@ from checkpoint_convert.weights import whole_tensors
 from parallel import Box, Layout, Shape, ShardMapping
 
 MAX_ELEMENTS = 1 << 24
-"""Of a temporary copy in float32."""
+"""Elements of a temporary copy in float32."""
 Maxima = dict[str, Tensor]
 """The largest absolute value in each block of the agreed scales of a weight, by its name in the
 weight files."""

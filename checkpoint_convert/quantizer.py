@@ -13,10 +13,10 @@ from torch.nn.functional import pad
 from parallel import Shape
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.5, torch.uint8: 6.0}
-"""What the largest value of a block becomes, before it is rounded: half the range of the dtype."""
+"""Bound of a block's largest value before it is rounded: half the range of the dtype."""
 _MOST = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the lower three bits of a number of 4 bits (E2M1) stand for; the fourth is its sign."""
+"""Values of the lower three bits of a number of 4 bits (E2M1); the fourth is its sign."""
 # Between two of these, ties go to the even one: at the first bounds down, at the others up.
 _TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 

@@ -177,7 +177,7 @@ def _yarn(
 
 
 def _attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> float:
-    """What queries and keys are multiplied by: the paper's sqrt(1 / t), 0.1 ln(factor) + 1."""
+    """Factor of queries and keys: the paper's sqrt(1 / t), 0.1 ln(factor) + 1."""
     if rope.get("attention_factor") is not None:
         return number(path, rope, "attention_factor")
     growth = 0.1 * log(max(factor, 1.0))
@@ -188,7 +188,7 @@ def _attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> flo
 
 
 def _latent_attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> float:
-    """The same for latent attention, where a part of queries and keys is not rotated.
+    """Likewise for latent attention, where a part of queries and keys is not rotated.
 
     The factor of `mscale_all_dim` is for both parts. Before that, the rotated part alone has the
     factor of `mscale` over that of `mscale_all_dim`, which must be 1. vLLM does not read the other

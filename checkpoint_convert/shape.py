@@ -22,7 +22,8 @@ Stacks = Literal["alternating", "joined", "transposed"]
 [experts, outputs, inputs], of which those of gate come before those of up; `transposed`: the same
 as [experts, inputs, outputs]."""
 Module = Literal["attention", "linear", "mlp", "moe"]
-"""Of a layer: attention, linear attention in its place, a dense MLP, or a mixture of experts."""
+"""Kinds of a layer: attention, linear attention in its place, a dense MLP, or a mixture of
+experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +109,9 @@ class MoeShape:
     normalize_topk: bool
     """Whether the weights of a token's experts, which are their scores, are scaled to sum to 1."""
     score_function: str = "softmax"
-    """Of a router's outputs: `softmax`, or `sigmoid`. The latter adds a bias to the scores by which
-    experts are chosen, not to their weights; training leaves it as it is (arXiv 2408.15664)."""
+    """Function of a router's outputs: `softmax`, or `sigmoid`. The latter adds a bias to the scores
+    by which experts are chosen, not to their weights; training leaves it as it is (arXiv
+    2408.15664)."""
     num_groups: int = 1
     """Number of groups of experts. Those of a token are in `groups_per_token` of them, which have
     the largest sums of their two largest scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
@@ -126,7 +128,7 @@ class MoeShape:
     """How weight files have the experts of a layer in one tensor for each linear layer, with gate
     and up as one; None: they do not."""
     mtp_stacks: Stacks | None = None
-    """The same of a layer for multi-token prediction."""
+    """`stacks` of a layer for multi-token prediction."""
 
     @property
     def has_choice_biases(self) -> bool:
@@ -136,7 +138,7 @@ class MoeShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What defines a model apart from its weights; sizes are those of the unsplit model."""
+    """Definition of a model apart from its weights; sizes are those of the unsplit model."""
 
     family: str
     """Key in `families.FAMILIES`, which is the `model_type` of config.json."""
@@ -179,9 +181,9 @@ class ModelShape:
     """Whether every head has a sink: a trained score that softmax counts with those of the keys, of
     a value of zeros."""
     activation: str = "silu"
-    """Of the gate of an MLP: `silu`, or `gelu_pytorch_tanh`, which is GELU's approximation; or of
-    gate g and its other factor u, `swigluoai`: (u + 1) g sigmoid(1.702 g), of g up to 7 and u from
-    -7 to 7; or of an MLP without gates, `relu2`: the square of what is above 0."""
+    """Activation of an MLP's gate: `silu`, or `gelu_pytorch_tanh`, which is GELU's approximation;
+    or of gate g and its other factor u, `swigluoai`: (u + 1) g sigmoid(1.702 g), of g up to 7 and u
+    from -7 to 7; or of an MLP without gates, `relu2`: the square of what is above 0."""
     has_output_gate: bool = False
     """Whether what attention returns is multiplied by a sigmoid, of as many outputs of the
     projection of queries."""
@@ -204,7 +206,7 @@ class ModelShape:
     """Attention of `linear_layers`; None: there are none."""
     linear_layers: tuple[int, ...] = ()
     block_types: tuple[Module, ...] = ()
-    """Of a model whose layers have one module each: which; empty: layers have two."""
+    """Module of each layer, in a model whose layers have one each; empty: layers have two."""
     num_mtp_layers: int = 0
     """Number of layers that weight files may have behind the last one, to predict tokens after the
     next (multi-token prediction). They are no part of the model, and stay in an export."""
@@ -221,7 +223,6 @@ class ModelShape:
 
     @property
     def has_mamba(self) -> bool:
-        """Whether its linear attention is Mamba-2's."""
         return self.linear is not None and self.linear.is_mamba
 
     @property
@@ -238,7 +239,6 @@ class ModelShape:
         return attention, "mlp" if is_dense else "moe"
 
     def num_layers_with(self, module: Module) -> int:
-        """How many layers have it."""
         return sum(module in self.modules(layer) for layer in range(self.num_layers))
 
     @property
@@ -253,7 +253,7 @@ class ModelShape:
 
     @property
     def attending_share(self) -> float:
-        """The same as a share of all layers."""
+        """Attending layers as a share of all."""
         return self.num_attending_layers / self.num_layers
 
     @property
@@ -351,7 +351,7 @@ def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
 
 
 def _key_heads(linear: LinearShape) -> str:
-    """What config.json calls their number."""
+    """Key of config.json for their number."""
     return "n_groups" if linear.is_mamba else "linear_num_key_heads"
 
 

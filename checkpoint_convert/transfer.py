@@ -264,7 +264,7 @@ def _blocks(place: QuantizedPlace, max_elements: int) -> list[Box]:
 def _as_stored(
     part: ShardMapping, place: TensorPlace, values: Tensor, files: Mapping[Path, int]
 ) -> Iterator[tuple[TensorPlace, Box, Tensor]]:
-    """What is written for the values of a part: where, and the box there."""
+    """Places, boxes and values to write for a part."""
     if not isinstance(place, QuantizedPlace):
         yield place, part.box, values
         return

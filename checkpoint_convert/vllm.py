@@ -1,4 +1,4 @@
-"""Which parts of a model each worker of a vLLM engine holds (0.32, 0.33). Integers only.
+"""Layouts of the workers of a vLLM engine (0.32, 0.33). Integers only.
 
 vLLM is not imported. Instead, `check_engine` compares these layouts with what a running engine
 reports, so that a vLLM version with other parameters fails at startup, not as falling rewards.
@@ -36,12 +36,12 @@ class EngineDims:
 
     @property
     def num_workers(self) -> int:
-        """Of all groups; worker r belongs to group r // tensor."""
+        """Workers of all groups; worker r belongs to group r // tensor."""
         return self.data * self.tensor
 
 
 def engine_layouts(shape: ModelShape, dims: EngineDims) -> list[Layout]:
-    """What each worker of one engine holds, in the coordinates of the weight files, by rank.
+    """Layouts of one engine's workers, in the coordinates of the weight files, by rank.
 
     Local names are those of the worker's `own_parameters`, such as
     ``model.layers.3.self_attn.qkv_proj.weight``, without a tied head; shapes, too.
@@ -54,13 +54,13 @@ def engine_layouts(shape: ModelShape, dims: EngineDims) -> list[Layout]:
 
 
 def first_worker_layout(shape: ModelShape, dims: EngineDims) -> Layout:
-    """What the first worker of an engine holds, in a fraction of the time; no worker holds more."""
+    """Layout of an engine's first worker, in a fraction of the time; no worker holds more."""
     check_engine_dims(shape, dims)
     return worker_layout(engine_parameters(shape), shape, dims, rank=0)
 
 
 def engine_parameters(shape: ModelShape) -> list[Parameter]:
-    """What an engine holds, before it is split over workers."""
+    """Parameters of an engine, before they are split over workers."""
     padded_vocab = _padded_vocab(shape)
     parameters = decoder.embedding(shape, padded_vocab)
     experts = range(shape.moe.num_experts if shape.moe else 0)
@@ -89,7 +89,7 @@ def _padded_vocab(shape: ModelShape) -> int:
 def worker_layout(
     parameters: Sequence[Parameter], shape: ModelShape, dims: EngineDims, rank: int
 ) -> Layout:
-    """What worker `rank` of an engine holds of these `parameters` of the model."""
+    """Layout of worker `rank` for these `parameters` of the model."""
     experts = _experts(shape, dims, rank)
     shapes: dict[str, Shape] = {}
     pieces: list[ShardMapping] = []
@@ -124,7 +124,7 @@ def worker_layout(
 def part_of(
     parameter: Parameter, shape: ModelShape, dims: EngineDims, rank: int
 ) -> tuple[int, int]:
-    """Which part of a parameter that is split worker `rank` holds, and how many parts there are."""
+    """Number of the part of a split parameter that worker `rank` holds, and the number of parts."""
     if parameter.is_expert:
         return (0, 1) if dims.expert_parallel else (rank, dims.num_workers)
     names = FAMILIES[shape.family].experts
@@ -219,7 +219,7 @@ def _from(box: Box, row: int) -> Box:
 
 
 def _alternating(part: Shard) -> Shard:
-    """The same rows of two sources in turn: [rows of each, 2, columns]."""
+    """Rows of two sources in turn: [rows of each, 2, columns]."""
     rows, *columns = part.shape
     rows //= 2
     axes = (0, *range(2, len(part.shape) + 1))

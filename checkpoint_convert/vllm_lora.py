@@ -1,4 +1,4 @@
-"""Which parts of adapters each worker of a vLLM engine (0.32, 0.33) holds. Integers only.
+"""Layouts of adapters on the workers of a vLLM engine (0.32, 0.33). Integers only.
 
 vLLM keeps an A [max rank, columns] and a B [rows, max rank] for each weight of the files in a
 module that fuses several, such as qkv_proj. Workers split B where the module has split rows, and A
@@ -57,7 +57,7 @@ def adapted_modules(shape: ModelShape, modules: Collection[str]) -> list[str]:
 def adapter_layouts(
     shape: ModelShape, dims: EngineDims, modules: Collection[str], rank: int
 ) -> list[Layout]:
-    """What each worker of one engine holds of adapters of `rank` on `modules`, by worker.
+    """Layouts of adapters of `rank` on `modules`, by worker of one engine.
 
     In the coordinates of PEFT's tensors. Local names are such as
     ``model.layers.3.self_attn.qkv_proj.lora_B.2``, of the values' B.

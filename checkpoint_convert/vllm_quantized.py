@@ -1,4 +1,4 @@
-"""Which parts of a quantised model each worker of an engine holds. Integers only.
+"""Layouts of a quantised model on the workers of an engine. Integers only.
 
 Of vLLM (0.32, 0.33); SGLang (0.5.23) has another name for experts, which layouts.py gives them.
 A worker holds the 8-bit weights where it has others' weights, and beside each the scales of its
@@ -54,7 +54,7 @@ def check_quantized_served(
 def quantized_engine_layouts(
     layouts: Sequence[Layout], shape: ModelShape, dims: EngineDims, model: QuantizedModel
 ) -> list[Layout]:
-    """What the workers hold that have the `engine_layouts` of the model before it is quantised."""
+    """Layouts of the quantised model, given the `engine_layouts` before it is quantised."""
     parameters = [
         _scales(each, model) for each in engine_parameters(shape) if model.quantizes(each)
     ]

@@ -56,7 +56,7 @@ class Weights:
 
     shape: ModelShape
     layout: Layout
-    """Which boxes of the Hugging Face tensors the stored tensors are."""
+    """Boxes of the Hugging Face tensors that the stored tensors are."""
     tensors: StoredTensors
     format: str
     """``safetensors``, ``bin`` or ``torch_dist``."""
@@ -67,7 +67,6 @@ class Weights:
         return {piece.tensor: self.tensors.dtypes[piece.local] for piece in self.layout.pieces}
 
     def close(self) -> None:
-        """Close the files."""
         self.tensors.close()
 
 

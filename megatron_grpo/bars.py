@@ -36,7 +36,7 @@ Show = Callable[[int, int], None]
 
 
 class _PhaseColumn(ProgressColumn):
-    """What a task does and, if it has a field `since` (`time.monotonic()`), for how long."""
+    """Text of a task, and the seconds since its field `since` (`time.monotonic()`), if any."""
 
     def render(self, task: Task) -> Text:
         since = task.fields.get("since")
@@ -72,9 +72,9 @@ def tracked(items: Sequence[T], what: str) -> Iterable[T]:
 
 
 class Wait:
-    """How far a wait is: a task in `bar`, or occasional lines if the bar is disabled.
+    """Progress of a wait: a task in `bar`, or occasional lines if the bar is disabled.
 
-    What is counted is `unit`, such as prompts; None: bytes.
+    Counts `unit`, such as prompts; None: bytes.
     """
 
     def __init__(self, bar: Progress, what: str, unit: str | None) -> None:
@@ -99,7 +99,6 @@ class Wait:
         return f"{done} of {total} {self._unit}"
 
     def close(self) -> None:
-        """Remove the task from the bar."""
         if self._task is not None:
             self._bar.remove_task(self._task)
 
@@ -108,9 +107,9 @@ class Wait:
 def waiting(
     what: str, unit: str | None = None, *, shows: bool = True, console: Console | None = None
 ) -> Iterator[Show]:
-    """Show on stdout how far a wait is, once it has taken PATIENCE_SECONDS, until the block ends.
+    """Show the progress of a wait on stdout, once it has taken PATIENCE_SECONDS.
 
-    Yields the function that the block tells it by. `unit` is as of `Wait`. `shows`: only one of
+    Yields the function to report progress with. `unit` is as of `Wait`. `shows`: only one of
     several processes that wait together should.
     """
     if not shows:

@@ -13,6 +13,7 @@ import typer
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
+from megatron_grpo.inspect_commands import report, show, view
 from megatron_grpo.launch.launch import (
     LAUNCHER_VARIABLE,
     check_files,
@@ -33,9 +34,7 @@ from megatron_grpo.launch.process import (
     silence_libraries,
 )
 from megatron_grpo.launch.run_dir import interrupted_text, take_token
-from megatron_grpo.reporting.commands import report, show
 from megatron_grpo.serve_command import serve
-from megatron_grpo.viewer.command import view
 
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/ for complete examples.")
@@ -125,9 +124,11 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     from parallel.megatron_import import import_megatron
 
     import_megatron()
-    from megatron_grpo.rank import run_rank
+    from megatron_grpo.run import open_run
+    from megatron_grpo.train import train as train_on
 
-    run_rank(cfg, place, token)
+    with open_run(cfg, place, token) as run:
+        train_on(run)
 
 
 def _check_host(cfg: Config) -> None:
@@ -394,7 +395,3 @@ def main() -> None:
         advice = "; see megatron-grpo doctor" if isinstance(error, ModuleNotFoundError) else ""
         print(f"megatron-grpo: {error}{advice}", file=sys.stderr)
         sys.exit(2 if is_user_error(error) else 1)
-
-
-if __name__ == "__main__":
-    main()

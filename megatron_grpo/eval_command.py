@@ -88,7 +88,6 @@ class FolderEvaluation:
             self._stack = stack.pop_all()
 
     def close(self) -> None:
-        """Stop the engines and reward workers."""
         self._stack.close()
 
     def run(self) -> dict[str, float]:

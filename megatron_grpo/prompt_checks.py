@@ -178,7 +178,7 @@ def check_evaluation(cfg: Config, shape: ModelShape) -> None:
 
 
 def _dialogue_pool(cfg: Config) -> EnvironmentPool | None:
-    """What the environments or agents of a run are started by, if it has any."""
+    """Pool of a run's environments or agents, if it has any."""
     if cfg.agent.is_used:
         return None if cfg.agent.listen else actor_pool(cfg)
     return None if cfg.environment.name is None else EnvironmentPool(cfg.environment)
@@ -211,7 +211,7 @@ def _longest_prompt(cfg: Config, prompts: list[Prompt]) -> int:
 def _check_end_of_turn(
     cfg: Config, tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int]
 ) -> None:
-    """What ends the model's turn in the chat template must end a completion, too.
+    """Refuse a chat template whose end of turn does not end a completion.
 
     Many base models have the template of ChatML, whose turns end with <|im_end|>, and <|endoftext|>
     as their only end token: a completion would continue with the user's next turn.
@@ -243,7 +243,7 @@ def _check_vocabulary(shape: ModelShape, prompts: list[Prompt]) -> None:
 
 
 def _check_context(cfg: Config, shape: ModelShape) -> None:
-    """What an agent may write, and the model answer, must fit into the model's context."""
+    """Refuse an agent's prompt and completion that may exceed the model's context."""
     if not _has_agent(cfg):
         return
     most, completion = cfg.data.max_prompt_length or 0, cfg.rollout.max_completion_length

@@ -1,4 +1,4 @@
-"""What rank 0 alone has of a run: the engines, the prompts, the rewards, and the log."""
+"""Parts of a run on rank 0 alone: engines, prompts, rewards, and the log."""
 
 from contextlib import ExitStack, closing
 from dataclasses import dataclass

@@ -77,11 +77,11 @@ CHANGEABLE = (
     "swanlab.",
 )
 OF_SOURCE = re.compile(r"^sources\.by_name\..+?\.(?=(reward|environment)\.)")
-"""What keys of a source have before those of the run."""
+"""Prefix of a source's keys before those of the run: `sources.by_name.math.`."""
 
 DATE = "data.date"
 FROM_EXPORT = "model.path=<export of that run>"
-"""From where a run starts with other `KINDS_OF_STATE` than another, or with adapters."""
+"""Start of a run with other `KINDS_OF_STATE` than an earlier one, or with adapters."""
 FROM_ADAPTERS = "lora.adapter_path=<export of that run>"
 FROM_MERGED = "model.path=<what `checkpoint-convert merge` makes of an export of that run>"
 OF_ADAPTERS = tuple(
@@ -94,8 +94,7 @@ KINDS_OF_STATE = {
     "model.freeze_vision": True,
     "optimizer.optimizer": "adam",
 }
-"""Keys that say of which weights a checkpoint has the state of an optimizer, and of which one, with
-their defaults."""
+"""Keys that decide which optimizer state a checkpoint has, with their defaults."""
 
 
 def check_same_run(cfg: Config) -> None:
@@ -129,8 +128,8 @@ def check_same_run(cfg: Config) -> None:
 
 
 def _start_from(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """From what a run of the config `now` can start that goes on from the weights of the run of
-    `before`; empty if from its checkpoints."""
+    """Override with which a run of `now` starts from the weights of the run of `before`; empty if
+    it can start from its checkpoints."""
     if before["lora.r"]:
         are_alike = all(before[key] == now[key] for key in OF_ADAPTERS)
         return FROM_ADAPTERS if are_alike else FROM_MERGED

@@ -1,15 +1,22 @@
-"""One process of a run, and what it sets up before training: engines, models, pushes of weights."""
+"""One process of a run: how it joins the others, and its engines, models and pushes of weights."""
 
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from checkpoint_convert import ModelShape
+from megatron_grpo.checkpoints.folders import latest_step
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.pushed import loaded_sums, pushed_sender
+from megatron_grpo.launch.launch import RankPlace
+from megatron_grpo.launch.run_dir import run_lock
 from megatron_grpo.policy.chunks import describe
 from megatron_grpo.policy.model import Policy, unwrapped, weight_sender
 from megatron_grpo.policy.quantized import policy_of
@@ -17,10 +24,21 @@ from megatron_grpo.policy.reference import Reference, reference_of
 from megatron_grpo.policy.residency import Residency
 from megatron_grpo.rollout.replay import Replay
 from megatron_grpo.rollout.services import RolloutServices
-from megatron_grpo.watchdog import Watchdog
+from megatron_grpo.watchdog import Limits, Watchdog
 from megatron_grpo.weight_sync import WeightSync
 from parallel.collectives import wait_for_rank_0
-from parallel.groups import Groups
+from parallel.cpu_device import communication_backend, run_near, setup_device
+from parallel.groups import Groups, destroy_groups, init_groups
+
+COLLECTIVE_TIMEOUT = timedelta(days=7)
+"""Long enough never to fire first: the watchdog detects hangs, and can tell them from normal waits.
+
+While rank 0 generates, scores, reads or writes, the others wait for it in a collective for an
+unpredictable time. The watchdog also ends collectives whose peer died.
+"""
+
+PREFLIGHT_TIMEOUT = timedelta(hours=1)
+"""How long ranks wait for rank 0, which may first download and encode the data."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +55,73 @@ class Run:
 
     @property
     def ranks_per_host(self) -> int:
-        """Number of trainer ranks on each host."""
         return self.cfg.dims.world_size // self.num_hosts
+
+
+@contextmanager
+def open_run(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Run]:
+    """Join the other ranks under the watchdog, which ends the process if any of them fails."""
+    cfg.dims.check_world_size(place.world_size)
+    timeout = PREFLIGHT_TIMEOUT
+    if place.rank == 0:
+        timeout = timedelta(seconds=cfg.rollout.startup_timeout)
+    store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+    cfg = as_rank_0_has_it(cfg, place.rank, store)
+    limits = Limits.from_config(cfg, on_gpu=torch.cuda.is_available())
+    watchdog = Watchdog(place, store, limits, cfg.train.run_dir)
+    if place.rank == 0 and latest_step(cfg.train.run_dir / "checkpoints") < cfg.num_steps:
+        print(_beginning(cfg), flush=True)
+    lock = run_lock(cfg.train.run_dir) if place.rank == 0 else nullcontext()
+    with watchdog, lock:
+        device = setup_device(place.local_rank)
+        if device.type == "cuda" and place.rank > 0:  # rank 0 also has engines and reward workers
+            run_near(device)
+        with process_groups(cfg, place, store) as groups:
+            yield Run(cfg, groups, device, place.num_hosts, token, watchdog)
+
+
+def as_rank_0_has_it(cfg: Config, rank: int, store: dist.Store) -> Config:
+    """Take the number of steps and the date from rank 0, which has read data and tokenizer."""
+    if rank == 0:
+        store.set("num_steps", str(cfg.num_steps))
+        store.set("date", cfg.data.date or "")
+    date = store.get("date").decode() or None
+    cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"date": date})})
+    return with_num_steps(cfg, int(store.get("num_steps")))
+
+
+def _beginning(cfg: Config) -> str:
+    if cfg.train.replay is not None:
+        engines = f"generations are those of {cfg.train.replay}"
+    elif cfg.rollout.base_urls:
+        engines = f"engines at {', '.join(cfg.rollout.base_urls)}"
+    else:
+        count = "an engine starts" if (n := cfg.rollout.num_engines) == 1 else f"{n} engines start"
+        engines = f"{count} meanwhile, logs in {cfg.train.run_dir / 'logs'}"
+    return f"{cfg.model.path} is loaded on {cfg.dims.world_size} ranks, {cfg.dims}; {engines}"
+
+
+@contextmanager
+def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator[Groups]:
+    """Process groups over all ranks, which rendezvous in `store`.
+
+    Not destroyed when training fails: the watchdog then ends the processes.
+    """
+    store.set_timeout(COLLECTIVE_TIMEOUT)  # NCCL communicators rendezvous there on first use
+    dist.init_process_group(
+        communication_backend(),
+        timeout=COLLECTIVE_TIMEOUT,
+        rank=place.rank,
+        world_size=place.world_size,
+        store=store,
+    )
+    dynamic_context = cfg.parallel.dynamic_context_parallel
+    yield init_groups(cfg.dims, COLLECTIVE_TIMEOUT, dynamic_context=dynamic_context)
+    # If NCCL's communicators are away, they need not come back for this, whose memory engines may
+    # have: `ncclCommDestroy` waits for no peer. At the first buffer that is not there it stops, and
+    # warns, but succeeds (commReclaim, NCCL 2.29.7); the end of the process frees the rest.
+    destroy_groups()
+    dist.destroy_process_group()
 
 
 def open_rollouts(run: Run, shape: ModelShape, stack: ExitStack) -> RolloutServices | Replay | None:
@@ -79,7 +162,7 @@ def build_models(run: Run, shape: ModelShape) -> tuple[Policy, Reference | None]
 def open_weight_sync(
     run: Run, policy: Policy, residency: Residency, engines: RolloutClient | None
 ) -> WeightSync:
-    """What pushes the weights of `policy` to the engines, which only rank 0 has; collective."""
+    """Connect the weights of `policy` to the engines, which only rank 0 has; collective."""
     cfg, shape, groups = run.cfg, policy.shape, run.groups
     weights = weight_sender(policy, groups)
     loaded = loaded_sums(cfg, shape, weights, policy.parameters())

@@ -111,11 +111,9 @@ class Timeline:
         self.add(name, start, seconds, row, generation=generation, policy_version=policy_version)
 
     def add_step(self, phase: str, start: float, seconds: float) -> None:
-        """Add a phase of the current step."""
         self.add(phase, start, seconds, TRAINER, step=self.step)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _write(self, **event: Any) -> None:

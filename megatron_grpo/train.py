@@ -1,4 +1,4 @@
-"""The training loop that every rank runs; `rank` sets up what it runs on."""
+"""The training loop that every rank runs; `run` sets up what it runs on."""
 
 from contextlib import ExitStack, closing, suppress
 
@@ -25,7 +25,6 @@ from megatron_grpo.policy.residency import build_residency
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.rank_zero import RankZero
 from megatron_grpo.reporting.metrics import StepReport, peak_memory
-from megatron_grpo.reporting.profiler import profiled_step
 from megatron_grpo.reporting.trackers import WANDB_ID_FILE
 from megatron_grpo.rollout.generation import RolloutBatch
 from megatron_grpo.rollout.probe import probe_logprobs, sample_probe
@@ -33,7 +32,7 @@ from megatron_grpo.rollout.schedule import RolloutScheduler, ask_engines
 from megatron_grpo.rollout.services import RolloutServices
 from megatron_grpo.run import Run, build_models, open_rollouts, open_weight_sync
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.train_step import train_step
+from megatron_grpo.train_step import profiled_step, train_step
 from megatron_grpo.watchdog import START
 from parallel.collectives import any_rank, wait_for_rank_0
 from parallel.microbatches import CostModel

@@ -1,16 +1,20 @@
-"""One optimizer step of GRPO over packed microbatches."""
+"""One optimizer step of GRPO over packed microbatches, and its profile."""
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import profile
 
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.train import TrainConfig
 from megatron_grpo.policy.forward import response_logprobs, run_schedule
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.optimizer import (
@@ -20,9 +24,12 @@ from megatron_grpo.policy.optimizer import (
 )
 from megatron_grpo.policy.skipped_steps import SkippedSteps, name_nonfinite
 from megatron_grpo.reporting.metrics import StepReport, TrainMetrics
+from megatron_grpo.timing import PhaseTimer
 from parallel.collectives import any_rank
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
+
+PROFILE_FOLDER = "profile"
 
 
 def train_step(
@@ -70,7 +77,7 @@ def train_step(
 def _why_not(
     policy: Policy, metrics: TrainMetrics, grad_norm: float, device: torch.device
 ) -> str | None:
-    """Which value is not finite, and on which rank; None on all ranks if every value is finite."""
+    """Name the value that is not finite, and its rank; None on all ranks if there is none."""
     is_finite = (
         math.isfinite(grad_norm)
         and own_gradient_is_finite(policy.optimizer)
@@ -114,3 +121,27 @@ def accumulate_gradient(
         batches = policy.mtp.begin(policy.chunks, batches)
     run_schedule(policy, groups, batches, loss_of, forward_only=False)
     return metrics
+
+
+@contextmanager
+def profiled_step(train: TrainConfig, step: int, timer: PhaseTimer) -> Iterator[None]:
+    """Record optimizer step `step` on `train.profile_ranks`, for https://ui.perfetto.dev.
+
+    Collective, in the phase in which files may take long: traces have up to some GB, and a rank
+    that writes one must not look as if it hung.
+    """
+    if step not in train.profile_steps:
+        yield
+        return
+    rank = dist.get_rank()
+    recorded = profile() if rank in train.profile_ranks else None
+    if recorded:
+        recorded.start()
+    yield
+    with timer.phase("save"):
+        if recorded:
+            recorded.stop()  # evaluates all events: of a large step, for a minute or more
+            folder = train.run_dir / PROFILE_FOLDER
+            folder.mkdir(exist_ok=True)
+            recorded.export_chrome_trace(str(folder / f"step_{step}_rank_{rank}.json.gz"))
+        dist.barrier()

@@ -144,7 +144,7 @@ def _compiled() -> Any:
 
 
 def _blocks_seen(ranges: Sequence[tuple[Tensor, Tensor]], starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Which blocks of keys each block of queries sees in part, and which entirely.
+    """Blocks of keys that each block of queries sees in part, and entirely.
 
     Blocks of keys begin at `starts`; each of the t queries sees the keys [first, end) of each of
     `ranges`. Both results are bool [t / BLOCK, blocks].
@@ -261,7 +261,7 @@ def _sdpa(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The same by torch, which compares all queries with all keys."""
+    """Attend by torch, which compares all queries with all keys."""
     num_queries, num_keys, value_dim = len(query), len(key), value.shape[-1]
     if sinks is not None:
         scale = scale or query.shape[-1] ** -0.5

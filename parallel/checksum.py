@@ -181,13 +181,11 @@ def checksum(values: Tensor, box: Box, shape: Shape) -> Tensor:
 
 
 def whole_checksum(tensor: Tensor) -> Tensor:
-    """The checksum of a whole tensor."""
     shape = tuple(tensor.shape)
     return checksum(tensor, Box.whole(shape), shape)
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The checksums of whole tensors, by name."""
     return added_up((name, whole_checksum(tensor)) for name, tensor in tensors.items())
 
 

@@ -1,4 +1,4 @@
-"""What all ranks learn together: the failure of one, what rank 0 returns, a quantile.
+"""Exchanges between all ranks: the failure of one, rank 0's result, a quantile.
 
 All but the quantile communicate over the CPU, unless told otherwise: a GPU that waits in a
 collective is busy.

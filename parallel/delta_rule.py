@@ -62,7 +62,7 @@ def causal_convolution(
 
 
 def last_tokens(x: Tensor, cu_seqlens: Tensor, before: Tensor) -> Tensor:
-    """What is `before` for tokens that follow these: the last ones of each sequence."""
+    """Last tokens of each sequence: `before` of the tokens that follow these."""
     number = torch.arange(-before.shape[1], 0, device=x.device)
     ends, lengths = cu_seqlens[1:].unsqueeze(1), cu_seqlens.diff().unsqueeze(1)
     own = x[(ends + number).clamp(min=0)]
@@ -98,7 +98,7 @@ class Chunks:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "Chunks":
-        """Those of sequences of `lengths`, on `device`, for which the host waits."""
+        """Cut sequences of `lengths` on `device`, for which the host waits."""
         size = min(LARGEST_CHUNK, 1 << (max(lengths) - 1).bit_length())
         counts = [-(-length // size) for length in lengths]
         firsts = [*accumulate(counts, initial=0)]
@@ -127,9 +127,9 @@ class Chunks:
 
 
 def decays(decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What stays of a memory between two tokens of a chunk [..., later, earlier], 0 for later ones;
-    since the beginning of the chunk, and until its end [..., size, 1]. `decay` [..., size] is the
-    logarithm of what stays at each token."""
+    """Shares of a memory that stay between two tokens of a chunk [..., later, earlier], 0 for later
+    ones; since the beginning of the chunk, and until its end [..., size, 1]. `decay` [..., size] is
+    the logarithm of the share that stays at each token."""
     # Differences of two sums lose digits, which float64 has.
     kept = decay.double().cumsum(-1)
     between = kept.unsqueeze(-1) - kept.unsqueeze(-2)
@@ -189,7 +189,7 @@ class Stage:
     tokens: Tensor | slice
     """Packed positions of the tokens of one run after the other."""
     lengths: Sequence[int]
-    """Of the runs."""
+    """Tokens of each run."""
     cu_seqlens: Tensor
     """Cumulative lengths of the runs."""
     follows: Tensor | None
@@ -250,8 +250,9 @@ def stages(cu_seqlens: Tensor, prefixes: Tensor | None) -> list[Stage]:
 Convolution = Callable[[Tensor, Tensor, Stage, Tensor, Tensor | None], Tensor]
 """Arguments and result of `activated_convolution`."""
 Rule = Callable[[Tensor, Stage, Tensor | None], tuple[Tensor, Tensor | None]]
-"""Of what the convolution gives for the tokens of a stage [t, channels], and memories before its
-runs: what the tokens read, and the memories after the runs, which only followed ones must have."""
+"""Rule of a layer: (outputs of the convolution for the tokens of a stage [t, channels], stage,
+memories before its runs) -> (readings of the tokens, memories after the runs, which only followed
+ones must have)."""
 
 
 def activated_convolution(

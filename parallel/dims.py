@@ -83,7 +83,6 @@ class ParallelDims:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the whole mesh."""
         return self.tensor * self.context * self.data * self.pipeline
 
     @property
@@ -117,7 +116,7 @@ class ParallelDims:
         )
 
     def expert_place(self, at: Coordinates) -> ExpertPlace:
-        """Which experts, and which part of them, the rank at these coordinates holds."""
+        """Experts, and the part of them, that the rank at these coordinates holds."""
         in_stage = at.tensor + self.tensor * (at.context + self.context * at.data)
         group, tensor = divmod(in_stage, self.expert_tensor)
         data, expert = divmod(group, self.expert)

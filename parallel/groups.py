@@ -31,11 +31,11 @@ class Groups:
     of them, or with dynamic context parallelism as many as any divisor."""
     data: ProcessGroup
     data_gloo: ProcessGroup
-    """The same ranks as `data`, over gloo: for Python objects."""
+    """Ranks of `data`, over gloo: for Python objects."""
     data_context: ProcessGroup
     """Ranks that hold the same weights; gradients are summed over this group."""
     data_context_gloo: ProcessGroup
-    """The same ranks, over gloo: for Python objects."""
+    """Ranks of `data_context`, over gloo: for Python objects."""
     stage: ProcessGroup
     """All ranks of this rank's pipeline stage (tensor x context x data)."""
     replica: ProcessGroup

@@ -80,11 +80,11 @@ class Segment(Protocol):
 
     @property
     def part(self) -> slice:
-        """Which part."""
+        """Bounds of the part."""
 
     @property
     def images(self) -> PromptImages | None:
-        """Those of the whole prompt."""
+        """Images of the whole prompt."""
 
 
 def pack_images(segments: Sequence[Segment], columns: ColumnMap) -> PackedImages | None:

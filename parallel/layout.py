@@ -29,7 +29,6 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Shape) -> "Box":
-        """The box of a whole tensor."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -44,7 +43,6 @@ class Box:
 
     @property
     def num_elements(self) -> int:
-        """Product of the extents."""
         return prod(self.size)
 
     def overlap(self, other: "Box") -> "Box | None":
@@ -125,7 +123,7 @@ class ShardMapping:
 
 @dataclass(frozen=True)
 class Layout:
-    """What one rank holds.
+    """Shard of one rank: its local tensors, as boxes of whole tensors.
 
     `shapes` are those of the local tensors; `pieces` and `zeros` (padding that exists in no whole
     tensor) together cover each of them exactly once.
@@ -152,7 +150,6 @@ class Layout:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of all local tensors, padding included."""
         return sum(map(prod, self.shapes.values()))
 
     def check_complete(self) -> None:

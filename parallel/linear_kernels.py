@@ -14,7 +14,8 @@ from parallel.delta_rule import Stage
 
 PACKAGE = "flash-linear-attention"
 RELEASE = "0.6.0"
-"""Of `fla-core`: earlier ones have other modules, or refuse Hopper with Triton of this torch."""
+"""Release of `fla-core`: earlier ones have other modules, or refuse Hopper with Triton of this
+torch."""
 
 
 def has_kernels() -> bool:

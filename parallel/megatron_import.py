@@ -6,7 +6,8 @@ import sys
 import torch
 
 UNUSED = ("wandb", "torch.utils.tensorboard")
-"""What Megatron-Core imports if it is there, for its own inference engine and timers."""
+"""Packages that Megatron-Core imports if they are there, for its own inference engine and
+timers."""
 
 
 def import_megatron() -> None:

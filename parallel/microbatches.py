@@ -75,7 +75,7 @@ def plan_microbatches(
     alignment: Alignment,
     cost: CostModel | None = None,
 ) -> Plan:
-    """Which sequences form which microbatch of which data-parallel rank.
+    """Assign sequences to the microbatches of data-parallel ranks.
 
     Returns ``plan[data rank][microbatch]`` = ascending indices into `lengths` (tokens per
     sequence). Each index occurs once; no microbatch exceeds `max_tokens`, alignment included; every

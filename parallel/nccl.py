@@ -27,7 +27,7 @@ def library() -> ctypes.CDLL:
 
 
 def error_text(code: int) -> str:
-    """What NCCL says of a result that is not 0, and of the last failure in this process."""
+    """NCCL's text for a result that is not 0, and for the last failure in this process."""
     kind: bytes = library().ncclGetErrorString(ctypes.c_int(code))
     last: bytes = library().ncclGetLastError(ctypes.c_void_p())
     return f"{kind.decode()}; last error: {last.decode()}"
@@ -37,7 +37,7 @@ SUSPEND_MEM = ctypes.c_int(1)  # from nccl.h
 
 
 class Communicators:
-    """Those of all groups that this process is in. All ranks make the same calls together.
+    """Communicators of all groups that this process is in. All ranks make the same calls together.
 
     Without CUDA there are none, and nothing moves. Raises DistBackendError, after which the process
     has to end.

@@ -104,7 +104,7 @@ class PackedBatch:
 
     @property
     def rope_positions(self) -> Tensor:
-        """What RoPE rotates tokens by: [T], or with images [3, T]."""
+        """Positions for RoPE: [T], or with images [3, T]."""
         return self.position_ids if self.images is None else self.images.positions
 
     def on_rank(self, dims: ParallelDims, coordinates: Coordinates) -> "PackedBatch":
@@ -216,7 +216,7 @@ class _Segment:
 
     @property
     def part(self) -> slice:
-        """Which part of the sequence it is."""
+        """Bounds of the part in the sequence."""
         return slice(self.position, self.position + len(self.tokens))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What one rank holds and predicts of a packed microbatch.
+"""Part of one rank in a packed microbatch: its inputs and its predictions.
 
 Only this file knows that ``tokens[t]`` is predicted at position t - 1 of its sequence.
 """
@@ -23,7 +23,7 @@ def prediction_targets(cu_seqlens: Tensor, context_indices: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """Which of a context rank's positions predict the K selected tokens.
+    """Positions of a context rank that predict the K selected tokens.
 
     How many they are depends on values. A GPU would have to tell the host, which would wait for all
     work before; so this is computed where the host knows them, and copied.
@@ -41,7 +41,7 @@ class Predictions:
 
     @classmethod
     def of(cls, targets: Tensor, select: Tensor, num_parts: int = 1) -> "Predictions":
-        """Of the tokens `select` [T] bool, those in `targets` [T / cp] of `prediction_targets`."""
+        """Select [T] bool among `targets` [T / cp], which are those of `prediction_targets`."""
         wanted = (targets >= 0) & select[targets]
         rows = wanted.nonzero().squeeze(1)
         return cls(
@@ -52,7 +52,6 @@ class Predictions:
         )
 
     def to(self, device: torch.device | str) -> "Predictions":
-        """A copy with the tensors on `device`."""
         return replace(self, rows=self.rows.to(device), positions=self.positions.to(device))
 
 
@@ -64,7 +63,7 @@ class SecondTokens:
     """[T / cp] int64, packed positions of the next tokens, which it is given; any at the end of a
     sequence."""
     predictions: Predictions
-    """Those that predict tokens of the loss."""
+    """Predictions of tokens of the loss."""
 
     @classmethod
     def of(
@@ -76,7 +75,6 @@ class SecondTokens:
         return cls(next=following.relu(), predictions=Predictions.of(second, select, num_parts))
 
     def to(self, device: torch.device | str) -> "SecondTokens":
-        """A copy with the tensors on `device`."""
         return SecondTokens(next=self.next.to(device), predictions=self.predictions.to(device))
 
 
@@ -91,7 +89,7 @@ class RankPart:
     local: Tensor
     """[T / cp] int64, the packed positions that the context rank holds, in its order."""
     predictions: Predictions
-    """Those that predict tokens of the loss; read on the last pipeline stage."""
+    """Predictions of tokens of the loss; read on the last pipeline stage."""
     second: SecondTokens | None = None
     """None: nothing predicts these."""
 
@@ -117,7 +115,6 @@ class RankPart:
         return cls(local=local, predictions=Predictions.of(targets, select, num_parts))
 
     def to(self, device: torch.device | str) -> "RankPart":
-        """A copy with the tensors on `device`."""
         second = self.second and self.second.to(device)
         predictions = self.predictions.to(device)
         return RankPart(local=self.local.to(device), predictions=predictions, second=second)

@@ -17,7 +17,7 @@ from parallel.layout import Box, Copy, Layout, ShardMapping, overlaps
 
 @dataclass(frozen=True)
 class Sender:
-    """What one trainer rank can send."""
+    """Boxes that one trainer rank can send."""
 
     rank: int
     layout: Layout
@@ -60,7 +60,7 @@ def plan_sends(
 
 
 def plan_shares(sender: Sender, workers: Sequence[Layout]) -> list[Shared]:
-    """What a trainer rank sends, before boxes are cut to the bucket size.
+    """Shares that a trainer rank sends, before boxes are cut to the bucket size.
 
     The bucket size depends on which ranks send to which workers.
     """

@@ -67,7 +67,6 @@ class PromptGroup:
         return squares + sum((b.shared + b.own) ** 2 - b.shared**2 for b in branches)
 
     def cost(self, members: Sequence[int], multiple: int, cost: CostModel) -> float:
-        """Compute cost of these completions."""
         length, squares = self.length(members, multiple), self.squares(members, multiple)
         return cost.linear * length + cost.quadratic * squares
 
@@ -79,7 +78,7 @@ def plan_shared_prompts(
     alignment: Alignment,
     cost: CostModel,
 ) -> Plan:
-    """Which sequences form which microbatch of which data-parallel rank; see `plan_microbatches`.
+    """Assign sequences to microbatches, with prompts shared; see `plan_microbatches`.
 
     An item is some completions of one prompt that take at most `max_tokens` together with it. Large
     items repeat the prompt less often; small ones can be spread more evenly. So plans are made with

@@ -38,7 +38,6 @@ class Queries:
         return cls(places, places.cpu())
 
     def part(self, rank: int, size: int) -> "Queries":
-        """Part `rank` of `size` equal parts."""
         return Queries(
             *(each.chunk(size, dim=1)[rank] for each in (self.places, self.places_on_host))
         )

@@ -28,7 +28,7 @@ from parallel.pipeline_sim import RAMPS, candidate_orders, makespan
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What the context ranks of a replica compute at the same time."""
+    """Microbatches that the context ranks of a replica compute at the same time."""
 
     context_size: int
     microbatches: list[list[int]]
@@ -44,7 +44,7 @@ def fixed_turns(plan: Plan, context: int) -> list[list[Turn]]:
 
 
 def numbered(turns: Sequence[Turn], numbers: Sequence[int]) -> list[Turn]:
-    """The same with `numbers` of sequences instead of their places."""
+    """Replace places of sequences by their `numbers`."""
     return [
         replace(turn, microbatches=[[numbers[i] for i in of] for of in turn.microbatches])
         for turn in turns

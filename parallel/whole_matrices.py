@@ -34,7 +34,7 @@ class _Round:
 
 
 class WholeMatrices:
-    """Which rank computes which matrices when. Every rank of the group makes the same calls."""
+    """Schedule of whole matrices over ranks. Every rank of the group makes the same calls."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ class Experts:
     stacks: Stacks | None = None
     """See `MoeShape`."""
     tower_stacks: Stacks | None = None
-    """The same of a text tower of the family in a multimodal model; None: see `stacks`."""
+    """`stacks` of a text tower of the family in a multimodal model; None: see `stacks`."""
     may_be_apart: bool = False
     """Whether some weight files of the family have no stacks."""
     score_function: str = "softmax"
@@ -59,7 +59,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Which layers have a window of attention, if `sliding_window` in config.json is not null."""
+    """Layers that have a window of attention, if `sliding_window` in config.json is not null."""
 
     switch: str | None = None
     """Config key that must be true, too."""
@@ -90,7 +90,7 @@ class Family:
     required: Mapping[str, Any]
     """Keys that change what the model computes, each with the only supported value."""
     explicit: Mapping[str, Any] = field(default_factory=dict)
-    """The same for keys that config.json must have: absent, they mean something else to vLLM."""
+    """Likewise for keys that config.json must have: absent, they mean something else to vLLM."""
     attention_bias: bool | str = False
     """Whether queries, keys and values have a bias, or the config key that says so."""
     qk_norm: bool | str = False
@@ -139,7 +139,7 @@ class Family:
     """Whether weight files have these layers apart, as ``mtp.``, not behind the last one. They have
     full attention, also in a model whose layers before have another."""
     file_names: Mapping[str, str] = field(default_factory=dict)
-    """What weight files have for the usual names of embedding, layers and last norm."""
+    """Names in weight files, by the usual names of embedding, layers and last norm."""
     engine_names: Mapping[str, str] = field(default_factory=dict)
     """Parts of names in the weight files, and what a vLLM engine has for each."""
 
@@ -151,7 +151,7 @@ class StackPlace:
     name: str
     stored_shape: Shape
     shape: Shape
-    """The same elements in as many dimensions as make the tensor a box."""
+    """Dimensions, for the same elements, in which the tensor is a box."""
     start: Shape
     axes: Axes
     """The dimension of the stack for each of the tensor."""
@@ -176,7 +176,7 @@ class Tensor:
     is_float32: bool = False
     """Whether it is float32 in a model of any dtype."""
     rows: tuple[int, int] | None = None
-    """Of some rows of a tensor: the first, and how many the whole has; None: it is the whole."""
+    """First row of a part of a tensor, and rows of the whole; None: it is the whole."""
     stack: StackPlace | None = None
     """Where it lies in the files, if these stack it with others: then its name is ours."""
 
@@ -233,14 +233,13 @@ class Parameter:
     """If a vLLM engine has it in several parameters: the name of each, and how many of the sources
     it has."""
     engine_rows: tuple[int, int] | None = None
-    """Of a part of an engine's parameter: its first row there, and the number of rows of the whole;
-    None: it is the whole."""
+    """First row of a part of an engine's parameter, and rows of the whole; None: it is whole."""
     is_float32_in_engine: bool = False
     """Whether a vLLM engine of any dtype keeps it in float32."""
     alternates_in_engine: bool = False
-    """Of an expert: whether rows of its sources alternate in a vLLM engine."""
+    """Whether, in an expert, rows of its sources alternate in a vLLM engine."""
     is_added_once_in_engine: bool = False
-    """Of an expert: whether the first of the workers that split it in a vLLM engine holds it, and
+    """Whether, in an expert, the first of the workers that split it in a vLLM engine holds it, and
     the others zeros."""
     stack_axes: tuple[tuple[int, int], ...] = ()
     """(index, size) along each leading dimension on which a checkpoint stacks layers or experts."""
@@ -257,7 +256,7 @@ class Parameter:
         return self.engine_name or self.sources[0].name
 
     def in_engine(self) -> list["Parameter"]:
-        """What a vLLM engine has in its place."""
+        """Parameters of a vLLM engine in its place."""
         found, first = [], 0
         for name, num_sources in self.engine_parts:
             sources = self.sources[first : first + num_sources]

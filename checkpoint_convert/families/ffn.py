@@ -45,8 +45,8 @@ def dense_mlp(shape: ModelShape, source: str, target: str) -> list[Parameter]:
 
 ROUTER = "mlp.router.weight"
 EXPERT_BIAS = "mlp.router.expert_bias"
-"""What Megatron adds to the scores by which it chooses experts, `e_score_correction_bias` in the
-weight files. It is not trained."""
+"""Addend of the scores by which Megatron chooses experts, `e_score_correction_bias` in the weight
+files. It is not trained."""
 
 
 def moe_block(
@@ -93,7 +93,7 @@ def _router(shape: ModelShape, moe: MoeShape, names: Experts, source: str) -> li
 
 
 EXPERT_LINEARS = ("linear_fc1", "linear_fc2")
-"""Of Megatron's experts."""
+"""Linear layers of Megatron's experts."""
 
 
 def _expert(

@@ -57,7 +57,7 @@ def linear_attention(
 
 
 A_LOG = "A_log"
-"""Of whose values a vLLM engine holds -exp(value), in a model with Mamba-2's layers."""
+"""Parameter of which a vLLM engine holds -exp(value), in a model with Mamba-2's layers."""
 
 
 def mamba(shape: ModelShape, linear: LinearShape, source: str, target: str) -> list[Parameter]:
@@ -70,7 +70,7 @@ def mamba(shape: ModelShape, linear: LinearShape, source: str, target: str) -> l
     states, values = groups * linear.key_dim, num_heads * linear.value_dim
 
     def fused(name: str, sizes: Sequence[int], *columns: int) -> Parameter:
-        """Of sources that are rows of one tensor also in the files."""
+        """Parameter whose sources are rows of one tensor also in the files."""
         stored = f"{source}{name}"
         parts = in_one_tensor(stored, [Tensor(stored, (size, *columns)) for size in sizes])
         own = target + name.replace("conv1d.", "conv1d_")

@@ -7,7 +7,7 @@ from checkpoint_convert.shape import IndexerShape, LatentShape, ModelShape
 INDEXER = "self_attention.indexer."
 """Prefix of the parameters of an indexer, which are not trained."""
 KEY_NORM = tuple(f"{INDEXER}k_norm.{kind}" for kind in ("weight", "bias"))
-"""Those that are float32 in a model of any dtype."""
+"""Parameters that are float32 in a model of any dtype."""
 
 
 def mla_attention(

@@ -19,7 +19,7 @@ _SPLIT = {
     0: re.compile(r"\.(qkv|gate_up_proj|linear_fc1|merger\.mlp\.0)\."),
     1: re.compile(r"\.(attn\.proj|down_proj|linear_fc2|merger\.mlp\.2)\.weight"),
 }
-"""What vLLM's workers split, by dimension."""
+"""Parameters that vLLM's workers split, by dimension."""
 
 
 def vision_tower(

@@ -82,11 +82,10 @@ class DequantizedTensors(StoredTensors):
         return name in self._quantized
 
     def scheme(self, name: str) -> Scheme:
-        """How a quantised tensor is."""
         return self._quantized[name].scheme
 
     def as_stored(self, name: str, box: Box, values: Tensor) -> Tensor:
-        """What would be read of `box` of a quantised matrix if `values` were stored there.
+        """Round `values` as if they were stored in `box` of a quantised matrix.
 
         Those that are too large for the scales of their blocks stay as they are.
         """

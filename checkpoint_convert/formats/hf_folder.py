@@ -174,7 +174,6 @@ def _files_of_engines(folder: Path) -> set[str]:
 
 
 def _some(names: list[str]) -> str:
-    """A few of the names."""
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
@@ -281,7 +280,7 @@ def check_weights(
 
 
 def _hint_of_shape(found: Shape, wanted: Shape, shape: ModelShape) -> str:
-    """What to know of a tensor that has another shape than is wanted."""
+    """Explain why a tensor may have another shape than is wanted."""
     is_stack = shape.moe is not None and shape.moe.stacks == "transposed"
     if is_stack and found == (*wanted[:-2], *wanted[:-3:-1]):
         return " (transposes of the published ones, as transformers 5 saves them)"
@@ -303,7 +302,7 @@ def _with_scales(
 
 
 def _faults_of_extra(name: str, places: dict[str, TensorPlace], shape: ModelShape) -> Iterator[str]:
-    """What is wrong with a tensor that `shape` does not include.
+    """Faults of a tensor that `shape` does not include.
 
     A head that equals the embedding it is tied to is fine. If the two differ, transformers unties
     them, so the head is not a mere copy. If only the head is stored, vLLM unties the model and

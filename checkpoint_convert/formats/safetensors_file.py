@@ -22,7 +22,7 @@ ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Torch's names for those dtypes, which config.json uses."""
 QUANTIZED_TORCH_NAMES = {"F8_E4M3": "float8_e4m3fn", "I8": "int8", "U8": "uint8"}
-"""The same of the dtypes of quantised weights."""
+"""Torch's names for the dtypes of quantised weights."""
 STORED_SIZES = {**ITEM_SIZES, **dict.fromkeys(QUANTIZED_TORCH_NAMES, 1)}
 """Bytes per element of both."""
 NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}

@@ -62,7 +62,6 @@ class StoredTensors:
         self._descriptors: dict[Path, int] = {}
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
-        """See `TensorSource`."""
         place = self._place(name)
         read_box(self._descriptor(place.file), place, box, target)
         self.check_finite(name, place, target)

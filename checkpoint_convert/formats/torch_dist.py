@@ -55,7 +55,7 @@ class StoredChunks:
     shapes: Mapping[str, Shape]
     """Shape by key."""
     layout: Layout
-    """Which boxes of which keys the chunks are. Not checked to cover the keys."""
+    """Boxes of the keys that the chunks are. Not checked to cover the keys."""
     tensors: "ChunkTensors"
     """The values, by the chunk names of the layout."""
 

@@ -59,7 +59,6 @@ class Chunk:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
         return self.box.num_elements * ITEM_SIZES[self.dtype]
 
 

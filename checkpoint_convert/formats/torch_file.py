@@ -60,7 +60,7 @@ def screen(descriptor: int, path: Path, offset: int, length: int) -> None:
 
 
 def _load(descriptor: int, path: Path, offset: int, length: int) -> tuple[Any, dict[int, int]]:
-    """What is saved there, on the meta device; and the size of each record, by its first byte."""
+    """Load an object on the meta device; also return each record's size, by its first byte."""
     where = f"{path} at byte {offset}"
     part = _FilePart(descriptor, offset, length)
     try:
@@ -133,7 +133,7 @@ class _FilePart:
     """A byte range of a file, to be read as a file; its position is not the descriptor's."""
 
     failure: OSError | None = None
-    """What kept it from being read."""
+    """Error that kept it from being read."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
         self.length = length
@@ -179,7 +179,7 @@ class SavedTensor(NamedTuple):
 
 @cache
 def saved_tensor(shape: Shape, dtype: str) -> SavedTensor:
-    """What torch.save writes for a contiguous tensor, whose memory is not touched."""
+    """Bytes of torch.save for a contiguous tensor, whose memory is not touched."""
     tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
     around = _Around()
     with torch.serialization.skip_data():

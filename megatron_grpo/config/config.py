@@ -276,7 +276,7 @@ class Config(Section):
 
     @property
     def offload(self) -> Offload:
-        """What makes room for engines: `train.offload`, where there are any."""
+        """State that makes room for engines: `train.offload`, or `none` without engines."""
         return self.train.offload if self.num_engines else "none"
 
     @property

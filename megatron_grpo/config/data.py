@@ -44,7 +44,7 @@ class WeightedPath(Section):
     """One of several sets of prompts that a run mixes."""
 
     path: str
-    """What `data.path` is for a single set."""
+    """As `data.path` of a single set."""
     weight: int = Field(ge=1, le=1000)
     """A whole number: how many prompts are drawn of this set for those of the others."""
 

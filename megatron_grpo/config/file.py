@@ -206,7 +206,7 @@ def dump_config(config: Config) -> str:
 
 
 def _instead_of(key: str, known: Sequence[str]) -> str:
-    """What may have been meant by a key that is not known, or else which sections there are."""
+    """Suggest the known key nearest to `key`, or list the sections."""
     section = key.partition(".")[0]
     if key == "lora.modules_to_save":  # PEFT has it
         return "layers have adapters or stay as they are: leave it out"

@@ -37,8 +37,8 @@ class LoraConfig(Section):
     those of init_lora_weights. The reference of grpo.beta is the model without adapters, or, with
     grpo.sync_ref_model, begins with these."""
     sync: Literal["adapter", "merged"] = "adapter"
-    """What pushes carry: A and s B, to engines that have loaded the model themselves, or
-    W + s B A, which any engine computes with."""
+    """Tensors of a push: A and s B (`adapter`), to engines that have loaded the model themselves,
+    or W + s B A (`merged`), which any engine computes with."""
 
     @model_validator(mode="after")
     def _starts_from_adapters(self) -> Self:

@@ -76,7 +76,7 @@ def uses_deepep(megatron: Mapping[str, Any]) -> bool:
 
 
 def token_multiple(megatron: Mapping[str, Any]) -> int:
-    """Of how many tokens a rank's part of a microbatch must be a multiple, by these fields."""
+    """Number of which a rank's tokens of a microbatch must be a multiple, by these fields."""
     if not megatron.get("fp8"):
         return 1
     return 32 if megatron.get("fp8_recipe") == "mxfp8" else 16

@@ -31,7 +31,7 @@ _MOVED: dict[str, tuple[Part, ...]] = {
     "optimizer": ("gradients", "optimizer"),
     "all": PARTS,
 }
-"""What words stand for that are not, or not only, a part. Gradients cost nothing beside moments."""
+"""Words that are no part, or more than one. Gradients cost nothing beside moments."""
 _WITH_ENGINES: tuple[Phase, ...] = ("push", "generate")
 
 
@@ -62,7 +62,6 @@ def words(offload: str | Sequence[object]) -> str:
 
 
 def parts_used(phase: Phase) -> tuple[Part, ...]:
-    """The parts that a phase computes with."""
     return _USED[phase]
 
 

@@ -1,4 +1,4 @@
-"""What the model is rewarded for: the keys of `reward` and of `environment`."""
+"""Rewards of the model: the keys of `reward` and of `environment`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self

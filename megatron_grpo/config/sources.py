@@ -72,7 +72,7 @@ class SourcesConfig(Section):
         return ALONE if self.column is None else str(row[self.column])
 
     def scored_by(self, reward: RewardConfig | None) -> "SourcesConfig":
-        """The same with one `reward` for all, if there is one."""
+        """Give all sources one `reward`, if there is one."""
         if reward is None:
             return self
         return self.model_copy(

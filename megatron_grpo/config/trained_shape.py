@@ -1,4 +1,4 @@
-"""What of a model is trained: whether its layer for multi-token prediction and vision tower are."""
+"""Parts of a model that are trained: its layer for multi-token prediction, its vision tower."""
 
 from dataclasses import replace
 

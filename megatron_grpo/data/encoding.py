@@ -23,7 +23,7 @@ TEMPLATE_ERRORS = (TemplateError, TypeError)
 TEXTS_AT_ONCE = 4096
 """Enough for all cores; the lists that the tokenizer makes of them are not kept."""
 IMAGE_MARK = "<image>"
-"""What many data sets write in the places of images."""
+"""Placeholder of an image in the text of many data sets."""
 Chat = str | list[dict[str, Any]]
 """A text that is used as it is, or messages for the chat template."""
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Encoded:
 
     text: str
     token_ids: "array[int]"
-    """Of int32: a list takes nine times the memory, and data may have 10^8 tokens."""
+    """int32: a list takes nine times the memory, and data may have 10^8 tokens."""
     images: PromptSources | None = None
 
 
@@ -94,6 +94,7 @@ def _with_images(
 
 def _check_variables(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
     for name in data.chat_template_kwargs:
+        # Jinja is silent about a variable that no template reads.
         if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             raise ValueError(
                 f"data.chat_template_kwargs.{name} does nothing: the chat template of the model "
@@ -111,7 +112,7 @@ def _map_valid(
 
 
 def chat_of(data: DataConfig, row: Row) -> Chat | Fault:
-    """What a row asks: its messages, or its text where there is no chat template."""
+    """Messages of a row, or its text where there is no chat template."""
     for column in (data.prompt_column, data.answer_column):
         if column is not None and (fault := _check_column(column, row)):
             return fault
@@ -162,7 +163,7 @@ def _with_image_parts(
 
 
 def _check_column(column: str, row: Row) -> Fault | None:
-    """What is wrong with a column's value, whatever the column is used for."""
+    """Find the fault of a column's value, whatever the column is used for."""
     if column not in row:
         return Fault(f"no column {column!r}")
     value = row[column]

@@ -1,4 +1,4 @@
-"""The images of a row: what they add to its prompt, and the patches that towers take of them.
+"""Images of rows: their tokens in prompts, and their patches for vision towers.
 
 Pixels are made here alone, by the model's own processor, for trainer and engines alike. Those of a
 whole data set would not fit into memory, so that a prompt has its images as they are in the data,
@@ -63,7 +63,7 @@ class ImageSource:
 
     @property
     def key(self) -> bytes:
-        """What tells it from other images, if files do not change; files may have moved."""
+        """Digest of the content, or of the file name: files may have moved, but do not change."""
         own = self.content if isinstance(self.content, bytes) else self.name.encode()
         return hashlib.blake2b(own).digest()
 
@@ -107,9 +107,9 @@ def _image(value: Any, name: str, data: DataConfig) -> ImageSource | Fault:
 
 @contextmanager
 def _named(image: ImageSource) -> "Iterator[Image]":
-    """An image of which only the head is read until its pixels are.
+    """Open an image; its pixels are read on first use.
 
-    Raises OSError, which names it, also for what is done with it.
+    Raises OSError, which names it, also for errors in the block.
     """
     from PIL import Image  # noqa: PLC0415
 
@@ -158,7 +158,7 @@ class ImageReader:
 
     @classmethod
     def of(cls, cfg: Config) -> "ImageReader | None":
-        """That of a run; None if its prompts have no images."""
+        """Reader of a run's images; None if its prompts have none."""
         return cls(cfg) if cfg.data.image_column else None
 
     def expand(
@@ -197,7 +197,7 @@ class ImageReader:
         return expanded, sources
 
     def _num_tokens(self, opened: "Image") -> int:
-        """Of an image of which only the head is read; one that EXIF turns has as many."""
+        """Count the tokens from the header; an image that EXIF turns has as many."""
         if opened.mode.startswith(WIDE_MODES):
             raise ValueError(f"pixels of mode {opened.mode}: save it with 8 bits per channel")
         processor = image_processor(self._folder)
@@ -224,6 +224,7 @@ class ImageReader:
                     )
                 pixels.append(_pixels(opened))
         processor = image_processor(self._folder)
+        # Neither scaled nor normalized: floats would take four times the bytes to every rank.
         made = processor(images=pixels, do_rescale=False, do_normalize=False, return_tensors="pt")
         patches, grids = made["pixel_values"].to(torch.uint8), made["image_grid_thw"]
         merge = processor.merge_size
@@ -247,11 +248,11 @@ class PromptSources:
 
     images: tuple[ImageSource, ...]
     starts: tuple[int, ...]
-    """Where the tokens of each begin in the prompt."""
+    """Place of the first token of each in the prompt."""
     counts: tuple[int, ...]
     """Tokens of each."""
     num_tokens: int
-    """Of the prompt."""
+    """Length of the prompt."""
     reader: ImageReader = field(repr=False, compare=False)
 
     @property
@@ -261,18 +262,16 @@ class PromptSources:
 
     @property
     def key(self) -> bytes:
-        """What tells these images from others."""
         return b"".join(each.key for each in self.images)
 
     def read(self) -> "PromptImages":
-        """Read them, and make patches of them."""
         return self.reader.read(self)
 
 
 def read_images(
     prompts: Iterable[PromptSources | None], made_of: "Callable[[PromptImages], T]"
 ) -> dict[PromptSources | None, T]:
-    """What is `made_of` the images of prompts that have some, once for each.
+    """Map the sources of each prompt to `made_of` its images; equal ones are read once.
 
     In a thread for each core, at most 8: decoding, resizing and hashing let others run.
     """
@@ -305,6 +304,7 @@ def check_images(cfg: Config) -> None:
         )
     (limit, limits), (_, others) = image_limits(cfg.rollout), LIMITS[engine]
     most = limits.get("image") if isinstance(limits, dict) else None
+    # By `type`, as true is an instance of int, too.
     if type(most) is not int or most < 1 or limits != {"image": most, **others}:
         legal = ", ".join(f"{name}: {value}" for name, value in {"image": 1, **others}.items())
         raise ValueError(

@@ -39,7 +39,7 @@ def _wrong_content(what: str) -> ValueError:
 
 
 def message_of_data(given: Any) -> dict[str, Any]:
-    """A message of a row as templates expect it: a text, with tables as the arguments of calls.
+    """Convert a row's message for templates: a text, with tables as the arguments of calls.
 
     The content may be null or missing beside calls of tools. Other fields stay as they are. Raises
     ValueError with the reason for what is no message.
@@ -56,7 +56,7 @@ def message_of_data(given: Any) -> dict[str, Any]:
 
 
 def _with_table(call: Any) -> Any:
-    """A call with arguments that OpenAI has as JSON text, which templates would quote again.
+    """Parse a call's arguments from OpenAI's JSON text, which templates would quote again.
 
     Text that is no table in JSON stays: a model may have called a tool like that.
     """

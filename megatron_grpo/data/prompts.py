@@ -167,7 +167,7 @@ def _encoded(
 
 
 def _source_fault(sources: SourcesConfig, row: Row) -> Fault | None:
-    """Why it is not known what a row is of."""
+    """Fault of a row whose source is not known."""
     if sources.column is None:
         return None
     if row.get(sources.column) is None:

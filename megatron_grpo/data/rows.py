@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 NUM_SHOWN = 20
 BASE64 = "data:image/"
-"""How an image in base64 begins."""
+"""Prefix of an image in base64."""
 
 MOST_CHARACTERS = 2000
 """Longer values of a row, such as the tests of a program, are cut in the log of completions."""
@@ -87,6 +87,7 @@ class InvalidRows:
     def add(self, index: int, place: str, fault: Fault) -> None:
         """Record a fault of row `index` of the data, which is at `place`."""
         self.kinds[fault.kind] += 1
+        # Not in order: unreadable rows come first, and then those that cannot become prompts.
         insort(self._first, (index, f"{place}: {fault}"))
         del self._first[NUM_SHOWN:]
 
@@ -110,7 +111,7 @@ SPLITS = frozenset({DEFAULT_SPLIT, "validation", "valid", "val", "dev", "test", 
 NUM_NAMED = 10
 """Most files of a folder that an error message lists."""
 HUB_SECONDS = 10.0
-"""In which the hub must have answered."""
+"""Time-out of the hub."""
 Numbered = tuple[int, Row | Fault]
 """A row with its number in its file: lines count from 1, rows of a table from 0."""
 
@@ -228,6 +229,7 @@ def _read_jsonl(file: Path) -> Iterator[Numbered]:
 
 def _parse(line: bytes) -> Row | Fault:
     try:
+        # With -sig: the first line of a file from Windows may begin with a byte order mark.
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return Fault("not UTF-8", f"byte {line[error.start]:#x} at column {error.start + 1}")
@@ -248,6 +250,7 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[Row | Fault]:
     try:
         rows = batch.to_pylist()
     except UnicodeDecodeError:
+        # Arrow does not say which row it is, so each is read alone.
         if len(batch) == 1:
             yield Fault("not UTF-8")
             return
@@ -300,7 +303,7 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
 
 
 def _silence_of_hub(name: str) -> Exception | None:
-    """Why one request about a data set has no answer; None if it has any, or is not allowed.
+    """Error of a request about a data set; None if the hub answers, or requests are not allowed.
 
     `datasets` makes each of its requests six times, for up to 80 seconds, before it turns to its
     cache.
@@ -317,10 +320,11 @@ def _silence_of_hub(name: str) -> Exception | None:
 
 
 def _loaded(data: DataConfig, name: str, *, from_cache: bool) -> Any:
-    """A data set of the hub, or the newest that `datasets` has in its cache, of which it warns."""
+    """Load a data set of the hub, or the newest in the cache of `datasets`, which warns of that."""
     import datasets  # noqa: PLC0415  # see above
 
     is_offline = datasets.config.HF_HUB_OFFLINE
+    # The global, as no argument of `load_dataset` keeps it from asking the hub.
     datasets.config.HF_HUB_OFFLINE = is_offline or from_cache
     try:
         return datasets.load_dataset(name, data.subset, split=data.split)

@@ -27,7 +27,7 @@ class Branch(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What a turn of an agent's model was an answer to, and what it asked for."""
+    """Messages that a turn of an agent's model answered, and tools that it called."""
 
     roles: tuple[str, ...]
     """Roles of the messages since the turn before it, such as `tool`; none of a text completion."""
@@ -44,8 +44,7 @@ class Sample:
     """
 
     prompt: "Prompt"
-    """In a dialogue, it includes the first observation of the environment; of an agent, it is its
-    first request."""
+    """Prompt with the environment's first observation, or the agent's first request."""
     sample_index: int
     """Number among the completions of this prompt, from 0."""
     completion_ids: Sequence[int]
@@ -78,16 +77,16 @@ class Sample:
     the tokens that its indexers chose (`rollout.indexer_replay`); None without both, and for a
     dialogue that failed before its first turn."""
     step_rewards: tuple[tuple[int, float], ...] = ()
-    """For each turn that the environment answered: the index of its last token, and its reward. Of
-    an agent, every turn, and the reward is the last one's."""
+    """(index of the last token, reward) of each turn that the environment answered; with an agent
+    of every turn, and its reward is the last turn's."""
     heard: tuple[Heard, ...] = ()
-    """Of an agent, for each of `step_rewards`."""
+    """Messages and tools of an agent's turns, one entry for each of `step_rewards`."""
     branches: tuple[Branch, ...] = ()
-    """Of an agent that did not only append to its messages: the sequences that it has made. Their
-    own parts do not overlap. Default: a single one, the completion after the prompt."""
+    """Sequences of an agent that did not only append to its messages; their own parts do not
+    overlap. Default: a single one, the completion after the prompt."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What an agent measured, and its calls of tools."""
+    """Measurements of an agent, and its calls of tools."""
 
     def __post_init__(self) -> None:
         mask = self.loss_mask or b"\1" * len(self.completion_ids)
@@ -103,7 +102,7 @@ class Sample:
 
     @property
     def sequences(self) -> tuple[Branch, ...]:
-        """What is trained on: the `branches`, or the whole."""
+        """Sequences to train on: the `branches`, or the whole."""
         whole = Branch(((0, len(self.prompt.token_ids)),), 0, len(self.completion_ids))
         return self.branches or (whole,)
 
@@ -129,7 +128,7 @@ def extend_spans(spans: list[tuple[int, int]], version: int, num_tokens: int) ->
 
 
 Columns = dict[int, dict[str, Any]]
-"""By row of the data, its columns but for the prompt, as values of JSON."""
+"""Columns of each row of the data but for the prompt, as values of JSON."""
 
 
 def columns_by_prompt(samples: Iterable[Sample], prompt_column: str) -> Columns:

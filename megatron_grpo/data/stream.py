@@ -53,6 +53,7 @@ class PromptStream:
         return cls(prompts, batch_size, cfg.train.seed, cfg.data.shuffle, cfg.data.paths)
 
     def _check_sizes(self) -> None:
+        # After so many generations the shares of the paths repeat.
         period = len(self._turns) // math.gcd(len(self._turns), self.batch_size)
         for path, prompts in enumerate(self._prompts_of):
             most = max(len(self._places(path, generation)) for generation in range(period))
@@ -69,6 +70,7 @@ class PromptStream:
         """Number and digest of the prompts; other prompts would make other generations."""
         digest = sha256()
         for prompt in self.prompts:
+            # With the number of ids, so that no two ways to divide them have the same bytes.
             numbers = (prompt.index, len(prompt.token_ids), *prompt.token_ids)
             digest.update(array("q", numbers).tobytes())
             digest.update(prompt.images.key if prompt.images else b"")
@@ -104,6 +106,7 @@ class PromptStream:
 
     def _places(self, path: int, generation: int) -> range:
         """The numbers of a generation's prompts of one path, among all of it that are drawn."""
+        # before[n] prompts are of this path in the first n turns of a round, before[-1] in all.
         before = self._turns_before[path]
         start, end = (
             rounds * before[-1] + before[turn]
@@ -119,6 +122,7 @@ class PromptStream:
         while len(begins) <= generation:
             (epoch, place), last = begins[-1], len(begins) - 1
             place += len(self._places(path, last))
+            # A generation of two epochs could have a prompt twice: it begins the new one instead.
             fits = place + len(self._places(path, last + 1)) <= size
             begins.append((epoch, place) if fits else (epoch + 1, 0))
         return begins[generation]
@@ -126,6 +130,7 @@ class PromptStream:
     def others(self, tried: Collection[int], count: int, order: random.Random) -> list[Prompt]:
         """Up to `count` prompts at random whose index is not `tried`, by the weights of paths."""
         num_turns = len(self._turns)
+        # From any turn on: asked for one prompt at a time, turn 0 would always be the first path.
         first = order.randrange(num_turns) if num_turns > 1 else 0
         turns = [self._turns[(first + i) % num_turns] for i in range(count)]
         chosen: list[Prompt] = []
@@ -148,7 +153,7 @@ class PromptStream:
 
 
 def _turns(weights: Sequence[int]) -> list[int]:
-    """Whose turn it is, in a round after which all turns repeat.
+    """Order of the paths in one round: weights (2, 1) give 0, 1, 0.
 
     The turn j = 0, 1, ... of a path is due at (j + 1/2) / weight, and earlier paths come first.
     """

@@ -39,7 +39,6 @@ class Check:
 
     @property
     def is_problem(self) -> bool:
-        """Whether there is something to fix."""
         return self.status in ("warning", "missing")
 
 
@@ -310,7 +309,7 @@ CONTAINER_FILES = {
     ".singularity.d": "apptainer",
     "etc/enroot/environ": "enroot",
 }
-"""What container runtimes leave in the root of a container."""
+"""Files in the root of a container, by runtime."""
 
 
 def check_environment(

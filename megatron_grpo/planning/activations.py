@@ -19,7 +19,7 @@ from parallel import pipeline_layers
 from parallel.tiles import tile_columns
 
 DEFAULT_MODULES = ("core_attn",)
-"""What Megatron-Core recomputes with `recompute_granularity: selective` and no list of modules."""
+"""Modules that Megatron-Core recomputes with `recompute_granularity: selective` and no list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class LayerBytes:
 
 
 def layer_bytes(cfg: Config, shape: ModelShape) -> LayerBytes:
-    """What a layer keeps with the recomputation that `cfg` sets; all of `shape` are of one kind.
+    """Bytes that a layer keeps under the recomputation of `cfg`; all of `shape` are of one kind.
 
     `recompute_method: block` is counted as if its layers were spread evenly, and all chunks as long
     as the longest. Unknown entries of `recompute_modules` count as kept.
@@ -140,7 +140,7 @@ def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool, device: str) -
 
 
 def final_norm_bytes(cfg: Config, shape: ModelShape) -> float:
-    """What the norm before the head keeps, per token of a context rank; excludes its output."""
+    """Bytes that the norm before the head keeps per token of a context rank, without its output."""
     output = ITEMSIZE[cfg.model.dtype] * shape.hidden_size
     return (_norm(cfg, shape.hidden_size) - output) * token_share(cfg)
 

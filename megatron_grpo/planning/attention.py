@@ -1,4 +1,4 @@
-"""What linear attention computes, keeps and remembers; and what sparse attention holds."""
+"""Linear attention: operations, kept tensors, state; and memory of sparse attention."""
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.shape import LinearShape
@@ -61,7 +61,7 @@ def kept_bytes(linear: LinearShape, context: int) -> tuple[float, float]:
 
 
 def _kept_by_mamba(linear: LinearShape) -> float:
-    """The same of `parallel.state_space`."""
+    """As `kept_bytes`, for `parallel.state_space`."""
     groups, heads, value = linear.num_key_heads, linear.num_value_heads, linear.value_dim
     # What the projection gives, what the convolution multiplies, and the input of its activation.
     mixed = linear.projected_dim + groups * (linear.kernel_size + 1) * linear.mixed_dim
@@ -105,7 +105,7 @@ def working_bytes(cfg: Config, shape: ModelShape, device: str, *, backward: bool
 
 
 def choosing_bytes(cfg: Config, shape: ModelShape) -> int:
-    """Those of the indexer, which chooses the tokens in float32.
+    """Bytes of the indexer, which chooses the tokens in float32.
 
     First its queries: as they were projected and rotated, with what of them is rotated and twice
     more. Then the rotated ones, the keys of all context ranks, and for a block of queries the
@@ -126,7 +126,7 @@ def choosing_bytes(cfg: Config, shape: ModelShape) -> int:
 
 
 def attending_bytes(cfg: Config, shape: ModelShape, device: str, *, backward: bool) -> int:
-    """Those of attention to the chosen tokens, by kernels that hold no scores of pairs.
+    """Bytes of attention to the chosen tokens, by kernels that hold no scores of pairs.
 
     In a forward outputs of blocks, which are then joined. A backward has float32 sums of the
     gradients of keys and values; and those of a block's keys and values, or in the end copies of

@@ -1,4 +1,4 @@
-"""What the planner needs to know about a GPU, its network, and the size of elements."""
+"""Figures of GPUs and their networks, and the size of elements."""
 
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ class GpuSpec:
     flops: float
     """Peak rate of dense bfloat16 operations."""
     fp8_flops: float | None = None
-    """That of dense FP8 operations, if it has them."""
+    """Rate of dense FP8 operations, if the card has them."""
     memory_rate: float
     """Rate of reading its own memory."""
     node_rate: float

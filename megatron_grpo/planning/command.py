@@ -122,7 +122,7 @@ def _memory_rows(cfg: Config, plan: JobPlan) -> list[str]:
 
 
 def _memory_row(cfg: Config, stage: StageMemory) -> str:
-    """What a GPU of a stage holds in its worst phase."""
+    """Memory of a GPU of the stage in its worst phase, as one row."""
     parts: list[Part] = ["weights", "gradients", "optimizer", "reference"]
     away = parts_away(cfg.train.offload, stage.worst)
     exact = [0 if part in away else part_bytes(stage.state, [part]) for part in parts]
@@ -237,7 +237,7 @@ def _link_row(label: str, use: LinkUse) -> str:
 
 
 def _asynchrony_rows(cfg: Config, loop: Loop) -> list[str]:
-    """What each `rollout.max_staleness` gains; a star marks that of `cfg`."""
+    """Gain of each `rollout.max_staleness`; a star marks that of `cfg`."""
     own, updates = mode_of(cfg), BatchSchedule.of(cfg.grpo).updates_per_generation
     modes = sorted({*MODES, own}, key=lambda mode: (mode.max_staleness, mode.in_flight))
     return [
@@ -355,7 +355,7 @@ def _job(cfg: Config, gpu: str, num_gpus: int | None, lengths: Path | None) -> J
 
 
 def _less_work(job: Job) -> str:
-    """What makes activations smaller; a microbatch holds at least the longest sequence."""
+    """Advice that makes activations smaller; a microbatch holds at least the longest sequence."""
     longest, room = max(job.lengths), job.cfg.train.max_tokens_per_microbatch
     if longest < room:
         return (

@@ -1,4 +1,4 @@
-"""What an engine takes of each of its GPUs: weights, their copies, and the cache."""
+"""Memory of an engine on each of its GPUs: weights, their copies, and the cache."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class EngineBytes:
     weights: int
     """With the buffers of adapters, a vision tower, and what engines make of latents' weights."""
     pushed: int
-    """What a push fills of them."""
+    """Part of `weights` that a push fills."""
     cache: int
     """Bytes left for keys and values, including vLLM's activations."""
     token_bytes: int
@@ -62,12 +62,11 @@ class EngineBytes:
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
         return self.weights + self.cache + self.outside
 
 
 def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes | None:
-    """What an engine of `cfg` takes of each GPU; None if it is none on GPUs.
+    """Memory of an engine of `cfg` on each GPU; None without an engine on GPUs.
 
     Raises ValueError if its weights do not fit there, the card is not one for their dtype, or it
     would not serve the run's adapters.
@@ -99,7 +98,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
 
 
 def push_buffers(cfg: Config) -> int:
-    """What a process keeps, from the first push on, to send or receive weights: at most this."""
+    """Upper bound of the buffers that a process keeps, from the first push on, to carry weights."""
     return cfg.rollout.update_weights_bucket_megabytes * 10**6 if cfg.num_engines else 0
 
 
@@ -142,7 +141,7 @@ def _asleep_bytes(cfg: Config, shape: ModelShape) -> int:
 
 
 def _token_bytes(cfg: Config, shape: ModelShape) -> int:
-    """What each worker caches of a token.
+    """Bytes of a token in each worker's cache.
 
     At least one key-value head, however many workers there are. Of latent attention it is the
     latent and the rotated part of keys, which have no heads: every worker has both whole. So it has
@@ -165,7 +164,7 @@ def _token_bytes(cfg: Config, shape: ModelShape) -> int:
 
 
 def _sequence_bytes(cfg: Config, shape: ModelShape) -> int:
-    """What linear attention remembers of a sequence on each worker, which has some of its heads.
+    """Bytes of linear attention's state of a sequence on each worker, which has some of its heads.
 
     The last tokens are in the dtype of the model, the memory in float32. Left out: vLLM keeps it in
     pages of some thousand tokens' size, and for moments two of a sequence.
@@ -266,7 +265,7 @@ class WorkerTensor(NamedTuple):
 
 
 def worker_tensors(cfg: Config, shape: ModelShape) -> Iterator[WorkerTensor]:
-    """What the worker holds, without scales of quantised weights.
+    """Tensors of a worker, without scales of quantised weights.
 
     Raises ValueError if an engine cannot split the model, or not if its weights are quantised.
     """

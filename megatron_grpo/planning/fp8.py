@@ -1,4 +1,4 @@
-"""What linear layers in FP8 (`model.megatron.fp8`) change in a plan: weights, inputs and rate.
+"""Linear layers in FP8 (`model.megatron.fp8`) in a plan: weights, inputs and rate.
 
 Read in Transformer Engine 2.19's `linear.py`, `layernorm_linear.py` and `grouped_linear.py`.
 """
@@ -63,7 +63,6 @@ def check_fp8_card(cfg: Config, card: GpuSpec) -> None:
 
 
 def without_fp8(cfg: Config) -> Config:
-    """`cfg` with all layers in bfloat16."""
     kept = {name: value for name, value in cfg.model.megatron.items() if name != "fp8"}
     return cfg.model_copy(update={"model": cfg.model.model_copy(update={"megatron": kept})})
 
@@ -93,7 +92,7 @@ def kinds_of_layers(cfg: Config, shape: ModelShape) -> Sequence[tuple[Config, La
 def kinds_of_stage(
     cfg: Config, shape: ModelShape, stage: int
 ) -> Sequence[tuple[Config, LayerKind]]:
-    """Those of `kinds_of_layers` that a pipeline stage has."""
+    """Entries of `kinds_of_layers` that a pipeline stage has."""
     chunks = pipeline_layers(shape.num_layers, cfg.dims)[stage]
     return [each for each in kinds_of_layers(cfg, shape) if each[1].count_in(*chunks)]
 

@@ -1,4 +1,4 @@
-"""What leaves GPUs for the memory of their hosts, and the time of the bus.
+"""Memory of hosts that is taken from GPUs, and the time of the bus.
 
 Of ranks it is what `train.offload` says; of engines in sleep mode, and of reward models that share
 GPUs, the weights that no push brings.
@@ -80,14 +80,13 @@ class HostUse:
 
     @property
     def fits(self) -> bool:
-        """Whether no node runs out of memory."""
         return self.total <= self.limit
 
 
 def host_use(
     job: Job, states: Sequence[StateBytes], microbatches: int, colocated: EngineBytes | None
 ) -> HostUse | None:
-    """What ranks, a `colocated` engine and reward models take of nodes; None if nothing moves."""
+    """Memory of nodes for ranks, a `colocated` engine and reward models; None if nothing moves."""
     cfg, card = job.cfg, job.card
     copied, on_host = parts_copied(cfg.offload), colocated.on_host if colocated else 0
     activations = max(
@@ -177,7 +176,7 @@ def host_lines(cfg: Config, host: HostUse | None, stage: StageMemory, card: GpuS
 def choice_lines(
     cfg: Config, shape: ModelShape, lengths: Sequence[int], engine: EngineBytes | None
 ) -> list[str]:
-    """What the tokens that indexers chose take, if they are replayed; `lengths` are of a step."""
+    """Lines on the memory of replayed indexer choices; `lengths` are of a step."""
     if not cfg.rollout.indexer_replay or shape.indexer is None:
         return []
     numbers, num_tokens = shape.num_layers * shape.indexer.topk, sum(lengths)

@@ -56,9 +56,9 @@ class BuiltRank:
     """A rank and the memory that its modules, buffers and optimizer would take."""
 
     sender: Sender
-    """What it holds and can send, with the layout that its modules were compared with."""
+    """Shard layout of the rank, checked against the built modules."""
     adapters: Sender | None
-    """The same of its adapters; None if all weights are trained."""
+    """Likewise for its adapters; None if all weights are trained."""
     weight_bytes: int
     """Adapters included."""
     frozen_bytes: int

@@ -45,18 +45,18 @@ class PromptSharing:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Change:
-    """What `model.megatron.fp8` changes."""
+    """Effect of `model.megatron.fp8`."""
 
     weights: int
     """Bytes of weights in FP8 during a pass, on the fullest stage."""
     bfloat16_memory: int
-    """Of the fullest stage without it."""
+    """Memory of the fullest stage without it."""
     bfloat16_estimate_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """What a config needs on GPUs of one kind."""
+    """Needs of a config on GPUs of one kind."""
 
     num_gpus: int
     is_shared: bool
@@ -86,7 +86,6 @@ class JobPlan:
 
     @property
     def fullest(self) -> StageMemory:
-        """The stage that needs the most memory."""
         return fullest_stage(self.stages)
 
     @property
@@ -96,7 +95,6 @@ class JobPlan:
 
     @property
     def fits_gpus(self) -> bool:
-        """Whether no GPU runs out of memory."""
         return self.fullest.total <= self.memory_limit
 
     @cached_property

@@ -48,8 +48,8 @@ class StageMemory:
     stage: int
     state: StateBytes
     buffers: int
-    """Those of NCCL (an estimate) and of the push, which both stay, the CUDA context, and the copy
-    of the embedding that a layer for multi-token prediction needs."""
+    """Buffers of NCCL (an estimate) and of the push, which both stay, the CUDA context, and the
+    copy of the embedding that a layer for multi-token prediction needs."""
     engine: int
     """Memory that an engine, or a reward model, on the same GPU never releases."""
     phases: dict[Phase, int]
@@ -83,7 +83,6 @@ def memory_limit(card: GpuSpec) -> int:
 
 
 def fullest_stage(stages: Sequence[StageMemory]) -> StageMemory:
-    """The stage that needs the most memory."""
     return max(stages, key=lambda stage: stage.total)
 
 
@@ -94,14 +93,14 @@ def stages_memory(
     colocated: EngineBytes | None,
     device: str = "cuda",
 ) -> list[StageMemory]:
-    """What a GPU of each stage needs, including its `stage_states`, an engine `colocated` with it,
-    and reward models that share it.
+    """Memory of a GPU of each stage: `stage_states`, an engine `colocated` with it, and reward
+    models that share it.
 
     An engine in sleep mode has no weights and no cache while the ranks compute. A push wakes its
     weights, and then its cache. Reward models are awake beside the engines, and asleep in all other
     phases.
 
-    With `device` "cpu", what a process without a GPU needs.
+    With `device` "cpu", memory of a process without a GPU.
     """
     cfg, shape = job.cfg, job.shape
     models, size, stages = shared_models(cfg, job.card), cfg.dims.stage_size, []
@@ -225,13 +224,13 @@ class SharedModel:
     """A reward model, and what it takes of each of its GPUs."""
 
     ranks: range
-    """Those whose GPUs it shares, as far as the first node has so many."""
+    """Ranks whose GPUs it shares, as far as the first node has so many."""
     awake: int
     """Its share of vLLM, while completions are scored."""
     outside: int
-    """What it never releases: CUDA context and NCCL buffers."""
+    """Memory that it never releases: CUDA context and NCCL buffers."""
     weights: int
-    """Those in its files, which are on the host while it sleeps."""
+    """Weights of its files, which are on the host while it sleeps."""
 
 
 def shared_models(cfg: Config, card: GpuSpec) -> list[SharedModel]:

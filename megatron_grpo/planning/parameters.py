@@ -49,7 +49,7 @@ class Buffer:
 
 
 class _Shallow(NamedTuple):
-    """What a rank has of a chunk with one layer, and of its experts one."""
+    """Parameters of a rank in a chunk with one layer and one expert."""
 
     before: Sequence[Parameter]
     layer: Sequence[Parameter]
@@ -95,7 +95,7 @@ def adapter_buffers(cfg: Config, shape: ModelShape, at: Coordinates) -> Iterator
 
 
 def parameters_of_layer(shape: ModelShape, tensor: int, expert_tensor: int) -> Sequence[Parameter]:
-    """What a tensor rank has of a layer, and of one of its experts; all layers are of one kind."""
+    """Parameters of a tensor rank in a layer and one of its experts; all layers are of one kind."""
     chunk = _shallow_chunk(shape, tensor, expert_tensor, 0, False, False)
     return [*chunk.layer, *chunk.expert]
 
@@ -104,7 +104,7 @@ def parameters_of_layer(shape: ModelShape, tensor: int, expert_tensor: int) -> S
 def _shallow_chunk(
     shape: ModelShape, tensor: int, expert_tensor: int, rank: int, is_first: bool, is_last: bool
 ) -> _Shallow:
-    """What tensor rank `rank` would have of a chunk; all layers of `shape` are of one kind.
+    """Parameters of tensor rank `rank` in a chunk; all layers of `shape` are of one kind.
 
     `is_first`, `is_last`: whether the chunk has the first layer of the model, and its last.
     """
@@ -138,7 +138,7 @@ def _shallow_chunk(
 def _mtp_layer(
     shape: ModelShape, tensor: int, expert_tensor: int, rank: int
 ) -> tuple[Sequence[Parameter], Sequence[Parameter]]:
-    """What tensor rank `rank` has of the layer for multi-token prediction, and of an expert."""
+    """Parameters of tensor rank `rank` in the multi-token-prediction layer, and in an expert."""
     dims = _with_one_expert(shape, tensor, expert_tensor, 1)
     at = Coordinates(tensor=rank, context=0, data=0, pipeline=0)
     shallow = replace(mtp_kind(shape), num_layers=1, trains_mtp=True)
@@ -169,7 +169,7 @@ def _with_one_expert(
 def _experts_apart(
     parameters: Sequence[Parameter],
 ) -> tuple[Sequence[Parameter], Sequence[Parameter]]:
-    """Those that are not of experts, and those that are."""
+    """Split into parameters outside of experts and those of experts."""
     others = [each for each in parameters if not each.is_expert]
     return others, [each for each in parameters if each.is_expert]
 

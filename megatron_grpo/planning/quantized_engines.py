@@ -19,7 +19,7 @@ from megatron_grpo.planning.suggest import Suggestion, simulated
 from megatron_grpo.planning.workload import Job, longest_sequence
 
 SCHEMES = ("fp8", "fp8_channel", "int8")
-"""Of these the first is taken with which engines can serve the model."""
+"""Schemes in order of preference: the first that engines can serve the model with is taken."""
 CORRECTION = {"rollout_importance_sampling_mode": "token_truncate"}
 """Fields of `grpo` that correct for what quantised engines compute differently."""
 
@@ -29,7 +29,7 @@ class EngineOption:
     """Engines beside the ranks of a suggestion."""
 
     overrides: Sequence[str]
-    """What to write behind the config's name; empty: the engines that it has."""
+    """Arguments to write behind the config's name; empty: the engines that it has."""
     num_engines: int
     gpus_per_engine: int
     weights: int

@@ -1,4 +1,4 @@
-"""What one push of weights would send, computed from only the config and config.json."""
+"""Traffic of one push of weights, computed from only the config and config.json."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """What a run's keys allow to be generated ahead."""
+    """Limits of generating ahead, by a run's keys."""
 
     max_staleness: int
     in_flight: bool
@@ -48,7 +48,7 @@ class Loop:
     at_once: int
     """Completions that an engine runs at once; others wait."""
     pass_seconds: Callable[[int], float]
-    """Of a forward pass with that many running completions, each of which gets a token."""
+    """Seconds of a forward pass with that many running completions, each of which gets a token."""
     slowdown: float = 1.0
     """Seconds of a pass beside ranks that train, over those of one beside ranks that wait: 1 where
     they share neither caches nor memory. Prompts are taken to be computed as fast in both."""
@@ -65,7 +65,7 @@ class Loop:
     train_seconds: float
     push_seconds: float
     requests_seconds: float = 0.0
-    """What rank 0 computes for the requests of a generation, on the core on which it trains.
+    """Time of rank 0 for the requests of a generation, on the core on which it trains.
 
     A run that waits for each generation does so meanwhile.
     """
@@ -78,13 +78,13 @@ class Forecast:
     seconds: float
     """From one generation that is trained on to the next."""
     tokens_per_second: float
-    """Of completions."""
+    """Rate of completions."""
     engines_busy: float
     """Share of the time in which an engine computes."""
     trainer_busy: float
     """Share of the time in which the ranks train; pushes are not counted."""
     staleness_mean: float
-    """Of tokens, in generations trained between the weights that sampled them and their turn."""
+    """Generations trained between the weights that sampled a token and its turn."""
     staleness_max: int
 
 
@@ -151,7 +151,7 @@ class Engine:
         return self.clock + passes * self._seconds()
 
     def _seconds(self) -> float:
-        """Of a pass with what runs now."""
+        """Time of a pass with the completions that run now."""
         return self._slowdown * self._pass_seconds(len(self._running))
 
     def _end_one(self, now: float) -> None:

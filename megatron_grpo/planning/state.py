@@ -40,7 +40,7 @@ FLOAT32 = (EXPERT_BIAS, *KEY_NORM)
 """Suffixes of what is float32 in a model of any dtype, and is never trained."""
 FLOAT = ITEMSIZE["float32"]
 REST_BYTES = 2
-"""Of a float32 master weight beside its bfloat16 weight, in the precision-aware optimizer."""
+"""Bytes of a float32 master weight beside its bfloat16 weight, in the precision-aware optimizer."""
 HOST_COPIES = 3
 """Master weight and two moments, float32, of what is on the host. It also has its gradients."""
 
@@ -66,9 +66,9 @@ class StateBytes:
     """In addition while weights are updated: float32 copies, or Muon's matrices and what it sends
     and receives of them."""
     host: int
-    """What the optimizer keeps in host memory; no part of the sum."""
+    """Optimizer state in host memory; no part of the sum."""
     exchanged: int
-    """What the rank sends of matrices, or receives, while Muon updates them."""
+    """Bytes of matrices that the rank sends, or receives, while Muon updates them."""
 
     @property
     def trained(self) -> int:
@@ -77,7 +77,6 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.reference
 
 
@@ -102,7 +101,7 @@ def part_bytes(state: StateBytes, parts: Sequence[Part]) -> int:
 
 
 def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
-    """What a rank holds from the first step to the last."""
+    """State of a rank from the first step to the last."""
     weights = frozen = expert_weights = gradients = 0
     at = cfg.dims.coordinates(rank)
     buffers = list(rank_buffers(shape, cfg.dims, at))
@@ -217,7 +216,7 @@ class _Bucket:
 
     @property
     def owned_matrices(self) -> list[OwnedMatrix]:
-        """What Muon would update in this rank's shard."""
+        """Matrices of this rank's shard that Muon would update."""
         return [
             OwnedMatrix(size, each.largest, self.num_splits)
             for each, size in zip(self.parameters, self.owned, strict=True)
@@ -351,5 +350,5 @@ def _master_bytes(cfg: Config) -> int:
 
 
 def page_locked(num_bytes: int) -> int:
-    """What torch takes for page-locked memory of one tensor: the next power of two."""
+    """Size that torch takes for a page-locked tensor: the next power of two."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0

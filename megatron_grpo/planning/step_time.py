@@ -1,4 +1,4 @@
-"""What a step computes and sends, and the least time that a card and its links need for it."""
+"""Operations and traffic of a step, and the least time that a card and its links need for them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ scales of tensors) that is 12.2 s for 128 sequences; Megatron-Bridge reports 9.8
 blocks take more time, and for them, or for experts, no such figure has been found.
 """
 ATTAINABLE_BY_EXPERTS = 0.3
-"""The same for experts, whose matrices are small. verl reports 0.31: Qwen3-30B-A3B on 32 GPUs."""
+"""Likewise for experts, whose matrices are small. verl reports 0.31: Qwen3-30B-A3B on 32 GPUs."""
 
 FLEX_SLOWDOWN = 1.5
 """Time of torch's flex attention, which shared prompts and sinks need, over that of cuDNN's, for as
@@ -47,9 +47,9 @@ class StepTime:
     """Time of the busiest pipeline stage, and of an update by Muon, at the peak of the cards: no
     step is faster."""
     paced_seconds: float
-    """That of the stage with the slowdown of attention by shared prompts."""
+    """Time of the stage with the slowdown of attention by shared prompts."""
     update_seconds: float
-    """That of Muon's update, on the rank with the most to do."""
+    """Time of Muon's update, on the rank with the most to do."""
     bubble: float
     """Idle time of the pipeline, as a fraction of its busy time."""
     links: Sequence[LinkUse]
@@ -238,7 +238,6 @@ def _part_weights(shape: ModelShape) -> Mapping[str, float]:
 
 
 def _one_layer(shape: ModelShape) -> ModelShape:
-    """A model with one layer."""
     return replace(shape, num_layers=1)
 
 
@@ -253,7 +252,7 @@ def _weights_of_layer(shape: ModelShape) -> Mapping[str, float]:
 
 
 def _part(name: str, shape: ModelShape) -> str:
-    """Which of a layer's `PARTS` a Hugging Face tensor belongs to."""
+    """Classify a Hugging Face tensor as one of a layer's `PARTS`."""
     modules = shape.modules(0)
     if "_attn." in name or {*modules} <= {"attention", "linear"}:
         return "attention"

@@ -70,7 +70,7 @@ class Suggestion:
 
     @property
     def overrides(self) -> list[str]:
-        """What to write after the config's name on the command line."""
+        """Arguments to write after the config's name on the command line."""
         return [
             f"{section}.{name}={_as_yaml(value)}"
             for section, fields in self.changes.items()
@@ -196,7 +196,7 @@ def _on_ranks_of(job: Job, num_ranks: int, colocated: EngineBytes | None) -> lis
 
 
 def _fitting_states(cfg: Config, shape: ModelShape, card: GpuSpec) -> list[StateBytes]:
-    """What each stage holds; empty as soon as one's alone does not fit, as in a backward."""
+    """State of each stage; empty as soon as one's alone does not fit, as in a backward."""
     states = []
     for state in stage_states(cfg, shape):
         if state.total > memory_limit(card):

@@ -1,4 +1,4 @@
-"""What ranks send each other in a step, how long links need for it, and what computation hides."""
+"""Traffic between ranks in a step: bytes, time of links, and the part that computation hides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -67,7 +67,7 @@ class Cover:
 def step_links(
     job: Job, states: Sequence[StateBytes], work: Workload, cover: Cover
 ) -> list[LinkUse]:
-    """What the ranks of each axis send each other, on the stage that sends most.
+    """Traffic of each axis, on the stage that sends most.
 
     Tensor and context ranks of every stage exchange the activations of all its microbatches.
     Traffic stays within a node if the axis, together with the axes inside it, fits in one.
@@ -173,7 +173,7 @@ def reached_share(moe: MoeShape, places: int) -> float:
 def _with_hidden(
     use: LinkUse, cfg: Config, states: Sequence[StateBytes], work: Workload, cover: Cover
 ) -> LinkUse:
-    """The same with what computation hides of it."""
+    """Subtract from a link's time the part that computation hides."""
     seconds = use.seconds / ATTAINABLE_OF_LINK
     match use.purpose:
         case "data":
@@ -231,7 +231,7 @@ def _steady_share(dims: ParallelDims, microbatches: int) -> float:
 
 
 def _exchanges(cfg: Config, shape: ModelShape) -> list[float]:
-    """What ranks exchange in all forwards and the backward, each on the stage with the most of it.
+    """Exchanges of ranks in all forwards and the backward, each on the stage with the most of it.
 
     Elements that tensor ranks gather and reduce for a token; how often context ranks exchange keys
     and values, over all layers; how often they exchange tokens for heads of linear attention; and

@@ -1,4 +1,4 @@
-"""What is planned, and the sequences of one optimizer step of it, packed into microbatches."""
+"""Planned jobs, and the sequences of one optimizer step, packed into microbatches."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from parallel.turns import fixed_turns, plan_turns
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned."""
+    """A config, model and GPU to plan for."""
 
     cfg: Config
     shape: ModelShape
@@ -34,7 +34,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """What the layers compute; a prompt that a microbatch shares counts once."""
+    """Tokens and pairs that the layers compute; a prompt that a microbatch shares counts once."""
 
     tokens: int
     """Without padding."""
@@ -49,7 +49,7 @@ class Computed:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one optimizer step trains on."""
+    """Sequences and microbatches of one optimizer step."""
 
     lengths: Sequence[int]
     """Tokens of each prompt with its completion."""

@@ -66,7 +66,7 @@ class Block:
 
 @dataclass(eq=False)
 class Saved:
-    """What autograd keeps in place of a tensor."""
+    """Stand-in that autograd keeps for a tensor."""
 
     held: Tensor | Block
     """The tensor itself, or the block that it is in."""
@@ -83,7 +83,7 @@ class Group:
     name: str
     """Megatron's name of the module, of `offload_modules`."""
     saved: list[Saved] = field(default_factory=list)
-    """Those that have not left."""
+    """Tensors still on the device."""
     blocks: list[Block] = field(default_factory=list)
     left: Any = None
     """The event after which all blocks are on the host."""
@@ -96,7 +96,7 @@ class Microbatch:
         self._offloads, self._least = offloads, least
         self._open: dict[str, Group] = {}
         self.groups: list[Group] = []
-        """Those that have left, and whose backward is to come."""
+        """Groups that have left, and whose backward is to come."""
 
     def on_group_start_forward(self, name: str) -> None:
         """Before a marked module."""
@@ -133,7 +133,7 @@ class Offloads:
 
     def __init__(self, device: torch.device) -> None:
         self.group: Group | None = None
-        """That of the module whose forward is running."""
+        """Group of the module whose forward is running."""
         # torch.cpu has the streams and events of torch.cuda, where all work is done at once.
         self._streams: Any = torch.get_device_module(device)
         self._leaving, self._arriving = self._streams.Stream(), self._streams.Stream()
@@ -217,8 +217,8 @@ class Offloads:
         return None
 
     def _save(self, tensor: Tensor) -> Tensor | Saved:
-        """What autograd keeps of a tensor; of weights, which Megatron marks, the tensor, and of
-        weights in FP8, which have a class of their own and no storage."""
+        """Replace a saved tensor, but for weights, which Megatron marks, and weights in FP8, which
+        have a class of their own and no storage."""
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return tensor
         if self._of_weights is None:

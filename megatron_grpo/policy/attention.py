@@ -73,7 +73,7 @@ class WindowedAttention(SelfAttention):
 
 
 def packed_attention_of(shape: ModelShape) -> type[PackedAttention]:
-    """What replaces Megatron's core attention in a model of this shape."""
+    """Choose the class that replaces Megatron's core attention."""
     return SinkAttention if shape.has_sinks else PackedAttention
 
 

@@ -115,7 +115,7 @@ def prepare_layers(chunk: Any, cfg: Config, shape: ModelShape, groups: Groups) -
 
 
 def describe(chunk: GPTModel, optimizer: Any) -> str:
-    """What computes layers, attention and optimizer steps: they differ in speed and in rounding."""
+    """Name the kernels of layers, attention and optimizer: they differ in speed and rounding."""
     fused = uses_transformer_engine(chunk.config)
     attentions = [layer.self_attention for layer in chunk.decoder.layers]
     kinds = {
@@ -184,7 +184,7 @@ def _rotary(shape: ModelShape) -> RotaryEmbedding:
 
 
 def _window_rotary(shape: ModelShape) -> RotaryEmbedding | None:
-    """That of layers with a window, if it is another."""
+    """RoPE of layers with a window, if it is another."""
     if shape.window_rope_theta is None:
         return None
     return _rotary(replace(shape, rope_theta=shape.window_rope_theta, rope_scaling=None))

@@ -39,7 +39,7 @@ from parallel.collectives import raise_first_failure
 from parallel.groups import Groups
 
 WRITTEN = "model.safetensors"
-"""What `write_weights` fills, before it gets PEFT's name."""
+"""Name of the file that `write_weights` fills, before it gets PEFT's name."""
 
 
 def export_model(
@@ -145,7 +145,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor | SplitFloats]], what: str)
 
 
 def _write_adapters(partial: Path, policy: Policy, cfg: Config) -> None:
-    """The same with a folder of PEFT's, which `peft` and engines load onto the model."""
+    """As `_write_model`, with a folder of PEFT's, which `peft` and engines load onto the model."""
     assert policy.adapters is not None, "lora.r is not 0"
     tensors, rank = peft_tensors(cfg.lora, policy.shape), dist.get_rank()
     layout, modules = policy.adapters.layout, targets_of(cfg.lora, policy.shape)

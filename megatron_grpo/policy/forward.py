@@ -150,7 +150,7 @@ Shape = tuple[int, int, int]
 def stage_shapes(
     batches: Sequence[PackedBatch], config: TransformerConfig, dims: ParallelDims
 ) -> list[Shape]:
-    """What a stage sends of each microbatch: activations, or their gradients."""
+    """Shape of the activations that a stage sends of each microbatch, or of their gradients."""
     parts = dims.tensor if config.sequence_parallel else 1
     return [
         (len(batch.tokens) // batch.context_size // parts, 1, config.hidden_size)

@@ -56,7 +56,7 @@ def gather_weights(chunks: Sequence[Any]) -> None:
 
 
 def _bucket_groups(chunks: Sequence[Any]) -> Iterator[Any]:
-    """Those of chunks that gather weights in the forward."""
+    """Bucket groups of chunks that gather weights in the forward."""
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             yield from chunk.bucket_groups

@@ -144,7 +144,7 @@ class LinearAttention(MegatronModule):
 
     @property
     def kind(self) -> str:
-        """What it is, and what computes it."""
+        """Class of the layer, and the implementation that computes it."""
         name, package = type(self).__name__, linear_kernels.PACKAGE
         if self.has_kernels:
             return f"{name} ({package})"
@@ -224,7 +224,7 @@ class LinearAttention(MegatronModule):
 
 
 class GatedDeltaNet(LinearAttention):
-    """That by the gated delta rule."""
+    """Linear attention by the gated delta rule."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -274,7 +274,7 @@ class GatedDeltaNet(LinearAttention):
 
 
 class Mamba(LinearAttention):
-    """That of Mamba-2: see `parallel.state_space`."""
+    """Linear attention of Mamba-2: see `parallel.state_space`."""
 
     split = (*LinearAttention.split, "conv1d_bias", "D", "out_norm_weight")
 

@@ -48,7 +48,7 @@ from parallel.groups import Groups
 
 
 class Adapter(torch.nn.Module):
-    """What is added to the output of a linear layer."""
+    """Low-rank addend to the output of a linear layer."""
 
     def __init__(self, target: Target, like: Tensor, cfg: LoraConfig, sequence: bool) -> None:
         """`like`: a weight of the same dtype and device. `sequence`: with sequence parallelism."""
@@ -155,7 +155,7 @@ class Adapters:
 
     @property
     def layout(self) -> Layout:
-        """Of `parameters`, in the coordinates of PEFT's tensors."""
+        """Layout of `parameters`, in the coordinates of PEFT's tensors."""
         return self.sender.layout
 
     def parameters(self) -> dict[str, Tensor]:
@@ -306,7 +306,7 @@ def _begin_gradients(_: Any, args: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _normalized(base: Any, states: Tensor) -> Tensor:
-    """What `base` multiplies: Transformer Engine fuses norms into the layer after them."""
+    """Input of `base`'s product: Transformer Engine fuses norms into the layer after them."""
     if getattr(base, "layer_norm_weight", None) is None:
         return states
     return normalized(states, base.layer_norm_weight, base.eps, base.zero_centered_gamma)

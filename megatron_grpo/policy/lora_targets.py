@@ -1,4 +1,4 @@
-"""Which linear layers get adapters, and which parts of them a rank has: names and integers."""
+"""Targets of adapters: linear layers, and the parts of them that a rank has; names and integers."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from megatron_grpo.config.lora import LoraConfig
 from parallel import Box, Coordinates, Layout, ParallelDims, Sender, Shape, ShardMapping
 
 LOCAL_NAME = ".lora"
-"""Of an adapter in the linear layer that it is for."""
+"""Suffix of an adapter, after the name of its linear layer."""
 
 Split = Literal["rows", "columns", "whole"]
 """How tensor ranks hold a weight: split by outputs, by inputs, or all of it each."""
@@ -39,7 +39,7 @@ class Part:
     rows: tuple[int, ...]
     """In the fused weight, in the order of B."""
     boxes: tuple[Box, ...]
-    """The same rows, as boxes of the weight in the files."""
+    """`rows` as boxes of the weight in the files."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Target:
     """Local name of the weight, such as ``0.decoder.layers.3.mlp.linear_fc1.weight``."""
     split: Split
     parts: tuple[Part, ...]
-    """Of the weights with adapters; one without rows here has no boxes."""
+    """Parts of the weights with adapters; one without rows here has no boxes."""
     columns: Box
     """[1, columns]: those of A, of the whole row."""
     shapes: Mapping[str, Shape]
-    """Of the whole weights, by module."""
+    """Shapes of the whole weights, by module."""
 
     @property
     def name(self) -> str:
@@ -119,7 +119,7 @@ def check_lora(cfg: LoraConfig, shape: ModelShape, tensor: int) -> None:
 
 
 def starting_adapter(cfg: LoraConfig, shape: ModelShape) -> StoredAdapter | None:
-    """What is in `lora.adapter_path`; ValueError if it is not of the form that `lora` describes."""
+    """Read `lora.adapter_path`; ValueError if it is not of the form that `lora` describes."""
     if cfg.adapter_path is None:
         return None
     stored = read_adapter(cfg.adapter_path, hf_tensors(shape))
@@ -184,7 +184,7 @@ def peft_tensors(cfg: LoraConfig, shape: ModelShape) -> dict[str, Shape]:
 def local_targets(
     cfg: LoraConfig, shape: ModelShape, layout: Layout, dims: ParallelDims, at: Coordinates
 ) -> Iterator[Target]:
-    """Those of the layers of the rank at `at`; `layout` is of its weights."""
+    """Targets in the layers of the rank at `at`; `layout` is of its weights."""
     wanted, whole = set(targets_of(cfg, shape)), hf_tensors(shape)
     pieces: dict[tuple[str, str], list[ShardMapping]] = defaultdict(list)
     for piece in layout.pieces:
@@ -208,7 +208,7 @@ def local_targets(
 def adapter_sender(
     targets: Iterable[Target], rank: int, dims: ParallelDims, at: Coordinates
 ) -> Sender:
-    """What the rank at `at` holds of adapters of `rank` and can send, in PEFT's coordinates.
+    """Adapters of `rank` that the rank at `at` holds and can send, in PEFT's coordinates.
 
     Local names are such as ``0.decoder.layers.3.mlp.linear_fc1.lora.a``.
     """

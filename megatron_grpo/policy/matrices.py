@@ -1,4 +1,4 @@
-"""Which parameters Muon updates; without torch, so that `plan` knows, too."""
+"""Parameters that Muon updates; without torch, so that `plan` knows, too."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from parallel import Layout, Shape
 EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Suffixes of the names of embedding and head, which AdamW updates: a row is of one token."""
 PLACES = "visual.pos_embed.weight"
-"""The same of a vision tower's embedding: a row is of one place in an image."""
+"""Likewise of a vision tower's embedding: a row is of one place in an image."""
 
 MAX_EXCHANGED = 2**26
 """Elements of matrices that a rank receives at a time, unless one has more: 256 MiB in float32."""

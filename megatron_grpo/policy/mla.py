@@ -156,7 +156,7 @@ class LatentAttention(Attention):
         rotary_pos_emb: Tensor,
         params: PackedParams,
     ) -> Tensor:
-        """What queries, keys and values, the `heads`, return; sparse attention reads all else."""
+        """Attend by queries, keys and values, the `heads`; sparse attention reads all else."""
         recomputes = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if recomputes else self.core_attention
         return attend(*heads, None, attn_mask_type=self.attn_mask_type, packed_seq_params=params)
@@ -240,7 +240,7 @@ def yarn_scaling(shape: ModelShape) -> Mapping[str, Any] | None:
 
 
 def softmax_scale(shape: ModelShape, scaling: Mapping[str, Any] | None) -> float | None:
-    """What scores are multiplied by in layers with this scaling by YaRN; None: head_dim ** -0.5."""
+    """Factor of scores in layers with this scaling by YaRN; None: head_dim ** -0.5."""
     size = shape.query_pre_attn_scalar
     if scaling is None:
         return size and size**-0.5

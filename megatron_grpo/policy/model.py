@@ -43,11 +43,11 @@ class Model:
 
     shape: ModelShape
     layout: Layout
-    """Which boxes of the Hugging Face tensors this rank's parameters hold."""
+    """Boxes of the Hugging Face tensors that this rank's parameters hold."""
     chunks: list[Any]
     """GPTModels, wrapped in Megatron's DistributedDataParallel if they have gradients."""
     adapters: Adapters | None = None
-    """What is trained in place of the weights, if `lora.r` is not 0."""
+    """Adapters, trained in place of the weights, if `lora.r` is not 0."""
     mtp: Mtp | None = None
     """The layer for multi-token prediction, if it is trained."""
     vision: VisionTower | None = None
@@ -82,7 +82,7 @@ class Model:
         } | (self.mtp.parameters() if self.mtp else {})
 
     def saved_parameters(self) -> dict[str, Tensor]:
-        """What checkpoints hold: the adapters, or else all parameters."""
+        """Parameters in checkpoints: the adapters, or else all."""
         return self.adapters.parameters() if self.adapters else self.parameters()
 
     def computing(self) -> AbstractContextManager[None]:
@@ -99,7 +99,7 @@ class Policy(Model):
     scheduler: Any
     """Sets the optimizer's learning rate; stepped once per optimizer step."""
     router_losses: RouterLosses
-    """What the routers of a mixture lost in the microbatches since `zero_grad`."""
+    """Losses of a mixture's routers in the microbatches since `zero_grad`."""
 
     def parameters(self) -> dict[str, Tensor]:
         """`Model.parameters`, whole: see `gather_weights`, by which this is collective."""
@@ -107,7 +107,7 @@ class Policy(Model):
         return super().parameters()
 
     def served(self, lora: LoraConfig) -> Mapping[str, Tensor]:
-        """What pushes carry: adapters, or `parameters` with them merged; collective like those."""
+        """Tensors of a push: adapters, or `parameters` with them merged; collective like those."""
         if self.adapters and lora.is_served:
             return self.adapters.scaled()
         weights = self.parameters()
@@ -233,5 +233,4 @@ def weight_sender(model: Model, groups: Groups) -> Sender:
 
 
 def unwrapped(chunk: Any) -> GPTModel:
-    """The GPTModel inside a chunk."""
     return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk

@@ -70,8 +70,8 @@ class MtpLayer(MegatronModule):
     def forward(
         self, hidden: Tensor, embedded: Tensor, rotary: Tensor, params: PackedParams
     ) -> Tensor:
-        """What the head is given, of the model's final hidden states and the embeddings of the next
-        tokens; [t, 1, H] each, or with sequence parallelism a rank's tokens."""
+        """Compute the input of the head from the model's final hidden states and the embeddings of
+        the next tokens; [t, 1, H] each, or with sequence parallelism a rank's tokens."""
         joined, _ = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
 
         def through(joined: Tensor) -> Tensor:

@@ -56,7 +56,6 @@ class RMSNorm(torch.nn.RMSNorm):
         self.is_zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        """See `normalized`."""
         return normalized(x, self.weight, self.eps, self.is_zero_centered)
 
 
@@ -110,12 +109,12 @@ class HeadsNorm(RMSNorm):
 
 
 class QueryNorm(HeadsNorm):
-    """That of queries."""
+    """Norm of queries."""
 
     heads = "num_attention_heads"
 
 
 class KeyNorm(HeadsNorm):
-    """That of keys."""
+    """Norm of keys."""
 
     heads = "num_query_groups"

@@ -1,5 +1,5 @@
-"""What an optimizer keeps of each parameter: its float32 master weight, and Adam's two moments or
-Muon's momentum.
+"""Optimizer state of each parameter: its float32 master weight, and Adam's two moments or Muon's
+momentum.
 
 torch's AdamW, the FusedAdam of Transformer Engine and Apex, and Megatron-Core's
 HybridDeviceOptimizer, which runs one on the GPU and one on the host, keep them in places and dtypes
@@ -37,16 +37,13 @@ class SplitFloats:
 
     @property
     def shape(self) -> torch.Size:
-        """That of both tensors."""
         return self.weights.shape
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both tensors."""
         return self.weights.nbytes + self.rest.nbytes
 
     def view(self, *shape: Any) -> "SplitFloats":
-        """The same memory in another shape."""
         return SplitFloats(self.weights.view(*shape), self.rest.view(*shape))
 
     def __getitem__(self, index: Any) -> "SplitFloats":
@@ -71,7 +68,7 @@ class SplitFloats:
 
 
 def shard_of(part: Any, parameter: Tensor) -> Tensor:
-    """What the optimizer of `part`, one of those that Megatron chains, updates of a parameter."""
+    """Shard of a parameter in the optimizer of `part`, one of those that Megatron chains."""
     group, place = part.model_param_group_index_map[parameter]
     return part.optimizer.param_groups[group]["params"][place]
 

@@ -31,7 +31,7 @@ OF_MTP = {
     "mtp_loss_scaling_factor": "the layer for multi-token prediction is trained apart from the "
     "policy, and updates of Adam are the same for any factor: leave it out",
 }
-"""What to do in place of Megatron's fields for layers whose loss is a part of the policy's."""
+"""Advice for Megatron's fields of layers whose loss is a part of the policy's."""
 WHY_NOT = {
     "fp8_recipe=delayed": ", as its scales are a history that checkpoints do not have",
 }

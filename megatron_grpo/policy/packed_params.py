@@ -38,7 +38,7 @@ class PackedParams(PackedSeqParams):
     layer, and waits for the GPU to do so."""
     context_size: int = 1
     num_tokens: int = 0
-    """Of the whole microbatch."""
+    """Tokens of the whole microbatch."""
     local: Tensor | None = None
     """[t] packed positions of this context rank's tokens."""
     rope_length: int = 0

@@ -20,7 +20,7 @@ from parallel.groups import Groups
 
 
 def rank_layout(layout: Layout, model: QuantizedModel, groups: Groups) -> Layout:
-    """What this rank holds of a quantised model, if `layout` is what it holds of the model."""
+    """Layout of this rank in the quantised model, given its `layout` of the model."""
     place = groups.dims.expert_place(groups.coordinates)
     return quantized_layout(layout, model, groups.coordinates.tensor, place.tensor)
 
@@ -70,7 +70,6 @@ class QuantizedPolicy(Policy):
     groups: Groups
 
     def computing(self) -> AbstractContextManager[None]:
-        """See `Model.computing`."""
         return quantized_weights(self, self.quantized, self.groups)
 
 
@@ -101,7 +100,7 @@ def _agree(maxima: Maxima, model: QuantizedModel, groups: Groups) -> None:
 
 
 def quantized_sender(sender: Sender, model: QuantizedModel, groups: Groups) -> Sender:
-    """What this rank can send of a quantised model, if `sender` is what it can send of the model.
+    """Sender of this rank for the quantised model, given its `sender` for the model.
 
     All ranks of a stage hold the scales of its weights, and all that hold a part of an expert those
     of its weights: of these the first ones send.

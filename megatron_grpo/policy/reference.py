@@ -104,7 +104,7 @@ def build_reference(cfg: Config, shape: ModelShape, groups: Groups) -> Reference
 
 
 def _averaged(parameters: Mapping[str, Tensor], cfg: Config) -> dict[str, Tensor]:
-    """What the policy's weights are averaged with, if the reference follows it."""
+    """Weights to average with the policy's, if the reference follows it."""
     if not cfg.grpo.sync_ref_model:
         return {}
     weights = {name: parameter.detach() for name, parameter in parameters.items()}

@@ -1,4 +1,4 @@
-"""What differs between Megatron-Core 0.16.1, the last release for Python 3.11, and 0.19.2.
+"""Differences between Megatron-Core 0.16.1, the last release for Python 3.11, and 0.19.2.
 
 No other module asks for the release. To drop 0.16.1, keep what `IS_OLD` False selects.
 """

@@ -43,7 +43,7 @@ from parallel.nccl import Communicators
 from parallel.page_locked import available_bytes, page_locked_bytes
 
 _ALIGNMENT = 64
-"""Of copies in host memory; a multiple of every element's size."""
+"""Bytes to which copies in host memory are aligned; a multiple of every element's size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class Room:
 
 
 class Residency:
-    """Which parts of one rank's state are on its GPU. All ranks make the same calls together."""
+    """Parts of one rank's state that are on its GPU. All ranks make the same calls together."""
 
     def __init__(
         self,

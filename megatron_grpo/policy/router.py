@@ -33,7 +33,7 @@ TopK = tuple[Tensor, Tensor]
 
 
 class RouterReplay:
-    """What a router asks for the experts of its tokens, in place of Megatron's class of this name.
+    """Experts of a router's tokens, in place of Megatron's class of this name.
 
     Megatron's keeps the routers of all models of a process in one list, and a recomputed forward
     takes the next routes in line. Here a layer binds those of its microbatch whenever it runs.
@@ -150,7 +150,7 @@ def balances_experts(config: TransformerConfig) -> bool:
 
 
 class RouterLosses:
-    """What the routers lose in an optimizer batch, without the coefficients: a mean over tokens.
+    """Losses of the routers in an optimizer batch, without the coefficients: a mean over tokens.
 
     Megatron adds up these losses over microbatches of any length, in one table of the process, for
     its training script to read and clear. Here they are taken from the table after each forward of

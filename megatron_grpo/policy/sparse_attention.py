@@ -30,15 +30,15 @@ from parallel.dtypes import attention_dtype
 from parallel.sparse_attention import choose_tokens, recorded_tokens, sparse_attention
 
 NORM_EPS = 1e-6
-"""Of the norm of the indexer's keys, whatever `rms_norm_eps` says."""
+"""Epsilon in the norm of the indexer's keys, whatever `rms_norm_eps` says."""
 
 
 @dataclass
 class IndexerReplay:
-    """Whose choices the attention of a layer follows."""
+    """Choices that the attention of a layer follows."""
 
     number: int
-    """Which of this rank's layers it is."""
+    """Place of the layer among this rank's."""
     is_on: bool = True
 
 

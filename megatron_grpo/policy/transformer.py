@@ -65,8 +65,8 @@ ACTIVATIONS = {
     "swigluoai": (quick_gelu, 7.0, 1.0),
     "relu2": (lambda x: relu(x).square(), None, 0.0),  # Megatron-Core's would be compiled
 }
-"""Of the gate, if any; the limit of both factors, None: they have none; what is added to the other.
-"""
+"""Activation of the gate, if any; limit of both factors, None for none; addend of the other
+factor."""
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:

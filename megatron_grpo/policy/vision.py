@@ -157,7 +157,7 @@ def _new_module(cfg: Config, device: torch.device) -> Any:
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
-    """Those of the tower, by its own names."""
+    """Weights of the tower, by its own names."""
     _, others = other_towers(folder)
     places = {name: place for name, place in others.items() if name.startswith(VISION)}
     weights = {}

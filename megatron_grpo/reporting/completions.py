@@ -52,7 +52,7 @@ def completion_rows(
 def sample_row(
     sample: Sample, scores: Mapping[str, float], total: float, columns: Columns
 ) -> dict[str, Any]:
-    """What is known of a scored sample without any training on it."""
+    """Row of a scored sample, before any training on it."""
     return {
         "prompt_index": sample.prompt.index,
         "sample_index": sample.sample_index,
@@ -69,7 +69,7 @@ def sample_row(
 
 
 def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[str, Any]]:
-    """What the model and the environment said in a dialogue, special tokens included; or the steps
+    """Turns of the model and the environment in a dialogue, special tokens included; or the steps
     of a completion that a process reward model scored.
 
     `role` is `assistant`, or what is known of an observation: `environment`, or with an agent the
@@ -105,8 +105,8 @@ def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[
 
 
 def _first_token(branch: Branch, num_prompt_tokens: int) -> int:
-    """Where the branch's own tokens begin in the completion: one that shares none with those before
-    has the first of them as its context, as a sequence has at least one."""
+    """Index of the branch's own first token in the completion. In a branch that shares none with
+    earlier ones, the first token is its context, which is never empty."""
     (first, end), *others = branch.context
     if branch.start and not others and (first, end) == (end - 1, num_prompt_tokens + branch.start):
         return first - num_prompt_tokens

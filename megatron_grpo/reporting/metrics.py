@@ -45,7 +45,7 @@ class StepReport:
     entropy: list[float]
     """For each sequence of the optimizer batch; NaN if none of its tokens counts."""
     rollout_gap: list[float]
-    """The same for the absolute difference of the log-probabilities of trainer and engine."""
+    """Likewise the absolute difference of the log-probabilities of trainer and engine."""
     tokens: Tensor
     """[`train.log_tokens`, `token_log.VALUES`] on the CPU; see `TokenLog`."""
     logprobs: list[Tensor] = field(default_factory=list)

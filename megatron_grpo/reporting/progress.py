@@ -67,7 +67,6 @@ class ProgressBar:
             self._console.print(completions_table(rows))
 
     def tell(self, line: str) -> None:
-        """Print a line about the run."""
         self._print(line, soft_wrap=True)
 
     def enter(self, phase: str) -> None:
@@ -156,7 +155,7 @@ def _as_it_is(text: str) -> Text:
 
 
 def evaluation_title(name: str) -> str:
-    """How lines and bars call the evaluation of the held-out set `name`."""
+    """Title of the held-out set `name` in lines and bars."""
     return f"evaluation of {name}" if name else "evaluation"
 
 

@@ -150,7 +150,7 @@ def draw_lengths(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_shares(axis: Axes, records: Sequence[Record]) -> None:
-    """Which part of the completions was cut off, and of the groups has equal rewards."""
+    """Draw the shares of completions that were cut off and of groups with equal rewards."""
     _name(axis, "Shares of completions and groups")
     _line(axis, *_curve(records, "completions/clipped_ratio"), ORANGE, "completions cut off")
     _line(axis, *_curve(records, "frac_reward_zero_std"), INK, "groups without signal")

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 STEP = re.compile(rb'"step": (\d+)')
 IDENTITY = re.compile(rb'\{"step": (\d+), "prompt_index": (\d+), "sample_index": (\d+)')
-"""How rows of completions and of tokens begin."""
+"""Beginning of rows of completions and of tokens."""
 HEAD_BYTES = 400
 """Within which a line has its step; a line of the timeline is shorter as a whole."""
 NEAR = 2**16

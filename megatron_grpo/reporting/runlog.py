@@ -216,11 +216,11 @@ class Symptom:
 
     metric: str
     heading: str
-    """Of docs/symptoms.md."""
+    """Anchor in docs/symptoms.md."""
     shows: Callable[[float, float], bool]
     """Given the mean over the first `WINDOW` steps and over the last."""
     message: str
-    """With the two means as {first} and {last}."""
+    """Text with the two means as {first} and {last}."""
 
 
 SYMPTOMS = (

@@ -1,4 +1,4 @@
-"""Where metrics go besides the run directory: wandb, TensorBoard, trackio, SwanLab."""
+"""Trackers that metrics go to besides the run directory: wandb, TensorBoard, trackio, SwanLab."""
 
 import os
 import re
@@ -125,7 +125,6 @@ class TensorBoardRun:
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file."""
         self._writer.close()
 
 

@@ -20,7 +20,7 @@ BLOCK_BYTES = 2**20
 
 
 class Tracker(Protocol):
-    """Where metrics go besides the run directory, perhaps with completions in a table."""
+    """Destination of metrics besides the run directory, perhaps with completions in a table."""
 
     def log(
         self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
@@ -98,7 +98,6 @@ class Tracking:
             tracker.log(step, metrics, [])
 
     def close(self) -> None:
-        """Close the trackers."""
         for tracker in self._trackers:
             tracker.close()
 

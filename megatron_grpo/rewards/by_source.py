@@ -1,4 +1,4 @@
-"""How the samples of a run are scored: by the rewards of their source; see `config/sources.py`."""
+"""Scores of samples by the rewards of their source; see `config/sources.py`."""
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -73,13 +73,13 @@ def totals_of(
 
 
 def reference_faults(cfg: Config) -> Callable[[Row], Fault | None]:
-    """Return a function that tells why the functions of a row's source cannot read it."""
+    """Return a check of rows: the fault if the functions of a row's source cannot read it."""
     faults = {name: reference_fault(view.reward) for name, view in cfg.by_source.items()}
     return lambda row: faults[cfg.sources.of(row)](row)
 
 
 def reference_fault(cfg: RewardConfig) -> Callable[[Row], Fault | None]:
-    """Return a function that tells why `cfg`'s functions cannot read an `answer`, or `tests`."""
+    """Return a check of rows: the fault if `cfg`'s functions cannot read `answer` or `tests`."""
     checks: list[tuple[str, str, Callable[[Any], bool]]] = []
     mathematics = [function.name for function in cfg.functions if _reads_mathematics(function)]
     if mathematics:

@@ -108,7 +108,7 @@ class LoadedFunction:
         return _answer(self._call(columns, timeout), len(columns["completions"]))
 
     async def call_async(self, columns: Mapping[str, Any], timeout: float) -> Answer:
-        """The same for an asynchronous function."""
+        """As `__call__`, for an asynchronous function."""
         return _answer(await self._call(columns, timeout), len(columns["completions"]))
 
     def _call(self, columns: Mapping[str, Any], timeout: float) -> Any:

@@ -41,7 +41,7 @@ class RewardWorkerProcess(SupervisedWorker):
         self.connection.send((cfg.functions, cfg.timeout))
         self.cfg = cfg
         self.deadlines = {LOAD: running_time() + load_seconds(cfg.timeout)}
-        """When the answer to each open call is late, by number; `LOAD` is one."""
+        """Deadline of each open call, by number; loading is the call `LOAD`."""
         self.is_retired = False
         """Whether it gets no more calls, and is replaced once its open calls are answered."""
         self.failure = ""
@@ -93,7 +93,7 @@ class ModelServers(Protocol):
 
     @property
     def awaited(self) -> str:
-        """What `revive` waits for the first time; empty if there is no server."""
+        """Server that the first `revive` waits for; empty if there is none."""
 
     def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
         """The functions, with an address in place of the path of each model."""
@@ -134,7 +134,7 @@ class RewardPool:
         self._calls: dict[int, Call] = {}
         """The calls in progress, by number."""
         self._interrupted: list[Call] = []
-        """Those that were in progress when the server of a reward model died."""
+        """Calls that were in progress when the server of a reward model died."""
         self._numbers = count()
         self._reported: set[int] = set()
         """Functions of which a failure was printed, by index."""
@@ -206,6 +206,7 @@ class RewardPool:
             while self._calls or calls[False] or calls[True]:
                 self._send_calls(calls)
                 for call, answer in self._advance():
+                    # The failure may be the server's death and not the completion's: repeat it.
                     if self._was_interrupted(call) and answer.error:
                         calls[self._is_async[call.function]].appendleft(call)
                     else:
@@ -225,6 +226,7 @@ class RewardPool:
 
     def _was_interrupted(self, call: Call) -> bool:
         """Whether a server has died since the call was sent; it no longer counts as interrupted."""
+        # By identity: equality would compare the tokens of all samples.
         others = [each for each in self._interrupted if each is not call]
         was_interrupted = len(others) < len(self._interrupted)
         self._interrupted = others
@@ -254,6 +256,8 @@ class RewardPool:
     def _send_calls(self, calls: Mapping[bool, deque[Call]]) -> None:
         """Send the workers as many ordinary and asynchronous calls as they can take."""
         first = self._workers[0]
+        # The worker cancels such a call by itself at the timeout. If it does not, it is killed,
+        # which fails all its open calls: hence the seconds in addition.
         while calls[True] and self._can_take(first, is_async=True):
             self._send_call(first, calls[True].popleft(), self.cfg.timeout + CANCEL_SECONDS)
         for worker in self._workers:
@@ -358,7 +362,7 @@ class RewardPools:
 
     @property
     def awaited(self) -> str:
-        """What `wait_ready` waits for, if anything: the servers of reward models."""
+        """Servers of reward models that `wait_ready` waits for; empty if there are none."""
         return self._servers.awaited if self._servers else ""
 
     def wait_ready(self, show: Show) -> None:

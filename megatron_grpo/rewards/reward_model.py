@@ -24,10 +24,10 @@ from parallel.clock import running_time
 
 OF_TEXTS = ("ForSequenceClassification",)
 OF_STEPS = ("ForProcessRewardModel",)
-"""How the architectures end of models that score a text, and the steps in it."""
+"""Suffixes of architectures that score a text, and that score its steps."""
 WEIGHTS = ("*.safetensors", "*.bin")
 DEFAULT_LABELS = range(2)
-"""What transformers takes for the labels where config.json has none."""
+"""Labels that transformers assumes where config.json has none."""
 STEP_SEPARATOR = "\n\n"
 
 Chat = str | list[dict[str, str]]

@@ -22,7 +22,7 @@ GIVEN: dict[str, Callable[[Sample], Any]] = {
 }
 """For each column that every reward function may take, its value for a sample."""
 ONLY_BY_NAME = "prompt_messages"
-"""Not among what `**columns` takes: `prompts` says the same."""
+"""Column that `**columns` does not get: `prompts` says the same."""
 SHORTENED = reprlib.Repr()
 SHORTENED.maxstring = 200
 
@@ -60,7 +60,7 @@ class Scores(dict[str, float]):
     """The scores of a completion by function label, NaN for one that failed."""
 
     steps: Sequence[tuple[int, float]] = ()
-    """Where in the text each step ends, and its score, if a function scores steps."""
+    """End in the text and score of each step, if a function scores steps."""
 
 
 def check_failed(num_failed: int, num_completions: float, cfg: RewardConfig) -> None:
@@ -193,12 +193,13 @@ def _at_tokens(sample: Sample, scores: Scores, decode: Decode) -> Sequence[tuple
 
 
 def token_ends(token_ids: Sequence[int], ends: Sequence[int], decode: Decode) -> list[int]:
-    """For each of the ascending lengths `ends` of text, the index of the token that reaches it."""
+    """Index of the token that reaches each of the ascending text lengths `ends`."""
     found: list[int] = []
     start = length = 0
     """Tokens before a place, and characters of their text."""
     for end in ends:
         first = max(0, start - CONTEXT)
+        # Only a window is decoded: from the beginning, each step would take longer.
         known = length - len(decode(token_ids[first:start]))
 
         def length_with(token: int, first: int = first, known: int = known) -> int:

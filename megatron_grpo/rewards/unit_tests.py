@@ -22,12 +22,12 @@ import json, sys
 found = globals().get({name!r}) or getattr(Solution(), {name!r})
 print({mark!r} + json.dumps(found(*json.load(sys.stdin))))
 """
-"""Behind the program: calls its function, or the method of its class."""
+"""Ending of a program: calls its function, or the method of its class."""
 
 
 @dataclass(frozen=True)
 class UnitTest:
-    """What is run behind a program, and whether it has printed what is right."""
+    """Code to run behind a program, and the check of its output."""
 
     ending: str
     stdin: str
@@ -170,6 +170,7 @@ def _call(name: str, arguments: Any, expected: Any) -> UnitTest:
     value = json.loads(expected) if is_text else expected
 
     def is_right(stdout: str) -> bool:
+        # The mark is random, so that what the program prints itself does not pass for the result.
         _, found, rest = stdout.rpartition(mark)
         try:
             returned = json.loads(rest.partition("\n")[0])

@@ -24,7 +24,7 @@ from megatron_grpo.workers.user_file import error_text
 from parallel.clock import RunningLoop
 
 OF_STRINGS = re.compile(r"string indices must be integers|'str' object has no attribute 'get'")
-"""What Python says of `completion[0]["content"]`, as functions for TRL's chats have it."""
+"""Python's messages about `completion[0]["content"]`, as functions for TRL's chats have it."""
 COMPLETIONS_ARE_STRINGS = (
     "completions are strings here, where TRL has lists of messages: see docs/rewards.md"
 )
@@ -77,6 +77,7 @@ class RewardWorker:
         sending = asyncio.Lock()
 
         def begin(call: Any) -> None:
+            # The trainer has closed the socket: nobody waits for the calls in progress.
             if call is None:
                 sys.exit()
             _, index, _ = call

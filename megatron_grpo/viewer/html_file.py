@@ -23,7 +23,7 @@ CONTENT_TYPES = {
     ".json": "application/json",
 }
 BYTES = 8_000_000
-"""Of completions, of evaluated completions and of tokens, each, of all runs."""
+"""Limit, over all runs, of completions, of evaluated completions and of tokens, each."""
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )

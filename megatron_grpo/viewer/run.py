@@ -1,4 +1,4 @@
-"""What the page asks of a run directory. Nothing is kept: every answer is read when asked for."""
+"""Answers to the page about a run directory. Nothing is kept: each is read when asked for."""
 
 import json
 from collections.abc import Iterable
@@ -81,7 +81,7 @@ class RunFiles:
         return array(rows_of(self.run_dir / EVAL_COMPLETIONS_FILE, step, step))
 
     def token_keys(self, step: int) -> bytes:
-        """Of which completions a step has tokens: prompt_index and sample_index."""
+        """JSON list of (prompt_index, sample_index) of the completions with tokens in a step."""
         rows = rows_of(self.run_dir / TOKENS_FILE, step, step)
         return json.dumps([key[1:] for row in rows if (key := identity_of(row))]).encode()
 
@@ -91,7 +91,6 @@ class RunFiles:
         return row_with(self.run_dir / TOKENS_FILE, identity) or b"null"
 
     def steps_of_prompt(self, prompt_index: int) -> bytes:
-        """The steps that have completions of a prompt."""
         return json.dumps(steps_of_prompt(self.run_dir / COMPLETIONS_FILE, prompt_index)).encode()
 
     def timeline(self, first: int, last: int) -> bytes:

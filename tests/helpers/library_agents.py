@@ -14,12 +14,12 @@ PROJECT = Path(__file__).parents[2]
 
 
 class Adapter:
-    """`megatron_grpo.agents.MODULE` with an interpreter that has the library."""
+    """`megatron_grpo.integrations.MODULE` with an interpreter that has the library."""
 
     def __init__(
         self, python: Path, module: str, source: str, *options: str, **variables: str
     ) -> None:
-        self._command = [str(python), "-m", f"megatron_grpo.agents.{module}"]
+        self._command = [str(python), "-m", f"megatron_grpo.integrations.{module}"]
         self._source, self._options = source, options
         self._variables = {"PYTHONPATH": str(PROJECT)} | variables
 

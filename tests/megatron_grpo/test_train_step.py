@@ -4,11 +4,14 @@ Loss and every parameter's gradient are compared, over layouts, microbatch budge
 a padded, single-process computation in float64 on the `transformers` model.
 """
 
+import gzip
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from checkpoint_convert import read_shape
 from helpers.models import tiny_model
@@ -27,8 +30,10 @@ from helpers.train_steps import (
 )
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.train import TrainConfig
 from megatron_grpo.policy.model import build_policy
-from megatron_grpo.train_step import accumulate_gradient
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.train_step import accumulate_gradient, profiled_step
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
@@ -206,3 +211,23 @@ def test_where_the_engine_stands_for_the_old_policy_no_sample_is_called_stale(
     ]
     [(recomputed, of_engine)] = run_ranks(1, stale_gaps, case.folder, case.experience(), configs)
     assert of_engine == 0 < recomputed
+
+
+def two_steps(rank: int, train: TrainConfig) -> list[str]:
+    phases: list[str] = []
+    for step in (1, 2):
+        timer = PhaseTimer(phases.append)
+        with profiled_step(train, step, timer), timer.phase("train"):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+    return [phase for phase in phases if phase]
+
+
+def test_a_step_is_profiled_on_the_ranks_asked_for_and_files_may_take_their_time(
+    tmp_path: Path,
+) -> None:
+    train = TrainConfig(run_dir=tmp_path, num_steps=2, profile_steps=[2], profile_ranks=[1])
+    assert run_ranks(2, two_steps, train) == [["train", "train", "save"]] * 2
+    [path] = (tmp_path / "profile").iterdir()
+    assert path.name == "step_2_rank_1.json.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert "aten::mm" in {event.get("name") for event in events}

@@ -14,7 +14,7 @@ import pytest
 from helpers.agents import acting, generation_of, running_agents
 from helpers.proxies import DEAD, set_proxies
 from megatron_grpo.agents.fork_pool import EnvironmentsLost
-from megatron_grpo.agents.task_worker import serve
+from megatron_grpo.integrations.task_worker import serve
 
 SECONDS = 60
 

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.engines import wait_until
 from helpers.library_agents import PROJECT, Adapter, assert_token_for_token
-from megatron_grpo.agents.nemo_gym_tasks import url_of
+from megatron_grpo.integrations.nemo_gym import url_of
 
 VENV = PROJECT / ".venv-nemo-gym"
 PYTHON = VENV / "bin" / "python"
@@ -72,7 +72,7 @@ def test_its_episodes_are_trained_on_token_for_token(tmp_path):
     dataset = next((VENV / "lib").glob(f"python*/site-packages/{SERVERS[0]}/data/example.jsonl"))
     port, head_port = free_ports(2)
     with gym_servers(tmp_path, port, head_port) as head:
-        adapter = Adapter(PYTHON, "nemo_gym_tasks", AGENT, "--port", str(port), "--head", head)
+        adapter = Adapter(PYTHON, "nemo_gym", AGENT, "--port", str(port), "--head", head)
         records = adapter.train(
             tmp_path, 5, "data.max_prompt_length=440", at_once=8, dataset=str(dataset)
         )

@@ -1,11 +1,11 @@
-"""Takes tasks of a run that has `agent.listen`: what adapters of environment libraries share.
+"""Takes tasks of a run that has `agent.listen`, for all adapters of environment libraries.
 
 Each adapter is a command that runs in its library's own environment of packages, where this
 project's folder is on PYTHONPATH and httpx is installed. It imports no more of the project than
 this file, `unicode.py` and `workers/proxies.py`.
 
-    python -m megatron_grpo.agents.ADAPTER rows SOURCE data.jsonl --most 1000
-    python -m megatron_grpo.agents.ADAPTER serve SOURCE runs/web/agents.json
+    python -m megatron_grpo.integrations.ADAPTER rows SOURCE data.jsonl --most 1000
+    python -m megatron_grpo.integrations.ADAPTER serve SOURCE runs/web/agents.json
 """
 
 import argparse
@@ -23,17 +23,17 @@ import httpx
 from megatron_grpo.workers.proxies import direct
 
 WAIT_SECONDS = 60.0
-"""Longer than the run takes to say that it has no task."""
+"""Time-out of a request; longer than the run takes to answer that it has no task."""
 AGAIN_SECONDS = 2.0
-"""Between attempts to reach a run, which may be starting again."""
+"""Pause between attempts to reach a run, which may be starting again."""
 Json = dict[str, Any]
 Act = Callable[[Json], Awaitable[Json]]
-"""Acts on a task, and returns what the run is told of its end: `reward` and `metrics`, or `error`.
-What it raises costs this task alone."""
+"""Acts on a task, and returns its report: `reward` and `metrics`, or `error`. An exception costs
+this task alone."""
 
 
 def parser_of(doc: str | None, source: str, at_once: int) -> argparse.ArgumentParser:
-    """The arguments of every adapter; `source` says what its environment is named by."""
+    """Arguments of every adapter; `source` is the help of its argument SOURCE."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -87,7 +87,7 @@ async def _take_tasks(file: Path, act: Act, http: httpx.AsyncClient) -> None:
 
 
 async def _end_of(task: Json, act: Act) -> str:
-    """In JSON; the run refuses what is no finite number."""
+    """Report of a task in JSON; the run refuses a reward that is not finite."""
     try:
         return json.dumps(await act(task))
     except Exception as error:  # of any kind: an environment is somebody else's code

@@ -1,7 +1,7 @@
 """Environments of NeMo Gym as agents outside of a run, which has `agent.listen`.
 
-    python -m megatron_grpo.agents.nemo_gym_tasks rows DATASET.jsonl data.jsonl --most 1000
-    python -m megatron_grpo.agents.nemo_gym_tasks serve AGENT runs/web/agents.json --port 8701
+    python -m megatron_grpo.integrations.nemo_gym rows DATASET.jsonl data.jsonl --most 1000
+    python -m megatron_grpo.integrations.nemo_gym serve AGENT runs/web/agents.json --port 8701
 
 It runs where the package nemo-gym is installed (see `task_worker`), beside Gym's servers, of which
 AGENT is one. Their policy model is Gym's own `vllm_model`, and its `policy_base_url` is
@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
-from megatron_grpo.agents.task_worker import Json, parse, parser_of, serve, write_rows
+from megatron_grpo.integrations.task_worker import Json, parse, parser_of, serve, write_rows
 from megatron_grpo.workers.proxies import is_here
 
 LOOPBACK = "127.0.0.1"
@@ -39,7 +39,7 @@ def rows_of(dataset: Path) -> Iterable[Json]:
 
 
 def url_of(agent: str, head: str) -> str:
-    """Where an agent's server is, by Gym's head server; ValueError if it has no such agent."""
+    """Ask Gym's head server for the address of an agent; ValueError if it has no such agent."""
     import yaml  # noqa: PLC0415
 
     told = httpx.get(f"{head}/global_config_dict_yaml", trust_env=not is_here(head))
@@ -58,10 +58,9 @@ class Episodes:
     def __init__(self, agent_url: str) -> None:
         self._agent_url = agent_url
         self._urls: dict[str, str] = {}
-        """Of the run, by the key of each session that is going on."""
+        """Address of the run, by the key of each open session."""
 
     async def serve(self, file: Path, port: int, at_once: int) -> None:
-        """See `task_worker.serve`."""
         application = web.Application(client_max_size=MAX_BODY)
         application.router.add_post("/v1/chat/completions", self._send_on)
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
@@ -100,7 +99,6 @@ class Episodes:
 
 
 def main() -> None:
-    """See the module."""
     parser = parser_of(__doc__, "file of a dataset of Gym, or name of its agent", at_once=64)
     parser.add_argument("--port", type=int, default=8701, help="of this process's endpoint")
     parser.add_argument("--head", default=f"http://{LOOPBACK}:11000", help="Gym's head server")

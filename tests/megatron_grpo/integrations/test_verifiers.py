@@ -40,7 +40,7 @@ def test_its_episodes_are_trained_on_token_for_token(tmp_path):
     (tmp_path / "sums_taskset.py").write_text(TASKSET)
     adapter = Adapter(
         PYTHON,
-        "verifiers_tasks",
+        "verifiers",
         "sums_taskset",
         "--env",
         json.dumps(ENVIRONMENT),

@@ -100,7 +100,7 @@ def test_its_episodes_are_trained_on_token_for_token(tmp_path):
     # It echoes, and is never done.
     subprocess.run([BIN / "openenv", "init", "echoes"], cwd=tmp_path, check=True)
     with serving(tmp_path, "echoes.server.app:app") as url:
-        adapter = Adapter(BIN / "python", "openenv_tasks", url)
+        adapter = Adapter(BIN / "python", "openenv", url)
         records = adapter.train(
             tmp_path, 8, "data.max_prompt_length=400", f"agent.max_turns={TURNS}", at_once=1
         )
@@ -166,7 +166,7 @@ def test_an_action_that_is_no_text_is_a_call(tmp_path, tool, options, first, res
     run.file.write_text(json.dumps({"url": run.url, "token": "t"}))
     with run, serving(tmp_path, f"addition:{tool}") as url:
         Thread(target=run.serve_forever, daemon=True).start()
-        made = Adapter(BIN / "python", "openenv_tasks", url, *options)
+        made = Adapter(BIN / "python", "openenv", url, *options)
         with made.start("serve", run.file) as adapter:
             assert wait_until(lambda: adapter.poll() is not None, 60)
             adapter.kill()

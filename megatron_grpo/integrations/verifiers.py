@@ -1,7 +1,7 @@
 """Environments of the package verifiers as agents outside of a run, which has `agent.listen`.
 
-    python -m megatron_grpo.agents.verifiers_tasks rows TASKSET data.jsonl --most 1000
-    python -m megatron_grpo.agents.verifiers_tasks serve TASKSET runs/web/agents.json
+    python -m megatron_grpo.integrations.verifiers rows TASKSET data.jsonl --most 1000
+    python -m megatron_grpo.integrations.verifiers serve TASKSET runs/web/agents.json
 
 It runs where verifiers 0.4 is installed (see `task_worker`). `--env` is verifiers' config of the
 environment, in JSON, beside the name of its taskset. The first command writes the tasks as rows of
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.agents.task_worker import Json, parse, parser_of, serve, write_rows
+from megatron_grpo.integrations.task_worker import Json, parse, parser_of, serve, write_rows
 
 
 def load(taskset: str, config: str) -> Any:
@@ -43,7 +43,6 @@ class Episodes:
         self._env, self._task_type = env, type(env.taskset).task_type()
 
     async def serve(self, file: Path, at_once: int) -> None:
-        """See `task_worker.serve`."""
         async with self._env.serving():
             await serve(file, self.act, at_once)
 
@@ -65,7 +64,7 @@ class Episodes:
 
 
 def ending(episode: Any) -> Json:
-    """What the run is told of an episode."""
+    """Report of an episode to the run: its reward and metrics, or its errors."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         return {
@@ -77,7 +76,6 @@ def ending(episode: Any) -> Json:
 
 
 def main() -> None:
-    """See the module."""
     parser = parser_of(__doc__, "id of a taskset for verifiers", at_once=64)
     parser.add_argument("--env", default="{}", help="config of the environment, in JSON")
     options = parse(parser)

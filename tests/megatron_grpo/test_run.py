@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from helpers.runs import TINY_CONFIG
 from megatron_grpo.config.file import load_config, with_num_steps
-from megatron_grpo.rank import as_rank_0_has_it
+from megatron_grpo.run import as_rank_0_has_it
 
 
 def test_all_ranks_take_as_many_steps_as_rank_0_has_found_the_epochs_to_be() -> None:

@@ -1,10 +1,10 @@
 """Environments of OpenEnv as agents outside of a run, which has `agent.listen`.
 
-    python -m megatron_grpo.agents.openenv_tasks rows http://127.0.0.1:8000 data.jsonl --most 1000
-    python -m megatron_grpo.agents.openenv_tasks serve http://127.0.0.1:8000 runs/web/agents.json
+    python -m megatron_grpo.integrations.openenv rows http://127.0.0.1:8000 data.jsonl --most 1000
+    python -m megatron_grpo.integrations.openenv serve http://127.0.0.1:8000 runs/web/agents.json
 
 It runs where the package openenv is installed (see `task_worker`), beside the environment's server.
-The model is told each observation: as it is if that is one text, else in JSON. Its answer is the
+The model gets each observation: as it is if that is one text, else in JSON. Its answer is the
 action if that needs one text and nothing else. Any other action is a call of a tool: of one of the
 environment's own (MCP), or of `act`, whose arguments are the fields of the action. The first
 command writes one row for each seed; the second acts until the run is over.
@@ -17,22 +17,22 @@ from typing import Any
 
 import httpx
 
-from megatron_grpo.agents.task_worker import Json, parse, parser_of, serve, write_rows
+from megatron_grpo.integrations.task_worker import Json, parse, parser_of, serve, write_rows
 from megatron_grpo.unicode import as_unicode
 from megatron_grpo.workers.proxies import is_here
 
 ACT = "act"
 INVALID = "VALIDATION_ERROR"
-"""Code of a server's answer to a call with wrong arguments, of which the model is told."""
+"""Code of a server's answer to a call with wrong arguments; the model gets the error."""
 NOT_SHOWN = ("done", "reward", "metadata")
-"""Fields of each observation that are not what the environment shows."""
+"""Fields of each observation that are not the environment's own."""
 
 
 class Episodes:
     """Acts on tasks, each in a session with the server of an environment."""
 
     def __init__(self, url: str, observe: str | None) -> None:
-        """`observe` is the field of observations that the model is told; None: all of them."""
+        """`observe` is the field of observations for the model; None: all."""
         self._url, self._observe = url, observe
         answer = httpx.get(f"{url}/schema", trust_env=not is_here(url))
         action = answer.raise_for_status().json()["action"]
@@ -46,7 +46,7 @@ class Episodes:
         self._act = _tool(ACT, described, {**action, "properties": fields})
 
     async def rows(self, most: int, arguments: Json) -> list[Json]:
-        """For each seed what `reset` gets; the prompt is what it shows then."""
+        """Rows of seeds with the arguments of `reset`; the prompt is the first observation."""
         rows = []
         async with self._session() as env:
             for seed in range(most):
@@ -107,7 +107,7 @@ class Episodes:
         return GenericEnvClient(self._url)
 
     def _opening(self, task: Json, observation: Json) -> list[Json]:
-        """What the environment shows first, in place of the row's prompt if it shows anything."""
+        """First messages: an observation that shows anything replaces the row's prompt."""
         messages: Sequence[Json] = task["messages"]
         if not (text := self._shown(observation)):
             return [*messages]
@@ -133,7 +133,7 @@ class Episodes:
         return found
 
     def _shown(self, observation: Json) -> str:
-        """What the model is told of an observation; empty if it has nothing."""
+        """Text of an observation for the model; empty if it has nothing."""
         if self._observe:
             found = observation[self._observe]
         elif "tool_name" in observation:  # the result of an MCP tool
@@ -152,7 +152,7 @@ class Episodes:
 
 
 def _parsed(arguments: str) -> Json:
-    """Of a call; what the model wrote that is no object is refused by the environment."""
+    """Arguments of a call. If they are no JSON object, the environment refuses them."""
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -166,7 +166,6 @@ def _tool(name: str, description: str, parameters: Json) -> Json:
 
 
 def main() -> None:
-    """See the module."""
     parser = parser_of(__doc__, "address of the environment's server", at_once=1)
     parser.add_argument("--reset", default="{}", help="arguments of reset beside seed, in JSON")
     parser.add_argument("--observe", help="field of observations that the model is told")

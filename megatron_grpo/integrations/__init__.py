@@ -1,0 +1,1 @@
+"""Environments of other libraries for a run: commands that need those libraries and no torch."""
