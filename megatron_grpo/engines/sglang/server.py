@@ -34,12 +34,13 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
 from megatron_grpo.engines.access import TokenGuard
+from megatron_grpo.engines.arguments import reason
 from megatron_grpo.engines.patches import apply
 from megatron_grpo.engines.push_protocol import Json
+from megatron_grpo.engines.sglang.args import REFUSED
 from megatron_grpo.engines.sglang.completions import gate, manager, router
 from megatron_grpo.engines.sglang.model_folder import server_arguments
 from megatron_grpo.engines.sglang.patches import PATCHES, run_scheduler_process
-from megatron_grpo.engines.sglang.reserved import RESERVED
 from megatron_grpo.engines.sglang.variables import (
     RENDEZVOUS_VARIABLE,
     VARIABLES,
@@ -207,7 +208,9 @@ def main() -> None:
         arguments = prepare_server_args(server_arguments(sys.argv[1:], Path(own, "model")))
         for name, default in UNGUARDED.items():
             if getattr(arguments, name) != default:
-                raise ValueError(f"--{name.replace('_', '-')} cannot be set: {RESERVED[name]}")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} cannot be set: {reason(name, REFUSED)}"
+                )
         try:
             launch(arguments, own)
         finally:
