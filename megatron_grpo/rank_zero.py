@@ -8,7 +8,7 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.stream import PromptStream
-from megatron_grpo.engines.draft_meter import DraftMeter
+from megatron_grpo.engines.spec_decode_metrics import SpecDecodeMetrics
 from megatron_grpo.launch.disk import write_whole
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.policy.export import keep_export
@@ -35,7 +35,7 @@ class RankZero:
     stream: PromptStream
     log: RunLog
     runner: Runner
-    drafts: DraftMeter | None
+    drafts: SpecDecodeMetrics | None
 
     @classmethod
     def open(
@@ -69,7 +69,7 @@ class RankZero:
         stack.enter_context(closing(runner))
         drafts = None
         if rollouter and cfg.rollout.vllm.get("speculative_config"):
-            drafts = DraftMeter(rollouter.engines, are_new=not cfg.rollout.base_urls)
+            drafts = SpecDecodeMetrics(rollouter.engines, are_new=not cfg.rollout.base_urls)
         return cls(cfg, watchdog, rollouter, stream, log, runner, drafts)
 
     @property

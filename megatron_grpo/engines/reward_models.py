@@ -22,9 +22,9 @@ from megatron_grpo.config.reward import RewardFunction, count_gpus, served_here
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, command_flags, engine_table
 from megatron_grpo.engines.http import EngineError, post
-from megatron_grpo.engines.kernels import num_gpus
 from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
 from megatron_grpo.engines.server import engine_environment, share_gpus
+from megatron_grpo.engines.support import num_gpus
 from megatron_grpo.engines.vllm.args import (
     TOKEN_GUARD,
     cpu_arguments,

@@ -14,7 +14,6 @@ from helpers.towers import tiny_multimodal
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import EngineNode
-from megatron_grpo.engines.kernels import check_towers_served
 from megatron_grpo.engines.layouts import WITHOUT_SCALES
 from megatron_grpo.engines.sglang.args import (
     check_folder_loaded,
@@ -27,6 +26,7 @@ from megatron_grpo.engines.sglang.model_folder import (
     plain_folder,
     server_arguments,
 )
+from megatron_grpo.engines.support import check_towers_served
 
 YARN = {
     "rope_type": "yarn",

@@ -12,7 +12,7 @@ from checkpoint_convert.quantized_model import quantized_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import EngineNode, engine_number, fields_of
-from megatron_grpo.engines.kernels import CPU_HEAD_SIZES, CPU_LATENT_SIZE
+from megatron_grpo.engines.support import CPU_HEAD_SIZES, CPU_LATENT_SIZE
 from megatron_grpo.engines.vllm.args import (
     REFUSED,
     check_engine_arguments,
