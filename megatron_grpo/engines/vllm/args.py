@@ -151,7 +151,7 @@ def own_arguments(
     """Arguments of every engine that only we set, of which None is vLLM's default."""
     return {
         "dtype": dtype,
-        "hf_overrides": {**hf_overrides},
+        "hf_overrides": {**hf_overrides} or None,
         # vLLM prefers Mistral's own files, which may lie beside those that the trainer reads.
         "config_format": "hf",
         "tokenizer_mode": "hf",
