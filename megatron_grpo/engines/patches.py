@@ -22,11 +22,8 @@ class Patch:
     because_of: str
     """The line of the original's source that makes it necessary."""
     why: str
-    upstream: str
-    """Issue or pull request of the engine's project that would end it, or `NONE_FILED`."""
-
-
-NONE_FILED = "none filed"
+    upstream: str = "none filed"
+    """The issue or pull request of the engine's project about it."""
 
 
 def apply(patches: Iterable[Patch]) -> None:

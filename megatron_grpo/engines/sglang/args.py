@@ -254,11 +254,8 @@ def _of_node(node: EngineNode) -> dict[str, Any]:
 
 
 def _of_platform(on_gpu: bool) -> dict[str, Any]:
-    if on_gpu:
-        return {
-            # The trainer does not round logits to 16 bits either.
-            "enable_fp32_lm_head": True,
-        }
+    if on_gpu:  # the trainer does not round logits to 16 bits either
+        return {"enable_fp32_lm_head": True}
     return {
         "attention_backend": "torch_native",  # the others need kernels that no package brings
         "max_total_tokens": 1 << 16,  # the default is a share of the machine's memory

@@ -28,7 +28,7 @@ from checkpoint_convert.quantization import CONFIG_KEYS, ignored_modules
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.text_tower import text_name
 from checkpoint_convert.weights import whole_tensors
-from megatron_grpo.engines.patches import NONE_FILED, Patch, apply
+from megatron_grpo.engines.patches import Patch, apply
 from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
 from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
 from megatron_grpo.engines.sglang.images import PromptReader, scale
@@ -227,7 +227,6 @@ PATCHES = (
         because_of="p = runner.check_weights(",
         why="the one way into all workers that brings data back: calls of the trainer travel as "
         "its actions",
-        upstream=NONE_FILED,
     ),
     Patch(
         target="sglang.srt.model_loader.loader:DefaultModelLoader._get_all_weights",
@@ -250,7 +249,6 @@ PATCHES = (
         replace=with_tokenizer_alone,
         because_of="self.processor = get_processor(",
         why="a processor of images that nothing uses would be made",
-        upstream=NONE_FILED,
     ),
     Patch(
         target="sglang.srt.managers.tokenizer_manager:"
@@ -258,7 +256,6 @@ PATCHES = (
         replace=read_prompts,
         because_of="self.mm_processor = get_mm_processor(",
         why="images would be read once more, by other code than the trainer's: see images.py",
-        upstream=NONE_FILED,
     ),
     Patch(
         target="sglang.srt.managers.schedule_batch:Req._check_token_based_finish",
@@ -266,7 +263,6 @@ PATCHES = (
         because_of="matched_eos |= token_id == self.tokenizer.eos_token_id",
         why="completions would also end at tokens that only the tokenizer knows as ends, at which "
         "the trainer goes on",
-        upstream=NONE_FILED,
     ),
     Patch(
         target="sglang.srt.managers.schedule_batch:Req.update_finish_state",

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.output_processor import RequestState
 
-from megatron_grpo.engines.patches import NONE_FILED, Patch
+from megatron_grpo.engines.patches import Patch
 from megatron_grpo.unicode import as_unicode
 
 
@@ -95,7 +95,6 @@ PATCHES = (
         because_of="return await self.call_utility_async(",
         why="workers of all groups are called, and those of the first are heard: the sums that "
         "others have received would not be compared with what was pushed",
-        upstream=NONE_FILED,
     ),
     Patch(
         target="vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache",
@@ -118,6 +117,5 @@ PATCHES = (
         because_of="ensure_ascii=False",
         why="a model may write half of a surrogate pair in the arguments of a call, and its answer "
         "would be an error 500",
-        upstream=NONE_FILED,
     ),
 )
