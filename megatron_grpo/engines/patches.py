@@ -6,7 +6,7 @@ no longer has the line that makes its replacement necessary.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import reduce
+from functools import reduce, wraps
 from importlib import import_module
 from typing import Any
 
@@ -17,8 +17,8 @@ class Patch:
 
     target: str
     """Module and attribute, such as `starlette.responses:JSONResponse.render`."""
-    replace: Callable[[Any], Any]
-    """Makes the replacement of the original."""
+    replacement: Callable[..., Any]
+    """A function of the original and of its arguments."""
     because_of: str
     """The line of the original's source that makes it necessary."""
     why: str
@@ -32,4 +32,13 @@ def apply(patches: Iterable[Patch]) -> None:
         module, _, path = patch.target.partition(":")
         *owners, name = path.split(".")
         owner = reduce(getattr, owners, import_module(module))
-        setattr(owner, name, patch.replace(getattr(owner, name)))
+        setattr(owner, name, _bound(patch.replacement, getattr(owner, name)))
+
+
+def _bound(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    # Not `partial`, which as an attribute of a class would be no method.
+    @wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    return replaced

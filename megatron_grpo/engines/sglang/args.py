@@ -104,8 +104,8 @@ REFUSED = {
     "renders prompts, by chat_template.jinja in model.path",
     "default_chat_template_kwargs": "set data.chat_template_kwargs",
 }
-"""Regular expressions for arguments that a config cannot set, and why. `own_names` are refused
-besides."""
+"""Regular expressions for arguments that a config cannot set, and why. Those that only we set, here
+or in our server, are refused besides."""
 
 
 def sglang_command(
@@ -162,14 +162,6 @@ def own_arguments(
         # dispatch_w8a8_block_fp8_linear in its fp8_utils.py); the default may be DeepGEMM.
         "fp8_gemm_backend": "triton" if on_gpu and is_quantized else None,
     }
-
-
-def own_names() -> frozenset[str]:
-    """The names of all arguments that only we set, here or in our server."""
-    nothing = RolloutConfig(engine="sglang", max_completion_length=1)
-    own = own_arguments("", nothing, {}, on_gpu=True)
-    own |= _of_node(EngineNode(2, 0, "", 0)) | {"host": "", "port": 0}
-    return frozenset(own | NEEDED)
 
 
 def is_plain(model: Path) -> bool:
@@ -307,8 +299,9 @@ def check_sglang_arguments(rollout: RolloutConfig) -> None:
     installed."""
     python = str(rollout.python or sys.executable)
     help_text = "`python -m sglang.launch_server --help` has all"
+    own = own_arguments("", rollout, {}, on_gpu=True) | _of_node(EngineNode(2, 0, "", 0)) | NEEDED
     known = sglang_argument_names(python)
-    check_names("sglang", rollout.sglang, REFUSED, own_names(), known, help_text)
+    check_names("sglang", rollout.sglang, REFUSED, {"host", "port", *own}, known, help_text)
     check_parser("SGLang", rollout.tool_call_parser, tool_call_parsers(python))
     if (method := rollout.sglang.get("load_balance_method")) == ROOMS:
         raise ValueError(

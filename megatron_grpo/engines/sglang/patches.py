@@ -56,24 +56,25 @@ def _scheme() -> str | None:
     return None if scheme == "none" else scheme
 
 
-def read_weights(all_weights: Callable[..., Weights]) -> Callable[..., Weights]:
+def read_weights(
+    all_weights: Callable[..., Weights],
+    loader: DefaultModelLoader,
+    model_config: ModelConfig,
+    model: Module,
+) -> Weights:
     """Read from the folder with the weights, dequantised, or quantised as pushes are."""
-
-    def weights(self: DefaultModelLoader, model_config: ModelConfig, model: Module) -> Weights:
-        folder = os.environ.get(WEIGHTS_VARIABLE)
-        if scheme := _scheme():
-            ignored = ignored_modules(getattr(model_config.hf_config, CONFIG_KEYS[0]))
-            found = quantized_tensors(Path(folder or model_config.model_path), scheme, ignored)
-        elif folder:
-            found = text_tensors(Path(folder))
-        else:
-            found = all_weights(self, model_config, model)
-        if not model_config.is_multimodal:
-            return found
-        # SGLang would leave some out by the names that transformers gives them.
-        return ((text_name(name), values) for name, values in found)
-
-    return weights
+    folder = os.environ.get(WEIGHTS_VARIABLE)
+    if scheme := _scheme():
+        ignored = ignored_modules(getattr(model_config.hf_config, CONFIG_KEYS[0]))
+        found = quantized_tensors(Path(folder or model_config.model_path), scheme, ignored)
+    elif folder:
+        found = text_tensors(Path(folder))
+    else:
+        found = all_weights(loader, model_config, model)
+    if not model_config.is_multimodal:
+        return found
+    # SGLang would leave some out by the names that transformers gives them.
+    return ((text_name(name), values) for name, values in found)
 
 
 def text_tensors(folder: Path) -> Weights:
@@ -97,19 +98,21 @@ def _tensors_apart(folder: Path, layout: Layout) -> Weights:
             yield piece.tensor, as_whole(stack[piece.local_box.slices], piece.axes)
 
 
-def check_loaded(load_model: Callable[..., Module]) -> Callable[..., Module]:
+def check_loaded(
+    load_model: Callable[..., Module],
+    loader: DefaultModelLoader,
+    *,
+    model_config: Any,
+    **arguments: Any,
+) -> Module:
     """Check the scales of what is loaded, and let vision towers take patches of bytes."""
-
-    def loaded(self: DefaultModelLoader, *, model_config: Any, **arguments: Any) -> Module:
-        model = load_model(self, model_config=model_config, **arguments)
-        if _scheme():
-            check_scales(model)
-        if model_config.is_multimodal:
-            tower: Any = model.visual
-            tower.register_forward_pre_hook(scale(model_config.model_path))
-        return model
-
-    return loaded
+    model = load_model(loader, model_config=model_config, **arguments)
+    if _scheme():
+        check_scales(model)
+    if model_config.is_multimodal:
+        tower: Any = model.visual
+        tower.register_forward_pre_hook(scale(model_config.model_path))
+    return model
 
 
 def check_scales(model: Module) -> None:
@@ -120,117 +123,100 @@ def check_scales(model: Module) -> None:
         raise ValueError(f"SGLang has loaded no scales into {missing[0]}: use rollout.engine=vllm")
 
 
-def with_tokenizer_alone(prepare: Callable[[Any], None]) -> Callable[[Any], None]:
+def make_tokenizer_alone(prepare: Callable[[Any], None], process: Any) -> None:
     """Make the tokenizer of a model, and no processor of images."""
-
-    def prepared(self: Any) -> None:
-        config = self.model_config
-        is_multimodal, config.is_multimodal = config.is_multimodal, False
-        prepare(self)
-        config.is_multimodal = is_multimodal
-
-    return prepared
+    config = process.model_config
+    is_multimodal, config.is_multimodal = config.is_multimodal, False
+    prepare(process)
+    config.is_multimodal = is_multimodal
 
 
-def read_prompts(prepare: Callable[[Any], None]) -> Callable[[Any], None]:
+def read_prompts(prepare: Callable[[Any], None], manager: TokenizerManager) -> None:
     """Read prompts with images by `PromptReader`."""
-
-    def prepared(self: TokenizerManager) -> None:
-        with_tokenizer_alone(prepare)(self)
-        if self.model_config.is_multimodal:
-            self.mm_processor = PromptReader(self.model_config.hf_config)
-
-    return prepared
+    make_tokenizer_alone(prepare, manager)
+    if manager.model_config.is_multimodal:
+        manager.mm_processor = PromptReader(manager.model_config.hf_config)
 
 
-def end_at_stop_token(_: Callable[..., bool]) -> Callable[..., bool]:
+def end_at_stop_token(_: Callable[..., bool], req: Req, new_accepted_tokens: list[int]) -> bool:
     """End a completion at the tokens that the request names, and at no others."""
-
-    def ends(self: Req, new_accepted_tokens: list[int]) -> bool:
-        stops = self.sampling_params.stop_token_ids or ()
-        for number, token_id in enumerate(new_accepted_tokens):
-            if token_id in stops:
-                self.finished_reason = FINISH_MATCHED_TOKEN(matched=token_id)
-                self.finished_len = len(self.output_ids) - len(new_accepted_tokens) + number + 1
-                return True
-        return False
-
-    return ends
+    stops = req.sampling_params.stop_token_ids or ()
+    for number, token_id in enumerate(new_accepted_tokens):
+        if token_id in stops:
+            req.finished_reason = FINISH_MATCHED_TOKEN(matched=token_id)
+            req.finished_len = len(req.output_ids) - len(new_accepted_tokens) + number + 1
+            return True
+    return False
 
 
-def end_before_abort(update_finish_state: Callable[..., None]) -> Callable[..., None]:
+def end_before_abort(update: Callable[..., None], req: Req, new_accepted_len: int = 1) -> None:
     """End an aborted request as it would have ended with the token that it still gets."""
-
-    def update(self: Req, new_accepted_len: int = 1) -> None:
-        if new_accepted_len == 0:
-            return update_finish_state(self, new_accepted_len)
-        aborted, self.to_finish = self.to_finish, None
-        update_finish_state(self, new_accepted_len)
-        if aborted and not self.finished():
-            self.finished_reason = aborted
-        return None
-
-    return update
+    if new_accepted_len == 0:
+        update(req, new_accepted_len)
+        return
+    aborted, req.to_finish = req.to_finish, None
+    update(req, new_accepted_len)
+    if aborted and not req.finished():
+        req.finished_reason = aborted
 
 
-def send_versions_of_chunks(accept: Callable[..., None]) -> Callable[..., None]:
+def send_versions_of_chunks(
+    accept: Callable[..., None], sent: _GenerationStreamAccumulator, *, req: Req
+) -> None:
     """Send with each chunk of a stream which weights have sampled the tokens so far."""
-
-    def accepted(self: _GenerationStreamAccumulator, *, req: Req) -> None:
-        num_before = len(self.weight_versions)
-        accept(self, req=req)
-        if len(self.weight_versions) > num_before:
-            self.weight_versions[-1] = compute_weight_version_spans(
-                req.weight_version_events, self.current_weight_version, req.send_token_offset
-            )
-
-    return accepted
+    num_before = len(sent.weight_versions)
+    accept(sent, req=req)
+    if len(sent.weight_versions) > num_before:
+        sent.weight_versions[-1] = compute_weight_version_spans(
+            req.weight_version_events, sent.current_weight_version, req.send_token_offset
+        )
 
 
-def keep_routes(release_req: Callable[..., bool]) -> Callable[..., bool]:
+def keep_routes(
+    release_req: Callable[..., bool],
+    *,
+    req: Req,
+    req_to_token_pool: ReqToTokenPool,
+    **arguments: Any,
+) -> bool:
     """Keep the experts of a request whose keys and values are dropped."""
-
-    def released(*, req: Req, req_to_token_pool: ReqToTokenPool, **arguments: Any) -> bool:
-        capturer = get_global_experts_capturer()
-        if capturer and req.return_routed_experts and req.output_ids:
-            row, kept = req.kv.req_pool_idx, getattr(req, "kept_routes", [])
-            start = req.routed_experts_start_len + sum(map(len, kept))
-            routes = capturer.get_topk(row, req.seqlen, req_to_token_pool, start)
-            req.kept_routes = [*kept, routes.short()]  # int16: half of SGLang's
-        return release_req(req=req, req_to_token_pool=req_to_token_pool, **arguments)
-
-    return released
+    capturer = get_global_experts_capturer()
+    if capturer and req.return_routed_experts and req.output_ids:
+        row, kept = req.kv.req_pool_idx, getattr(req, "kept_routes", [])
+        start = req.routed_experts_start_len + sum(map(len, kept))
+        routes = capturer.get_topk(row, req.seqlen, req_to_token_pool, start)
+        req.kept_routes = [*kept, routes.short()]  # int16: half of SGLang's
+    return release_req(req=req, req_to_token_pool=req_to_token_pool, **arguments)
 
 
-def collect_kept_routes(collect: Callable[..., None]) -> Callable[..., None]:
+def collect_kept_routes(
+    collect: Callable[..., None], processor: SchedulerBatchResultProcessor, req: Req
+) -> None:
     """Return the experts that a request has kept in place of those that were chosen anew."""
-
-    def collected(self: SchedulerBatchResultProcessor, req: Req) -> None:
-        collect(self, req)
-        if req.routed_experts is not None and (kept := getattr(req, "kept_routes", [])):
-            rest = req.routed_experts[sum(map(len, kept)) :]
-            req.routed_experts = torch.cat([*kept, rest]).to(rest.dtype)
-
-    return collected
+    collect(processor, req)
+    if req.routed_experts is not None and (kept := getattr(req, "kept_routes", [])):
+        rest = req.routed_experts[sum(map(len, kept)) :]
+        req.routed_experts = torch.cat([*kept, rest]).to(rest.dtype)
 
 
-def lock_on_gpus(register: Callable[..., None]) -> Callable[..., None]:
+def lock_on_gpus(register: Callable[..., None], *args: Any) -> None:
     """Page-lock memory of the host where there is a GPU."""
-    return (lambda *args: None) if is_cpu() else register
+    if not is_cpu():
+        register(*args)
 
 
 PATCHES = (
     Patch(
         target="sglang.srt.managers.scheduler_components.weight_updater:"
         "SchedulerWeightUpdaterManager.check_weights",
-        replace=answer_calls,
+        replacement=answer_calls,
         because_of="p = runner.check_weights(",
         why="the one way into all workers that brings data back: calls of the trainer travel as "
         "its actions",
     ),
     Patch(
         target="sglang.srt.model_loader.loader:DefaultModelLoader._get_all_weights",
-        replace=read_weights,
+        replacement=read_weights,
         because_of="primary_weights = DefaultModelLoader.Source.init_new(model_config, model)",
         why="it has no way to load other weights than are stored: dequantised, quantised by a "
         "scheme of ours, or of one tower",
@@ -238,7 +224,7 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.model_loader.loader:DefaultModelLoader.load_model",
-        replace=check_loaded,
+        replacement=check_loaded,
         because_of="model = _initialize_model(",
         why="scales of some layers are left out without an error; and vision towers would take "
         "pixels that another processor has scaled",
@@ -246,27 +232,27 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.managers.scheduler:Scheduler.init_tokenizer",
-        replace=with_tokenizer_alone,
+        replacement=make_tokenizer_alone,
         because_of="self.processor = get_processor(",
         why="a processor of images that nothing uses would be made",
     ),
     Patch(
         target="sglang.srt.managers.tokenizer_manager:"
         "TokenizerManager.init_tokenizer_and_processor",
-        replace=read_prompts,
+        replacement=read_prompts,
         because_of="self.mm_processor = get_mm_processor(",
         why="images would be read once more, by other code than the trainer's: see images.py",
     ),
     Patch(
         target="sglang.srt.managers.schedule_batch:Req._check_token_based_finish",
-        replace=end_at_stop_token,
+        replacement=end_at_stop_token,
         because_of="matched_eos |= token_id == self.tokenizer.eos_token_id",
         why="completions would also end at tokens that only the tokenizer knows as ends, at which "
         "the trainer goes on",
     ),
     Patch(
         target="sglang.srt.managers.schedule_batch:Req.update_finish_state",
-        replace=end_before_abort,
+        replacement=end_before_abort,
         because_of="self.finished_reason = self.to_finish",
         why="an aborted request gets one more token, which is not checked: after a push its rest "
         "would go on behind the last token of a completion",
@@ -275,14 +261,14 @@ PATCHES = (
     Patch(
         target="sglang.srt.managers.scheduler_components.output_streamer:"
         "_GenerationStreamAccumulator.accept",
-        replace=send_versions_of_chunks,
+        replacement=send_versions_of_chunks,
         because_of="self.weight_versions.append(None)",
         why="the last chunk of a stream has them alone, and an engine that dies does not send it",
         upstream="https://github.com/sgl-project/sglang/pull/32660",
     ),
     Patch(
         target="sglang.srt.managers.schedule_batch:release_req",
-        replace=keep_routes,
+        replacement=keep_routes,
         because_of="req.reset_for_retract()",
         why="the experts with which tokens were sampled are lost with their keys and values, as "
         "for a push: new weights may choose others when these are computed anew",
@@ -291,14 +277,14 @@ PATCHES = (
     Patch(
         target="sglang.srt.managers.scheduler_components.batch_result_processor:"
         "SchedulerBatchResultProcessor._maybe_collect_routed_experts",
-        replace=collect_kept_routes,
+        replacement=collect_kept_routes,
         because_of="req.routed_experts = capturer.get_topk(",
         why="the other half of the patch before",
         upstream="https://github.com/sgl-project/sglang/pull/24001",
     ),
     Patch(
         target="sglang.srt.mem_cache.pool_host.common:_cuda_host_register",
-        replace=lock_on_gpus,
+        replacement=lock_on_gpus,
         because_of="cudart = torch.cuda.cudart()",
         why="memory for the experts of tokens is page-locked by CUDA without a GPU, too",
         upstream="https://github.com/sgl-project/sglang/pull/37285",

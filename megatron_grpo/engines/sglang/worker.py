@@ -104,28 +104,29 @@ def unlink_queues() -> None:
         resource_tracker.unregister(f"/{file.name}", "shared_memory")
 
 
-def answer_calls(check_weights: Callable[..., CheckWeightsReqOutput]) -> Callable[..., Any]:
+_workers: list[SchedulerWorker] = []
+"""The one of this process, from the first call on."""
+
+
+def answer_calls(
+    check_weights: Callable[..., CheckWeightsReqOutput],
+    manager: SchedulerWeightUpdaterManager,
+    request: CheckWeightsReqInput,
+) -> CheckWeightsReqOutput:
     """Answer calls of the trainer, which come as actions of this request."""
-    workers: list[SchedulerWorker] = []  # the one of this process, from the first call on
-
-    def answer(
-        self: SchedulerWeightUpdaterManager, request: CheckWeightsReqInput
-    ) -> CheckWeightsReqOutput:
-        if not request.action.startswith(CALL):
-            return check_weights(self, request)
-        call = json.loads(request.action.removeprefix(CALL))
-        try:
-            if not workers:
-                workers.append(SchedulerWorker(self))
-            own = workers[0].answer(**call)
-        except Exception as error:  # the others wait for this worker's answer
-            traceback.print_exc()
-            own = {FAILED: repr(error)}
-        answers: list[Any] = [None] * dist.get_world_size(self.tp_cpu_group)
-        dist.all_gather_object(answers, own, group=self.tp_cpu_group)
-        succeeded = not any(FAILED in each for each in answers)
-        # SGLang joins what the first worker of each group says.
-        told = json.dumps(answers) if dist.get_rank(self.tp_cpu_group) == 0 else ""
-        return CheckWeightsReqOutput(success=succeeded, message=told)
-
-    return answer
+    if not request.action.startswith(CALL):
+        return check_weights(manager, request)
+    call = json.loads(request.action.removeprefix(CALL))
+    try:
+        if not _workers:
+            _workers.append(SchedulerWorker(manager))
+        own = _workers[0].answer(**call)
+    except Exception as error:  # the others wait for this worker's answer
+        traceback.print_exc()
+        own = {FAILED: repr(error)}
+    answers: list[Any] = [None] * dist.get_world_size(manager.tp_cpu_group)
+    dist.all_gather_object(answers, own, group=manager.tp_cpu_group)
+    succeeded = not any(FAILED in each for each in answers)
+    # SGLang joins what the first worker of each group says.
+    told = json.dumps(answers) if dist.get_rank(manager.tp_cpu_group) == 0 else ""
+    return CheckWeightsReqOutput(success=succeeded, message=told)

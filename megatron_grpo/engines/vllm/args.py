@@ -102,7 +102,7 @@ REFUSED = {
     "api_key": "every route requires MEGATRON_GRPO_TOKEN",
 }
 """Regular expressions for arguments that would do nothing, as requests override them, or that would
-silently replace what the trainer relies on, and why. `own_arguments` are refused besides."""
+silently replace what the trainer relies on, and why. Those that only we set are refused besides."""
 
 
 def vllm_command(
@@ -173,13 +173,6 @@ def own_arguments(
         # Others for quantised weights rearrange these or scales, or round scales to powers of 2.
         "linear_backend": "cutlass" if on_gpu and rollout.quantization != "none" else None,
     }
-
-
-def own_names() -> frozenset[str]:
-    """The names of all arguments that only we set."""
-    nothing = RolloutConfig(max_completion_length=1)
-    own = own_arguments("", nothing, {}, on_gpu=True) | server_arguments("", 0, None)
-    return frozenset(own | asdict(ONE_NODE))
 
 
 def engine_flags(
@@ -345,8 +338,9 @@ def check_engine_arguments(table: Mapping[str, Any], parser: str | None = None) 
     """Raise ValueError for a name in `rollout.vllm` that is reserved or that vLLM does not know, a
     parser that it does not have, or if it or what it needs for images is not installed."""
     known = engine_argument_names()  # also without any name: it says if vLLM is missing
-    help_text = "`vllm serve --help` has all"
-    check_names("vllm", table, REFUSED, own_names(), known, help_text)
+    own = own_arguments("", RolloutConfig(max_completion_length=1), {}, on_gpu=True)
+    own |= server_arguments("", 0, None) | asdict(ONE_NODE)
+    check_names("vllm", table, REFUSED, own, known, "`vllm serve --help` has all")
     if LIMIT in table and importlib.util.find_spec("torchvision") is None:
         raise ValueError(
             f"rollout.vllm.{LIMIT}: vLLM needs torchvision for images, which is not installed: "
