@@ -15,8 +15,7 @@ from helpers.published_models import write_config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.data.images import check_images
-from megatron_grpo.engines.drafters import check_drafts
-from megatron_grpo.engines.kernels import check_towers_served
+from megatron_grpo.engines.support import check_drafts, check_towers_served
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.preflight import check_text_tower
 from megatron_grpo.prompt_checks import check_reward_models

@@ -136,7 +136,7 @@ def _check_host(cfg: Config) -> None:
     silence_libraries()
     from checkpoint_convert import check_divisible, hf_tensors
     from megatron_grpo.config.trained_shape import trained_shape
-    from megatron_grpo.engines.kernels import num_gpus
+    from megatron_grpo.engines.support import num_gpus
     from megatron_grpo.planning.card import ITEMSIZE
 
     check_divisible(shape := trained_shape(cfg), cfg.dims)

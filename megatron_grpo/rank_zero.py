@@ -8,7 +8,7 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.stream import PromptStream
-from megatron_grpo.engines.draft_meter import DraftMeter
+from megatron_grpo.engines.spec_decode_metrics import SpecDecodeMetrics
 from megatron_grpo.launch.disk import write_whole
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.policy.export import keep_export
@@ -34,7 +34,7 @@ class RankZero:
     stream: PromptStream
     log: RunLog
     runner: Runner
-    drafts: DraftMeter | None
+    drafts: SpecDecodeMetrics | None
 
     @classmethod
     def open(
@@ -65,7 +65,7 @@ class RankZero:
             services, runner = source, GenerationRunner(source, watchdog, log.timeline, state)
         stack.enter_context(closing(runner))
         if services and cfg.rollout.vllm.get("speculative_config"):
-            drafts = DraftMeter(services.engines, are_new=not cfg.rollout.base_urls)
+            drafts = SpecDecodeMetrics(services.engines, are_new=not cfg.rollout.base_urls)
         return cls(cfg, watchdog, services, stream, log, runner, drafts)
 
     @property

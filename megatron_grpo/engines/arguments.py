@@ -13,20 +13,30 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+
+
+def reason(name: str, refused: Mapping[str, str]) -> str | None:
+    """The reason for which a table, by regular expressions, refuses a name; None: it does not."""
+    return next((why for names, why in refused.items() if re.fullmatch(names, name)), None)
 
 
 def check_names(
     engine: str,
     table: Mapping[str, Any],
-    reserved: Mapping[str, str],
+    refused: Mapping[str, str],
+    own: Collection[str],
     known: Collection[str],
     help_text: str,
 ) -> None:
-    """Raise ValueError for a name in the table `rollout.<engine>` that the engine does not know,
-    or that is `reserved` for the reason given there."""
+    """Raise ValueError for a name in the table `rollout.<engine>` that is `refused`, that a run
+    sets itself (one of its `own`, or of the name of its key), or that is none of the engine's."""
+    keys = dict.fromkeys(own, "a run sets it, by its own keys")
+    keys |= {key: f"set model.{key}" for key in ModelConfig.model_fields}
+    keys |= {key: f"set rollout.{key}" for key in RolloutConfig.model_fields}
     for name in table:
-        if name in reserved:
-            raise ValueError(f"rollout.{engine}.{name} cannot be set: {reserved[name]}")
+        if why := reason(name, refused) or keys.get(name):
+            raise ValueError(f"rollout.{engine}.{name} cannot be set: {why}")
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
             hint = f": did you mean {nearest[0]}?" if nearest else f": {help_text}"
@@ -91,8 +101,6 @@ class EngineNode:
 
 
 ONE_NODE = EngineNode(1, 0, "127.0.0.1", 29501)
-SPANNING = "set by the job scripts in slurm/, for an engine over several nodes"
-"""Why a config cannot set what is in it."""
 
 
 @dataclass(frozen=True)

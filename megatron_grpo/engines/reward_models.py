@@ -22,13 +22,13 @@ from megatron_grpo.config.reward import RewardFunction, count_gpus, served_here
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, command_flags, engine_table
 from megatron_grpo.engines.http import EngineError, post
-from megatron_grpo.engines.kernels import num_gpus
 from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
 from megatron_grpo.engines.server import engine_environment, share_gpus
+from megatron_grpo.engines.support import num_gpus
 from megatron_grpo.engines.vllm.args import (
     TOKEN_GUARD,
+    cpu_arguments,
     engine_argument_names,
-    platform_arguments,
     server_environment,
 )
 from megatron_grpo.launch.placement import check_shared_gpus
@@ -219,7 +219,7 @@ def reward_command(
         "tensor_parallel_size": size,
         # On a CPU vLLM answers the same requests, but would not start with this.
         "enable_sleep_mode": (sleeps and on_gpu) or None,
-        **({} if on_gpu else platform_arguments(size, on_gpu)),
+        **({} if on_gpu else cpu_arguments(size)),
         **arguments.get("vllm", {}),
     }
     environment = engine_environment(os.environ, devices) | server_environment(size, on_gpu)

@@ -26,19 +26,12 @@ from megatron_grpo.engines.arguments import (
     command_flags,
     engine_table,
 )
-from megatron_grpo.engines.drafters import check_drafts
 from megatron_grpo.engines.joining import (
     FOLDER,
     JoinedEngine,
     refusal,
     serve_joined,
     settings_of,
-)
-from megatron_grpo.engines.kernels import (
-    check_kernels,
-    check_served,
-    check_towers_served,
-    num_gpus,
 )
 from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
@@ -47,6 +40,13 @@ from megatron_grpo.engines.sglang.args import (
     check_sglang_arguments,
     sglang_command,
     sglang_environment,
+)
+from megatron_grpo.engines.support import (
+    check_drafts,
+    check_kernels,
+    check_served,
+    check_towers_served,
+    num_gpus,
 )
 from megatron_grpo.engines.vllm.args import (
     NO_ADAPTERS,

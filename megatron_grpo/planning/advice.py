@@ -10,8 +10,7 @@ from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.megatron_fields import check_fp8_model
 from megatron_grpo.config.section import Section, as_yaml
 from megatron_grpo.config.vision import mrope_axes
-from megatron_grpo.engines.drafters import check_drafts
-from megatron_grpo.engines.kernels import check_served
+from megatron_grpo.engines.support import check_drafts, check_served
 from megatron_grpo.planning.activations import uses_transformer_engine
 from megatron_grpo.planning.card import card_named
 from megatron_grpo.planning.fp8 import check_fp8_card

@@ -16,7 +16,6 @@ from checkpoint_convert.vllm_lora import worker_adapters
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
-from megatron_grpo.engines.kernels import check_card
 from megatron_grpo.engines.layouts import (
     engine_dims,
     first_worker,
@@ -24,6 +23,7 @@ from megatron_grpo.engines.layouts import (
     quantized_engine,
     served_shape,
 )
+from megatron_grpo.engines.support import check_card
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.attention import sequence_elements
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes

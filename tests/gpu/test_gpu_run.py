@@ -24,7 +24,7 @@ from helpers.runs import (
     read_metrics,
     start_run,
 )
-from megatron_grpo.engines.kernels import WITH_ROUTERS_OF_16_BITS
+from megatron_grpo.engines.support import WITH_ROUTERS_OF_16_BITS
 
 pytestmark = [
     pytest.mark.gpu,

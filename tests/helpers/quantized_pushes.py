@@ -135,7 +135,7 @@ def step(policy: Policy) -> None:
 
 
 def begin_quantized(process: WorkerProcess, case: Case, cfg: Config) -> None:
-    arguments = quantizing_arguments(cfg.model, cfg.rollout, {}, on_gpu=False)
+    arguments = quantizing_arguments(cfg.model, cfg.rollout, {})
     process.case = case
     process.worker = start_worker(
         process.rank, case.folder, case.engine, cfg.model.dtype, **arguments

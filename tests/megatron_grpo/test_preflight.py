@@ -28,11 +28,11 @@ from helpers.transformer_engines import write_transformer_engine
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.lora import LoraConfig
-from megatron_grpo.engines import kernels
-from megatron_grpo.engines.drafters import check_drafts
-from megatron_grpo.engines.kernels import (
+from megatron_grpo.engines import support
+from megatron_grpo.engines.support import (
     check_attention,
     check_card,
+    check_drafts,
     check_kernels,
     check_served,
 )
@@ -148,10 +148,10 @@ def test_linear_attention_is_for_vllm_and_on_gpus_for_sglang(config, monkeypatch
     with pytest.raises(ValueError, match=r"as SGLang has full attention in one layer of so many"):
         check_attention("sglang", replace(shape, linear_layers=(1,)))
     rollout = config("rollout.engine=sglang", "rollout.vllm={}").rollout
-    monkeypatch.setattr(kernels, "num_gpus", lambda: 0)
+    monkeypatch.setattr(support, "num_gpus", lambda: 0)
     with pytest.raises(ValueError, match="sglang without a GPU has no kernels for the linear"):
         check_kernels(rollout, shape, "bfloat16")
-    monkeypatch.setattr(kernels, "num_gpus", lambda: 1)
+    monkeypatch.setattr(support, "num_gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     check_kernels(rollout, shape, "bfloat16")
 
@@ -406,7 +406,7 @@ def test_8_bit_weights_that_engines_of_sglang_would_not_hold_as_pushed_are_refus
     folder = quantized_copy(model, tmp_path / "quantized", FORMATS["DeepSeek"])
     cfg = config(f"model.path={folder}", "rollout.engine=sglang", "rollout.vllm={}")
     rollout = cfg.rollout.model_copy(update={"quantization": "fp8"})
-    monkeypatch.setattr(kernels, "num_gpus", lambda: 1)
+    monkeypatch.setattr(support, "num_gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     check_kernels(rollout, read_shape(folder), "bfloat16")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
@@ -475,7 +475,7 @@ def test_engines_refuse_sparse_attention_by_name(config, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=rf"{argument} fa3 is not supported for the sparse"):
             check_served(told, served)
         check_served(told, replace(served, indexer=None))
-    monkeypatch.setattr(kernels, "num_gpus", lambda: 0)
+    monkeypatch.setattr(support, "num_gpus", lambda: 0)
     with pytest.raises(
         ValueError, match=r"no kernels for the sparse .*: set rollout\.engine=trans"
     ):
@@ -501,7 +501,7 @@ def test_engines_serve_sparse_attention_in_bfloat16_from_hopper_on(
 ):
     shape = read_shape(tiny_model(tmp_path / "sparse", "deepseek_v32"))
     rollout = config(f"rollout.engine={engine}", "rollout.vllm={}").rollout
-    monkeypatch.setattr(kernels, "num_gpus", lambda: 1)
+    monkeypatch.setattr(support, "num_gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     if told is None:
         check_kernels(rollout, shape, dtype)

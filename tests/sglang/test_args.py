@@ -13,13 +13,12 @@ from helpers.models import mixture_of_blocks, servable_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.sglang.args import (
-    NEEDED,
+    REFUSED,
     check_sglang_arguments,
     sglang_argument_names,
     sglang_command,
 )
-from megatron_grpo.engines.sglang.reserved import RESERVED
-from megatron_grpo.engines.sglang.variables import REFUSED
+from megatron_grpo.engines.sglang.variables import REFUSED as REFUSED_VARIABLES
 
 PARSE = """
 import json, sys
@@ -54,11 +53,60 @@ def rollout(**table) -> RolloutConfig:
     )
 
 
-def test_what_is_reserved_is_an_argument_of_sglang_and_refused():
-    assert sglang_argument_names(str(SGLANG_PYTHON)) >= RESERVED.keys() >= NEEDED.keys()
-    for name in RESERVED:
-        with pytest.raises(ValueError, match=rf"rollout\.sglang\.{name} cannot be set"):
-            check_sglang_arguments(rollout(**{name: "x"}))
+OF_ENGINES = """
+    admin_api_key allow_auto_truncate api_key attn_cp_size attn_dp_size chat_template
+    completion_template cpu_offload_gb custom_weight_loader dcp_replicate_q_proj dcp_size
+    decrypted_config_file default_chat_template_kwargs delete_ckpt_after_loading device
+    disable_priority_preemption disable_shared_experts_fusion disaggregation_mode
+    dist_init_addr dllm_algorithm dp_size dtype dwdp_size enable_custom_logit_processor
+    enable_dp_attention enable_dp_attention_local_control_broadcast enable_dp_lm_head
+    enable_eplb enable_flexkv enable_hierarchical_cache enable_lmcache enable_lora
+    enable_memory_saver enable_mm_global_cache enable_multimodal
+    enable_precise_embedding_interpolation enable_prefill_cp enable_priority_scheduling
+    enable_return_indexer_topk enable_return_routed_experts enable_strict_thinking
+    enable_tp_lm_head_all_to_all enable_unified_cache_external_linker enable_watermark
+    encoder_only enforce_shared_experts_fusion ep_num_redundant_experts fp8_gemm_runner_backend
+    grpc_mode grpc_port hf_chat_template_name host incremental_streaming_output
+    init_expert_location json_model_override_args language_model_only language_only lora_paths
+    lora_target_modules max_lora_rank max_queued_requests mm_feature_transport model_path
+    modelopt_quant moe_a2a_backend moe_dense_tp_size moe_dp_size moe_runner_backend nnodes
+    node_rank offload_group_size port pp_size preferred_sampling_params
+    priority_scheduling_preemption_threshold quantization quantize_and_serve revision
+    rl_quant_profile sampling_defaults schedule_low_priority_values_first skip_server_warmup
+    skip_tokenizer_init smg_grpc_mode speculative_algorithm speculative_draft_model_path
+    speculative_eagle_topk speculative_num_draft_tokens speculative_num_steps tokenizer_mode
+    tokenizer_path tokenizer_worker_num tool_call_parser tp_size trust_request_chat_template
+    watermark_config watermark_context_window watermark_default_enabled watermark_enforce_all
+    watermark_key watermark_key_b watermark_max_probability watermark_mixing_probability
+    weight_cache_mode weight_version
+"""
+
+
+def refusal(name: str) -> str:
+    try:
+        check_sglang_arguments(rollout(**{name: "x"}))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_arguments_that_would_be_silently_wrong_or_do_nothing_are_refused_and_no_others():
+    known = sglang_argument_names(str(SGLANG_PYTHON))
+    assert {name for name in known if "cannot be set" in refusal(name)} == {*OF_ENGINES.split()}
+    assert all(any(re.fullmatch(each, name) for name in known) for each in REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("dtype", "set model.dtype"),
+        ("tp_size", "set rollout.tensor_parallel_size"),
+        ("dist_init_addr", "a run sets it, by its own keys"),
+        ("sampling_defaults", "a run sets it, by its own keys"),  # in our server
+    ],
+)
+def test_an_argument_that_a_run_sets_itself_is_refused_without_being_listed(name, why):
+    assert refusal(name) == f"rollout.sglang.{name} cannot be set: {why}"
 
 
 def test_an_unknown_argument_is_named_with_the_nearest():
@@ -111,7 +159,7 @@ def test_sglang_has_the_variables_that_are_refused():
     runtime = Path(found.stdout.strip()).parent / "srt"
     told = (runtime / "environ.py").read_text()
     told += (runtime / "entrypoints" / "http_server.py").read_text()
-    for pattern in REFUSED:
+    for pattern in REFUSED_VARIABLES:
         assert re.search(rf"\b{pattern}\b", told), pattern
 
 

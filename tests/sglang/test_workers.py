@@ -13,9 +13,9 @@ from helpers.models import servable_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import command_flags
-from megatron_grpo.engines.kernels import SGLANG_GROUPS
 from megatron_grpo.engines.layouts import worker_layouts
 from megatron_grpo.engines.sglang.args import NEEDED, sglang_command, sglang_environment
+from megatron_grpo.engines.support import SGLANG_GROUPS
 
 SIZES = [(1, 2, 1), (1, 2, 2), (2, 1, 2)]
 """Workers of a group, groups, and over how many workers whole experts are distributed."""

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from math import log
 from pathlib import Path
@@ -25,7 +26,6 @@ from megatron_grpo.engines.arguments import (
 )
 from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.engines.push_protocol import VISION_VARIABLE
-from megatron_grpo.engines.sglang.reserved import RESERVED
 from megatron_grpo.engines.sglang.variables import QUANTIZATION_VARIABLE, check_variables
 
 SERVER = "megatron_grpo.engines.sglang.server"
@@ -55,6 +55,59 @@ NEEDED = {
 """Arguments of every engine, which our server adds to those that it is given."""
 
 
+_PUSHED = "weights are pushed to workers that hold all layers, each split over all of them"
+_CHANGED = "the trainer would not know how it changes the distribution"
+REFUSED = {
+    "model_path": "set model.path",
+    "tokenizer_(path|mode)": "engines and trainer use the one in model.path",
+    "skip_tokenizer_init": "the trainer asks for the text of completions, too",
+    "revision": "model.path is a folder, which has no revisions",
+    "json_model_override_args|decrypted_config_file": "the trainer follows config.json in "
+    "model.path",
+    "enable_return_routed_experts": "set rollout.router_replay",
+    "enable_return_indexer_topk": "set rollout.indexer_replay",
+    "enable_memory_saver": "set rollout.enable_sleep_mode",
+    "tp_size": "set rollout.tensor_parallel_size",
+    "(pp|dwdp|attn_cp|moe_dp|moe_dense_tp)_size|enable_prefill_cp": _PUSHED,
+    "moe_a2a_backend|disaggregation_mode": _PUSHED,
+    "(attn_)?dp_size|enable_dp_attention": "set rollout.data_parallel_size",
+    "enable_tp_lm_head_all_to_all": "each group of workers has the whole head",
+    "enable_dp_attention_local_control_broadcast": "groups are paused for a push at the same time",
+    "(admin_)?api_key": "every route requires MEGATRON_GRPO_TOKEN",
+    "grpc_port|(smg_)?grpc_mode": "calls by gRPC would need no token",
+    "weight_version": "it tells which push sampled a token",
+    "weight_cache_mode": "pushes would change weights that other processes have",
+    "delete_ckpt_after_loading": "ranks and further engines read model.path, too",
+    "custom_weight_loader": "weights are received over this project's own channels",
+    "tokenizer_worker_num": "one process holds requests back during a push",
+    "enable_eplb|ep_num_redundant_experts|init_expert_location": "experts would move between "
+    "workers, but weights are pushed to fixed ones",
+    "fp8_gemm_runner_backend": "others may round scales to powers of 2: pushed ones would not fit",
+    "enforce_shared_experts_fusion": "shared experts are pushed apart from the others",
+    "enable_lora|lora_(paths|target_modules)|max_lora_rank": "set lora.sync=merged",
+    "speculative_(algorithm|draft_model_path|num_steps|num_draft_tokens|eagle_topk)": "the weights "
+    "of a draft model are not pushed",
+    "enable_(hierarchical_cache|lmcache|flexkv|unified_cache_external_linker)": "keys and values "
+    "outside the cache would outlive a push",
+    "dcp_(size|replicate_q_proj)": "copies of query weights would outlive a push",
+    "enable_(custom_logit_processor|strict_thinking)|dllm_algorithm": _CHANGED,
+    "preferred_sampling_params|(enable_)?watermark.*": _CHANGED,
+    "priority_scheduling_preemption_threshold": "completions that are begun are not thrown away",
+    "cpu_offload_gb|offload_group_size": "pushed weights stay on the GPU",
+    "modelopt_quant|quantize_and_serve|rl_quant_profile": "set rollout.quantization",
+    "enable_multimodal|encoder_only|language_(model_)?only": "it follows data.image_column",
+    "enable_mm_global_cache": "features of images outside the engine would outlive a push",
+    "max_queued_requests": "an engine gets all requests of a generation at once",
+    "allow_auto_truncate": "the trainer would not know what was left out",
+    "incremental_streaming_output": "answers are read as SGLang's cumulative ones",
+    "(trust_request_)?chat_template|completion_template|hf_chat_template_name": "the trainer "
+    "renders prompts, by chat_template.jinja in model.path",
+    "default_chat_template_kwargs": "set data.chat_template_kwargs",
+}
+"""Regular expressions for arguments that a config cannot set, and why. Those that only we set, here
+or in our server, are refused besides."""
+
+
 def sglang_command(
     model: ModelConfig,
     rollout: RolloutConfig,
@@ -68,39 +121,47 @@ def sglang_command(
     Raises ValueError if SGLang cannot do what the config asks for.
     """
     check_folder_loaded(model, rollout)
-    shape, has_groups = read_shape(model.path), rollout.data_parallel_size > 1
+    shape = read_shape(model.path)
     overrides = _of_config(shape)
-    arguments: dict[str, Any] = {
-        "model_path": model.path,
-        "host": host,
-        "port": port,
-        "dtype": model.dtype,
-        "tp_size": rollout.gpus_per_engine,
-        # Each group of workers has the whole head, as it has the embedding.
-        "attn_dp_size": rollout.data_parallel_size if has_groups else None,
-        "enable_dp_lm_head": has_groups or None,
-        "log_level_http": "warning",
-        "tool_call_parser": rollout.tool_call_parser,
-        "enable_return_routed_experts": rollout.router_replay or None,
-        "enable_return_indexer_topk": rollout.indexer_replay or None,
-        # A CPU engine follows the same requests, and keeps its memory.
-        "enable_memory_saver": (rollout.enable_sleep_mode and on_gpu) or None,
-    }
-    # -P: files of the working directory must not be imported instead of SGLang's own.
-    command = [str(rollout.python or sys.executable), "-P", "-m", SERVER]
     if rollout.quantization != "none":
         quantized = quantized_engine(rollout, shape, model.dtype)
         assert quantized is not None, "rollout.quantization is not none"
         # Makes SGLang build the model quantised; the worker then quantises what it loads.
         overrides |= {CONFIG_KEYS[0]: engine_config(quantized.config)}
-        # Keeps weights and scales as they were loaded on any card with units for FP8 (see
-        # dispatch_w8a8_block_fp8_linear in its fp8_utils.py); the default may be DeepGEMM.
-        arguments["fp8_gemm_backend"] = "triton" if on_gpu else None
-    arguments["json_model_override_args"] = overrides or None
-    arguments |= _of_node(node) | _of_platform(on_gpu) | _of_attention(shape, on_gpu)
-    arguments |= rollout.sglang
+    arguments: dict[str, Any] = {"model_path": model.path, "log_level_http": "warning"}
+    arguments |= _of_platform(on_gpu) | _of_attention(shape, on_gpu) | rollout.sglang
+    arguments |= own_arguments(model.dtype, rollout, overrides, on_gpu)
+    arguments |= {"host": host, "port": port} | _of_node(node)
+    # -P: files of the working directory must not be imported instead of SGLang's own.
+    command = [str(rollout.python or sys.executable), "-P", "-m", SERVER]
     # Most of its switches have no form that is off: they are left out.
     return [*command, *command_flags({k: None if v is False else v for k, v in arguments.items()})]
+
+
+def own_arguments(
+    dtype: str, rollout: RolloutConfig, overrides: Mapping[str, Any], on_gpu: bool
+) -> dict[str, Any]:
+    """Arguments of every engine that only we set, of which None is SGLang's default."""
+    has_groups, is_quantized = rollout.data_parallel_size > 1, rollout.quantization != "none"
+    return {
+        "dtype": dtype,
+        "device": None if on_gpu else "cpu",
+        "json_model_override_args": {**overrides} or None,
+        "tp_size": rollout.gpus_per_engine,
+        # Each group of workers has the whole head, as it has the embedding.
+        "attn_dp_size": rollout.data_parallel_size if has_groups else None,
+        "enable_dp_lm_head": has_groups or None,
+        "tool_call_parser": rollout.tool_call_parser,
+        "enable_return_routed_experts": rollout.router_replay or None,
+        "enable_return_indexer_topk": rollout.indexer_replay or None,
+        # A CPU engine follows the same requests, and keeps its memory.
+        "enable_memory_saver": (rollout.enable_sleep_mode and on_gpu) or None,
+        # Keeps weights of experts as they were loaded, which those that are pushed later need.
+        "moe_runner_backend": "triton" if on_gpu else None,
+        # Keeps weights and scales as they were loaded on any card with units for FP8 (see
+        # dispatch_w8a8_block_fp8_linear in its fp8_utils.py); the default may be DeepGEMM.
+        "fp8_gemm_backend": "triton" if on_gpu and is_quantized else None,
+    }
 
 
 def is_plain(model: Path) -> bool:
@@ -185,15 +246,9 @@ def _of_node(node: EngineNode) -> dict[str, Any]:
 
 
 def _of_platform(on_gpu: bool) -> dict[str, Any]:
-    if on_gpu:
-        return {
-            # Keeps weights of experts as they were loaded, which those that are pushed later need.
-            "moe_runner_backend": "triton",
-            # The trainer does not round logits to 16 bits either.
-            "enable_fp32_lm_head": True,
-        }
+    if on_gpu:  # the trainer does not round logits to 16 bits either
+        return {"enable_fp32_lm_head": True}
     return {
-        "device": "cpu",
         "attention_backend": "torch_native",  # the others need kernels that no package brings
         "max_total_tokens": 1 << 16,  # the default is a share of the machine's memory
         "sleep_on_idle": True,  # or its scheduler spins
@@ -244,7 +299,9 @@ def check_sglang_arguments(rollout: RolloutConfig) -> None:
     installed."""
     python = str(rollout.python or sys.executable)
     help_text = "`python -m sglang.launch_server --help` has all"
-    check_names("sglang", rollout.sglang, RESERVED, sglang_argument_names(python), help_text)
+    own = own_arguments("", rollout, {}, on_gpu=True) | _of_node(EngineNode(2, 0, "", 0)) | NEEDED
+    known = sglang_argument_names(python)
+    check_names("sglang", rollout.sglang, REFUSED, {"host", "port", *own}, known, help_text)
     check_parser("SGLang", rollout.tool_call_parser, tool_call_parsers(python))
     if (method := rollout.sglang.get("load_balance_method")) == ROOMS:
         raise ValueError(

@@ -6,7 +6,7 @@ travel to the workers as bytes, where the vision tower scales and shifts them.
 """
 
 from base64 import b64decode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -18,13 +18,9 @@ from sglang.srt.managers.schedule_batch import (
     MultimodalDataItem,
     MultimodalProcessorOutput,
 )
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import Tensor
 from torch.nn import Module
 
-from checkpoint_convert.text_tower import text_name
 from megatron_grpo.engines.push_protocol import Json
 from parallel.images import prompt_positions
 
@@ -86,57 +82,6 @@ def _tensor(dtype: str, size: list[int], raw: msgspec.msgpack.Ext) -> Tensor:
     values = torch.frombuffer(bytearray(raw.data), dtype=getattr(torch, dtype))
     assert len(values) == prod(size), f"{len(values)} values for {size}"
     return values.view(size)
-
-
-def read_prompts() -> None:
-    """From now on, the process with the requests reads those with images by `PromptReader`."""
-    prepare = with_tokenizer_alone(TokenizerManager.init_tokenizer_and_processor)
-
-    def prepared(self: TokenizerManager) -> None:
-        prepare(self)
-        if self.model_config.is_multimodal:
-            self.mm_processor = PromptReader(self.model_config.hf_config)
-
-    TokenizerManager.init_tokenizer_and_processor = prepared
-
-
-def see_bytes() -> None:
-    """From now on, vision towers that a worker loads take patches of bytes.
-
-    Their weights have the names of engines, as SGLang would leave some out by those that
-    transformers gives them.
-    """
-    Scheduler.init_tokenizer = with_tokenizer_alone(Scheduler.init_tokenizer)
-    load_model, all_weights = DefaultModelLoader.load_model, DefaultModelLoader._get_all_weights
-
-    def weights(
-        self: DefaultModelLoader, model_config: Any, model: Module
-    ) -> Iterator[tuple[str, Tensor]]:
-        found: Iterator[tuple[str, Tensor]] = all_weights(self, model_config, model)
-        if not model_config.is_multimodal:
-            return found
-        return ((text_name(name), values) for name, values in found)
-
-    def loaded(self: DefaultModelLoader, *, model_config: Any, **arguments: Any) -> Module:
-        model: Module = load_model(self, model_config=model_config, **arguments)
-        if model_config.is_multimodal:
-            tower: Any = model.visual
-            tower.register_forward_pre_hook(scale(model_config.model_path))
-        return model
-
-    DefaultModelLoader.load_model, DefaultModelLoader._get_all_weights = loaded, weights
-
-
-def with_tokenizer_alone(prepare: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Let `prepare` make the tokenizer of a model, and no processor of images."""
-
-    def prepared(self: Any) -> None:
-        config = self.model_config
-        is_multimodal, config.is_multimodal = config.is_multimodal, False
-        prepare(self)
-        config.is_multimodal = is_multimodal
-
-    return prepared
 
 
 def scale(folder: str) -> Callable[[Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:

@@ -7,17 +7,19 @@ takes SGLang's own arguments. SGLang's own routes are there as well, all behind 
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Annotated
 
 from fastapi import HTTPException, Query, Request, Response
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import (
     CheckWeightsReqInput,
     ContinueGenerationReqInput,
@@ -28,17 +30,23 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
 )
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.server_args import prepare_server_args
+from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
 from megatron_grpo.engines.access import TokenGuard
+from megatron_grpo.engines.arguments import reason
+from megatron_grpo.engines.patches import apply
 from megatron_grpo.engines.push_protocol import Json
+from megatron_grpo.engines.sglang.args import REFUSED
 from megatron_grpo.engines.sglang.completions import gate, manager, router
-from megatron_grpo.engines.sglang.images import read_prompts
 from megatron_grpo.engines.sglang.model_folder import server_arguments
-from megatron_grpo.engines.sglang.reserved import RESERVED
-from megatron_grpo.engines.sglang.variables import VARIABLES, check_variables
-from megatron_grpo.engines.sglang.worker import call_of, launch
+from megatron_grpo.engines.sglang.patches import PATCHES, run_scheduler_process
+from megatron_grpo.engines.sglang.variables import (
+    RENDEZVOUS_VARIABLE,
+    VARIABLES,
+    check_variables,
+)
+from megatron_grpo.engines.sglang.worker import call_of
 
 PARTS = [GPU_MEMORY_TYPE_WEIGHTS, GPU_MEMORY_TYPE_KV_CACHE]
 """What sleeps."""
@@ -166,6 +174,24 @@ async def collective_rpc(request: Request) -> Json:
     return {"results": json.loads(answers.strip(" |"))}
 
 
+def launch(arguments: ServerArgs, folder: str) -> None:
+    """Run an engine with our workers until it ends, or those of a further node of one.
+
+    `folder` is for a file in which the workers of one host meet.
+    """
+    if arguments.nnodes == 1:
+        os.environ[RENDEZVOUS_VARIABLE] = f"file://{folder}/workers"
+    if arguments.node_rank == 0:
+        http_server.launch_server(arguments, run_scheduler_process_func=run_scheduler_process)
+        return
+    # Of such a node SGLang's own function would see no end but that of the first worker, ignore
+    # SIGTERM, and open a port.
+    os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+    Engine._launch_subprocesses(arguments, None, run_scheduler_process, None)
+    connection.wait([worker.sentinel for worker in multiprocessing.active_children()])
+    sys.exit("a worker of this node has ended")
+
+
 def main() -> None:
     """Serve until told to end, and leave no file behind. The token comes by the environment."""
     check_variables(os.environ)
@@ -174,7 +200,7 @@ def main() -> None:
     routes[:] = [route for route in routes if getattr(route, "path", None) not in ours]
     http_server.app.include_router(router)
     http_server.app.add_middleware(TokenGuard)
-    read_prompts()
+    apply(PATCHES)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # uvicorn may raise it again
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         tempfile.tempdir = own  # SGLang leaves its sockets behind
@@ -182,7 +208,9 @@ def main() -> None:
         arguments = prepare_server_args(server_arguments(sys.argv[1:], Path(own, "model")))
         for name, default in UNGUARDED.items():
             if getattr(arguments, name) != default:
-                raise ValueError(f"--{name.replace('_', '-')} cannot be set: {RESERVED[name]}")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} cannot be set: {reason(name, REFUSED)}"
+                )
         try:
             launch(arguments, own)
         finally:

@@ -6,6 +6,8 @@ What they do was read in the source of SGLang 0.5.23, most of it in `srt/environ
 import re
 from collections.abc import Mapping
 
+from megatron_grpo.engines.arguments import reason
+
 QUANTIZATION_VARIABLE = "MEGATRON_GRPO_QUANTIZATION"
 """By which scheme the workers quantise the weights that they load."""
 RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
@@ -61,10 +63,8 @@ def check_variables(environ: Mapping[str, str]) -> None:
     SGLang still follows former names, which begin with SGL_.
     """
     for name in environ:
-        current = re.sub("^SGL_", "SGLANG_", name)
-        for pattern, reason in REFUSED.items():
-            if re.fullmatch(pattern, current):
-                raise ValueError(
-                    f"{name}={environ[name]} in the environment does not go with engines of "
-                    f"SGLang: {reason}. Unset it"
-                )
+        if why := reason(re.sub("^SGL_", "SGLANG_", name), REFUSED):
+            raise ValueError(
+                f"{name}={environ[name]} in the environment does not go with engines of SGLang: "
+                f"{why}. Unset it"
+            )

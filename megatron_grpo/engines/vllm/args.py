@@ -33,7 +33,6 @@ from megatron_grpo.engines.arguments import (
 )
 from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.engines.push_protocol import VISION_VARIABLE
-from megatron_grpo.engines.vllm.reserved import OF_SERVER, RESERVED
 from megatron_grpo.policy.lora_targets import targets_of
 
 DEQUANTIZED, QUANTIZED = "dequantized", "quantized_"
@@ -65,6 +64,47 @@ LIMIT = "limit_mm_per_prompt"
 NO_ADAPTERS = LoraConfig()
 
 
+REFUSED = {
+    "model|model_weights": "set model.path",
+    "revision|code_revision|tokenizer_revision": "model.path is a folder, which has no revisions",
+    "tokenizer|tokenizer_mode": "engines and trainer use the one in model.path",
+    "hf_config_path|hf_overrides|config_format": "the trainer follows config.json in model.path",
+    "quantization_config": "set rollout.quantization",
+    "enable_return_routed_experts": "set rollout.router_replay",
+    ".*lora.*": "engines hold one adapter, in the form that is pushed: see the section lora",
+    "pipeline_parallel_size": "weights are pushed to workers that hold all layers",
+    "seed": "each request has a seed of its own: set train.seed",
+    "logits_processors|watermark_config": "the trainer would not know how they change the "
+    "distribution",
+    "reasoning_config": "it ends reasoning that has a budget, and no request has one",
+    "spec_(method|model|tokens)": "set rollout.vllm.speculative_config",
+    "max_logprobs": "the trainer asks for the log-probability of the sampled token alone",
+    "(override_)?generation_config": "sampling follows rollout.temperature, "
+    "rollout.max_completion_length and rollout.stop_token_ids, not the model's own defaults",
+    "weight_transfer_config": "weights are received over this project's own channels",
+    "(linear|moe)_backend|kernel_config": "kernels of linear layers and experts are fixed; set "
+    "rollout.vllm.ir_op_priority, enable_flashinfer_autotune or sparse_indexer_topk_backend",
+    "enable_eplb|eplb_config|expert_placement_strategy": "experts are pushed to workers in order, "
+    "and would move between them",
+    "kv_offloading_size|kv_transfer_config": "keys and values outside the GPU's cache would "
+    "outlive a push of new weights",
+    "offload_group_size|cpu_offload_gb": "weights in host memory would replace those that were "
+    "pushed; use more GPUs per engine",
+    "mm_processor_kwargs": "set max_pixels in preprocessor_config.json of model.path",
+    "mm_device_do_normalize": "prompts with images are sent with the bytes of their pixels",
+    "skip_tokenizer_init|tokens_only": "the trainer asks for the text of completions, too",
+    "max_num_queued_(reqs|tokens)": "an engine gets all requests of a generation at once",
+    "disable_log_stats": "the trainer reads the token count to see that an engine makes progress",
+    # Of the API server:
+    "(trust_request_)?chat_template": "the trainer renders prompts, by chat_template.jinja in "
+    "model.path",
+    "default_chat_template_kwargs": "set data.chat_template_kwargs",
+    "api_key": "every route requires MEGATRON_GRPO_TOKEN",
+}
+"""Regular expressions for arguments that would do nothing, as requests override them, or that would
+silently replace what the trainer relies on, and why. Those that only we set are refused besides."""
+
+
 def vllm_command(
     model: ModelConfig,
     rollout: RolloutConfig,
@@ -85,14 +125,54 @@ def vllm_command(
         flags += command_flags(asdict(node))
     if node.node_rank > 0:
         return [*command, "megatron_grpo.engines.vllm.headless", "--headless", *flags]
-    command += ["vllm.entrypoints.openai.api_server"]
-    command += [f"--host={host}", f"--port={port}", "--disable-uvicorn-access-log"]
-    command += [f"--middleware={TOKEN_GUARD}"]
-    # Scale-out adds the route with token ids in and out; load tracking counts accepted requests.
-    command += ["--enable-scale-out", "--enable-server-load-tracking"]
-    if parser := rollout.tool_call_parser:
-        command += ["--enable-auto-tool-choice", f"--tool-call-parser={parser}"]
-    return [*command, *flags]
+    server = command_flags(server_arguments(host, port, rollout.tool_call_parser))
+    return [*command, "vllm.entrypoints.openai.api_server", *server, *flags]
+
+
+def server_arguments(host: str, port: int, tool_call_parser: str | None) -> dict[str, Any]:
+    """Arguments of the API server that only we set."""
+    return {
+        "host": host,
+        "port": port,
+        "disable_uvicorn_access_log": True,
+        "middleware": TOKEN_GUARD,
+        # The route with token ids in and out.
+        "enable_scale_out": True,
+        # Counts accepted requests.
+        "enable_server_load_tracking": True,
+        "enable_auto_tool_choice": tool_call_parser and True,
+        "tool_call_parser": tool_call_parser,
+    }
+
+
+def own_arguments(
+    dtype: str, rollout: RolloutConfig, hf_overrides: Mapping[str, Any], on_gpu: bool
+) -> dict[str, Any]:
+    """Arguments of every engine that only we set, of which None is vLLM's default."""
+    return {
+        "dtype": dtype,
+        "hf_overrides": {**hf_overrides} or None,
+        # vLLM prefers Mistral's own files, which may lie beside those that the trainer reads.
+        "config_format": "hf",
+        "tokenizer_mode": "hf",
+        "tensor_parallel_size": rollout.tensor_parallel_size,
+        "data_parallel_size": rollout.data_parallel_size,
+        # Those that the trainer computes, which are at the temperature.
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "worker_extension_cls": WORKER_EXTENSION,
+        # Keeps batches reproducible.
+        "scheduling_policy": "priority",
+        "enable_return_routed_experts": rollout.router_replay or None,
+        # A CPU engine follows the same requests, but would not start with this.
+        "enable_sleep_mode": (rollout.enable_sleep_mode and on_gpu) or None,
+        # The only backend that, on every GPU, keeps weights of experts and their scales as they
+        # were loaded, which those that are pushed later need. As it is named, vLLM does not look
+        # for DeepGEMM, which rounds scales to powers of 2 (its fused_moe/oracle/fp8.py).
+        "moe_backend": "triton" if on_gpu else None,
+        # Others for quantised weights rearrange these or scales, or round scales to powers of 2.
+        "linear_backend": "cutlass" if on_gpu and rollout.quantization != "none" else None,
+    }
 
 
 def engine_flags(
@@ -108,37 +188,28 @@ def engine_flags(
             "rollout.engine=transformers, or leave it out"
         )
     arguments: dict[str, Any] = {
-        "dtype": model.dtype,
-        # vLLM prefers Mistral's own files, which may lie beside those that the trainer reads.
-        "config_format": "hf",
         "load_format": "hf",
-        "tokenizer_mode": "hf",
-        "tensor_parallel_size": rollout.tensor_parallel_size,
-        "data_parallel_size": rollout.data_parallel_size,
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",
-        "worker_extension_cls": WORKER_EXTENSION,
-        "scheduling_policy": "priority",
-        "enable_return_routed_experts": rollout.router_replay or None,
+        # The trainer does not round logits to 16 bits either. vLLM for CPUs would convert the whole
+        # head in every step.
+        "hf_overrides": {"head_dtype": "float32"} if on_gpu else {},
         # Towers of images are loaded if prompts may have some, as `check_images` makes sure.
         "language_model_only": (has_other_towers(model.path) and LIMIT not in rollout.vllm) or None,
-        # A CPU engine follows the same requests, but would not start with this.
-        "enable_sleep_mode": (rollout.enable_sleep_mode and on_gpu) or None,
     }
-    arguments |= platform_arguments(rollout.gpus_per_engine, on_gpu)
+    if not on_gpu:
+        arguments |= cpu_arguments(rollout.gpus_per_engine)
     if may_have_linear_attention(model.path):
         # What heads remember, as the trainer computes it; vLLM's default is the model's dtype.
         arguments["mamba_ssm_cache_dtype"] = "float32"
         # vLLM shares the memory of a prefix only where it may split prompts, and is not to on CPUs.
         arguments["enable_prefix_caching"] = None if on_gpu else False
-    overrides = arguments.get("hf_overrides", {})
     if rollout.quantization != "none":
-        arguments |= quantizing_arguments(model, rollout, overrides, on_gpu)
+        arguments |= quantizing_arguments(model, rollout, arguments["hf_overrides"])
     elif read_scheme(model.path) is not None:
-        arguments |= dequantizing_arguments(overrides, rollout.vllm)
+        arguments |= dequantizing_arguments(arguments["hf_overrides"], rollout.vllm)
     if lora.is_served:
         arguments |= adapter_arguments(model, lora, on_gpu)
-    arguments |= rollout.vllm
+    own = own_arguments(model.dtype, rollout, arguments["hf_overrides"], on_gpu)
+    arguments |= {**rollout.vllm, **own}
     if not on_gpu and (drafts := rollout.vllm.get("speculative_config")):
         arguments["speculative_config"] = {"attention_backend": CPU_ATTENTION} | drafts
     return list(command_flags(arguments))
@@ -191,7 +262,7 @@ def dequantizing_arguments(
 
 
 def quantizing_arguments(
-    model: ModelConfig, rollout: RolloutConfig, hf_overrides: Mapping[str, Any], on_gpu: bool
+    model: ModelConfig, rollout: RolloutConfig, hf_overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What makes vLLM build the model quantised, and quantise what it loads as pushes are.
 
@@ -201,12 +272,10 @@ def quantizing_arguments(
     assert quantized is not None, "rollout.quantization is not none"
     _check_load_format(rollout.vllm, "weights of another dtype than engines have")
     config = dict.fromkeys(CONFIG_KEYS) | {CONFIG_KEYS[0]: engine_config(quantized.config)}
-    arguments = {
+    return {
         "load_format": QUANTIZED + rollout.quantization,
         "hf_overrides": {**hf_overrides, **config},
     }
-    # Other kernels for GPUs rearrange weights or scales, or round these to powers of 2.
-    return arguments | ({"linear_backend": "cutlass"} if on_gpu else {})
 
 
 def _check_load_format(table: Mapping[str, Any], what: str) -> None:
@@ -217,18 +286,8 @@ def _check_load_format(table: Mapping[str, Any], what: str) -> None:
         )
 
 
-def platform_arguments(num_workers: int, on_gpu: bool) -> dict[str, Any]:
-    """Engine arguments that differ between CPU and GPU."""
-    if on_gpu:
-        return {
-            # The only backend that, on every GPU, keeps weights of experts and their scales as they
-            # were loaded, which those that are pushed later need. As it is named, vLLM does not
-            # look for DeepGEMM, which rounds scales to powers of 2 (its fused_moe/oracle/fp8.py).
-            "moe_backend": "triton",
-            # The trainer does not round logits to 16 bits either. vLLM for CPUs would convert the
-            # whole head in every step.
-            "hf_overrides": {"head_dtype": "float32"},
-        }
+def cpu_arguments(num_workers: int) -> dict[str, Any]:
+    """Arguments of any vLLM of a run without a GPU; a config may have others."""
     return {
         "enforce_eager": True,
         # With the default of 128, prefixes shorter than that are not shared.
@@ -279,7 +338,9 @@ def check_engine_arguments(table: Mapping[str, Any], parser: str | None = None) 
     """Raise ValueError for a name in `rollout.vllm` that is reserved or that vLLM does not know, a
     parser that it does not have, or if it or what it needs for images is not installed."""
     known = engine_argument_names()  # also without any name: it says if vLLM is missing
-    check_names("vllm", table, RESERVED | OF_SERVER, known, "`vllm serve --help` has all")
+    own = own_arguments("", RolloutConfig(max_completion_length=1), {}, on_gpu=True)
+    own |= server_arguments("", 0, None) | asdict(ONE_NODE)
+    check_names("vllm", table, REFUSED, own, known, "`vllm serve --help` has all")
     if LIMIT in table and importlib.util.find_spec("torchvision") is None:
         raise ValueError(
             f"rollout.vllm.{LIMIT}: vLLM needs torchvision for images, which is not installed: "

@@ -10,12 +10,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from fastapi.responses import JSONResponse
 from torch import Tensor
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import get_dp_group, get_tp_group
@@ -24,16 +22,14 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
-from vllm.v1.engine.core_client import DPLBAsyncMPClient
-from vllm.v1.engine.output_processor import RequestState
 
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.quantization import CONFIG_KEYS, ENGINE_SCHEMES, ignored_modules
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.text_tower import text_name
 from checkpoint_convert.weights import whole_tensors
+from megatron_grpo.engines.patches import apply
 from megatron_grpo.engines.push_protocol import (
     VISION_VARIABLE,
     Json,
@@ -55,10 +51,9 @@ from megatron_grpo.engines.vllm.cpu_processes import (
     fork_cores,
     unlink_group_memory,
 )
-from megatron_grpo.engines.vllm.kept_caches import keep_caches
+from megatron_grpo.engines.vllm.patches import PATCHES
 from megatron_grpo.engines.weight_receivers import Receiver
 from megatron_grpo.launch.parent_death import die_with_parent
-from megatron_grpo.unicode import as_unicode
 from parallel.checksum import checksums
 
 
@@ -73,10 +68,7 @@ def register() -> None:
         die_with_parent()
         if not parent.is_alive():
             sys.exit("the process that started this one has ended")
-    answer_for_all_groups()
-    keep_caches()
-    tell_versions_of_chunks()
-    send_only_unicode()
+    apply(PATCHES)
     register_model_loader(DEQUANTIZED)(DequantizingLoader)
     for scheme in ENGINE_SCHEMES:
         register_model_loader(QUANTIZED + scheme)(QuantizingLoader)
@@ -111,60 +103,6 @@ class QuantizingLoader(DefaultModelLoader):
         scheme = str(self.load_config.load_format).removeprefix(QUANTIZED)
         ignored = ignored_modules(getattr(model_config.hf_config, CONFIG_KEYS[0]))
         return quantized_tensors(Path(model_config.model), scheme, ignored)
-
-
-def answer_for_all_groups() -> None:
-    """Let calls to the workers of all data-parallel groups have the answers of all.
-
-    vLLM makes such a call in each group's process, and returns the answers of the first.
-    """
-
-    async def collective_rpc(
-        self: DPLBAsyncMPClient,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        call = "collective_rpc", method, timeout, args, kwargs
-        return list(chain.from_iterable(await self.call_utility_all_async(*call)))
-
-    async def reset_prefix_cache(self: DPLBAsyncMPClient, *args: bool) -> bool:
-        return all(await self.call_utility_all_async("reset_prefix_cache", *args))
-
-    DPLBAsyncMPClient.collective_rpc_async = collective_rpc
-    DPLBAsyncMPClient.reset_prefix_cache_async = reset_prefix_cache
-
-
-def tell_versions_of_chunks() -> None:
-    """Let each chunk of a streamed completion tell which weights have sampled the tokens so far.
-
-    vLLM tells it in the last one, which an engine that dies does not send.
-    """
-    new_output = RequestState._new_completion_output
-
-    def with_versions(self: RequestState, *args: Any) -> CompletionOutput:
-        output = new_output(self, *args)
-        output.weight_versions = self._weight_version_spans()
-        return output
-
-    RequestState._new_completion_output = with_versions
-
-
-def send_only_unicode() -> None:
-    """Let an answer of the API server have `?` for each half of a surrogate pair.
-
-    The model may write one in the arguments of a call, and the answer could not be encoded.
-    """
-    render = JSONResponse.render
-
-    def render_unicode(self: JSONResponse, content: Any) -> bytes:
-        try:
-            return render(self, content)
-        except UnicodeEncodeError:
-            return render(self, as_unicode(content))
-
-    JSONResponse.render = render_unicode
 
 
 def absorb_latents(model: torch.nn.Module | None, dtype: torch.dtype) -> None:

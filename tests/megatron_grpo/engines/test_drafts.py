@@ -8,8 +8,8 @@ from helpers.models import add_mtp_layer, servable_model
 from helpers.quantized import FORMATS, quantized_copy
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.trained_shape import trained_shape
-from megatron_grpo.engines.draft_meter import DraftMeter
-from megatron_grpo.engines.drafters import check_drafts
+from megatron_grpo.engines.spec_decode_metrics import SpecDecodeMetrics
+from megatron_grpo.engines.support import check_drafts
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
 MTP = "{speculative_config: {method: mtp, num_speculative_tokens: 1}}"
@@ -86,7 +86,7 @@ def page(drafts, *accepted, engine="0"):
 
 
 def test_drafts_are_counted_since_the_last_time():
-    meter = DraftMeter(None, are_new=True)
+    meter = SpecDecodeMetrics(None, are_new=True)
     two_ranks = page(6, 4, 0) + "\n" + page(4, 1, 0, engine="1")
     first = {"rollout/acceptance_rate/1": 0.5, "rollout/acceptance_rate/2": 0.0}
     assert meter.compare({"a": two_ranks, "b": ""}) == {"rollout/acceptance_length": 1.5, **first}
@@ -96,6 +96,6 @@ def test_drafts_are_counted_since_the_last_time():
 
 
 def test_what_engines_have_drafted_for_others_is_not_counted():
-    meter = DraftMeter(None, are_new=False)
+    meter = SpecDecodeMetrics(None, are_new=False)
     assert meter.compare({"a": page(1000, 1000)}) == {}
     assert meter.compare({"a": page(1010, 1001)})["rollout/acceptance_length"] == 1.1

@@ -17,7 +17,7 @@ from helpers.engines import (
 )
 from helpers.models import add_mtp_layer
 from helpers.sampling import Completions, routing
-from megatron_grpo.engines.draft_meter import DraftMeter
+from megatron_grpo.engines.spec_decode_metrics import SpecDecodeMetrics
 
 DRAFTERS = {
     # With linear attention, whose heads remember what was drafted until it is known to be taken.
@@ -87,7 +87,7 @@ def test_tokens_are_sampled_from_the_weights_of_the_last_push(drafting, models):
 @pytest.mark.long
 def test_the_share_of_drafts_that_are_taken_is_told_by_position(drafting, models):
     drafting.push(models[0])
-    meter = DraftMeter(drafting.client(), are_new=False)
+    meter = SpecDecodeMetrics(drafting.client(), are_new=False)
     meter.metrics()
     drafting.generate(random_prompts(8), max_completion_length=40, stop_token_ids=())
     metrics = meter.metrics()

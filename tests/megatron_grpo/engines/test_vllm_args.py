@@ -1,6 +1,7 @@
 """The command line of a vLLM engine and what may be passed through to it."""
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,13 +12,13 @@ from checkpoint_convert.quantized_model import quantized_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import EngineNode, engine_number, fields_of
-from megatron_grpo.engines.kernels import CPU_HEAD_SIZES, CPU_LATENT_SIZE
+from megatron_grpo.engines.support import CPU_HEAD_SIZES, CPU_LATENT_SIZE
 from megatron_grpo.engines.vllm.args import (
+    REFUSED,
     check_engine_arguments,
     engine_argument_names,
     vllm_command,
 )
-from megatron_grpo.engines.vllm.reserved import OF_SERVER, RESERVED
 
 MODEL = ModelConfig(path=Path("/models/tiny"), dtype="float32")
 
@@ -140,15 +141,57 @@ def test_an_unknown_argument_is_refused_with_the_nearest_known_one():
         check_engine_arguments({}, "hermess")
 
 
-@pytest.mark.parametrize("name", sorted(RESERVED | OF_SERVER))
-def test_an_argument_that_would_be_silently_wrong_or_do_nothing_is_refused(name):
-    known = engine_argument_names()
-    if name in OF_SERVER:
-        source = installed_vllm() / "entrypoints" / "launchers" / "cli_args.py"
-        known = fields_of(source)
-    assert name in known
-    with pytest.raises(ValueError, match=rf"rollout\.vllm\.{name} cannot be set"):
+OF_ENGINES = """
+    code_revision config_format cpu_offload_gb data_parallel_size default_mm_loras
+    disable_log_stats dtype enable_eplb enable_lora enable_mixed_moe_lora_format
+    enable_moe_shared_loras enable_return_routed_experts enable_sleep_mode
+    enable_tower_connector_lora eplb_config expert_placement_strategy fully_sharded_loras
+    generation_config hf_config_path hf_overrides kernel_config kv_offloading_size
+    kv_transfer_config linear_backend logits_processors logprobs_mode lora_dtype
+    lora_target_modules master_addr master_port max_cpu_loras max_logprobs max_lora_cls_labels
+    max_lora_rank max_loras max_num_queued_reqs max_num_queued_tokens mm_device_do_normalize
+    mm_processor_kwargs model model_weights moe_backend nnodes node_rank offload_group_size
+    override_generation_config pipeline_parallel_size quantization quantization_config
+    reasoning_config revision scheduling_policy seed skip_tokenizer_init spec_method spec_model
+    spec_tokens specialize_active_lora tensor_parallel_size tokenizer tokenizer_mode
+    tokenizer_revision tokens_only watermark_config weight_transfer_config worker_extension_cls
+"""
+OF_SERVERS = """
+    api_key chat_template default_chat_template_kwargs enable_auto_tool_choice host port
+    tool_call_parser trust_request_chat_template
+"""
+
+
+def refusal(name: str) -> str:
+    try:
         check_engine_arguments({name: "x"})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_arguments_that_would_be_silently_wrong_or_do_nothing_are_refused_and_no_others():
+    known = engine_argument_names()
+    assert {name for name in known if "cannot be set" in refusal(name)} == {*OF_ENGINES.split()}
+    of_server = fields_of(installed_vllm() / "entrypoints" / "launchers" / "cli_args.py")
+    for name in OF_SERVERS.split():
+        assert name in of_server and "cannot be set" in refusal(name)
+    assert all(any(re.fullmatch(each, name) for name in known | of_server) for each in REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("dtype", "set model.dtype"),
+        ("enable_sleep_mode", "set rollout.enable_sleep_mode"),
+        ("enable_return_routed_experts", "set rollout.router_replay"),
+        ("scheduling_policy", "a run sets it, by its own keys"),
+        ("nnodes", "a run sets it, by its own keys"),
+        ("port", "a run sets it, by its own keys"),
+    ],
+)
+def test_an_argument_that_a_run_sets_itself_is_refused_without_being_listed(name, why):
+    assert refusal(name) == f"rollout.vllm.{name} cannot be set: {why}"
 
 
 def installed_vllm() -> Path:

@@ -26,7 +26,7 @@ def draft_counts(page: str) -> Counter[int]:
     return counts
 
 
-class DraftMeter:
+class SpecDecodeMetrics:
     """Measures drafts between two calls, as engines count them since their start."""
 
     def __init__(self, client: RolloutClient, *, are_new: bool) -> None:

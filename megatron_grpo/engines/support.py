@@ -1,0 +1,366 @@
+"""Whether an engine can serve a model: at all, on this machine, and with what it is to draft."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from checkpoint_convert import ModelShape, read_shape
+from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.folder import read_json
+from checkpoint_convert.formats.hf_folder import mtp_tensors
+from checkpoint_convert.hf_config import has_other_towers, read_scheme
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.config.vision import TRAINABLE
+from megatron_grpo.engines.arguments import reason
+from megatron_grpo.engines.layouts import engine_dims
+from megatron_grpo.engines.sglang.args import LIMIT, full_interval
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes for which vLLM 0.32 has an attention kernel for CPUs."""
+CPU_LATENT_SIZE = 576
+"""The only size of the cache of a token, with latent attention, for which vLLM has a CPU kernel."""
+WITH_FP8 = (8, 9)
+"""Compute capability from which GPUs have units for FP8."""
+WITH_SPARSE = (9, 0)
+"""Compute capability from which vLLM and SGLang have sparse attention."""
+WITH_ROUTERS_OF_16_BITS = (9, 10)
+"""Major compute capabilities for which vLLM 0.32 leaves routers of Nemotron-H in the dtype of the
+model: for others it has them in float32."""
+SGLANG_GROUPS = (
+    *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
+    *("kimi_k2", "qwen3_moe"),
+)
+"""Families of which engines of SGLang were tried with several groups of workers; of those with
+sparse attention, which only GPUs compute, what workers load."""
+SGLANG_WINDOWS = ("gemma3_text", "gpt_oss", "olmo3")
+"""Families whose sliding windows SGLang 0.5.23 computes; in all others it attends to all tokens."""
+SGLANG_INDEXER = {"index_head_dim": 128, "index_topk": 2048}
+"""The one size of an indexer's keys that SGLang 0.5.23 caches, and the one number of chosen tokens:
+its kernels for prompts assert it, and up to 2,048 tokens it reads them with dense attention."""
+SGLANG_SPARSE = {
+    "(|prefill_|decode_)attention_backend": "SGLang chooses `dsa` only if it is left out",
+    # With these it would end at its start.
+    "enable_deterministic_inference|rl_on_policy_target": "SGLang's `dsa` has no such kernels: "
+    "leave it out",
+}
+"""Arguments that do not go with sparse attention, and why."""
+
+
+def num_gpus() -> int:
+    """GPUs that this process sees."""
+    import torch  # takes seconds, and checks of config do not need it
+
+    return torch.cuda.device_count()
+
+
+def _refuse(reasons: Mapping[str, object]) -> None:
+    """Raise ValueError with the first of these messages that holds."""
+    for message, holds in reasons.items():
+        if holds:
+            raise ValueError(message)
+
+
+def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Raise ValueError if `rollout` asks for what engines cannot do with such a model."""
+    check_attention(rollout.engine, shape)
+    kind = "linear" if shape.linear else "sparse" if shape.indexer else None
+    untried_with_mamba = {
+        "rollout.weight_transport disk": rollout.weight_transport == "disk",
+        "rollout.router_replay true": rollout.router_replay,
+        "rollout.vllm.speculative_config": rollout.vllm.get("speculative_config"),
+    }
+    reasons = {
+        "router_replay true needs a mixture of experts, and this model is dense": (
+            rollout.router_replay and shape.moe is None
+        ),
+        "indexer_replay true needs sparse attention, and this model has no indexers": (
+            rollout.indexer_replay and shape.indexer is None
+        ),
+        f"recompute_kv_cache false is not supported for a model with {kind} attention": (
+            kind and not rollout.recompute_kv_cache
+        ),
+    }
+    _refuse({f"rollout.{why}: leave it out": holds for why, holds in reasons.items()})
+    if shape.has_mamba:
+        told = f"is not supported for a {shape.family}: leave it out"
+        _refuse({f"{key} {told}": is_set for key, is_set in untried_with_mamba.items()})
+    if rollout.engine == "sglang":
+        _check_sglang(rollout, shape)
+
+
+def _check_sglang(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Raise ValueError for a mixture that SGLang does not serve in several groups of workers or
+    with whole experts, and for arguments that make sparse attention dense, or end an engine."""
+    family, moe = shape.family, shape.moe
+    groups, experts = rollout.data_parallel_size, rollout.sglang.get("ep_size", 1)
+    if groups > 1:
+        untried = {
+            "rollout.tensor_parallel_size above 1": rollout.tensor_parallel_size > 1,
+            "rollout.in_flight_updates": rollout.in_flight_updates,
+            "rollout.router_replay": rollout.router_replay,
+            "rollout.enable_sleep_mode": rollout.enable_sleep_mode,
+            "rollout.quantization": rollout.quantization != "none",
+            f"rollout.sglang.{LIMIT}": LIMIT in rollout.sglang,
+        }
+        several = f"rollout.data_parallel_size {groups}"
+        # Attention of some is not data-parallel (Mixtral), or their embedding is whole (Qwen3.5).
+        _refuse(
+            {
+                f"{several} with rollout.engine sglang is not supported for a {family}: set it to "
+                "1, or use rollout.engine=vllm": moe and family not in SGLANG_GROUPS
+            }
+            | {
+                f"{key} was not tried with {several} and rollout.engine sglang: leave it out, or "
+                "use rollout.engine=vllm": is_set
+                for key, is_set in untried.items()
+            }
+        )
+    if experts > 1 and moe and moe.stacks == "alternating":
+        raise ValueError(
+            f"rollout.sglang.ep_size {experts}: SGLang cannot load whole experts of a {family}: "
+            "leave it out"
+        )
+    for name, value in rollout.sglang.items():
+        if shape.indexer and value and (why := reason(name, SGLANG_SPARSE)):
+            raise ValueError(
+                f"rollout.sglang.{name} {value} is not supported for the sparse attention of a "
+                f"{family}: {why}"
+            )
+
+
+def check_attention(engine: str, shape: ModelShape) -> None:
+    """Raise ValueError if an engine would leave out windows, or not compute attention."""
+    family, indexer, windows = shape.family, shape.indexer, FAMILIES[shape.family].windows
+    sizes = {"index_head_dim": indexer.head_dim, "index_topk": indexer.topk} if indexer else {}
+    is_mixed = shape.window is not None and len(shape.windowed_layers) < shape.num_layers
+    kernels: dict[str, dict[str, object]] = {
+        "vllm": {
+            "vLLM quantises keys of an indexer in blocks of 128 elements, and index_head_dim is "
+            f"{sizes.get('index_head_dim')}": indexer and indexer.head_dim % 128,
+            f"of the {shape.num_layers} layers of the {family} in model.path, "
+            f"{len(shape.windowed_layers)} have a window of attention; vLLM serves it only with "
+            "windows in all layers or in none": (
+                is_mixed and windows and not windows.are_mixed_in_engine
+            ),
+        },
+        "sglang": {
+            f"SGLang has kernels for indexers with {key} {needed}, and it is {sizes.get(key)}": (
+                indexer and sizes[key] != needed
+            )
+            for key, needed in SGLANG_INDEXER.items()
+        },
+        "transformers": {},
+    }
+    unserved = f"rollout.engine {engine} is not supported for the {family} in model.path"
+    reasons = _obstacles(engine, shape).items()
+    _refuse({f"{unserved}, {why}: use vllm": holds for why, holds in reasons})
+    reasons = kernels[engine].items()
+    _refuse({f"{why}: use rollout.engine=transformers": holds for why, holds in reasons})
+
+
+def _obstacles(engine: str, shape: ModelShape) -> dict[str, object]:
+    """Why an engine does not serve a model on any machine, and whether it is so."""
+    family, window = shape.family, shape.window
+    if engine != "sglang":  # transformers cannot repeat its memory
+        return {"which has linear attention": engine == "transformers" and shape.linear}
+    return {
+        f"as SGLang leaves out the windows of its attention ({window} tokens)": (
+            window is not None and family not in SGLANG_WINDOWS
+        ),
+        "as SGLang has one base of RoPE for layers with windows and without": (
+            family == "olmo3" and shape.window_rope_theta not in (None, shape.rope_theta)
+        ),
+        "which has Mamba-2's layers": shape.has_mamba,
+        "as SGLang has full attention in one layer of so many, the last of them": (
+            shape.linear and full_interval(shape) is None
+        ),
+        "as SGLang takes its embedding for the head, and they are not tied": (
+            family == "gemma3_text" and not shape.tie_word_embeddings
+        ),
+    }
+
+
+def check_towers_served(model: ModelConfig, rollout: RolloutConfig) -> None:
+    """Raise ValueError for engines of a multimodal model that are not there."""
+    if rollout.engine == "sglang" and LIMIT in rollout.sglang:
+        _check_images_of_sglang(model, rollout)
+    if not has_other_towers(folder := model.path):
+        return
+    supported = {
+        "rollout.quantization": (rollout.quantization, ("none",)),
+        "rollout.engine": (rollout.engine, ("vllm", "sglang")),
+    }
+    _refuse(
+        {
+            f"{key} is {value}, and model.path {folder} has other towers beside that of text; "
+            f"supported: {', '.join(values)}": value not in values
+            for key, (value, values) in supported.items()
+        }
+    )
+
+
+def _check_images_of_sglang(model: ModelConfig, rollout: RolloutConfig) -> None:
+    """Raise ValueError if SGLang would compute other features of images than the trainer."""
+    config, shape = read_json(model.path / "config.json"), read_shape(model.path)
+    kind, vision = config.get("model_type"), config.get("vision_config") or {}
+    needed: dict[str, tuple[Any, Any]] = {
+        "the rope_type of its text": ((shape.rope_scaling or {}).get("rope_type"), None),
+        "rollout.sglang.rl_on_policy_target": (rollout.sglang.get("rl_on_policy_target"), None),
+    }
+    if kind == "qwen2_5_vl":  # values of other patches are taken for features
+        sizes = vision.get("patch_size", 14), vision.get("temporal_patch_size", 2)
+        values = prod((vision.get("in_channels", 3), sizes[0], *sizes))
+        needed["the number of values of a patch"] = values, 1176
+    else:  # the tower's, and that of the text is taken for it
+        needed["the rms_norm_eps of its text"] = shape.rms_norm_eps, 1e-6
+    if kind == "qwen3_vl_moe":  # features are added to the outputs of so many layers
+        levels = len(vision.get("deepstack_visual_indexes") or ())
+        needed["the number of deepstack_visual_indexes"] = levels, 3
+    images = "rollout.engine sglang with images"
+    _refuse(
+        {
+            f"rollout.sglang.{LIMIT} lets engines see images, and model.path is a {kind}: leave it "
+            "out": kind not in TRAINABLE,
+            f"{images} does not go with quantised weights in {model.path}: convert them to "
+            "bfloat16 with checkpoint-convert first": read_scheme(model.path) is not None,
+        }
+        | {
+            f"{images} of a {kind} needs {value} as {name}, and it is {found}: use "
+            "rollout.engine=vllm": found != value
+            for name, (found, value) in needed.items()
+        }
+    )
+
+
+def check_kernels(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> None:
+    """Raise ValueError if an engine, started here, would need kernels that it lacks for the GPUs,
+    or without any for the CPU. `dtype`: of the model."""
+    if rollout.base_urls:
+        return
+    if num_gpus():
+        # Else CUDA is not initialized here.
+        if rollout.quantization != "none" or shape.has_mamba or shape.indexer:
+            import torch  # see above
+
+            check_card(rollout, shape, dtype, torch.cuda.get_device_capability())
+    elif rollout.engine == "vllm":
+        _check_cpu_kernels(rollout, shape)
+    elif rollout.engine == "sglang" and (shape.linear or shape.indexer):
+        kind, other = ("linear", "vllm") if shape.linear else ("sparse", "transformers")
+        raise ValueError(
+            f"rollout.engine sglang without a GPU has no kernels for the {kind} attention of a "
+            f"{shape.family}: set rollout.engine={other}"
+        )
+
+
+def check_card(
+    rollout: RolloutConfig, shape: ModelShape, dtype: str, capability: tuple[int, int]
+) -> None:
+    """Raise ValueError for what an engine lacks on GPUs of this compute capability."""
+    engine, found = rollout.engine, ".".join(map(str, capability))
+    fp8, sparse = (".".join(map(str, each)) for each in (WITH_FP8, WITH_SPARSE))
+    is_quantized, lacks_fp8 = rollout.quantization != "none", capability < WITH_FP8
+    is_mixture = shape.has_mamba and shape.moe is not None
+    is_rounded = dtype != "float32" and capability[0] not in WITH_ROUTERS_OF_16_BITS
+    lacks_sparse = dtype != "bfloat16" or capability < WITH_SPARSE
+    _refuse(
+        {
+            # It would rearrange them for Marlin.
+            f"rollout.quantization {rollout.quantization} with rollout.engine sglang needs GPUs of "
+            f"compute capability {fp8} or more, not {found}, for which SGLang rearranges the "
+            "weights: leave it out": engine == "sglang" and is_quantized and lacks_fp8,
+            f"rollout.engine vllm has the routers of a {shape.family} in float32 on GPUs of "
+            f"compute capability {found}, and pushes bring them in {dtype}: use GPUs of 9.0 or "
+            "10.x, or set model.dtype=float32": engine == "vllm" and is_mixture and is_rounded,
+            f"rollout.engine {engine} serves sparse attention in bfloat16 and on GPUs of compute "
+            f"capability {sparse} or more, not in {dtype} on {found}: set model.dtype=bfloat16, "
+            "use such GPUs, or set rollout.engine=transformers": (
+                engine != "transformers" and shape.indexer and lacks_sparse
+            ),
+        }
+    )
+
+
+def _check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Raise ValueError for what vLLM cannot compute on this CPU.
+
+    An engine would start all the same, and die at its first request.
+    """
+    import torch  # see above
+
+    dims, family = engine_dims(rollout), shape.family
+    part = shape.intermediate_size // (1 if dims.expert_parallel else dims.num_workers)
+    latent = shape.latent.rank + shape.latent.rotary_dim if shape.latent else CPU_LATENT_SIZE
+    vllm, other = "rollout.engine vllm without a GPU", "set rollout.engine=transformers"
+    lacks = {
+        # Other architectures do not list it.
+        "needs AVX2, which this CPU lacks": not torch.cpu.get_capabilities().get("avx2", True),
+        # Sigmoids over all experts as one group.
+        f"has no kernel for the router of a {family}": family == "minimax_m2",
+        f"has no sparse attention for a {family}": shape.indexer,
+        "needs a multiple of 32 as the size of a worker's part of an expert of a "
+        f"{family}, not {part}": shape.activation == "swigluoai" and part % 32,
+        "needs a latent and rotated part (kv_lora_rank + qk_rope_head_dim) of "
+        f"{CPU_LATENT_SIZE} together, not {latent}": latent != CPU_LATENT_SIZE,
+        f"needs heads of size {', '.join(map(str, CPU_HEAD_SIZES))}, not {shape.head_dim}": (
+            not shape.latent and shape.head_dim not in CPU_HEAD_SIZES
+        ),
+    }
+    _refuse(
+        {
+            f"{vllm} has no kernels for a {family}, and no other engine serves it here: run "
+            "engines on GPUs": shape.has_mamba
+        }
+        | {f"{vllm} {why}: {other}": holds for why, holds in lacks.items()}
+    )
+
+
+def check_drafts(cfg: Config, shape: ModelShape) -> None:
+    """Raise ValueError if engines would draft with weights that they do not have."""
+    drafts, rollout = "rollout.vllm.speculative_config", cfg.rollout
+    table = rollout.vllm.get("speculative_config") or {}
+    if not isinstance(table, dict):
+        raise ValueError(
+            f"{drafts} is {table!r}: give a table, such as "
+            "{method: ngram, num_speculative_tokens: 2, prompt_lookup_max: 2}"
+        )
+    if not table:
+        return
+    method, model = str(table.get("method")), table.get("model")
+    is_mtp, is_own = method.endswith("mtp"), model in (None, str(cfg.model.path))
+    has_weights = method in ("ngram", "ngram_gpu", "suffix") or (is_mtp and shape.trains_mtp)
+    is_dummy = rollout.vllm.get("load_format") == "dummy"
+    without_trained = {
+        f"{drafts} of the model {model}": not is_own,
+        "rollout.weight_transport disk": rollout.weight_transport == "disk",
+        f"{drafts}.quantization": "quantization" in table,
+        f"{drafts}.draft_tensor_parallel_size": "draft_tensor_parallel_size" in table,
+    }
+    _refuse(
+        {
+            f"{drafts} is not supported for a model with sparse attention: leave it out": (
+                shape.indexer
+            ),
+            # vLLM would find one by the model.
+            f"{drafts} {table} has no method: give its method, such as mtp": (
+                table.get("method") is None
+            ),
+            "rollout.vllm.load_format dummy: the weights that engines draft with are not pushed; "
+            "leave out speculative_config, or load_format": is_dummy and not has_weights,
+            f"{drafts} drafts with {method}, and model.path has quantised weights, which vLLM "
+            "dequantises without the layer for it: leave it out, or train from a copy that is not "
+            "quantised": is_mtp and read_scheme(cfg.model.path) is not None,
+        }
+        | {
+            f"{key} does not go with model.mtp_num_layers 1, which pushes the layer that engines "
+            "draft with: leave out one of the two": is_mtp and shape.trains_mtp and is_set
+            for key, is_set in without_trained.items()
+        }
+    )
+    if is_mtp and is_own and not shape.trains_mtp and not mtp_tensors(cfg.model.path, shape):
+        raise ValueError(
+            f"{drafts} drafts with {method}, and model.path has no layer for multi-token "
+            "prediction: give as its `model` a folder that has it, or leave it out"
+        )
