@@ -144,7 +144,7 @@ class Evaluation:
         self._samples: list[Sample] = []
         self._scores: list[dict[str, float]] = []
         self._sampling: list[asyncio.Task[list[Sample]]] = []
-        """Those of the next prompts, once they are asked for."""
+        """Tasks of the next prompts, once they are asked for."""
 
     def run(
         self, policy_version: int, timer: PhaseTimer, show: Callable[[int, int], None]
