@@ -8,8 +8,8 @@ import torch
 from checkpoint_convert import ModelShape
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.config.config import Config
+from megatron_grpo.engine_weights.checksums import loaded_sums, pushed_sender
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.pushed import loaded_sums, pushed_sender
 from megatron_grpo.policy.chunks import describe
 from megatron_grpo.policy.model import Policy, unwrapped, weight_sender
 from megatron_grpo.policy.quantized import policy_of

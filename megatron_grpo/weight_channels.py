@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engine_weights.protocol import WorkerSums
 from megatron_grpo.engines.client import RolloutClient, meanwhile
-from megatron_grpo.engines.push_protocol import WorkerSums
 from parallel import Copy, Layout
 from parallel.collectives import broadcast_text
 from parallel.weight_transfer import (

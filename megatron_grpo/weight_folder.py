@@ -17,10 +17,10 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.hf_export import create_export, shard_bytes_for, write_weights
 from checkpoint_convert.megatron import file_layout
 from megatron_grpo.config.config import Config
+from megatron_grpo.engine_weights.checksums import sums_of_copies
+from megatron_grpo.engine_weights.protocol import Json, WorkerSums
 from megatron_grpo.engines.client import RolloutClient, meanwhile
 from megatron_grpo.engines.http import RolloutAborted
-from megatron_grpo.engines.push_protocol import Json, WorkerSums
-from megatron_grpo.engines.pushed import sums_of_copies
 from parallel import Copy, Layout, Sender
 from parallel.collectives import raise_first_failure
 

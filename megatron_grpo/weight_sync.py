@@ -19,11 +19,11 @@ from torch import Tensor
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
 from megatron_grpo.config.config import Config
+from megatron_grpo.engine_weights.checksums import NOTHING, sums_of_all_ranks
+from megatron_grpo.engine_weights.layouts import holdings, shard_bytes
+from megatron_grpo.engine_weights.protocol import WorkerSums
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import RolloutAborted
-from megatron_grpo.engines.layouts import holdings, shard_bytes
-from megatron_grpo.engines.push_protocol import WorkerSums
-from megatron_grpo.engines.pushed import NOTHING, sums_of_all_ranks
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
 from megatron_grpo.timing import PhaseTimer

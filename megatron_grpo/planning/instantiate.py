@@ -23,7 +23,7 @@ from megatron_grpo.checkpoints.state import chained_optimizers, weight_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.config.trained_shape import trained_shape
-from megatron_grpo.engines.layouts import holdings, worker_layouts
+from megatron_grpo.engine_weights.layouts import holdings, worker_layouts
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.policy.lora import add_adapters

@@ -10,7 +10,7 @@ from checkpoint_convert import ModelShape, check_divisible, hf_tensors
 from checkpoint_convert.megatron import first_senders
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.trained_shape import trained_shape
-from megatron_grpo.engines.layouts import (
+from megatron_grpo.engine_weights.layouts import (
     holdings,
     quantized_engine,
     shard_bytes,

@@ -15,8 +15,8 @@ from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.config.config import Config
+from megatron_grpo.engine_weights.layouts import quantized_engine
 from megatron_grpo.engines.generation import CompletionRequests
-from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.quantized import quantized_weights
 from megatron_grpo.rollout.rollouter import Rollouter

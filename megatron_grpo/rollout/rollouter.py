@@ -14,10 +14,10 @@ from megatron_grpo.config.reward import served_here
 from megatron_grpo.data.prompts import end_tokens, load_prompts
 from megatron_grpo.data.samples import first_seed
 from megatron_grpo.data.stream import PromptStream
+from megatron_grpo.engine_weights.layouts import holdings
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.joining import JoinFolder
-from megatron_grpo.engines.layouts import holdings
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.reward_models import RewardModels
 from megatron_grpo.engines.sampling_params import SamplingParams

@@ -20,8 +20,8 @@ from helpers.pushes import flip_bits
 from helpers.vllm_workers import WorkerClient, WorkerEngines, WorkerProcess, start_worker
 from helpers.worker_pushes import differing
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines.push_protocol import own_parameters
-from megatron_grpo.engines.pushed import loaded_sums
+from megatron_grpo.engine_weights.checksums import loaded_sums
+from megatron_grpo.engine_weights.protocol import own_parameters
 from megatron_grpo.engines.vllm.args import adapter_arguments
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, build_policy, weight_sender

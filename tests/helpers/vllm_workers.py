@@ -29,7 +29,7 @@ from helpers.images import IMAGE_LIMITS
 from helpers.ranks import run_ranks
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines.push_protocol import (
+from megatron_grpo.engine_weights.protocol import (
     VISION_VARIABLE,
     WorkerSums,
     check_reports,

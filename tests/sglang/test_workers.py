@@ -12,9 +12,9 @@ from helpers.engines import PACKAGES, SGLANG_PYTHON, worker_sums
 from helpers.models import servable_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engine_weights.layouts import worker_layouts
 from megatron_grpo.engines.arguments import command_flags
 from megatron_grpo.engines.kernels import SGLANG_GROUPS
-from megatron_grpo.engines.layouts import worker_layouts
 from megatron_grpo.engines.sglang.args import NEEDED, sglang_command, sglang_environment
 
 SIZES = [(1, 2, 1), (1, 2, 2), (2, 1, 2)]

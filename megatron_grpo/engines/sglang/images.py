@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from checkpoint_convert.text_tower import text_name
-from megatron_grpo.engines.push_protocol import Json
+from megatron_grpo.engine_weights.protocol import Json
 from parallel.images import prompt_positions
 
 

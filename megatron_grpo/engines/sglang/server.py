@@ -31,8 +31,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
+from megatron_grpo.engine_weights.protocol import Json
 from megatron_grpo.engines.access import TokenGuard
-from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.sglang.completions import gate, manager, router
 from megatron_grpo.engines.sglang.images import read_prompts
 from megatron_grpo.engines.sglang.model_folder import server_arguments

@@ -47,14 +47,14 @@ from checkpoint_convert.megatron import file_layout
 from checkpoint_convert.quantization import CONFIG_KEYS, ignored_modules
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
-from megatron_grpo.engines.push_protocol import VISION_VARIABLE, Json, own_parameters
-from megatron_grpo.engines.push_worker import PushWorker
+from megatron_grpo.engine_weights.protocol import VISION_VARIABLE, Json, own_parameters
+from megatron_grpo.engine_weights.receivers import Receiver
+from megatron_grpo.engine_weights.worker import PushWorker
 from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
 from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
 from megatron_grpo.engines.sglang.images import forget_features, see_bytes
 from megatron_grpo.engines.sglang.model_folder import WEIGHTS_VARIABLE
 from megatron_grpo.engines.sglang.variables import QUANTIZATION_VARIABLE, RENDEZVOUS_VARIABLE
-from megatron_grpo.engines.weight_receivers import Receiver
 from parallel import Layout, ShardMapping
 from parallel.checksum import checksums
 from parallel.views import as_whole

@@ -34,14 +34,15 @@ from checkpoint_convert.quantization import CONFIG_KEYS, ENGINE_SCHEMES, ignored
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.text_tower import text_name
 from checkpoint_convert.weights import whole_tensors
-from megatron_grpo.engines.push_protocol import (
+from megatron_grpo.engine_weights.protocol import (
     VISION_VARIABLE,
     Json,
     drafter_parameters,
     own_parameters,
     parameter_table,
 )
-from megatron_grpo.engines.push_worker import PushWorker
+from megatron_grpo.engine_weights.receivers import Receiver
+from megatron_grpo.engine_weights.worker import PushWorker
 from megatron_grpo.engines.vllm.args import (
     ADAPTER_ID,
     DEQUANTIZED,
@@ -56,7 +57,6 @@ from megatron_grpo.engines.vllm.cpu_processes import (
     unlink_group_memory,
 )
 from megatron_grpo.engines.vllm.kept_caches import keep_caches
-from megatron_grpo.engines.weight_receivers import Receiver
 from megatron_grpo.launch.parent_death import die_with_parent
 from megatron_grpo.unicode import as_unicode
 from parallel.checksum import checksums

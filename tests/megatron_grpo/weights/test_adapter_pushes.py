@@ -21,7 +21,7 @@ from helpers.ranks import run_ranks
 from helpers.towers import tiny_multimodal
 from helpers.vllm_workers import WorkerClient
 from megatron_grpo.config.lora import LoraConfig
-from megatron_grpo.engines.layouts import holdings
+from megatron_grpo.engine_weights.layouts import holdings
 from megatron_grpo.policy.lora_targets import peft_tensors
 from parallel import ParallelDims
 

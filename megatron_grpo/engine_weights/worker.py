@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_grpo.engines.push_protocol import Json, PushState, parameter_table
-from megatron_grpo.engines.weight_receivers import Receiver, open_receiver
+from megatron_grpo.engine_weights.protocol import Json, PushState, parameter_table
+from megatron_grpo.engine_weights.receivers import Receiver, open_receiver
 
 
 class PushWorker(ABC):

@@ -10,8 +10,8 @@ from torch import Tensor
 from checkpoint_convert import ModelShape
 from checkpoint_convert.families.linear import A_LOG
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines.layouts import holdings, quantized_engine
-from megatron_grpo.engines.push_protocol import WorkerSums
+from megatron_grpo.engine_weights.layouts import holdings, quantized_engine
+from megatron_grpo.engine_weights.protocol import WorkerSums
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.quantized import quantized_sender, quantized_shard
 from parallel import Copy, Layout, Sender, cut_shares, plan_shares

@@ -9,8 +9,8 @@ from torch import Tensor
 from checkpoint_convert import read_shape
 from checkpoint_convert.weights import read_weights
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engines.layouts import worker_layouts
-from megatron_grpo.engines.push_protocol import Json
+from megatron_grpo.engine_weights.layouts import worker_layouts
+from megatron_grpo.engine_weights.protocol import Json
 from parallel import Layout
 from parallel.checksum import checksums
 from parallel.weight_transfer import TransferInitInfo, WeightReceiver

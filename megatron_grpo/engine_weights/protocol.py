@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.vision import VISION
 from checkpoint_convert.text_tower import is_of_text, text_name
-from megatron_grpo.engines.http import EngineError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -177,7 +176,7 @@ WorkerSums = Mapping[str, int]
 NUM_NAMES_SHOWN = 8
 
 
-class PushFailed(EngineError):
+class PushFailed(ConnectionError):
     """Engines have not loaded a push, or hold other weights than those of the ranks."""
 
     def __init__(self, faults: Mapping[str, Sequence[str]]) -> None:

@@ -3,9 +3,9 @@
 import pytest
 from torch.nn import Linear, Module, Parameter
 
-from megatron_grpo.engines.http import EngineError
-from megatron_grpo.engines.push_protocol import (
+from megatron_grpo.engine_weights.protocol import (
     LOADED,
+    PushFailed,
     PushState,
     check_reports,
     own_parameters,
@@ -57,7 +57,7 @@ def test_a_worker_whose_last_push_is_of_another_trainer_is_named(push, told):
     state.begin_push(push, "channels")
     state.mark_loaded(SUMS)  # which may be equal
     fault = rf"http://engine worker 0: another trainer has connected to it \(its push: {told}\)"
-    with pytest.raises(EngineError, match=fault):
+    with pytest.raises(PushFailed, match=fault):
         check(state)
 
 
