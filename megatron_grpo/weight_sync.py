@@ -27,8 +27,7 @@ from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.weight_channels import WeightChannels
-from megatron_grpo.weight_folder import WeightFolder
+from megatron_grpo.weight_transports import WeightChannels, WeightFolder
 from parallel import Sender, cut_shares, plan_shares
 from parallel.collectives import first_failure, on_rank_0, wait_for_rank_0
 from parallel.weight_transfer import bucket_bytes_for

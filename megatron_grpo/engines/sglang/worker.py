@@ -48,8 +48,7 @@ from checkpoint_convert.quantization import CONFIG_KEYS, ignored_modules
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engine_weights.protocol import VISION_VARIABLE, Json, own_parameters
-from megatron_grpo.engine_weights.receivers import Receiver
-from megatron_grpo.engine_weights.worker import PushWorker
+from megatron_grpo.engine_weights.worker import PushWorker, Receiver
 from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
 from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
 from megatron_grpo.engines.sglang.images import forget_features, see_bytes

@@ -19,8 +19,7 @@ from checkpoint_convert.quantization import CONFIG_KEYS
 from checkpoint_convert.tokenizer import load_tokenizer
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engine_weights.protocol import Json
-from megatron_grpo.engine_weights.receivers import Receiver
-from megatron_grpo.engine_weights.worker import PushWorker
+from megatron_grpo.engine_weights.worker import PushWorker, Receiver
 from megatron_grpo.engines.choice import npy_of, smallest
 from megatron_grpo.engines.transformers.sampling import Completion, RouteRecorder, sample
 from parallel.checksum import checksums

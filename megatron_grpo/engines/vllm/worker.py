@@ -41,8 +41,7 @@ from megatron_grpo.engine_weights.protocol import (
     own_parameters,
     parameter_table,
 )
-from megatron_grpo.engine_weights.receivers import Receiver
-from megatron_grpo.engine_weights.worker import PushWorker
+from megatron_grpo.engine_weights.worker import PushWorker, Receiver
 from megatron_grpo.engines.vllm.args import (
     ADAPTER_ID,
     DEQUANTIZED,
