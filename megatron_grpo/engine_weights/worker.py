@@ -1,7 +1,7 @@
 """The receiving end of pushes in a worker of an engine, and the calls that it answers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def open_receiver(
     parameters: Mapping[str, Tensor],
     device: torch.device,
 ) -> Receiver:
-    """What `transfer` describes: a `TransferInitInfo`, or `WeightFolder.init_info`.
+    """The receiver for `transfer`: a `TransferInitInfo`, or `WeightFolder.init_info`.
 
     Raises ValueError or ChannelError as `WeightReceiver` does.
     """
@@ -75,23 +75,37 @@ class PushWorker(ABC):
         self.state = PushState()
         self._receiver: Receiver | None = None
         self._received: dict[str, Tensor] = {}
+        self._calls: dict[str, Callable[..., Json | None]] = {
+            "describe_parameters": self.describe_parameters,
+            "open_channels": self.open_channels,
+            "begin_push": self.state.begin_push,
+            "receive_push": self.receive_push,
+            "push_report": self.state.push_report,
+            "finish_push": self.state.finish_push,
+            "hold_loaded": self.state.hold_loaded,
+            "held_push": self.state.held_push,
+            "drop_weights": self.drop_weights,
+        }
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What a push fills, by name."""
+        """The tensors that a push fills, by name."""
+
+    def can_sleep(self) -> bool:
+        """Whether the engine was started so that it can give the memory of its weights away."""
+        return False
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
         """Receive a push into these `tensors`; returns the checksums that the ranks expect."""
         return receiver.receive_weights(received)
 
     def answer(self, call: str, question: str, **arguments: Any) -> Json:
-        """The answer to a `call` of the client, one of the methods below: plain data.
+        """The answer to a `call` of the client, one of `_calls`: plain data.
 
         It repeats `question`, which the client makes up anew for every call, so that it recognizes
         an answer to a different one.
         """
-        called = getattr(self, f"_{call}")
-        return {"question": question, **(called(**arguments) or {})}
+        return {"question": question, **(self._calls[call](**arguments) or {})}
 
     def close(self) -> None:
         """Close the channels."""
@@ -99,7 +113,7 @@ class PushWorker(ABC):
             self._receiver.close()
             self._receiver = None
 
-    def _open_channels(self, transfer: Json, engine: int, channels: str) -> None:
+    def open_channels(self, transfer: Json, engine: int, channels: str) -> None:
         """Open channels to all ranks that send to this worker, replacing earlier ones."""
         self.state.use_channels(channels)
         with self.state.keep_error():
@@ -109,28 +123,18 @@ class PushWorker(ABC):
                 transfer, engine, self.number, self._received, self.device
             )
 
-    def _describe_parameters(self) -> Json:
+    def describe_parameters(self) -> Json:
+        """Shapes and dtypes, which the ranks compare with the layout that they push into."""
         return {"parameters": parameter_table(self.tensors())}
 
-    def _begin_push(self, push: str, channels: str) -> None:
-        """The trainer that connected last owns the engine; reports tell the others."""
-        self.state.begin_push(push, channels)
-
-    def _receive_push(self, push: str) -> None:
+    def receive_push(self, push: str) -> None:
+        """Fill the tensors, or keep in the state why not."""
         if push != self.state.push or self._receiver is None:
             return  # another push has begun, or there are no channels and the state says why
         with self.state.keep_error():
             self.state.mark_loaded(self.receive(self._receiver, self._received))
 
-    def _push_report(self) -> Json:
-        return self.state.push_report()
-
-    def _finish_push(self, push: str) -> None:
-        if push == self.state.push:
-            self.state.finish_push()
-
-    def _hold_loaded(self) -> None:
-        self.state.hold_loaded()
-
-    def _held_push(self) -> Json:
-        return {"push": self.state.held}
+    def drop_weights(self) -> Json:
+        """Hold no weights until the next push; says whether the engine can sleep."""
+        self.state.drop_weights()
+        return {"can_sleep": self.can_sleep()}

@@ -33,7 +33,7 @@ from megatron_grpo.engine_weights.protocol import (
     VISION_VARIABLE,
     WorkerSums,
     check_reports,
-    own_parameters,
+    pushable_parameters,
 )
 from megatron_grpo.engines.vllm.args import (
     CPU_ATTENTION,
@@ -73,7 +73,7 @@ def loaded_parameters(
 
 
 def _parameters(with_vision: bool, model: Module, folder: Path, dims: EngineDims) -> Parameters:
-    found = own_parameters(model, with_vision)
+    found = pushable_parameters(model, with_vision)
     return {name: value.detach().clone() for name, value in found.items()}
 
 

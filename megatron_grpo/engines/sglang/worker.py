@@ -47,7 +47,7 @@ from checkpoint_convert.megatron import file_layout
 from checkpoint_convert.quantization import CONFIG_KEYS, ignored_modules
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
-from megatron_grpo.engine_weights.protocol import VISION_VARIABLE, Json, own_parameters
+from megatron_grpo.engine_weights.protocol import VISION_VARIABLE, Json, pushable_parameters
 from megatron_grpo.engine_weights.worker import PushWorker, Receiver
 from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
 from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
@@ -92,7 +92,7 @@ class SchedulerWorker(PushWorker):
         Quantised ones have scales for keys and values besides, which are ones: these are cached as
         they are.
         """
-        held = own_parameters(self.runner.model, VISION_VARIABLE in os.environ)
+        held = pushable_parameters(self.runner.model, VISION_VARIABLE in os.environ)
         return {name: each for name, each in held.items() if not name.endswith(OF_CACHE)}
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
@@ -107,9 +107,9 @@ class SchedulerWorker(PushWorker):
         held = self.tensors()
         return checksums(held) if any(each.itemsize == 1 for each in held.values()) else sums
 
-    def _drop_weights(self) -> Json:
-        self.state.drop_weights()
-        return {"can_sleep": is_cpu() or get_exec().features.enable_memory_saver}
+    def can_sleep(self) -> bool:
+        """Whether SGLang's memory saver is on; a CPU has no memory to give away."""
+        return is_cpu() or bool(get_exec().features.enable_memory_saver)
 
 
 def refresh_norms(model: Module) -> None:
