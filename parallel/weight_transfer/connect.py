@@ -20,9 +20,9 @@ from torch import Tensor
 
 from parallel.layout import Box, Copy, Layout
 from parallel.reshard import check_arrivals
-from parallel.weight_transfer.channels import Channel
-from parallel.weight_transfer.control_socket import (
+from parallel.weight_transfer.channels import (
     Address,
+    Channel,
     ChannelError,
     ControlSocket,
     Listener,

@@ -22,8 +22,8 @@ from torch.distributed import DistError, Store, TCPStore
 
 from parallel.clock import running_time
 from parallel.layout import Box
-from parallel.weight_transfer.buckets import ALIGNMENT
-from parallel.weight_transfer.control_socket import ChannelError
+from parallel.weight_transfer.channels import ChannelError
+from parallel.weight_transfer.streams import ALIGNMENT
 
 POLL_SECONDS = 0.1
 """Interval of polling the store, whose own wait cannot be interrupted by a failure elsewhere."""
