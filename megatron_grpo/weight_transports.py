@@ -155,7 +155,7 @@ class WeightFolder:
 
     @property
     def init_info(self) -> Json:
-        """What workers are told instead of channels; see `open_receiver`."""
+        """Sent to the workers in place of a `TransferInitInfo`; see `open_receiver`."""
         # What decides which part of the weights each worker holds.
         sizes = {"tensor_parallel_size", "data_parallel_size", "vllm", "sglang"}
         fields = {"engine", "max_completion_length", *sizes}

@@ -184,11 +184,11 @@ class ControlSocket:
         self.socket.close()
 
     def closed(self) -> ChannelError:
-        """What to raise when the connection has ended."""
+        """The error of a connection that has ended."""
         return ChannelError(f"{self.peer} has closed the channel or died")
 
     def timed_out(self) -> ChannelError:
-        """What to raise when a wait has taken too long."""
+        """The error of a wait that has taken too long."""
         return ChannelError(f"{self.peer} has made no progress for {self.seconds:g} s")
 
 

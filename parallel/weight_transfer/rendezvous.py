@@ -184,7 +184,7 @@ def _namespace(kind: str) -> int:
 
 @dataclass(frozen=True)
 class TransferInitInfo:
-    """What the workers of all engines need to open their channels: plain data, sent as JSON."""
+    """Data that the workers of all engines need to open their channels, sent as JSON."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", hide_input_in_errors=True)
 

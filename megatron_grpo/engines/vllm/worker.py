@@ -242,7 +242,7 @@ class VllmWorker(PushWorker):
         return sums
 
     def describe_parameters(self) -> Json:
-        """Those of the weights, and of the adapter if the engine has one."""
+        """Describe the weights, and the adapter if the engine has one."""
         parameters = self.weights() | adapter_buffers(self.model)
         return {"parameters": parameter_table(parameters)}
 
