@@ -9,8 +9,8 @@ from torch import Tensor
 
 from helpers.vllm_workers import WorkerClient, WorkerEngines, WorkerProcess
 from megatron_grpo.engines.client import meanwhile
-from megatron_grpo.weight_channels import WeightChannels
 from megatron_grpo.weight_sync import WeightSync
+from megatron_grpo.weight_transports import WeightChannels
 from parallel.weight_transfer.channels import Channel
 from parallel.weight_transfer.streams import InStream, OutStream
 

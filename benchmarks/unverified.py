@@ -1,21 +1,18 @@
 """Pushes without checksums, to measure what verification costs."""
 
-import ctypes
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import torch.distributed as dist
 
 from helpers.vllm_workers import WorkerEngines, WorkerProcess
 from megatron_grpo import weight_sync
-from parallel import checksum as cpu_checksum
+from parallel.checksum import BoxCopy, NamedSum
+from parallel.weight_transfer import streams, transfer
 
-SUMMING = cpu_checksum._add_pieces
+PATCHES = ExitStack()
+"""Patches of a worker's process."""
 
 
 @contextmanager
@@ -28,7 +25,7 @@ def unverified(rank: int, engines: WorkerEngines) -> Iterator[None]:
         engines.call(_sum, False)
     dist.barrier()
     with (
-        patch.object(cpu_checksum, "_add_pieces", _copying()),
+        patch.object(streams, "copied_and_summed", _copied),
         patch.object(weight_sync, "sums_of_all_ranks", lambda *arguments: None),
     ):
         yield
@@ -38,18 +35,13 @@ def unverified(rank: int, engines: WorkerEngines) -> Iterator[None]:
 
 
 def _sum(process: WorkerProcess, is_on: bool) -> None:
-    copying = _copying()  # compile before anything is measured
-    cpu_checksum._add_pieces = SUMMING if is_on else copying
+    if is_on:
+        PATCHES.close()
+    else:
+        PATCHES.enter_context(patch.object(transfer, "checksums", lambda parameters: {}))
 
 
-@cache
-def _copying() -> Callable[..., None]:
-    """The checksum kernel's `add_pieces` with copies only."""
-    with TemporaryDirectory() as folder:
-        library = Path(folder) / "copy_rows.so"
-        source = Path(__file__).with_name("copy_rows.c")
-        subprocess.run(["cc", "-O3", "-shared", "-fPIC", "-o", library, source], check=True)
-        copying = ctypes.CDLL(str(library)).add_pieces
-        copying.argtypes, copying.restype = (ctypes.c_void_p, ctypes.c_size_t), None
-        loaded: Callable[..., None] = copying
-        return loaded
+def _copied(copies: Iterable[BoxCopy]) -> list[NamedSum]:
+    for copy in copies:
+        copy.target.copy_(copy.source)
+    return []

@@ -43,7 +43,7 @@ class EngineDims:
 def engine_layouts(shape: ModelShape, dims: EngineDims) -> list[Layout]:
     """Layouts of one engine's workers, in the coordinates of the weight files, by rank.
 
-    Local names are those of the worker's `own_parameters`, such as
+    Local names are those of the worker's `pushable_parameters`, such as
     ``model.layers.3.self_attn.qkv_proj.weight``, without a tied head; shapes, too.
     `ShardMapping.is_replica` marks what a worker of lower rank also holds. Raises the ValueError of
     `check_engine_dims`.

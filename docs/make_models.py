@@ -21,7 +21,7 @@ from helpers.published_models import PUBLISHED_MODELS, write_config
 from megatron_grpo.config.grpo import GRPOConfig, check_shared_prompts
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engines.layouts import engine_dims, quantized_engine
+from megatron_grpo.engine_weights.layouts import engine_dims, quantized_engine
 from megatron_grpo.engines.support import check_attention, check_served
 from megatron_grpo.policy.lora_targets import check_lora
 from megatron_grpo.policy.transformer_engine import check_fp8_model

@@ -19,10 +19,10 @@ from megatron_grpo.bars import progress_bar, waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.reward import served_here
 from megatron_grpo.data.prompts import end_tokens, with_date
+from megatron_grpo.engine_weights.protocol import LOADED_VERSION
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineDown, NoServingEngine
 from megatron_grpo.engines.pool import EnginePool
-from megatron_grpo.engines.push_protocol import LOADED_VERSION
 from megatron_grpo.engines.reward_models import RewardModels
 from megatron_grpo.engines.router import RequestRouter
 from megatron_grpo.engines.server import EngineServers

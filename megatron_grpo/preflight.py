@@ -21,7 +21,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.doctor.packages import TRACKERS
-from megatron_grpo.engines.layouts import quantized_engine
+from megatron_grpo.engine_weights.layouts import quantized_engine
 from megatron_grpo.engines.server import check_arguments, check_model_served
 from megatron_grpo.engines.support import check_kernels
 from megatron_grpo.engines.vllm.args import check_adapters

@@ -13,8 +13,8 @@ from megatron_grpo.checkpoints.folders import latest_step
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import with_num_steps
+from megatron_grpo.engine_weights.checksums import loaded_sums, pushed_sender
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.pushed import loaded_sums, pushed_sender
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.run_dir import run_lock
 from megatron_grpo.policy.chunks import describe

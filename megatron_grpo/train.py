@@ -15,8 +15,8 @@ from megatron_grpo.checkpoints.experience_file import CURRENT, OPEN, ready_prefi
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.trained_shape import trained_shape
+from megatron_grpo.engine_weights.checksums import pushed_weights
 from megatron_grpo.engines.http import RolloutAborted
-from megatron_grpo.engines.pushed import pushed_weights
 from megatron_grpo.evaluation.evaluation import is_due
 from megatron_grpo.launch.disk import resumable
 from megatron_grpo.launch.process import Preempted

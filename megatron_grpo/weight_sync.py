@@ -19,16 +19,15 @@ from torch import Tensor
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
 from megatron_grpo.config.config import Config
+from megatron_grpo.engine_weights.checksums import NOTHING, sums_of_all_ranks
+from megatron_grpo.engine_weights.layouts import shard_bytes, worker_shards
+from megatron_grpo.engine_weights.protocol import WorkerSums
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import RolloutAborted
-from megatron_grpo.engines.layouts import holdings, shard_bytes
-from megatron_grpo.engines.push_protocol import WorkerSums
-from megatron_grpo.engines.pushed import NOTHING, sums_of_all_ranks
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.weight_channels import WeightChannels
-from megatron_grpo.weight_folder import WeightFolder
+from megatron_grpo.weight_transports import WeightChannels, WeightFolder
 from parallel import Sender, cut_shares, plan_shares
 from parallel.collectives import first_failure, on_rank_0, wait_for_rank_0
 from parallel.weight_transfer import bucket_bytes_for
@@ -54,10 +53,10 @@ class WeightSync:
         loaded: Mapping[int, WorkerSums] = NOTHING,
     ) -> None:
         self._engines, self._residency = engines, residency
-        held = holdings(cfg, shape)
-        workers, self._held, self._loaded = held.pushed, held.all, loaded
-        self._check_engine = partial(check_engine, held.all, dtypes=held.dtypes)
-        dtypes = {name: getattr(torch, dtype) for name, dtype in held.dtypes.items()}
+        shards = worker_shards(cfg, shape)
+        workers, self._held, self._loaded = shards.pushed, shards.all, loaded
+        self._check_engine = partial(check_engine, shards.all, dtypes=shards.dtypes)
+        dtypes = {name: getattr(torch, dtype) for name, dtype in shards.dtypes.items()}
         itemsizes = {name: dtype.itemsize for name, dtype in dtypes.items()}
         shares = plan_shares(sender, workers)
         senders = _all_senders({worker for worker, *_ in shares}, len(workers))
@@ -102,12 +101,12 @@ class WeightSync:
         rank 0 was told to stop while waiting for an engine.
         """
         with timer.phase("await_engines"):
-            self._await_engines()
+            self._agree_on_engines()
         is_repeated = False
         while failure := self._try_push(parameters, policy_version, timer):
             self.close()
             with timer.phase("await_engines"):
-                has_changed = self._await_engines()
+                has_changed = self._agree_on_engines()
             if is_repeated and not has_changed:
                 raise RolloutAborted(str(failure))
             is_repeated = not has_changed
@@ -118,20 +117,17 @@ class WeightSync:
         """Close this rank's channels."""
         self._transport.close()
 
-    def _await_engines(self) -> bool:
+    def _agree_on_engines(self) -> bool:
         """Tell all ranks how many engines the push is for; returns whether the engines changed.
 
         If they did, the channels to the earlier ones are closed.
         """
-
-        def await_engines(engines: RolloutClient) -> tuple[int, int]:
-            try:
-                return engines.await_engines(self._check_engine)
-            except ConnectionError as error:
-                raise RolloutAborted(str(error)) from None
-
         self._make_room()
-        assembled = on_rank_0(self._engines, await_engines, (Preempted, RolloutAborted))
+        assembled = on_rank_0(
+            self._engines,
+            lambda engines: engines.await_engines(self._check_engine),
+            (Preempted, RolloutAborted),
+        )
         found = torch.tensor(assembled or (0, 0))
         dist.broadcast(found, src=0)
         self._num_engines, chain_number = found.tolist()

@@ -12,22 +12,18 @@ one in 2^64 of the others. Zeros add nothing, and a tensor's checksum is the sum
 boxes that make it up: ranks sum what they own, and one all-reduce gives the checksum of the whole.
 
 The sums of words over rows and over columns need no product per word, which is several times faster
-than a separate factor for every word. torch computes them on a GPU; on a CPU
-checksum_kernel.c sums rows while it copies them.
+than a separate factor for every word.
 """
 
-import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from itertools import chain, repeat
+from itertools import chain
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kernels import load_kernel
 from parallel.layout import Box, Shape
 from parallel.views import matrices_of
 
@@ -58,10 +54,7 @@ def _random(indices: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BoxCopy:
-    """Copy `source` to `target`, which is `box` of tensor `name` of `shape`, and checksum it.
-
-    If `source` is `target`, nothing is copied.
-    """
+    """Copy `source` to `target`, which is `box` of tensor `name` of `shape`, and checksum it."""
 
     name: str
     source: Tensor
@@ -70,99 +63,10 @@ class BoxCopy:
     shape: Shape
 
 
-class PreparedCopies:
-    """Copies that are repeated between the same addresses in memory.
-
-    The memory must stay valid; this object does not keep the tensors alive.
-    """
-
-    def __init__(self, copies: Sequence[BoxCopy]) -> None:
-        self._names = {name: number for number, name in enumerate({c.name: None for c in copies})}
-        self._totals = np.zeros(len(self._names), dtype=np.int64)
-        self._factors: list[tuple[Tensor, Tensor]] = []  # kept alive: pieces hold their addresses
-        self._others = [copy for copy in copies if not _is_rows(copy)]
-        self._pieces = _as_pieces(
-            piece
-            for copy in copies
-            if _is_rows(copy)
-            for piece in self._pieces_of(copy, _passes(copy))
-        )
-
-    def make(self) -> list[tuple[str, Tensor]]:
-        """Make the copies; returns (name, int64 scalar): the sum over all boxes of each tensor."""
-        self._totals[:] = 0
-        _add(self._pieces)
-        num_kept = len(self._factors)
-        for copy in self._others:
-            if copy.source is not copy.target:
-                copy.target.copy_(copy.source)
-            values = copy.target.contiguous()
-            summed = replace(copy, source=values, target=values)
-            _add(_as_pieces(self._pieces_of(summed, _passes(summed))))
-        del self._factors[num_kept:]
-        return list(zip(self._names, torch.from_numpy(self._totals.copy()).unbind(), strict=True))
-
-    def _pieces_of(
-        self, copy: BoxCopy, passes: Iterable[tuple[int, Tensor, Tensor | None]]
-    ) -> Iterator[tuple[int, ...]]:
-        """The kernel's description of some rows; see `struct piece`."""
-        item_bytes = copy.target.element_size()
-        assert tuple(copy.target.shape) == copy.box.size and item_bytes in (1, 2, 4, 8)
-        factors = factors_of(copy.shape, WORD_BYTES // item_bytes, copy.target.device)
-        self._factors.append(factors)
-        rows, columns = (each.data_ptr() for each in factors)
-        first_word, offset = divmod(copy.box.start[-1] * item_bytes, WORD_BYTES)
-        for first_row, values, target in passes:
-            yield (
-                values.data_ptr(),
-                0 if target is None else target.data_ptr(),
-                values.shape[0],
-                values.shape[1] * item_bytes,
-                values.stride(0) * item_bytes,
-                0 if target is None else target.stride(0) * item_bytes,
-                offset,
-                rows + first_row * WORD_BYTES,
-                columns + first_word * WORD_BYTES,
-                self._totals.ctypes.data + self._names[copy.name] * WORD_BYTES,
-            )
-
-
-def _is_rows(copy: BoxCopy) -> bool:
-    """Whether the kernel can make the copy: contiguous rows of the same dtype."""
-    source, target = copy.source, copy.target
-    return source.dtype == target.dtype and source.stride(-1) == target.stride(-1) == 1
-
-
-def _passes(copy: BoxCopy) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """(number of the first row, rows to sum, where to copy them or None)."""
-    first_rows = _first_rows(copy.box, copy.shape)
-    if copy.source is copy.target:
-        return zip(first_rows, matrices_of(copy.target), repeat(None), strict=False)
-    return zip(first_rows, matrices_of(copy.source), matrices_of(copy.target), strict=True)
-
-
-def _first_rows(box: Box, shape: Shape) -> list[int]:
-    """The number of the first row of each matrix of a box, in order."""
-    if len(shape) <= 2:
-        return [box.start[0] if len(shape) == 2 else 0]
-    matrices = torch.arange(prod(shape[:-2])).view(shape[:-2])[box.slices[:-2]].flatten()
-    return (matrices * shape[-2] + box.start[-2]).tolist()
-
-
-def _as_pieces(pieces: Iterable[tuple[int, ...]]) -> np.ndarray:
-    """An array of `struct piece`."""
-    return np.array(list(pieces), dtype=np.int64)
-
-
-_add_pieces = load_kernel("checksum_kernel", "add_pieces", ctypes.c_void_p, ctypes.c_size_t)
-
-
-def _add(pieces: np.ndarray) -> None:
-    _add_pieces(pieces.ctypes.data, len(pieces))
-
-
-BLOCK_BYTES = 1 << 28
+GPU_BLOCK_BYTES = 1 << 28
 """Maximum size of temporary copies of values that are not contiguous, on a GPU."""
+CPU_BLOCK_BYTES = 1 << 20
+"""Bytes that a CPU sums by row and then by column: few enough to stay in its cache between."""
 
 NamedSum = tuple[str, Tensor]
 """Name of a tensor, and the contribution of one of its boxes to its checksum."""
@@ -174,10 +78,33 @@ def checksum(values: Tensor, box: Box, shape: Shape) -> Tensor:
     Returns an int64 scalar on the device of `values`, to be added to those of the other boxes;
     int64 overflow gives the sum modulo 2^64.
     """
-    if values.device.type == "cpu":
-        [(_, total)] = PreparedCopies([BoxCopy("", values, values, box, shape)]).make()
-        return total
-    return checksum_by_torch(values, box, shape)
+    values = values.detach()
+    assert tuple(values.shape) == box.size and values.element_size() in (1, 2, 4, 8)
+    if values.element_size() == 1:  # torch does not pad floats of 8 bits
+        values = values.view(torch.uint8)
+    per_word = WORD_BYTES // values.element_size()
+    first, last = box.start[-1], box.start[-1] + box.size[-1]
+    # Words that lie only partly in the box are filled with zeros; other boxes add their parts.
+    padding = (first % per_word, -last % per_word)
+    row_factors, column_factors = factors_of(shape, per_word, values.device)
+    row_factors = row_factors[box.slices[:-1]].flatten()
+    column_factors = column_factors[first // per_word : -(-last // per_word)]
+    row_sums, column_sums = [row_factors[:0]], torch.zeros_like(column_factors)
+    if values.is_contiguous():  # not a few kernels for every expert
+        values = values.view(-1, values.shape[-1])
+    row_bytes = values.shape[-1] * values.element_size()
+    block_bytes = CPU_BLOCK_BYTES if values.device.type == "cpu" else GPU_BLOCK_BYTES
+    blocks = (matrix.split(max(1, block_bytes // row_bytes)) for matrix in matrices_of(values))
+    for block in chain.from_iterable(blocks):
+        if any(padding):
+            block = torch.nn.functional.pad(block, padding)
+        flat = block.contiguous().view(-1)
+        if flat.storage_offset() % per_word:  # torch requires words aligned to 8 bytes
+            flat = flat.clone()
+        words = flat.view(torch.int64).view(len(block), -1)
+        row_sums.append(words.sum(1))
+        column_sums += words.sum(0)
+    return (torch.cat(row_sums) * row_factors).sum() + (column_sums * column_factors).sum()
 
 
 def whole_checksum(tensor: Tensor) -> Tensor:
@@ -190,7 +117,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def copied_and_summed(copies: Iterable[BoxCopy]) -> Iterator[NamedSum]:
-    """Make the copies, by torch on any device; yields the contributions of all to the checksums."""
+    """Make the copies; yields the contributions of all to the checksums."""
 
     def made() -> Iterator[BoxCopy]:
         for copy in copies:
@@ -198,7 +125,7 @@ def copied_and_summed(copies: Iterable[BoxCopy]) -> Iterator[NamedSum]:
             yield copy
 
     for copy in joined(made()):
-        yield copy.name, checksum_by_torch(copy.target, copy.box, copy.shape)
+        yield copy.name, checksum(copy.target, copy.box, copy.shape)
 
 
 def joined(copies: Iterable[BoxCopy]) -> Iterator[BoxCopy]:
@@ -263,33 +190,3 @@ def added_up(sums: Iterable[NamedSum]) -> dict[str, int]:
     return (
         dict(zip(totals, torch.stack([*totals.values()]).tolist(), strict=True)) if totals else {}
     )
-
-
-def checksum_by_torch(values: Tensor, box: Box, shape: Shape) -> Tensor:
-    """`checksum` computed by torch, on any device."""
-    values = values.detach()
-    assert tuple(values.shape) == box.size and values.element_size() in (1, 2, 4, 8)
-    if values.element_size() == 1:  # torch does not pad floats of 8 bits
-        values = values.view(torch.uint8)
-    per_word = WORD_BYTES // values.element_size()
-    first, last = box.start[-1], box.start[-1] + box.size[-1]
-    # Words that lie only partly in the box are filled with zeros; other boxes add their parts.
-    padding = (first % per_word, -last % per_word)
-    row_factors, column_factors = factors_of(shape, per_word, values.device)
-    row_factors = row_factors[box.slices[:-1]].flatten()
-    column_factors = column_factors[first // per_word : -(-last // per_word)]
-    row_sums, column_sums = [row_factors[:0]], torch.zeros_like(column_factors)
-    if values.is_contiguous():  # not a few kernels for every expert
-        values = values.view(-1, values.shape[-1])
-    row_bytes = values.shape[-1] * values.element_size()
-    blocks = (matrix.split(max(1, BLOCK_BYTES // row_bytes)) for matrix in matrices_of(values))
-    for block in chain.from_iterable(blocks):
-        if any(padding):
-            block = torch.nn.functional.pad(block, padding)
-        flat = block.contiguous().view(-1)
-        if flat.storage_offset() % per_word:  # torch requires words aligned to 8 bytes
-            flat = flat.clone()
-        words = flat.view(torch.int64).view(len(block), -1)
-        row_sums.append(words.sum(1))
-        column_sums += words.sum(0)
-    return (torch.cat(row_sums) * row_factors).sum() + (column_sums * column_factors).sum()

@@ -1,4 +1,4 @@
-"""Loads the C extensions of this package, which are compiled at installation."""
+"""Loads the C extension of this package, which is compiled at installation."""
 
 import ctypes
 import sysconfig

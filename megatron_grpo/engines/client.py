@@ -12,10 +12,10 @@ from typing import Any, NoReturn, TypeVar
 from checkpoint_convert.vllm import EngineReport
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engine_weights.protocol import PushFailed, WorkerSums, check_reports
 from megatron_grpo.engines.engine import Engine, Json
 from megatron_grpo.engines.http import EngineDown, EngineError, http_client
 from megatron_grpo.engines.pool import EnginePool
-from megatron_grpo.engines.push_protocol import PushFailed, WorkerSums, check_reports
 from megatron_grpo.engines.vllm.args import NO_ADAPTERS
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.workers.event_loop import EventLoop
@@ -149,7 +149,7 @@ class RolloutClient:
         self._on_all(lambda engine: engine.ask_workers("receive_push", push=push), is_sending)
 
     def check_push(self, push: str, expected: Sequence[WorkerSums] | None) -> None:
-        """Raise EngineError unless every worker of every engine has loaded `push`.
+        """Raise PushFailed unless every worker of every engine has loaded `push`.
 
         If `expected` is given, one entry for each worker of an engine, the checksums of their
         weights must match it, too. An engine that has joined with other weights is lost: the run

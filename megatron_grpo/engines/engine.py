@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import httpx
 import msgspec
 
+from megatron_grpo.engine_weights.protocol import LOADED, LOADED_VERSION
 from megatron_grpo.engines.choice import (
     CUT,
     NOT_FINITE,
@@ -29,7 +30,6 @@ from megatron_grpo.engines.http import (
     events_of,
     failure,
 )
-from megatron_grpo.engines.push_protocol import LOADED, LOADED_VERSION
 from megatron_grpo.engines.vllm.args import ADAPTER
 from parallel.clock import running_time
 

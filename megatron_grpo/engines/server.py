@@ -18,6 +18,7 @@ from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.config.trained_shape import trained_shape
+from megatron_grpo.engine_weights.layouts import engine_dims
 from megatron_grpo.engines.access import check_host
 from megatron_grpo.engines.arguments import (
     ONE_NODE,
@@ -33,7 +34,6 @@ from megatron_grpo.engines.joining import (
     serve_joined,
     settings_of,
 )
-from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
 from megatron_grpo.engines.sglang.args import (
     check_folder_loaded,

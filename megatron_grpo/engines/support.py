@@ -13,8 +13,8 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.config.vision import TRAINABLE
+from megatron_grpo.engine_weights.layouts import engine_dims
 from megatron_grpo.engines.arguments import reason
-from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.sglang.args import LIMIT, full_interval
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

@@ -7,7 +7,7 @@ from checkpoint_convert.megatron import hf_dtypes
 from checkpoint_convert.quantized_model import QuantizedModel
 from megatron_grpo.config.config import Config
 from megatron_grpo.doctor.gpus import PACKED_CAPABILITY
-from megatron_grpo.engines.layouts import worker_dtypes
+from megatron_grpo.engine_weights.layouts import worker_dtypes
 
 
 @dataclass(frozen=True, kw_only=True)

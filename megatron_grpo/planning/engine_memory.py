@@ -15,14 +15,14 @@ from checkpoint_convert.vllm import engine_sizes
 from checkpoint_convert.vllm_lora import worker_adapters
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
-from megatron_grpo.engines.layouts import (
+from megatron_grpo.engine_weights.layouts import (
     engine_dims,
     first_worker,
     num_copied_latents,
     quantized_engine,
     served_shape,
 )
+from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
 from megatron_grpo.engines.support import check_card
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.attention import sequence_elements

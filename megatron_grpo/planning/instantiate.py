@@ -23,7 +23,7 @@ from megatron_grpo.checkpoints.state import chained_optimizers, weight_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.config.trained_shape import trained_shape
-from megatron_grpo.engines.layouts import holdings, worker_layouts
+from megatron_grpo.engine_weights.layouts import worker_layouts, worker_shards
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.policy.lora import add_adapters
@@ -265,7 +265,7 @@ def instantiate(cfg: Config) -> Instantiation:
             whole = peft_tensors(cfg.lora, shape)
             cover_exactly(whole, [sender.layout for sender in adapters])
         if cfg.lora.is_served:
-            num_boxes = check_push(adapters, holdings(cfg, shape).pushed)
+            num_boxes = check_push(adapters, worker_shards(cfg, shape).pushed)
     except ValueError as error:
         return Instantiation(table="", faults=[str(error)])
     lines = [

@@ -8,7 +8,7 @@ from checkpoint_convert.vllm import engine_sizes
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.trained_shape import trained_shape
-from megatron_grpo.engines.layouts import engine_dims
+from megatron_grpo.engine_weights.layouts import engine_dims
 from megatron_grpo.engines.support import WITH_FP8, check_towers_served
 from megatron_grpo.launch.placement import check_engine_size
 from megatron_grpo.planning.advice import Changes, legal, overrides

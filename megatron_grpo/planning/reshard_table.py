@@ -10,11 +10,11 @@ from checkpoint_convert import ModelShape, check_divisible, hf_tensors
 from checkpoint_convert.megatron import first_senders
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.trained_shape import trained_shape
-from megatron_grpo.engines.layouts import (
-    holdings,
+from megatron_grpo.engine_weights.layouts import (
     quantized_engine,
     shard_bytes,
     worker_layouts,
+    worker_shards,
 )
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.card import ITEMSIZE, file_itemsizes, worker_itemsizes
@@ -71,7 +71,7 @@ def _ends(
 ) -> tuple[Iterable[Sender], list[Layout], Mapping[str, int]]:
     """The ranks that send, what each worker gets, and the bytes of an element of it by name."""
     if cfg.lora.is_served:
-        workers = holdings(cfg, shape).pushed
+        workers = worker_shards(cfg, shape).pushed
         itemsizes = dict.fromkeys(workers[0].shapes, ITEMSIZE[cfg.model.dtype])
         return first_adapter_senders(cfg.lora, shape, cfg.dims), workers, itemsizes
     workers = worker_layouts(shape, cfg.rollout)

@@ -8,8 +8,8 @@ from math import ceil
 from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
+from megatron_grpo.engine_weights.layouts import engine_dims
 from megatron_grpo.engines.arguments import PLANNED, engine_number
-from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.planning.attention import rule_flops
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes, worker_tensors

@@ -17,8 +17,8 @@ from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample
+from megatron_grpo.engine_weights.layouts import quantized_engine
 from megatron_grpo.engines.group import CompletionGroup, features_of, sample_alone
-from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.quantized import quantized_weights
 from megatron_grpo.rollout.group_queue import GroupKey

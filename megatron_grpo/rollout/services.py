@@ -13,9 +13,9 @@ from megatron_grpo.config.reward import served_here
 from megatron_grpo.data.prompts import end_tokens, load_prompts
 from megatron_grpo.data.samples import first_seed
 from megatron_grpo.data.stream import PromptStream
+from megatron_grpo.engine_weights.layouts import worker_shards
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.joining import JoinFolder
-from megatron_grpo.engines.layouts import holdings
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.reward_models import RewardModels
 from megatron_grpo.engines.router import RequestRouter
@@ -111,7 +111,7 @@ class RolloutServices:
         names the parameters of an engine that a push would not fill.
         """
         self.servers.wait_ready(self.cfg.rollout.startup_timeout, show)
-        held = holdings(self.cfg, self.shape)
+        held = worker_shards(self.cfg, self.shape)
         for url, workers in self.engines.describe_parameters().items():
             try:
                 check_engine(held.all, workers, held.dtypes)

@@ -4,8 +4,7 @@
 through a `Rendezvous`, which rank 0 opens; everything else in here is internal.
 """
 
-from parallel.weight_transfer.buckets import bucket_bytes_for, most_channels
-from parallel.weight_transfer.control_socket import ChannelError
+from parallel.weight_transfer.channels import ChannelError
 from parallel.weight_transfer.rendezvous import (
     Rendezvous,
     RendezvousAddress,
@@ -15,6 +14,7 @@ from parallel.weight_transfer.rendezvous import (
     open_rendezvous,
     rendezvous_address,
 )
+from parallel.weight_transfer.streams import bucket_bytes_for, most_channels
 from parallel.weight_transfer.transfer import TIMEOUT, WeightReceiver, WeightSender
 
 __all__ = [

@@ -1,16 +1,23 @@
-"""The interface of channels, independent of how the bytes are moved.
+"""The interface of channels, independent of how the bytes are moved, and the socket of each.
 
 A channel goes from one sending process to one receiving process. It has two buffers that are used
 in turn: while one is being transferred or read, the other is filled. Each end is used by one thread
-at a time.
+at a time. Its two ends take turns by signals over a control socket, at which the sender listens and
+the receiver connects; by it, either notices the loss of the other.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import secrets
+import select
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from parallel.clock import running_time, stopped_time
 
 NUM_SLOTS = 2
 """Number of buffers of a channel."""
@@ -71,3 +78,177 @@ def finish_copies(device: torch.device) -> None:
     """Wait until the copies that this thread started are complete."""
     if device.type != "cpu":
         torch.cuda.current_stream(device).synchronize()
+
+
+Address = str | tuple[str, int]
+"""Name of an abstract Unix socket on this host, or host and port."""
+CHECK_SECONDS = 0.2
+END_SECONDS = 1.0
+SIGNAL = b"\1"
+"""The byte of a signal; both ends know from the protocol what it means at each point."""
+
+
+class ChannelError(ConnectionError):
+    """The other end of a channel, named in the message, closed it, died, or stopped responding."""
+
+
+class ControlSocket:
+    """A connection to `peer`, which every error names.
+
+    A wait fails after `timeout` without progress, and at once when the other end is closed or its
+    process has ended.
+    """
+
+    def __init__(self, connection: socket.socket, peer: str, timeout: timedelta) -> None:
+        self.socket = connection
+        self.peer = peer
+        self.seconds = timeout.total_seconds()
+        connection.settimeout(self.seconds)
+        if not self.is_local:  # send signals at once, without Nagle's algorithm
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sending = select.poll()
+        self._sending.register(connection, select.POLLOUT | select.POLLRDHUP)
+        self._hanging_up = select.poll()
+        self._hanging_up.register(connection, select.POLLRDHUP)
+
+    def send_signal(self) -> None:
+        """Send one byte."""
+        self.send(memoryview(SIGNAL))
+
+    def await_signal(self) -> None:
+        """Wait for one byte."""
+        self.receive(memoryview(bytearray(len(SIGNAL))))
+
+    def send(self, data: memoryview) -> None:
+        """Send all of `data`."""
+        stopped = stopped_time()
+        while data:
+            # A plain `send` would block on the full buffer of an end that has stopped reading.
+            events = self._sending.poll(self.seconds * 1000)
+            if not events:
+                stopped = self._check_time(stopped)
+                continue
+            if events[0][1] & ~select.POLLOUT:
+                raise self.closed()
+            try:
+                data = data[self.socket.send(data) :]
+            except OSError as error:
+                raise self.closed() from error
+
+    def receive(self, data: memoryview) -> None:
+        """Fill all of `data`."""
+        stopped = stopped_time()
+        while data:
+            try:
+                count = self.socket.recv_into(data)
+            except TimeoutError:
+                stopped = self._check_time(stopped)
+                continue
+            except OSError as error:
+                raise self.closed() from error
+            if not count:
+                raise self.closed()
+            data = data[count:]
+
+    def _check_time(self, stopped: float) -> float:
+        """After a wait has timed out: raise, unless this process was stopped in it."""
+        if (now := stopped_time()) > stopped:
+            return now
+        raise self.timed_out()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both ends are on this host, connected by a Unix socket."""
+        return self.socket.family == socket.AF_UNIX
+
+    def is_open(self) -> bool:
+        """Whether neither end has closed the connection."""
+        return not self._hanging_up.poll(0)
+
+    def abort(self) -> None:
+        """Make the waits of both ends fail; any thread may call it."""
+        with suppress(OSError):  # the other end was faster
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def await_end(self) -> None:
+        """Signal that this end is done, and wait at most END_SECONDS until the other has closed."""
+        with suppress(OSError):  # the other end is gone, or takes its time
+            self.socket.shutdown(socket.SHUT_WR)
+            self.socket.settimeout(END_SECONDS)
+            while self.socket.recv(4096):
+                pass
+
+    def close(self) -> None:
+        """End the connection."""
+        self.abort()
+        self.socket.close()
+
+    def closed(self) -> ChannelError:
+        """The error of a connection that has ended."""
+        return ChannelError(f"{self.peer} has closed the channel or died")
+
+    def timed_out(self) -> ChannelError:
+        """The error of a wait that has taken too long."""
+        return ChannelError(f"{self.peer} has made no progress for {self.seconds:g} s")
+
+
+class Listener:
+    """Waits for the one receiver of a channel.
+
+    Listens on a free port of `host`; without `host`, on an abstract Unix socket with a random name.
+    """
+
+    def __init__(self, host: str | None = None) -> None:
+        self.address: Address = f"weights-{secrets.token_hex(16)}" if host is None else (host, 0)
+        self._socket = _socket_for(self.address)
+        self._socket.bind(_kernel_address(self.address))
+        if host is not None:
+            self.address = (host, self._socket.getsockname()[1])
+        self._socket.listen()
+
+    def accept(
+        self, peer: str, timeout: timedelta, check: Callable[[], None] = lambda: None
+    ) -> ControlSocket:
+        """Wait for the connection of `peer`, then stop listening.
+
+        Raises ChannelError if `peer` does not connect within `timeout`, and whatever `check`
+        raises, which is called regularly while waiting.
+        """
+        deadline = running_time() + timeout.total_seconds()
+        with self._socket:
+            while (left := deadline - running_time()) > 0:
+                self._socket.settimeout(min(left, CHECK_SECONDS))
+                try:
+                    connection, _ = self._socket.accept()
+                except TimeoutError:
+                    check()
+                else:
+                    return ControlSocket(connection, peer, timeout)
+        raise ChannelError(f"{peer} did not connect within {timeout.total_seconds():g} s")
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._socket.close()
+
+
+def connect(address: Address, peer: str, timeout: timedelta) -> ControlSocket:
+    """Connect to the listener of `peer`; ChannelError if it does not listen."""
+    connection = _socket_for(address)
+    try:
+        connection.settimeout(timeout.total_seconds())
+        connection.connect(_kernel_address(address))
+    except OSError as error:
+        connection.close()
+        raise ChannelError(f"cannot connect to {peer}: {error}") from error
+    return ControlSocket(connection, peer, timeout)
+
+
+def _socket_for(address: Address) -> socket.socket:
+    if isinstance(address, str):
+        return socket.socket(socket.AF_UNIX)
+    return socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+
+
+def _kernel_address(address: Address) -> str | tuple[str, int]:
+    """`address` as the kernel takes it: a zero byte makes a name abstract."""
+    return f"\0{address}" if isinstance(address, str) else (address[0], address[1])

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from parallel.layout import Box, Copy, Layout
 from parallel.reshard import check_arrivals
-from parallel.weight_transfer.channels import Channel
-from parallel.weight_transfer.control_socket import (
+from parallel.weight_transfer.channels import (
     Address,
+    Channel,
     ChannelError,
     ControlSocket,
     Listener,
@@ -127,7 +127,7 @@ class Peer:
     """The name by which error messages of other processes refer to it."""
     init_info: TransferInitInfo
     rendezvous: Rendezvous
-    """That of the init info."""
+    """The rendezvous of the init info."""
     device: torch.device
     """The device of its channels' buffers."""
     timeout: timedelta
@@ -201,7 +201,7 @@ _PLAN = TypeAdapter(list[tuple[str, str, _Sizes, _Sizes]])
 
 
 def plan_text(copies: Sequence[Copy], dtypes: Mapping[str, torch.dtype]) -> str:
-    """What arrives at a worker by `copies`, in order, as JSON; `dtypes` are of its parameters."""
+    """The arrivals of `copies` at a worker as JSON, in order; `dtypes` are of its parameters."""
     return json.dumps(
         [
             (name, str(dtypes[name]).removeprefix("torch."), box.start, box.size)

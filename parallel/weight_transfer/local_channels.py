@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.weight_transfer.channels import NUM_SLOTS, finish_copies
-from parallel.weight_transfer.control_socket import ChannelError, ControlSocket
+from parallel.weight_transfer.channels import NUM_SLOTS, ChannelError, ControlSocket, finish_copies
 
 
 class HostMemory:

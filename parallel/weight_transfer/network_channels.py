@@ -20,8 +20,7 @@ from torch import Tensor
 
 from parallel.clock import running_time
 from parallel.nccl import error_text, library
-from parallel.weight_transfer.channels import NUM_SLOTS, finish_copies
-from parallel.weight_transfer.control_socket import ChannelError, ControlSocket
+from parallel.weight_transfer.channels import NUM_SLOTS, ChannelError, ControlSocket, finish_copies
 from parallel.weight_transfer.local_channels import call_driver
 
 MAX_CTAS = 4

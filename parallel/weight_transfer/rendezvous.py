@@ -22,8 +22,8 @@ from torch.distributed import DistError, Store, TCPStore
 
 from parallel.clock import running_time
 from parallel.layout import Box
-from parallel.weight_transfer.buckets import ALIGNMENT
-from parallel.weight_transfer.control_socket import ChannelError
+from parallel.weight_transfer.channels import ChannelError
+from parallel.weight_transfer.streams import ALIGNMENT
 
 POLL_SECONDS = 0.1
 """Interval of polling the store, whose own wait cannot be interrupted by a failure elsewhere."""
@@ -184,7 +184,7 @@ def _namespace(kind: str) -> int:
 
 @dataclass(frozen=True)
 class TransferInitInfo:
-    """What the workers of all engines need to open their channels: plain data, sent as JSON."""
+    """Data that the workers of all engines need to open their channels, sent as JSON."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", hide_input_in_errors=True)
 

@@ -1,15 +1,82 @@
-"""The data of one channel in a push: boxes of tensors, packed into its buffers and unpacked."""
+"""The data of one channel in a push: boxes of tensors, packed into buckets and unpacked."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from parallel.checksum import BoxCopy, NamedSum, PreparedCopies, copied_and_summed
+from parallel.checksum import BoxCopy, NamedSum, copied_and_summed
 from parallel.layout import Box, Copy, Shape
 from parallel.views import as_local, as_whole
-from parallel.weight_transfer.buckets import Bucket, bucketed
-from parallel.weight_transfer.channels import Channel, own_stream
+from parallel.weight_transfer.channels import NUM_SLOTS, Channel, own_stream
+
+ALIGNMENT = 16
+"""Bytes; alignment lets a GPU copy several elements at a time."""
+BUCKET_STEP = 64 * 1024
+"""Bytes; bucket sizes are multiples of it."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Consecutive arrivals: index of the first, start of each in bytes, and end of the last."""
+
+    first: int
+    offsets: tuple[int, ...]
+    num_bytes: int
+
+
+def bucketed(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
+    """Pack arrivals of `sizes` bytes, each at most `bucket_bytes`, in order.
+
+    Both ends of a channel compute the same buckets from the same sizes.
+    """
+    buckets: list[Bucket] = []
+    first, offsets, end = 0, list[int](), 0
+    for number, size in enumerate(sizes):
+        assert size <= bucket_bytes, f"{size} bytes at once exceed a bucket of {bucket_bytes}"
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        if offsets and offset + size > bucket_bytes:
+            buckets.append(Bucket(first, tuple(offsets), end))
+            first, offsets, offset = number, [], 0
+        offsets.append(offset)
+        end = offset + size
+    if offsets:
+        buckets.append(Bucket(first, tuple(offsets), end))
+    return buckets
+
+
+def most_channels(senders: Sequence[Sequence[int]], num_engines: int) -> int:
+    """Channels of the process with most of them.
+
+    `senders` are the trainer ranks that send to each worker. A trainer rank has a channel to each
+    of its workers; a worker has one from each of its ranks and, except in the last engine, another
+    one for each to forward it.
+    """
+    of_workers = max(map(len, senders)) * min(num_engines, 2)
+    return max(of_workers, *Counter(chain.from_iterable(senders)).values())
+
+
+def bucket_bytes_for(
+    limit_bytes: int, senders: Sequence[Sequence[int]], num_engines: int, shard_bytes: int
+) -> int:
+    """The largest bucket size such that no process exceeds `limit_bytes` in its channels' buffers.
+
+    It is a multiple of 64 KiB, and at most `shard_bytes`, the size of the largest worker's shard,
+    rounded up to 64 KiB. Raises ValueError, with the smallest legal limit, if a bucket would be
+    smaller than 64 KiB.
+    """
+    num_channels = most_channels(senders, num_engines)
+    least = NUM_SLOTS * num_channels * BUCKET_STEP
+    if limit_bytes < least:
+        raise ValueError(
+            f"{limit_bytes} bytes are too few for {NUM_SLOTS} buffers for each of the "
+            f"{num_channels} channels of one process: at least {least} bytes are needed "
+            f"({BUCKET_STEP} per buffer)"
+        )
+    return min(limit_bytes // least, -(-shard_bytes // BUCKET_STEP)) * BUCKET_STEP
 
 
 class Packing:
@@ -39,38 +106,10 @@ class Packing:
             yield number, data.view(dtype).view(box.size)
 
 
-class _Stream:
-    def __init__(self, channel: Channel, packing: Packing, device: torch.device) -> None:
-        self.channel, self.packing, self._device = channel, packing, device
-        self._addresses: list[tuple[object, ...]] = []
-        self._prepared: dict[tuple[int, int], PreparedCopies] = {}
-        """On a CPU, the copies of each bucket, by its first box and its buffer's address: looking
-        up the addresses takes as long as copying a hundred KB."""
+class OutStream:
+    """The sending end of one channel of a trainer rank.
 
-    def _clear_if_moved(self, tensors: Mapping[str, Tensor]) -> None:
-        """Drop the prepared copies if any of `tensors` has moved in memory."""
-        addresses: list[tuple[object, ...]] = [
-            (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            for name, tensor in tensors.items()
-        ]
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self._prepared.clear()
-
-    def _copy_on_cpu(
-        self, bucket: Bucket, buffer: Tensor, copies: Iterator[BoxCopy]
-    ) -> list[NamedSum]:
-        """Make the `copies` of a bucket in `buffer`, the same each time; returns sums by tensor."""
-        key = bucket.first, buffer.data_ptr()
-        if key not in self._prepared:
-            self._prepared[key] = PreparedCopies([*copies])
-        return self._prepared[key].make()
-
-
-class OutStream(_Stream):
-    """What a trainer rank sends over one channel: `packing` contains the destinations of `copies`.
-
-    `shapes` are those of the receiver's parameters.
+    `packing` has the destinations of `copies`, and `shapes` are those of the receiver's parameters.
     """
 
     def __init__(
@@ -81,7 +120,7 @@ class OutStream(_Stream):
         packing: Packing,
         device: torch.device,
     ) -> None:
-        super().__init__(channel, packing, device)
+        self.channel, self.packing, self._device = channel, packing, device
         self._copies, self._shapes = copies, shapes
 
     def send_boxes(self, tensors: Mapping[str, Tensor]) -> list[NamedSum]:
@@ -91,18 +130,10 @@ class OutStream(_Stream):
         dtype before the buffer is sent.
         """
         sums: list[NamedSum] = []
-        # A mapping that computes its tensors on access has them in new memory each time.
-        are_repeated = self._device.type == "cpu" and isinstance(tensors, dict)
-        if are_repeated:
-            self._clear_if_moved(tensors)
         with own_stream(self._device), torch.inference_mode():
             for bucket in self.packing.buckets:
                 buffer = self.channel.next_buffer()
-                copies = self._box_copies(bucket, buffer, tensors)
-                if are_repeated:
-                    sums += self._copy_on_cpu(bucket, buffer, copies)
-                else:
-                    sums += copied_and_summed(copies)
+                sums += copied_and_summed(self._box_copies(bucket, buffer, tensors))
                 self.channel.send_bucket(bucket.num_bytes)
             self.channel.flush()
         return sums
@@ -118,8 +149,8 @@ class OutStream(_Stream):
             yield BoxCopy(name, source, target, box, self._shapes[name])
 
 
-class InStream(_Stream):
-    """What a worker receives on one channel, copies to boxes of its parameters, and forwards.
+class InStream:
+    """The receiving end of one channel of a worker, which forwards what arrives.
 
     `onward` is the channel to the same worker of the next engine, if there is one.
     """
@@ -132,20 +163,13 @@ class InStream(_Stream):
         packing: Packing,
         device: torch.device,
     ) -> None:
-        super().__init__(channel, packing, device)
+        self.channel, self.packing, self._device = channel, packing, device
         self._onward, self._arrivals = onward, arrivals
 
-    def receive_boxes(self, parameters: Mapping[str, Tensor]) -> list[NamedSum]:
-        """Fill the boxes of `parameters`; returns when the next engine has taken them, too.
-
-        On a CPU, returns the contribution of each box to the checksum, as the parameter now holds
-        it; on a GPU, an empty list.
-        """
-        sums: list[NamedSum] = []
+    def receive_boxes(self, parameters: Mapping[str, Tensor]) -> None:
+        """Fill the boxes of `parameters`; returns when the next engine has taken them, too."""
         buckets = self.packing.buckets
         buffers = self.channel.receive_buckets([bucket.num_bytes for bucket in buckets])
-        if self._device.type == "cpu":
-            self._clear_if_moved(parameters)
         # The parameters may be inference tensors, which can be written only in inference mode, or
         # views of tensors that require gradients, which autograd refuses to read once it knows of a
         # change (`.data` hides it).
@@ -154,22 +178,8 @@ class InStream(_Stream):
                 if self._onward is not None:
                     self._onward.next_buffer()[: bucket.num_bytes].copy_(buffer)
                     self._onward.send_bucket(bucket.num_bytes)
-                copies = self._box_copies(bucket, buffer, parameters)
-                if self._device.type == "cpu":
-                    sums += self._copy_on_cpu(bucket, buffer, copies)
-                else:
-                    # Checksums come later: a GPU reads its memory faster than any channel fills it,
-                    # and kernels for each box take longer than one pass over each parameter.
-                    for copy in copies:
-                        copy.target.copy_(copy.source)
+                for number, values in self.packing.views(bucket, buffer):
+                    name, box = self._arrivals[number]
+                    parameters[name].data[box.slices].copy_(values)
             if self._onward is not None:
                 self._onward.flush()
-        return sums
-
-    def _box_copies(
-        self, bucket: Bucket, buffer: Tensor, parameters: Mapping[str, Tensor]
-    ) -> Iterator[BoxCopy]:
-        for number, values in self.packing.views(bucket, buffer):
-            name, box = self._arrivals[number]
-            parameter = parameters[name].data
-            yield BoxCopy(name, values, parameter[box.slices], box, tuple(parameter.shape))

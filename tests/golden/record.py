@@ -32,8 +32,8 @@ from helpers.sabotage import InPhase, die
 from helpers.train_steps import BUDGETS, RECIPES, Case, Run, on_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engines.layouts import worker_layouts
-from megatron_grpo.engines.push_protocol import WorkerSums
+from megatron_grpo.engine_weights.layouts import worker_layouts
+from megatron_grpo.engine_weights.protocol import WorkerSums
 from parallel import Box, ParallelDims
 
 Values = dict[str, Any]

@@ -20,8 +20,8 @@ from helpers.pushes import flip_bits
 from helpers.vllm_workers import WorkerClient, WorkerEngines, WorkerProcess, start_worker
 from helpers.worker_pushes import differing
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines.push_protocol import own_parameters
-from megatron_grpo.engines.pushed import loaded_sums
+from megatron_grpo.engine_weights.checksums import loaded_sums
+from megatron_grpo.engine_weights.protocol import pushable_parameters
 from megatron_grpo.engines.vllm.args import adapter_arguments
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, build_policy, weight_sender
@@ -155,7 +155,7 @@ def compare_adapters(process: WorkerProcess, exported: Path) -> Held:
     other.remove_lora(1)
     other.add_lora(LoRARequest("policy", 1, str(exported)))
     models = [each.get_model() for each in (worker, other)]
-    held, loaded = (own_parameters(model) | adapter_buffers(model) for model in models)
+    held, loaded = (pushable_parameters(model) | adapter_buffers(model) for model in models)
     transfer = worker.push_worker
     return Held(
         differing=differing(held, loaded),

@@ -29,10 +29,10 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
+from megatron_grpo.engine_weights.layouts import worker_layouts
+from megatron_grpo.engine_weights.protocol import WorkerSums
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.engine import COUNTS
-from megatron_grpo.engines.layouts import worker_layouts
-from megatron_grpo.engines.push_protocol import WorkerSums
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
 from parallel import intersect

@@ -19,11 +19,11 @@ from helpers.sampling import event_loop
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.config.trained_shape import trained_shape
+from megatron_grpo.engine_weights.checksums import pushed_sender, pushed_weights, sums_of_all_ranks
+from megatron_grpo.engine_weights.protocol import WorkerSums
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.pool import EnginePool
-from megatron_grpo.engines.push_protocol import WorkerSums
-from megatron_grpo.engines.pushed import pushed_sender, pushed_weights, sums_of_all_ranks
 from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, weight_sender

@@ -20,8 +20,8 @@ from helpers.pushes import flip_bits
 from helpers.vllm_workers import WorkerClient, WorkerEngines, WorkerProcess, start_worker
 from helpers.worker_pushes import differing, padding_bytes
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines.push_protocol import ABSORBED, own_parameters
-from megatron_grpo.engines.pushed import pushed_sender, pushed_weights
+from megatron_grpo.engine_weights.checksums import pushed_sender, pushed_weights
+from megatron_grpo.engine_weights.protocol import ABSORBED, pushable_parameters
 from megatron_grpo.engines.vllm.args import quantizing_arguments
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, build_policy, weight_sender
@@ -147,7 +147,7 @@ def begin_quantized(process: WorkerProcess, case: Case, cfg: Config) -> None:
 def everything(model: Any) -> dict[str, torch.Tensor]:
     """A model's own parameters, and what vLLM makes of them."""
     made = {name: value for name, value in model.named_parameters() if name.endswith(ABSORBED)}
-    return own_parameters(model) | made
+    return pushable_parameters(model) | made
 
 
 def compare_quantized(process: WorkerProcess, folder: Path) -> Held:
@@ -160,7 +160,7 @@ def compare_quantized(process: WorkerProcess, folder: Path) -> Held:
         for name in ("before", "after")
     )
     model = process.worker.get_model()
-    held, own = everything(model), own_parameters(model)
+    held, own = everything(model), pushable_parameters(model)
     small = {name: value for name, value in own.items() if value.itemsize == 1}
     scales = {n: v for n, v in own.items() if "_scale" in n}
     changed = differing(held, before)
@@ -199,7 +199,7 @@ def receive_wrong_scale(process: WorkerProcess) -> None:
     def wrong(sums: dict[str, int]) -> None:
         from parallel.checksum import checksums
 
-        parameters = own_parameters(transfer.model)
+        parameters = pushable_parameters(transfer.model)
         name = next(n for n in parameters if "layers.1.mlp.down_proj.weight_scale" in n)
         parameters[name].data[0, 0] *= 2
         of_state(sums | checksums({name: parameters[name]}))

@@ -29,7 +29,7 @@ from torch.nn import Module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import helpers.sglang_unkernelled  # noqa: F401  # lets models with sparse attention be made
-from megatron_grpo.engines.push_protocol import own_parameters
+from megatron_grpo.engine_weights.protocol import pushable_parameters
 from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
 from parallel.checksum import whole_checksum
 
@@ -62,7 +62,7 @@ def main() -> None:
         for rank in range(num_workers):
             part = out.with_suffix(f".{len(told)}")
             if not (child := os.fork()):
-                held = own_parameters(loaded_model(flags, rank, num_workers))
+                held = pushable_parameters(loaded_model(flags, rank, num_workers))
                 sums = {
                     name: (each.shape, int(whole_checksum(each))) for name, each in held.items()
                 }

@@ -29,11 +29,11 @@ from helpers.images import IMAGE_LIMITS
 from helpers.ranks import run_ranks
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines.push_protocol import (
+from megatron_grpo.engine_weights.protocol import (
     VISION_VARIABLE,
     WorkerSums,
     check_reports,
-    own_parameters,
+    pushable_parameters,
 )
 from megatron_grpo.engines.vllm.args import (
     CPU_ATTENTION,
@@ -73,7 +73,7 @@ def loaded_parameters(
 
 
 def _parameters(with_vision: bool, model: Module, folder: Path, dims: EngineDims) -> Parameters:
-    found = own_parameters(model, with_vision)
+    found = pushable_parameters(model, with_vision)
     return {name: value.detach().clone() for name, value in found.items()}
 
 

@@ -25,7 +25,7 @@ from helpers.vllm_workers import (
     start_worker,
 )
 from megatron_grpo.config.trained_shape import trained_shape
-from megatron_grpo.engines.pushed import pushed_weights
+from megatron_grpo.engine_weights.checksums import pushed_weights
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, build_policy, weight_sender
 from megatron_grpo.timing import PhaseTimer

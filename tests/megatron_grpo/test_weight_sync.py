@@ -140,7 +140,7 @@ def test_weights_leave_before_engines_take_their_cache_and_are_back_before_they_
     cfg, cpu = tiny_config(tied_model, ParallelDims()), torch.device("cpu")
     residency = Recorded(events)
     sync = WeightSync(cfg, read_shape(tied_model), sender, cpu, 1, engines, residency)
-    monkeypatch.setattr(sync, "_await_engines", lambda: False)
+    monkeypatch.setattr(sync, "_agree_on_engines", lambda: False)
     monkeypatch.setattr(sync, "_begin", lambda push: events.append("engine: weights"))
     monkeypatch.setattr(sync._transport, "prepare", lambda parameters: None)
     monkeypatch.setattr(sync._transport, "send", lambda engines, push, parameters: {})
@@ -210,7 +210,7 @@ def events_of_assembling(rank: int, folder: Path, loss: str) -> list[str]:
     sync = WeightSync(
         cfg, read_shape(folder), sender, torch.device("cpu"), 1, engines, Recorded(events)
     )
-    sync._await_engines()
+    sync._agree_on_engines()
     if engines is not None:
         assert sync._num_engines == len(engines.pool.up) == 2 - bool(loss)
     return [*dict.fromkeys(events), *servers.restarted]

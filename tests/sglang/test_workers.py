@@ -12,8 +12,8 @@ from helpers.engines import PACKAGES, SGLANG_PYTHON, worker_sums
 from helpers.models import servable_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engine_weights.layouts import worker_layouts
 from megatron_grpo.engines.arguments import command_flags
-from megatron_grpo.engines.layouts import worker_layouts
 from megatron_grpo.engines.sglang.args import NEEDED, sglang_command, sglang_environment
 from megatron_grpo.engines.support import SGLANG_GROUPS
 

@@ -16,6 +16,8 @@ from checkpoint_convert.hf_config import has_other_towers, read_scheme
 from checkpoint_convert.quantization import CONFIG_KEYS, engine_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engine_weights.layouts import quantized_engine
+from megatron_grpo.engine_weights.protocol import VISION_VARIABLE
 from megatron_grpo.engines.arguments import (
     ONE_NODE,
     EngineNode,
@@ -24,8 +26,6 @@ from megatron_grpo.engines.arguments import (
     command_flags,
     fields_of,
 )
-from megatron_grpo.engines.layouts import quantized_engine
-from megatron_grpo.engines.push_protocol import VISION_VARIABLE
 from megatron_grpo.engines.sglang.variables import QUANTIZATION_VARIABLE, check_variables
 
 SERVER = "megatron_grpo.engines.sglang.server"

@@ -15,9 +15,9 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from megatron_grpo.engine_weights.protocol import Json
 from megatron_grpo.engines.choice import NOT_FINITE, Choice, npy_of, smallest
 from megatron_grpo.engines.http import EVENTS
-from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.sglang.variables import TOLD_TOKENS
 from megatron_grpo.unicode import as_unicode
 

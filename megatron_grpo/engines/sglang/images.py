@@ -21,7 +21,7 @@ from sglang.srt.managers.schedule_batch import (
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_grpo.engines.push_protocol import Json
+from megatron_grpo.engine_weights.protocol import Json
 from parallel.images import prompt_positions
 
 

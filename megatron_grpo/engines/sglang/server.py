@@ -33,10 +33,10 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
+from megatron_grpo.engine_weights.protocol import Json
 from megatron_grpo.engines.access import TokenGuard
 from megatron_grpo.engines.arguments import reason
 from megatron_grpo.engines.patches import apply
-from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.sglang.args import REFUSED
 from megatron_grpo.engines.sglang.completions import gate, manager, router
 from megatron_grpo.engines.sglang.model_folder import server_arguments

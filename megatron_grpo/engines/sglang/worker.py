@@ -24,10 +24,9 @@ from sglang.srt.utils import is_cpu
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_grpo.engines.push_protocol import VISION_VARIABLE, Json, own_parameters
-from megatron_grpo.engines.push_worker import PushWorker
+from megatron_grpo.engine_weights.protocol import VISION_VARIABLE, Json, pushable_parameters
+from megatron_grpo.engine_weights.worker import PushWorker, Receiver
 from megatron_grpo.engines.sglang.images import forget_features
-from megatron_grpo.engines.weight_receivers import Receiver
 from parallel.checksum import checksums
 
 FAILED = "failed"
@@ -63,7 +62,7 @@ class SchedulerWorker(PushWorker):
         Quantised ones have scales for keys and values besides, which are ones: these are cached as
         they are.
         """
-        held = own_parameters(self.runner.model, VISION_VARIABLE in os.environ)
+        held = pushable_parameters(self.runner.model, VISION_VARIABLE in os.environ)
         return {name: each for name, each in held.items() if not name.endswith(OF_CACHE)}
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
@@ -78,9 +77,9 @@ class SchedulerWorker(PushWorker):
         held = self.tensors()
         return checksums(held) if any(each.itemsize == 1 for each in held.values()) else sums
 
-    def _drop_weights(self) -> Json:
-        self.state.drop_weights()
-        return {"can_sleep": is_cpu() or get_exec().features.enable_memory_saver}
+    def can_sleep(self) -> bool:
+        """Whether SGLang's memory saver is on; a CPU has no memory to give away."""
+        return is_cpu() or bool(get_exec().features.enable_memory_saver)
 
 
 def refresh_norms(model: Module) -> None:

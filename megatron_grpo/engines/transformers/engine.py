@@ -18,11 +18,10 @@ from checkpoint_convert.megatron import file_layout, file_tensors
 from checkpoint_convert.quantization import CONFIG_KEYS
 from checkpoint_convert.tokenizer import load_tokenizer
 from checkpoint_convert.weights import whole_tensors
+from megatron_grpo.engine_weights.protocol import Json
+from megatron_grpo.engine_weights.worker import PushWorker, Receiver
 from megatron_grpo.engines.choice import npy_of, smallest
-from megatron_grpo.engines.push_protocol import Json
-from megatron_grpo.engines.push_worker import PushWorker
 from megatron_grpo.engines.transformers.sampling import Completion, RouteRecorder, sample
-from megatron_grpo.engines.weight_receivers import Receiver
 from parallel.checksum import checksums
 
 

@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 import torch
 
+from megatron_grpo.engine_weights.protocol import Json
 from megatron_grpo.engines.access import REFUSAL, is_allowed
-from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.transformers.engine import Abandoned, TransformersEngine
 from megatron_grpo.launch.run_dir import check_token, take_token
 

@@ -23,6 +23,8 @@ from checkpoint_convert.vllm_lora import adapted_modules, check_adapters_served,
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engine_weights.layouts import quantized_engine
+from megatron_grpo.engine_weights.protocol import VISION_VARIABLE
 from megatron_grpo.engines.arguments import (
     ONE_NODE,
     EngineNode,
@@ -31,8 +33,6 @@ from megatron_grpo.engines.arguments import (
     command_flags,
     fields_of,
 )
-from megatron_grpo.engines.layouts import quantized_engine
-from megatron_grpo.engines.push_protocol import VISION_VARIABLE
 from megatron_grpo.policy.lora_targets import targets_of
 
 DEQUANTIZED, QUANTIZED = "dequantized", "quantized_"

@@ -29,15 +29,15 @@ from checkpoint_convert.quantization import CONFIG_KEYS, ENGINE_SCHEMES, ignored
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.text_tower import text_name
 from checkpoint_convert.weights import whole_tensors
-from megatron_grpo.engines.patches import apply
-from megatron_grpo.engines.push_protocol import (
+from megatron_grpo.engine_weights.protocol import (
     VISION_VARIABLE,
     Json,
     drafter_parameters,
-    own_parameters,
     parameter_table,
+    pushable_parameters,
 )
-from megatron_grpo.engines.push_worker import PushWorker
+from megatron_grpo.engine_weights.worker import PushWorker, Receiver
+from megatron_grpo.engines.patches import apply
 from megatron_grpo.engines.vllm.args import (
     ADAPTER_ID,
     DEQUANTIZED,
@@ -52,7 +52,6 @@ from megatron_grpo.engines.vllm.cpu_processes import (
     unlink_group_memory,
 )
 from megatron_grpo.engines.vllm.patches import PATCHES
-from megatron_grpo.engines.weight_receivers import Receiver
 from megatron_grpo.launch.parent_death import die_with_parent
 from parallel.checksum import checksums
 
@@ -154,7 +153,7 @@ class VllmWorker(PushWorker):
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that pushes bring, by name; with adapters, those that they do not."""
-        weights = own_parameters(self.model, self._with_vision)
+        weights = pushable_parameters(self.model, self._with_vision)
         if self._drafter is not None:
             is_apart = FAMILIES[self._config.hf_text_config.model_type].has_mtp_apart
             weights |= drafter_parameters(self._drafter, self.model, is_apart=is_apart)
@@ -180,13 +179,14 @@ class VllmWorker(PushWorker):
         torch.accelerator.synchronize()  # copies may still be under way
         return sums
 
-    def _describe_parameters(self) -> Json:
+    def describe_parameters(self) -> Json:
+        """Describe the weights, and the adapter if the engine has one."""
         parameters = self.weights() | adapter_buffers(self.model)
         return {"parameters": parameter_table(parameters)}
 
-    def _drop_weights(self) -> Json:
-        self.state.drop_weights()
-        return {"can_sleep": current_platform.is_cpu() or self._config.enable_sleep_mode}
+    def can_sleep(self) -> bool:
+        """Whether vLLM's sleep mode is on; a CPU has no memory to give away."""
+        return current_platform.is_cpu() or bool(self._config.enable_sleep_mode)
 
 
 class WorkerExtension:

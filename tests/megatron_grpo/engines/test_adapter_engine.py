@@ -32,12 +32,12 @@ from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.data.samples import Sample
+from megatron_grpo.engine_weights.checksums import loaded_sums
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.engines.joining import FOLDER, JoinedEngine, JoinFolder, settings_of
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.processes import LOOPBACK, reserve_port
-from megatron_grpo.engines.pushed import loaded_sums
 from megatron_grpo.engines.server import EngineServers, engine_command
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync

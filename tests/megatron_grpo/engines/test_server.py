@@ -19,9 +19,9 @@ from helpers.towers import tiny_multimodal
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engine_weights.protocol import LOADED_VERSION
 from megatron_grpo.engines.arguments import EngineNode
 from megatron_grpo.engines.http import EngineError, EngineStale, NoServingEngine
-from megatron_grpo.engines.push_protocol import LOADED_VERSION
 from megatron_grpo.engines.server import (
     EngineServers,
     engine_command,

@@ -13,8 +13,8 @@ from helpers.mxfp4 import mxfp4_copies
 from helpers.towers import tiny_multimodal
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engine_weights.layouts import WITHOUT_SCALES
 from megatron_grpo.engines.arguments import EngineNode
-from megatron_grpo.engines.layouts import WITHOUT_SCALES
 from megatron_grpo.engines.sglang.args import (
     check_folder_loaded,
     check_sglang_arguments,

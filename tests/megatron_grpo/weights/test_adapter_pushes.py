@@ -21,7 +21,7 @@ from helpers.ranks import run_ranks
 from helpers.towers import tiny_multimodal
 from helpers.vllm_workers import WorkerClient
 from megatron_grpo.config.lora import LoraConfig
-from megatron_grpo.engines.layouts import holdings
+from megatron_grpo.engine_weights.layouts import worker_shards
 from megatron_grpo.policy.lora_targets import peft_tensors
 from parallel import ParallelDims
 
@@ -91,7 +91,7 @@ def test_an_engine_without_a_module_or_of_another_rank_is_refused_by_name(engine
     size, workers = engines
     case = Case(base, EngineDims(tensor=size), R3)
     cfg = config_of(case, ParallelDims(), WorkerClient(workers))
-    held = holdings(cfg, read_shape(base))
+    held = worker_shards(cfg, read_shape(base))
 
     def told(**arguments: Any) -> str:
         [*_, reports] = workers.call(described, case, cfg, arguments)

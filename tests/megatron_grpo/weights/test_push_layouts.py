@@ -25,7 +25,7 @@ from helpers.towers import tiny_multimodal
 from helpers.vllm_workers import NUM_ENGINES, worker_engines
 from helpers.worker_pushes import Case, Engines, push_all
 from parallel import ParallelDims
-from parallel.weight_transfer.buckets import ALIGNMENT
+from parallel.weight_transfer.streams import ALIGNMENT
 
 TP1, TP2 = EngineDims(tensor=1), EngineDims(tensor=2)
 EXPERT_PARALLEL = EngineDims(tensor=2, expert_parallel=True)

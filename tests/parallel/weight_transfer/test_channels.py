@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from helpers.ranks import running
+from parallel.weight_transfer.channels import ChannelError, Listener, connect
 from parallel.weight_transfer.connect import open_channel
-from parallel.weight_transfer.control_socket import ChannelError, Listener, connect
 
 BUCKET = 1 << 20
 CPU = torch.device("cpu")

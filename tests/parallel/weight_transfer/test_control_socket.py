@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from parallel.weight_transfer.control_socket import ControlSocket, Listener, connect
+from parallel.weight_transfer.channels import ControlSocket, Listener, connect
 
 TIMEOUT = timedelta(seconds=20)
 

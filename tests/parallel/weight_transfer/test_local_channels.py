@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from helpers.ranks import running
+from parallel.weight_transfer.channels import ChannelError, Listener, connect
 from parallel.weight_transfer.connect import ChannelSet
-from parallel.weight_transfer.control_socket import ChannelError, Listener, connect
 from parallel.weight_transfer.local_channels import LocalChannel
 
 BUCKET = 1 << 20

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from parallel.weight_transfer.control_socket import ChannelError
+from parallel.weight_transfer.channels import ChannelError
 from parallel.weight_transfer.rendezvous import (
     join,
     local_address,

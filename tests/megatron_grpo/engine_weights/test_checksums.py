@@ -14,8 +14,8 @@ from helpers.policies import start_policy
 from helpers.pushes import sums_of_push
 from helpers.ranks import run_ranks
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engines.layouts import worker_layouts
-from megatron_grpo.engines.push_protocol import WorkerSums
+from megatron_grpo.engine_weights.layouts import worker_layouts
+from megatron_grpo.engine_weights.protocol import WorkerSums
 from parallel import Layout, ParallelDims
 from parallel.checksum import checksums
 

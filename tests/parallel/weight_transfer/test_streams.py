@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.weight_transfer.buckets import ALIGNMENT, BUCKET_STEP, bucket_bytes_for, bucketed
+from parallel.weight_transfer.streams import ALIGNMENT, BUCKET_STEP, bucket_bytes_for, bucketed
 
 
 @given(st.lists(st.integers(0, 200)), st.integers(200, 500))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.vision import VISION
 from checkpoint_convert.text_tower import is_of_text, text_name
-from megatron_grpo.engines.http import EngineError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +59,8 @@ class PushState:
         """Begin a push: until it is complete, the weights have no version.
 
         An earlier push that is still open ends. Nothing happens if another trainer has connected
-        since. `error` is kept: it belongs to the channels, which were made before.
+        since: the last one owns the engine, and reports tell the others. `error` is kept: it
+        belongs to the channels, which were made before.
         """
         if channels == self.channels:
             self.push, self.is_loaded, self.held = push, False, ""
@@ -73,10 +73,14 @@ class PushState:
         """Record that every parameter is written, with these checksums."""
         self.is_loaded, self.sums = True, sums
 
-    def finish_push(self) -> None:
-        """From now on the weights count as those of the push, if they are loaded."""
-        if self.is_loaded:
-            self.held = self.push
+    def finish_push(self, push: str) -> None:
+        """From now on the weights count as those of `push`, if it is the last and is loaded."""
+        if push == self.push and self.is_loaded:
+            self.held = push
+
+    def held_push(self) -> Json:
+        """The push whose weights the worker holds."""
+        return {"push": self.held}
 
     def hold_loaded(self) -> None:
         """Hold the weights that the engine loaded itself, unless a push may have changed them."""
@@ -104,10 +108,10 @@ class PushState:
 
 
 ABSORBED = (".W_UK_T", ".W_UV")
-"""How vLLM's names of what it makes of the weight that projects latents up end."""
+"""Endings of vLLM's names for the two parts of the weight that projects latents up."""
 
 
-def own_parameters(model: "Module", with_vision: bool = False) -> dict[str, "Tensor"]:
+def pushable_parameters(model: "Module", with_vision: bool = False) -> dict[str, "Tensor"]:
     """The parameters of an engine's model, by name; of those that share memory, the first only.
 
     Kernels for GPUs want 8-bit weights as [columns, rows], of which vLLM makes a transposed view:
@@ -145,10 +149,10 @@ def own_parameters(model: "Module", with_vision: bool = False) -> dict[str, "Ten
 def drafter_parameters(
     drafter: "Module", model: "Module", *, is_apart: bool
 ) -> dict[str, "Tensor"]:
-    """Those of an engine's layer for multi-token prediction, by their names in the model.
+    """Parameters of an engine's layer for multi-token prediction, by their names in the model.
 
-    vLLM lets it share the embedding and the head of the model, which are left out. One that
-    `is_apart` in weight files it names as if it were all of a model.
+    Without the embedding and the head, which it shares with the model. If it `is_apart` in weight
+    files, vLLM names its parameters as if it were a whole model.
     """
     shared = {each.untyped_storage().data_ptr() for each in model.parameters()}
 
@@ -158,7 +162,7 @@ def drafter_parameters(
 
     return {
         own_name(name): value
-        for name, value in own_parameters(drafter).items()
+        for name, value in pushable_parameters(drafter).items()
         if value.untyped_storage().data_ptr() not in shared
     }
 
@@ -177,7 +181,7 @@ WorkerSums = Mapping[str, int]
 NUM_NAMES_SHOWN = 8
 
 
-class PushFailed(EngineError):
+class PushFailed(ConnectionError):
     """Engines have not loaded a push, or hold other weights than those of the ranks."""
 
     def __init__(self, faults: Mapping[str, Sequence[str]]) -> None:

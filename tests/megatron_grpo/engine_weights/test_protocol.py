@@ -3,12 +3,12 @@
 import pytest
 from torch.nn import Linear, Module, Parameter
 
-from megatron_grpo.engines.http import EngineError
-from megatron_grpo.engines.push_protocol import (
+from megatron_grpo.engine_weights.protocol import (
     LOADED,
+    PushFailed,
     PushState,
     check_reports,
-    own_parameters,
+    pushable_parameters,
 )
 
 SUMS = {"a": 1, "b": 2}
@@ -25,11 +25,11 @@ def begun() -> PushState:
 def test_weights_are_those_of_a_push_once_it_is_complete_and_until_the_next_begins():
     state = begun()
     assert state.held == ""
-    state.finish_push()
+    state.finish_push("7-a")
     assert state.held == ""  # not all parameters are written
     state.mark_loaded(SUMS)
     check(state)  # no fault
-    state.finish_push()
+    state.finish_push("7-a")
     assert state.held == "7-a"
     state.begin_push("8-b", "another trainer's")
     assert state.held == "7-a"
@@ -57,7 +57,7 @@ def test_a_worker_whose_last_push_is_of_another_trainer_is_named(push, told):
     state.begin_push(push, "channels")
     state.mark_loaded(SUMS)  # which may be equal
     fault = rf"http://engine worker 0: another trainer has connected to it \(its push: {told}\)"
-    with pytest.raises(EngineError, match=fault):
+    with pytest.raises(PushFailed, match=fault):
         check(state)
 
 
@@ -67,4 +67,9 @@ def test_a_view_of_a_parameter_and_what_is_made_of_one_are_not_filled_by_pushes(
     model.absorbed.values = Parameter(model.up.weight.data[2:].T)
     model.absorbed.copied = Parameter(model.up.weight.data[2:].T.clone())
     model.absorbed.W_UV = Parameter(model.up.weight.data[2:].T.clone())
-    assert list(own_parameters(model)) == ["up.weight", "up.bias", "absorbed.copied", "down.weight"]
+    assert list(pushable_parameters(model)) == [
+        "up.weight",
+        "up.bias",
+        "absorbed.copied",
+        "down.weight",
+    ]

@@ -1,4 +1,4 @@
-"""What pushes carry, and the checksums that the workers of an engine must then report."""
+"""Weights that pushes carry, and the checksums that the workers must then report."""
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ from torch import Tensor
 from checkpoint_convert import ModelShape
 from checkpoint_convert.families.linear import A_LOG
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines.layouts import holdings, quantized_engine
-from megatron_grpo.engines.push_protocol import WorkerSums
+from megatron_grpo.engine_weights.layouts import quantized_engine, worker_shards
+from megatron_grpo.engine_weights.protocol import WorkerSums
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.quantized import quantized_sender, quantized_shard
 from parallel import Copy, Layout, Sender, cut_shares, plan_shares
@@ -25,7 +25,7 @@ NOTHING: Mapping[int, WorkerSums] = {}
 
 
 def pushed_sender(policy: Policy, sender: Sender, cfg: Config, groups: Groups) -> Sender:
-    """What this rank can send, if `sender` describes the policy's weights."""
+    """The tensors that this rank can send, if `sender` describes the policy's weights."""
     if policy.adapters and cfg.lora.is_served:
         return policy.adapters.sender
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
@@ -81,10 +81,10 @@ def loaded_sums(
     """
     if not (cfg.lora.is_served and cfg.num_engines):
         return {}
-    held = holdings(cfg, shape)
-    sends = cut_shares(plan_shares(sender, held.weights), MAX_ELEMENTS)
-    dtypes = {name: getattr(torch, dtype) for name, dtype in held.dtypes.items()}
-    return sums_of_copies(weights, sends, held.weights, dtypes)
+    shards = worker_shards(cfg, shape)
+    sends = cut_shares(plan_shares(sender, shards.weights), MAX_ELEMENTS)
+    dtypes = {name: getattr(torch, dtype) for name, dtype in shards.dtypes.items()}
+    return sums_of_copies(weights, sends, shards.weights, dtypes)
 
 
 def sums_of_copies(

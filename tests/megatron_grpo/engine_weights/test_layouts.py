@@ -10,7 +10,7 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.families.vision import VISION
 from helpers.towers import tiny_multimodal
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engines.layouts import first_worker, worker_dtypes, worker_layouts
+from megatron_grpo.engine_weights.layouts import first_worker, worker_dtypes, worker_layouts
 from parallel import Layout
 
 BLOCK = f"{VISION}blocks.0."

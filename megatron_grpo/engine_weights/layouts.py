@@ -1,4 +1,4 @@
-"""What each worker of an engine holds: layouts, dtypes and sizes, from the config alone."""
+"""Shards of the workers of an engine: layouts, dtypes and sizes, from the config alone."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ SGLANG_NAMES_OF = {
     "qwen3_5_text": {".self_attn.": "."},
     "qwen3_next": {".self_attn.": "."},
 }
-"""The same for families that differ in more of them."""
+"""Parts of names that differ in one family only, as in `SGLANG_NAMES`."""
 SGLANG_DTYPES = {
     ".sinks": "bfloat16",
     "_weight_bias": "float32",
@@ -63,30 +63,30 @@ SGLANG_DTYPES = {
 IN_ONE_MATRIX = (".indexer.wk_weights_proj.", (".indexer.wk.", ".indexer.weights_proj."))
 """Part of vLLM's name of a parameter, and of the two that SGLang has for it."""
 WITH_WHOLE_EMBEDDING = ("gemma3_text",)
-"""Families of which each worker of SGLang has the whole embedding, without padding."""
+"""Families in which each worker of SGLang has the whole embedding, without padding."""
 EMBEDDING = "model.embed_tokens.weight"
 SGLANG_TOWER = {".attn.qkv.": ".attn.qkv_proj."}
-"""The same as `SGLANG_NAMES` for vision towers."""
+"""Parts of names in vision towers, as in `SGLANG_NAMES`."""
 PLACES, PLACES_MULTIPLE = "visual.pos_embed.weight", VOCAB_MULTIPLE
-"""What workers of SGLang split and pad as they do an embedding of tokens."""
+"""Embedding of positions that SGLang splits and pads like an embedding of tokens."""
 HIDDEN, HIDDEN_MULTIPLE = re.compile(r"\.mlp\.(gate_up_proj|down_proj)\."), 8
 """The MLP of a Qwen2.5-VL's vision tower, which SGLang pads."""
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """What each worker of an engine holds, in rank order; the same for all engines."""
+class WorkerShards:
+    """The shards of an engine's workers, in rank order; the same for all engines."""
 
     weights: list[Layout]
     """The model's weights, in the coordinates of the weight files."""
     adapters: list[Layout] | None
-    """What pushes fill instead of the weights, in PEFT's coordinates, if the engine has any."""
+    """The adapters that pushes fill instead of the weights, in PEFT's coordinates, if any."""
     dtypes: Mapping[str, str]
-    """Of every local tensor, by name."""
+    """Dtype of every local tensor, by name."""
 
     @property
     def pushed(self) -> list[Layout]:
-        """What pushes fill."""
+        """The layouts that pushes fill."""
         return self.weights if self.adapters is None else self.adapters
 
     @property
@@ -100,8 +100,8 @@ class Holdings:
         ]
 
 
-def holdings(cfg: Config, shape: ModelShape) -> Holdings:
-    """What the workers of the engines of `cfg` hold."""
+def worker_shards(cfg: Config, shape: ModelShape) -> WorkerShards:
+    """The shards of the workers of the engines of `cfg`."""
     model = quantized_engine(cfg.rollout, shape, cfg.model.dtype)
     weights = worker_layouts(shape, cfg.rollout, model)
     dtypes, adapters = worker_dtypes(shape, cfg.rollout, cfg.model.dtype, model), None
@@ -109,7 +109,7 @@ def holdings(cfg: Config, shape: ModelShape) -> Holdings:
         modules = targets_of(cfg.lora, shape)
         adapters = adapter_layouts(shape, engine_dims(cfg.rollout), modules, cfg.lora.r)
         dtypes |= dict.fromkeys(adapters[0].shapes, cfg.model.dtype)
-    return Holdings(weights, adapters, dtypes)
+    return WorkerShards(weights, adapters, dtypes)
 
 
 def quantized_engine(
@@ -223,9 +223,9 @@ def worker_dtypes(
 
 
 def _sglang_layout(layout: Layout, shape: ModelShape, dims: EngineDims, number: int) -> Layout:
-    """What worker `number` of SGLang holds instead of one of vLLM.
+    """Turn the layout of a worker of vLLM into that of worker `number` of SGLang.
 
-    Its layers come from vLLM's: the same parts, fused and padded alike, but for names, for
+    SGLang's layers come from vLLM's: the same parts, fused and padded alike, but for names, for
     `IN_ONE_MATRIX`, for `WITH_WHOLE_EMBEDDING`, and for vision towers.
     """
     layout = _with_own_tower(_in_own_matrices(layout), shape, dims, number)
@@ -243,7 +243,7 @@ def _sglang_layout(layout: Layout, shape: ModelShape, dims: EngineDims, number: 
 
 
 def _in_own_matrices(layout: Layout) -> Layout:
-    """The same with each part of `IN_ONE_MATRIX` under the name that weight files have for it."""
+    """Split each matrix of `IN_ONE_MATRIX` into its parts, named as in weight files."""
     fused, _ = IN_ONE_MATRIX
     shapes = {name: size for name, size in layout.shapes.items() if fused not in name}
     pieces = tuple(
@@ -255,7 +255,7 @@ def _in_own_matrices(layout: Layout) -> Layout:
 
 
 def _with_own_tower(layout: Layout, shape: ModelShape, dims: EngineDims, number: int) -> Layout:
-    """The same with what SGLang pads of a vision tower, if that is trained."""
+    """Replace the vision tower, if it is trained, by one with SGLang's padding."""
     parameters = [_in_sglang(each) for each in vision_tower(shape.vision, in_engine=True)]
     tower = worker_layout(parameters, shape, dims, number)
     pieces = tuple(each for each in layout.pieces if not each.local.startswith(VISION))

@@ -1,0 +1,140 @@
+"""The receiving end of pushes in a worker of an engine, and the calls that it answers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoint_convert import read_shape
+from checkpoint_convert.weights import read_weights
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engine_weights.layouts import worker_layouts
+from megatron_grpo.engine_weights.protocol import Json, PushState, parameter_table
+from parallel import Layout
+from parallel.checksum import checksums
+from parallel.weight_transfer import TransferInitInfo, WeightReceiver
+
+
+class FolderReceiver:
+    """Reads a worker's part of the folder that `WeightFolder` writes."""
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        self._folder, self._layout = folder, layout
+
+    def receive_weights(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
+        """Fill `parameters` in place; returns the checksum of each.
+
+        Raises OSError or ValueError if the folder cannot be seen from here, or is not complete.
+        """
+        read_weights(self._folder, read_shape(self._folder), self._layout, parameters)
+        return checksums(parameters)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+Receiver = WeightReceiver | FolderReceiver
+"""Fills the tensors of a worker, once per push."""
+
+
+def open_receiver(
+    transfer: Json,
+    engine: int,
+    worker: int,
+    parameters: Mapping[str, Tensor],
+    device: torch.device,
+) -> Receiver:
+    """The receiver for `transfer`: a `TransferInitInfo`, or `WeightFolder.init_info`.
+
+    Raises ValueError or ChannelError as `WeightReceiver` does.
+    """
+    if "folder" not in transfer:
+        info = TransferInitInfo.from_json(transfer)
+        return WeightReceiver(info, engine, worker, parameters, device)
+    folder, model = Path(transfer["folder"]), Path(transfer["model"])
+    layouts = worker_layouts(read_shape(model), RolloutConfig(**transfer["rollout"]))
+    return FolderReceiver(folder, layouts[worker])
+
+
+class PushWorker(ABC):
+    """Receives its shard of the weights over channels of its own, directly into its tensors.
+
+    Its state has the push that the weights belong to. The version that engines put on samples is
+    not enough: another process holds it, and it changes at another time.
+
+    A failure is kept in the state, for the client to read: the other workers do not wait for it. If
+    it were raised, vLLM would pass on the first worker's and leave the other workers' answers
+    unread; the next calls would take these for their own.
+    """
+
+    def __init__(self, number: int, device: torch.device) -> None:
+        self.number, self.device = number, device
+        self.state = PushState()
+        self._receiver: Receiver | None = None
+        self._received: dict[str, Tensor] = {}
+        self._calls: dict[str, Callable[..., Json | None]] = {
+            "describe_parameters": self.describe_parameters,
+            "open_channels": self.open_channels,
+            "begin_push": self.state.begin_push,
+            "receive_push": self.receive_push,
+            "push_report": self.state.push_report,
+            "finish_push": self.state.finish_push,
+            "hold_loaded": self.state.hold_loaded,
+            "held_push": self.state.held_push,
+            "drop_weights": self.drop_weights,
+        }
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that a push fills, by name."""
+
+    def can_sleep(self) -> bool:
+        """Whether the engine was started so that it can give the memory of its weights away."""
+        return False
+
+    def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
+        """Receive a push into these `tensors`; returns the checksums that the ranks expect."""
+        return receiver.receive_weights(received)
+
+    def answer(self, call: str, question: str, **arguments: Any) -> Json:
+        """The answer to a `call` of the client, one of `_calls`: plain data.
+
+        It repeats `question`, which the client makes up anew for every call, so that it recognizes
+        an answer to a different one.
+        """
+        return {"question": question, **(self._calls[call](**arguments) or {})}
+
+    def close(self) -> None:
+        """Close the channels."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def open_channels(self, transfer: Json, engine: int, channels: str) -> None:
+        """Open channels to all ranks that send to this worker, replacing earlier ones."""
+        self.state.use_channels(channels)
+        with self.state.keep_error():
+            self.close()
+            self._received = self.tensors()
+            self._receiver = open_receiver(
+                transfer, engine, self.number, self._received, self.device
+            )
+
+    def describe_parameters(self) -> Json:
+        """Shapes and dtypes, which the ranks compare with the layout that they push into."""
+        return {"parameters": parameter_table(self.tensors())}
+
+    def receive_push(self, push: str) -> None:
+        """Fill the tensors, or keep in the state why not."""
+        if push != self.state.push or self._receiver is None:
+            return  # another push has begun, or there are no channels and the state says why
+        with self.state.keep_error():
+            self.state.mark_loaded(self.receive(self._receiver, self._received))
+
+    def drop_weights(self) -> Json:
+        """Hold no weights until the next push; says whether the engine can sleep."""
+        self.state.drop_weights()
+        return {"can_sleep": self.can_sleep()}

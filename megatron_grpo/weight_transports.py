@@ -1,0 +1,227 @@
+"""Two ways for the weights of a push: over channels, or by way of a folder.
+
+Over channels, weights go from the ranks' shards straight into those of the engines' workers. The
+folder (`rollout.weight_transport: disk`) is for engines that share a file system with the ranks,
+but no network besides HTTP. What is verified, and when an engine serves, is the same.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint_convert import ModelShape
+from checkpoint_convert.hf_export import create_export, shard_bytes_for, write_weights
+from checkpoint_convert.megatron import file_layout
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engine_weights.checksums import sums_of_copies
+from megatron_grpo.engine_weights.protocol import Json, WorkerSums
+from megatron_grpo.engines.client import RolloutClient, meanwhile
+from megatron_grpo.engines.http import RolloutAborted
+from parallel import Copy, Layout, Sender
+from parallel.collectives import broadcast_text, raise_first_failure
+from parallel.weight_transfer import (
+    TIMEOUT,
+    Rendezvous,
+    RendezvousAddress,
+    TransferInitInfo,
+    WeightSender,
+    join,
+    open_rendezvous,
+    rendezvous_address,
+)
+
+
+class WeightChannels:
+    """A rank's end of the channels to all workers of all engines.
+
+    They last from push to push, until one fails or the engines change.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        workers: Sequence[Layout],
+        sends: Mapping[int, Sequence[Copy]],
+        dtypes: Mapping[str, torch.dtype],
+        *,
+        senders: list[list[int]],
+        bucket_bytes: int,
+        device: torch.device,
+        num_hosts: int,
+    ) -> None:
+        """`sends` is this rank's share of what the `workers` hold in `dtypes`, and `senders` has
+        the ranks that send to each worker. Collective."""
+        self._workers, self._sends, self._dtypes = workers, sends, dtypes
+        self._senders, self._bucket_bytes, self._device = senders, bucket_bytes, device
+        self._network_only = rollout.weight_transport == "network"
+        # As resolved by the last rank: on rank 0's own host, its name may resolve to loopback.
+        address = rendezvous_address(rollout.base_urls, num_hosts, os.environ)
+        self._address = broadcast_text(address, source=dist.get_world_size() - 1)
+        self._sender: WeightSender | None = None
+        self._rendezvous: Rendezvous | None = None
+
+    def open(self, engines: RolloutClient | None, num_engines: int) -> None:
+        """Open the channels, unless they are open; collective, and rank 0 has the `engines`."""
+        if self._sender is not None:
+            return
+        address = None
+        if engines is not None:
+            address, self._rendezvous = open_rendezvous(self._address)
+        text = broadcast_text(json.dumps(asdict(address)) if address else "")
+        init_info = TransferInitInfo(
+            rendezvous=RendezvousAddress(**json.loads(text)),
+            bucket_bytes=self._bucket_bytes,
+            num_engines=num_engines,
+            network_only=self._network_only,
+            senders=self._senders,
+            zeros=[
+                [(name, [*box.start], [*box.size]) for name, box in worker.zeros]
+                for worker in self._workers
+            ],
+        )
+
+        def open_channels(engines: RolloutClient, is_sending: Callable[[], bool]) -> None:
+            try:
+                engines.open_channels(init_info.to_json(), is_sending)
+            except OSError as error:
+                join(init_info.rendezvous, TIMEOUT).publish_failure(str(error))
+                raise
+
+        with meanwhile(engines, open_channels):
+            self._sender = WeightSender(
+                init_info,
+                self._rendezvous or join(init_info.rendezvous, TIMEOUT),
+                rank=dist.get_rank(),
+                sends=self._sends,
+                shapes=[worker.shapes for worker in self._workers],
+                dtypes=self._dtypes,
+                device=self._device,
+            )
+
+    def prepare(self, parameters: Mapping[str, Tensor]) -> None:
+        """End the rendezvous: all ranks have their channels."""
+        self._rendezvous = None
+
+    def send(
+        self, engines: RolloutClient | None, push: str, parameters: Mapping[str, Tensor]
+    ) -> Mapping[int, WorkerSums]:
+        """Send this rank's share of `parameters`; returns the checksums of what it has sent, by
+        worker. Raises ConnectionError."""
+        assert self._sender is not None
+
+        with meanwhile(engines, lambda engines, is_sending: engines.receive_push(push, is_sending)):
+            return self._sender.send_weights(parameters)
+
+    def finish(self) -> None:
+        """Channels stay open for the next push."""
+
+    def close(self) -> None:
+        """Close the channels; the next `open` opens others."""
+        self._rendezvous = None
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
+
+
+class WeightFolder:
+    """A rank's end of the folder `pushed` in the run directory, which is there during a push.
+
+    It takes the place of `WeightChannels`.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        shape: ModelShape,
+        sender: Sender,
+        workers: Sequence[Layout],
+        sends: Mapping[int, Sequence[Copy]],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        """`sends` is this rank's share of what the `workers` hold in `dtypes`."""
+        self._cfg, self._shape, self._sender = cfg, shape, sender
+        self._workers, self._sends, self._dtypes = workers, sends, dtypes
+        self._folder = cfg.train.run_dir.absolute() / "pushed"
+        self._is_known = False
+        """Whether the workers know the folder."""
+
+    @property
+    def init_info(self) -> Json:
+        """Sent to the workers in place of a `TransferInitInfo`; see `open_receiver`."""
+        # What decides which part of the weights each worker holds.
+        sizes = {"tensor_parallel_size", "data_parallel_size", "vllm", "sglang"}
+        fields = {"engine", "max_completion_length", *sizes}
+        rollout = self._cfg.rollout.model_dump(mode="json", include=fields)
+        model = str(self._cfg.model.path.absolute())
+        return {"folder": str(self._folder), "model": model, "rollout": rollout}
+
+    def open(self, engines: RolloutClient | None, num_engines: int) -> None:
+        """Tell all workers of all engines of the folder, unless they know it."""
+        if engines is not None and not self._is_known:
+            engines.open_channels(self.init_info, lambda: True)
+        self._is_known = True
+
+    def prepare(self, parameters: Mapping[str, Tensor]) -> None:
+        """Write `parameters`, this rank's shard; on return all ranks have written. Collective.
+
+        Raises RolloutAborted on all ranks if one could not write, such as when the disk is full.
+        """
+        try:
+            raise_first_failure(self._create, RolloutAborted)
+            raise_first_failure(lambda: self._fill(parameters), RolloutAborted)
+        except RolloutAborted:
+            self.finish()  # the last checkpoint needs the room
+            raise
+
+    def send(
+        self, engines: RolloutClient | None, push: str, parameters: Mapping[str, Tensor]
+    ) -> Mapping[int, WorkerSums]:
+        """Let the workers read the folder.
+
+        Returns the checksums of this rank's share of what each worker reads. Raises
+        ConnectionError.
+        """
+        with meanwhile(engines, lambda engines, _: engines.receive_push(push, lambda: True)):
+            return sums_of_copies(parameters, self._sends, self._workers, self._dtypes)
+
+    def finish(self) -> None:
+        """Remove the folder, which no worker reads any more."""
+        if self._sender.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove the folder; the next `open` tells the workers of it again."""
+        self.finish()
+        self._is_known = False
+
+    def _create(self) -> None:
+        if self._sender.rank > 0:
+            return
+        self.finish()  # that of a push which was killed
+        dtype = getattr(torch, self._cfg.model.dtype)
+        shard_bytes = shard_bytes_for(dist.get_world_size(), self._shape, dtype)
+        shape = replace(self._shape, num_mtp_layers=0)  # no worker reads these
+        with _naming_errors():
+            create_export(self._folder, self._cfg.model.path, shape, dtype, shard_bytes)
+
+    def _fill(self, parameters: Mapping[str, Tensor]) -> None:
+        rank, layout = self._sender.rank, self._sender.layout
+        with _naming_errors():
+            files = file_layout(self._shape)
+            write_weights(self._folder, layout, parameters, first_file=rank, files=files)
+
+
+@contextmanager
+def _naming_errors() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # such as a disk that is full
+        raise RolloutAborted(f"the weights of a push cannot be written: {error}") from error
