@@ -9,9 +9,8 @@ from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.batch.schedule import BatchSchedule, Cursor
-from megatron_grpo.batch.token_values import with_cached_values
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
-from megatron_grpo.checkpoints.experience_file import CURRENT, OPEN, ready_prefix
+from megatron_grpo.checkpoints.experience_file import OPEN, ready_prefix
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.trained_shape import trained_shape
@@ -173,15 +172,12 @@ class Trainer:
     def next_minibatch(self) -> list[PackedBatch]:
         """This rank's microbatches of the next optimizer step.
 
-        A run that was saved in the middle of a generation continues with that generation.
+        A run that ended within a generation, and is extended, makes that generation anew for the
+        steps on it that are left: its samples are in no checkpoint.
         """
-        cursor = self.schedule.cursor(self.step)
-        begins = cursor.starts_generation or self.step == self._first_step
+        cursor, begins = self.schedule.cursor(self.step), not self._is_within_generation()
         if begins:
-            if cursor.starts_generation:
-                self._take_generation(cursor.generation)
-            else:
-                self.experience = self._load_experience(CURRENT)
+            self._take_generation(cursor.generation)
             self.rollouts.request_ahead(self.step)
             self.checkpoints.poll()  # finish a checkpoint that was written in the meantime
         self.sleep_engines()  # an evaluation within a generation wakes them, too
@@ -202,11 +198,11 @@ class Trainer:
 
     def _prepare(self, cursor: Cursor) -> None:
         """Compute what is needed once for all steps that train on the generation."""
-        self.minibatches, generation = [], cursor.generation  # features of images are freed first
-        self.minibatches = self.preparation.minibatches(self.experience, generation, self.timer)
-        if cursor.starts_generation and self.reference and self.cfg.grpo.kl_in_reward:
+        self.minibatches = []  # features of images are freed first
+        self.minibatches = self.preparation.minibatches(self.experience, cursor, self.timer)
+        if self.reference and self.cfg.grpo.kl_in_reward:
             self.experience, self.minibatches = self.preparation.subtract_kl(
-                self.experience, self.minibatches, generation, self.beta
+                self.experience, self.minibatches, cursor.generation, self.beta
             )
 
     def sleep_engines(self) -> None:
@@ -251,10 +247,14 @@ class Trainer:
         # log lacks.
         self._begin_step()
 
+    def _is_within_generation(self) -> bool:
+        """Whether the next step trains on the same generation as the last one."""
+        is_between = self.step in (self._first_step, self.cfg.num_steps)
+        return not (is_between or self.schedule.cursor(self.step).starts_generation)
+
     def _is_boundary(self) -> bool:
-        """Not within a generation, unless an evaluation is due or this was the last step."""
-        begins = self.schedule.cursor(self.step).starts_generation
-        return begins or self.step == self.cfg.num_steps or is_due(self.cfg, self.step)
+        """Not within a generation, unless an evaluation is due."""
+        return not self._is_within_generation() or is_due(self.cfg, self.step)
 
     def boundary(self) -> None:
         """Between two steps: push the weights that the step has made, and evaluate if due."""
@@ -293,7 +293,7 @@ class Trainer:
         """Export and checkpoint, if due; always after the last step."""
         train = self.cfg.train
         is_last = self.step == self.cfg.num_steps
-        saves = now or is_last or self.step % train.save_interval == 0
+        saves = now or is_last or self.schedule.saves_after(self.step, train.save_interval)
         saves = saves and self.step > self.checkpoints.newest_step
         if saves:
             self.rollouts.finish_for_save(self.step, self.timer)
@@ -316,7 +316,6 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         """Start writing the checkpoint of the current weights."""
-        cursor = self.schedule.cursor(self.step)
         groups, samples, done = self.zero.runner.open_groups() if self.zero else (None, None, {})
         ready = {n: batch for n, batch in sorted((self.rollouts.ready | done).items()) if batch}
         wandb_id = self.cfg.train.run_dir / WANDB_ID_FILE
@@ -332,10 +331,6 @@ class Trainer:
         )
         saved: dict[str, Experience | None] = {OPEN: samples}
         saved |= {ready_prefix(i): each.experience for i, each in enumerate(ready.values())}
-        if not cursor.starts_generation:
-            saved[CURRENT] = with_cached_values(
-                self.experience, self.minibatches, cursor.generation, self.cfg, self.run.groups
-            )
         self.checkpoints.save(state, saved)
 
     def stop_if_preempted(self) -> None:
@@ -347,14 +342,18 @@ class Trainer:
             raise Preempted
 
     def save_and_stop(self, reason: Preempted | RolloutAborted) -> None:
-        """Save the state at the beginning of the next step, and raise `reason` on all ranks.
+        """Save the state at the end of the generation, and raise `reason` on all ranks.
 
-        Raises Preempted if any rank was told to stop: engines are told at the same time, and may
-        have ended before this was seen. Returns if the run is complete but for an evaluation.
+        The steps up to there need no engines. Raises Preempted if any rank was told to stop:
+        engines are told at the same time, and may have ended before this was seen. Returns if the
+        run is complete but for an evaluation.
         """
         with suppress(Preempted, RolloutAborted):
             self.rollouts.finish_for_save(self.step, self.timer)
         self.rollouts.give_up()
+        while self._is_within_generation():  # the samples of which are in no checkpoint
+            self.log(self.update(self.next_minibatch()))
+            self.save()
         self.save(now=True)
         told = any_rank(self.run.watchdog.is_preempted)
         if isinstance(reason, RolloutAborted) and not told:

@@ -28,7 +28,7 @@ from parallel.alignment import Alignment
 from parallel.groups import Groups
 from parallel.images import PromptImages
 from parallel.microbatches import CostModel, plan_microbatches
-from parallel.packing import CACHED_VALUES, PackedBatch, TokenSequence, pack
+from parallel.packing import PackedBatch, TokenSequence, pack
 from parallel.shared_prefix import plan_shared_prompts
 from parallel.turns import Turn, fixed_turns, numbered, plan_turns
 
@@ -48,8 +48,6 @@ class DataParallelShard:
     tensors concatenated."""
     lengths: dict[str, list[int]]
     """Lengths of the tensors that were concatenated, by field."""
-    known: list[str]
-    """Which of `CACHED_VALUES` the optimizer batch has: a shard without sequences cannot tell."""
 
     @classmethod
     def of(cls, sequences: Mapping[int, TokenSequence], turns: list[Turn]) -> "DataParallelShard":
@@ -66,12 +64,7 @@ class DataParallelShard:
             if values and isinstance(values[0], Tensor):
                 columns[field.name] = torch.cat(values)
                 lengths[field.name] = [len(value) for value in values]
-        return cls(
-            turns=turns,
-            columns=columns,
-            lengths=lengths,
-            known=[name for name in CACHED_VALUES if getattr(sequences[0], name) is not None],
-        )
+        return cls(turns=turns, columns=columns, lengths=lengths)
 
     def pack(self, alignment: Alignment, *, share_prompts: bool) -> list[PackedBatch]:
         """All `microbatches` of the first context rank."""
@@ -93,7 +86,6 @@ class DataParallelShard:
                 turn.microbatches[context_rank // turn.context_size],
                 alignment.for_context(turn.context_size),
                 share_prompts=share_prompts,
-                known=self.known,
                 index_topk=index_topk,
             )
 
@@ -157,9 +149,6 @@ def _plan(
 def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:
     """Prompt and whole completion of each sample."""
     samples = [experience.samples[i] for i in indices]
-    known = {
-        name: values for name in CACHED_VALUES if (values := getattr(experience, name)) is not None
-    }
     masks = [_response_mask(experience, i, cfg) for i in indices]
     weights = loss_weights(
         torch.stack([mask.sum() for mask in masks]),
@@ -181,7 +170,6 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             routes=routes,
             log_row=log_row,
             images=sample.prompt.images,
-            **{name: values[i] for name, values in known.items()},
         )
         for sample, i, mask, weight, routes, log_row in zip(
             samples, indices, masks, weights, _routes(samples), log_rows, strict=True

@@ -35,11 +35,6 @@ class Experience:
     """[N] float64; with process supervision, the advantage of each completion's first token."""
     token_advantages: list[Tensor] | None = None
     """[completion tokens] for each sample; only with process supervision."""
-    # Per token of every completion, only in a resumed generation: the values that were computed
-    # when it began; see `PackedBatch`.
-    old_logprobs: list[Tensor] | None = None
-    ref_logprobs: list[Tensor] | None = None
-    high_entropy: list[Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:

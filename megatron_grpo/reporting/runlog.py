@@ -107,7 +107,8 @@ class RunLog:
         if cfg.sources.by_name:
             metrics |= source_metrics(experience)
         rows = []
-        if cursor.iteration == 0:
+        pass_before = step - 1 - cfg.grpo.steps_per_generation
+        if cursor.iteration == 0 or pass_before < self._first_step:  # a generation made anew
             rows = completion_rows(
                 step, experience, indices, report, cfg.data.prompt_column, self._tokenizer
             )

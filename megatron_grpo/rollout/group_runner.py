@@ -65,9 +65,8 @@ class GroupRunner(Runner):
         self._batch_of = lru_cache(64)(rollouter.stream.batch)
         updates, size = self._schedule.updates_per_generation, self._schedule.num_prompts
         self._num_generations = -(-cfg.num_steps // updates)
-        # The generation that training is in the middle of, and those that the checkpoint holds
-        # whole, have been taken.
-        self._num_taken = -(-state.step // updates) + len(state.ready)
+        # Those that the checkpoint holds whole have been taken.
+        self._num_taken = state.step // updates + len(state.ready)
         groups = state.groups
         self._queue = GroupQueue(
             size=size,

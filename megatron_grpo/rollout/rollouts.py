@@ -91,8 +91,9 @@ class RolloutScheduler:
             for generation in [*self.pending]:
                 self._finish(generation, step, timer)
         elif self._runner and self._runner.in_flight:
+            interval = self._cut_interval
             with timer.phase("push"):
-                if cuts or (self._cut_interval and step % self._cut_interval == 0):
+                if cuts or (interval and self._schedule.saves_after(step, interval)):
                     self._runner.in_flight.suspend()
                 else:
                     self._runner.in_flight.hold(step)
