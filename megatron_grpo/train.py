@@ -16,7 +16,7 @@ from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.pushed import pushed_weights
-from megatron_grpo.evaluation.evaluation import is_due
+from megatron_grpo.evaluation.evaluation import due_steps
 from megatron_grpo.launch.disk import resumable
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.export import export_model
@@ -79,7 +79,8 @@ class Trainer:
 
     def __init__(self, run: Run, stack: ExitStack) -> None:
         self.run, self.cfg, cfg = run, run.cfg, run.cfg
-        self.schedule = BatchSchedule.of(cfg.grpo)
+        self.schedule, self.num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
+        self._due_steps = due_steps(cfg)
         run.watchdog.enter("load")  # a phase in which reading files may take long
         shape = trained_shape(cfg)
         source = open_rollouts(run, shape, stack)
@@ -137,7 +138,7 @@ class Trainer:
 
     def _begin_step(self) -> None:
         """Attribute what follows to the next optimizer step; counted from 1 for people."""
-        step = min(self.step + 1, self.cfg.num_steps)
+        step = min(self.step + 1, self.num_steps)
         self.run.watchdog.begin_step(step)
         if self.zero:
             self.zero.log.timeline.step = step
@@ -249,22 +250,22 @@ class Trainer:
 
     def _is_within_generation(self) -> bool:
         """Whether the next step trains on the same generation as the last one."""
-        is_between = self.step in (self._first_step, self.cfg.num_steps)
+        is_between = self.step in (self._first_step, self.num_steps)
         return not (is_between or self.schedule.cursor(self.step).starts_generation)
 
     def _is_boundary(self) -> bool:
         """Not within a generation, unless an evaluation is due."""
-        return not self._is_within_generation() or is_due(self.cfg, self.step)
+        return not self._is_within_generation() or self.step in self._due_steps
 
     def boundary(self) -> None:
         """Between two steps: push the weights that the step has made, and evaluate if due."""
         if not self._is_boundary():
             return
-        self.rollouts.before_push(self.step, self.timer, cuts=is_due(self.cfg, self.step))
+        self.rollouts.before_push(self.step, self.timer, cuts=self.step in self._due_steps)
         self.push(self.step)
         self._evaluate()
         self.rollouts.after_push(self.step)
-        if self.step < self.cfg.num_steps:
+        if self.step < self.num_steps:
             self.rollouts.request_ahead(self.step)
 
     def push(self, policy_version: int, timer: PhaseTimer | None = None) -> None:
@@ -279,7 +280,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Evaluate the engines' weights, if due. Its seconds count towards no step."""
-        if not is_due(self.cfg, self.step):
+        if self.step not in self._due_steps:
             return
         aside = self._new_timer()
         ask_engines(
@@ -292,7 +293,7 @@ class Trainer:
     def save(self, *, now: bool = False) -> None:
         """Export and checkpoint, if due; always after the last step."""
         train = self.cfg.train
-        is_last = self.step == self.cfg.num_steps
+        is_last = self.step == self.num_steps
         saves = now or is_last or self.schedule.saves_after(self.step, train.save_interval)
         saves = saves and self.step > self.checkpoints.newest_step
         if saves:
@@ -358,6 +359,6 @@ class Trainer:
         told = any_rank(self.run.watchdog.is_preempted)
         if isinstance(reason, RolloutAborted) and not told:
             raise reason
-        if self.step < self.cfg.num_steps:
+        if self.step < self.num_steps:
             saved = f"step {self.step} saved" if self.step else "no step was done, nothing is saved"
             raise Preempted(f"preempted: {saved}; the same command resumes") from None

@@ -24,6 +24,7 @@ from megatron_grpo.batch.token_log import first_rows
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.images import PromptSources, read_images
 from megatron_grpo.data.samples import Sample
+from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.groups import Groups
 from parallel.images import PromptImages
@@ -115,35 +116,43 @@ def _members(turns: Sequence[Turn]) -> Iterator[int]:
 
 
 def split_for_data_parallel(
-    experience: Experience, generation: int, cost: CostModel, cfg: Config
+    experience: Experience,
+    generation: int,
+    cost: CostModel,
+    cfg: Config,
+    dims: ParallelDims,
+    alignment: Alignment,
 ) -> Iterator[list[DataParallelShard]]:
     """Divide each optimizer batch of the generation: one shard for every data rank.
 
     `cost` estimates the cost of a sequence by its length, to balance the data ranks. Loss weights
     are fixed here, over the whole optimizer batch, so that they do not depend on the packing.
     """
-    alignment = cfg.alignment
     for indices in BatchSchedule.of(cfg.grpo).minibatches(generation, cfg.train.seed):
         samples = [experience.samples[i] for i in indices]
         sequences = numbered_sequences(samples, _sequences(experience, indices, cfg))
-        plan = _plan(sequences, alignment, cost, cfg)
+        plan = _plan(sequences, cost, cfg, dims, alignment)
         numbers = [*sequences]
         yield [DataParallelShard.of(sequences, numbered(turns, numbers)) for turns in plan]
 
 
 def _plan(
-    sequences: dict[int, TokenSequence], alignment: Alignment, cost: CostModel, cfg: Config
+    sequences: dict[int, TokenSequence],
+    cost: CostModel,
+    cfg: Config,
+    dims: ParallelDims,
+    alignment: Alignment,
 ) -> list[list[Turn]]:
     """The turns of each data rank, whose microbatches list positions in `sequences`."""
-    max_tokens, context = cfg.train.max_tokens_per_microbatch, cfg.dims.context
+    max_tokens = cfg.train.max_tokens_per_microbatch
     if cfg.grpo.shared_prompts:
-        plan = plan_shared_prompts(prompt_groups(sequences), max_tokens, cfg.dims, alignment, cost)
-        return fixed_turns(plan, context)
+        plan = plan_shared_prompts(prompt_groups(sequences), max_tokens, dims, alignment, cost)
+        return fixed_turns(plan, dims.context)
     lengths = [len(sequence.tokens) for sequence in sequences.values()]
     if cfg.parallel.dynamic_context_parallel:
-        return plan_turns(lengths, max_tokens, cfg.dims, alignment, cost)
-    plan = plan_microbatches(lengths, max_tokens, cfg.dims, alignment, cost)
-    return fixed_turns(plan, context)
+        return plan_turns(lengths, max_tokens, dims, alignment, cost)
+    plan = plan_microbatches(lengths, max_tokens, dims, alignment, cost)
+    return fixed_turns(plan, dims.context)
 
 
 def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:

@@ -8,6 +8,7 @@ a `Preparation`, whose methods are collective; only rank 0 has the `Experience`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from megatron_grpo.policy.mtp import with_second_tokens
 from megatron_grpo.policy.router import with_own_layers
 from megatron_grpo.policy.vision import with_features
 from megatron_grpo.timing import PhaseTimer
+from parallel.alignment import Alignment
 from parallel.collectives import any_rank
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
@@ -121,6 +123,11 @@ class Preparation:
     groups: Groups
     device: torch.device
 
+    @cached_property
+    def alignment(self) -> Alignment:
+        """Multiples of the lengths of packed sequences and microbatches."""
+        return self.cfg.alignment
+
     def packed(self, experience: Experience | None, generation: int) -> Minibatches:
         """This rank's shard of the generation, without log-probabilities.
 
@@ -129,13 +136,15 @@ class Preparation:
         cfg, groups, shards = self.cfg, self.groups, None
         indexer = self.policy.shape.indexer if cfg.rollout.indexer_replay else None
         if experience:
-            shards = split_for_data_parallel(experience, generation, self.cost, cfg)
+            shards = split_for_data_parallel(
+                experience, generation, self.cost, cfg, groups.dims, self.alignment
+            )
         minibatches, at = [], groups.coordinates
         for _ in range(cfg.grpo.steps_per_generation):
             has_tower = self.policy.vision is not None
             shard = distribute(next(shards) if shards else None, groups, has_tower=has_tower)
             batches = shard.microbatches(
-                cfg.alignment,
+                self.alignment,
                 share_prompts=cfg.grpo.shared_prompts,
                 context_rank=at.context,
                 index_topk=indexer.topk if indexer else 0,

@@ -297,9 +297,8 @@ def batches_of(
     policy: Policy, experience: Experience, cfg: Config, groups: Groups
 ) -> list[PackedBatch]:
     """This rank's microbatches, as the trainer prepares them; the reference alone is made up."""
-    [shares] = split_for_data_parallel(experience, 0, CostModel.transformer(64), cfg)
-    alignment = cfg.alignment
-    at = groups.coordinates
+    cost, alignment, at = CostModel.transformer(64), cfg.alignment, groups.coordinates
+    [shares] = split_for_data_parallel(experience, 0, cost, cfg, groups.dims, alignment)
     packed = shares[at.data].microbatches(
         alignment, share_prompts=cfg.grpo.shared_prompts, context_rank=at.context
     )
