@@ -34,8 +34,10 @@ TESTS = {
     "megatron_grpo/algorithm/advantages.py": ["megatron_grpo/algorithm/test_advantages.py"],
     "megatron_grpo/algorithm/kl.py": ["megatron_grpo/algorithm/test_kl.py"],
     "megatron_grpo/algorithm/loss.py": ["megatron_grpo/algorithm/test_loss.py"],
-    "megatron_grpo/algorithm/mismatch.py": ["megatron_grpo/algorithm/test_mismatch.py"],
-    "megatron_grpo/algorithm/objectives.py": ["megatron_grpo/algorithm/test_loss.py"],
+    "megatron_grpo/algorithm/objectives.py": [
+        "megatron_grpo/algorithm/test_objectives.py",
+        "megatron_grpo/algorithm/test_loss.py",
+    ],
     "megatron_grpo/batch/branches.py": ["megatron_grpo/batch/test_branches.py"],
     "megatron_grpo/engines/cuts.py": ["megatron_grpo/engines/test_cuts.py"],
     "megatron_grpo/rollout/group_queue.py": ["megatron_grpo/rollout/test_group_queue.py"],

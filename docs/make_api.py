@@ -110,6 +110,8 @@ logits = torch.log_softmax(hidden @ weight.T, dim=-1)
 print(torch.allclose(chosen.logprobs, logits[[0, 1, 2], tokens[1:]], atol=1e-5))
 """
 LOSS = """
+from dataclasses import replace
+
 import torch
 from parallel.alignment import Alignment
 from parallel.logprobs import ChosenTokens
@@ -123,9 +125,9 @@ completion = TokenSequence(
     advantage=1.0,
     loss_weight=1 / 3,
     rollout_logprobs=torch.tensor([-1.0, -2.0, -0.5]),
-    old_logprobs=torch.tensor([-1.0, -2.0, -0.5]),
 )
 batch = pack([completion], [0], Alignment(sequence=1, total=1))
+batch = replace(batch, old_logprobs=batch.rollout_logprobs)
 logprobs = torch.tensor([-0.5, -2.0, -0.6], requires_grad=True)
 positions = torch.tensor([1, 2, 3])
 chosen = ChosenTokens(positions=positions, logprobs=logprobs, entropy=torch.zeros(3))

@@ -10,6 +10,7 @@ import yaml
 from checkpoint_convert import read_shape
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.sidecar import CHECKPOINT_FOLDER
+from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.folders import checkpoint_at, instead_of, latest_step, step_folder
 from megatron_grpo.checkpoints.manifest import read_manifest
 from megatron_grpo.config.config import Config
@@ -17,6 +18,7 @@ from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
 from megatron_grpo.config.optimizer import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.reporting.tracking import last_step
+from parallel.alignment import round_up
 
 # Keys that a resumed run may change: how long, how fast and where it runs, but not what it learns.
 # Model and data may have moved: a different model is detected by `_check_same_model`, and different
@@ -173,7 +175,8 @@ def _check_never_saved(run_dir: Path) -> None:
     """
     if (last := last_step(run_dir)) == 0:
         return
-    interval = _saved_config(run_dir).train.save_interval
+    cfg = _saved_config(run_dir)
+    interval = round_up(cfg.train.save_interval, BatchSchedule.of(cfg.grpo).updates_per_generation)
     if last > 2 * interval:
         raise ValueError(
             f"train.run_dir {run_dir} holds the records of {last} steps, and its checkpoints, one "

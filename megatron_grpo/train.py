@@ -9,15 +9,14 @@ from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.batch.schedule import BatchSchedule, Cursor
-from megatron_grpo.batch.token_values import with_cached_values
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
-from megatron_grpo.checkpoints.experience_file import CURRENT, OPEN, ready_prefix
+from megatron_grpo.checkpoints.experience_file import OPEN, ready_prefix
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engine_weights.checksums import pushed_weights
 from megatron_grpo.engines.http import RolloutAborted
-from megatron_grpo.evaluation.evaluation import is_due
+from megatron_grpo.evaluation.evaluation import due_steps
 from megatron_grpo.launch.disk import resumable
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.export import export_model
@@ -79,7 +78,8 @@ class Trainer:
 
     def __init__(self, run: Run, stack: ExitStack) -> None:
         self.run, self.cfg, cfg = run, run.cfg, run.cfg
-        self.schedule = BatchSchedule.of(cfg.grpo)
+        self.schedule, self.num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
+        self._due_steps = due_steps(cfg)
         run.watchdog.enter("load")  # a phase in which reading files may take long
         shape = trained_shape(cfg)
         source = open_rollouts(run, shape, stack)
@@ -137,7 +137,7 @@ class Trainer:
 
     def _begin_step(self) -> None:
         """Attribute what follows to the next optimizer step; counted from 1 for people."""
-        step = min(self.step + 1, self.cfg.num_steps)
+        step = min(self.step + 1, self.num_steps)
         self.run.watchdog.begin_step(step)
         if self.zero:
             self.zero.log.timeline.step = step
@@ -172,15 +172,12 @@ class Trainer:
     def next_minibatch(self) -> list[PackedBatch]:
         """This rank's microbatches of the next optimizer step.
 
-        A run that was saved in the middle of a generation continues with that generation.
+        A run that ended within a generation, and is extended, makes that generation anew for the
+        steps on it that are left: its samples are in no checkpoint.
         """
-        cursor = self.schedule.cursor(self.step)
-        begins = cursor.starts_generation or self.step == self._first_step
+        cursor, begins = self.schedule.cursor(self.step), not self._is_within_generation()
         if begins:
-            if cursor.starts_generation:
-                self._take_generation(cursor.generation)
-            else:
-                self.experience = self._load_experience(CURRENT)
+            self._take_generation(cursor.generation)
             self.rollouts.request_ahead(self.step)
             self.checkpoints.poll()  # finish a checkpoint that was written in the meantime
         self.sleep_engines()  # an evaluation within a generation wakes them, too
@@ -201,11 +198,11 @@ class Trainer:
 
     def _prepare(self, cursor: Cursor) -> None:
         """Compute what is needed once for all steps that train on the generation."""
-        self.minibatches, generation = [], cursor.generation  # features of images are freed first
-        self.minibatches = self.preparation.minibatches(self.experience, generation, self.timer)
-        if cursor.starts_generation and self.reference and self.cfg.grpo.kl_in_reward:
+        self.minibatches = []  # features of images are freed first
+        self.minibatches = self.preparation.minibatches(self.experience, cursor, self.timer)
+        if self.reference and self.cfg.grpo.kl_in_reward:
             self.experience, self.minibatches = self.preparation.subtract_kl(
-                self.experience, self.minibatches, generation, self.beta
+                self.experience, self.minibatches, cursor.generation, self.beta
             )
 
     def sleep_engines(self) -> None:
@@ -250,20 +247,24 @@ class Trainer:
         # log lacks.
         self._begin_step()
 
+    def _is_within_generation(self) -> bool:
+        """Whether the next step trains on the same generation as the last one."""
+        is_between = self.step in (self._first_step, self.num_steps)
+        return not (is_between or self.schedule.cursor(self.step).starts_generation)
+
     def _is_boundary(self) -> bool:
-        """Not within a generation, unless an evaluation is due or this was the last step."""
-        begins = self.schedule.cursor(self.step).starts_generation
-        return begins or self.step == self.cfg.num_steps or is_due(self.cfg, self.step)
+        """Not within a generation, unless an evaluation is due."""
+        return not self._is_within_generation() or self.step in self._due_steps
 
     def boundary(self) -> None:
         """Between two steps: push the weights that the step has made, and evaluate if due."""
         if not self._is_boundary():
             return
-        self.rollouts.before_push(self.step, self.timer, aborts=is_due(self.cfg, self.step))
+        self.rollouts.before_push(self.step, self.timer, aborts=self.step in self._due_steps)
         self.push(self.step)
         self._evaluate()
         self.rollouts.after_push(self.step)
-        if self.step < self.cfg.num_steps:
+        if self.step < self.num_steps:
             self.rollouts.request_ahead(self.step)
 
     def push(self, policy_version: int, timer: PhaseTimer | None = None) -> None:
@@ -278,7 +279,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Evaluate the engines' weights, if due. Its seconds count towards no step."""
-        if not is_due(self.cfg, self.step):
+        if self.step not in self._due_steps:
             return
         aside = self._new_timer()
         ask_engines(
@@ -291,8 +292,8 @@ class Trainer:
     def save(self, *, now: bool = False) -> None:
         """Export and checkpoint, if due; always after the last step."""
         train = self.cfg.train
-        is_last = self.step == self.cfg.num_steps
-        saves = now or is_last or self.step % train.save_interval == 0
+        is_last = self.step == self.num_steps
+        saves = now or is_last or self.schedule.saves_after(self.step, train.save_interval)
         saves = saves and self.step > self.checkpoints.newest_step
         if saves:
             self.rollouts.finish_for_save(self.step, self.timer)
@@ -315,7 +316,6 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         """Start writing the checkpoint of the current weights."""
-        cursor = self.schedule.cursor(self.step)
         groups, samples, done = self.zero.runner.open_groups() if self.zero else (None, None, {})
         ready = {n: batch for n, batch in sorted((self.rollouts.ready | done).items()) if batch}
         wandb_id = self.cfg.train.run_dir / WANDB_ID_FILE
@@ -331,10 +331,6 @@ class Trainer:
         )
         saved: dict[str, Experience | None] = {OPEN: samples}
         saved |= {ready_prefix(i): each.experience for i, each in enumerate(ready.values())}
-        if not cursor.starts_generation:
-            saved[CURRENT] = with_cached_values(
-                self.experience, self.minibatches, cursor.generation, self.cfg, self.run.groups
-            )
         self.checkpoints.save(state, saved)
 
     def stop_if_preempted(self) -> None:
@@ -346,18 +342,22 @@ class Trainer:
             raise Preempted
 
     def save_and_stop(self, reason: Preempted | RolloutAborted) -> None:
-        """Save the state at the beginning of the next step, and raise `reason` on all ranks.
+        """Save the state at the end of the generation, and raise `reason` on all ranks.
 
-        Raises Preempted if any rank was told to stop: engines are told at the same time, and may
-        have ended before this was seen. Returns if the run is complete but for an evaluation.
+        The steps up to there need no engines. Raises Preempted if any rank was told to stop:
+        engines are told at the same time, and may have ended before this was seen. Returns if the
+        run is complete but for an evaluation.
         """
         with suppress(Preempted, RolloutAborted):
             self.rollouts.finish_for_save(self.step, self.timer)
         self.rollouts.give_up()
+        while self._is_within_generation():  # the samples of which are in no checkpoint
+            self.log(self.update(self.next_minibatch()))
+            self.save()
         self.save(now=True)
         told = any_rank(self.run.watchdog.is_preempted)
         if isinstance(reason, RolloutAborted) and not told:
             raise reason
-        if self.step < self.cfg.num_steps:
+        if self.step < self.num_steps:
             saved = f"step {self.step} saved" if self.step else "no step was done, nothing is saved"
             raise Preempted(f"preempted: {saved}; the same command resumes") from None

@@ -34,8 +34,6 @@ class Groups:
     """Ranks of `data`, over gloo: for Python objects."""
     data_context: ProcessGroup
     """Ranks that hold the same weights; gradients are summed over this group."""
-    data_context_gloo: ProcessGroup
-    """Ranks of `data_context`, over gloo: for Python objects."""
     stage: ProcessGroup
     """All ranks of this rank's pipeline stage (tensor x context x data)."""
     replica: ProcessGroup
@@ -100,7 +98,6 @@ def init_groups(
         data=parallel_state.get_data_parallel_group(),
         data_gloo=parallel_state.get_data_parallel_group_gloo(),
         data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        data_context_gloo=parallel_state.get_data_parallel_group_gloo(with_context_parallel=True),
         stage=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
         replica=_replica_group(dims, dims.coordinates(rank).data, timeout),
     )

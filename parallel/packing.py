@@ -1,6 +1,6 @@
 """Padding-free batches: sequences laid end to end, padded only where parallelism requires it."""
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from itertools import accumulate
@@ -34,10 +34,6 @@ class TokenSequence:
     loss_weight: float
     rollout_logprobs: Tensor  # [L - num_prompt_tokens]
     response_mask: Tensor | None = None  # [L - num_prompt_tokens] bool, counted tokens; None: all
-    # [L - num_prompt_tokens] each, if already known:
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    high_entropy: Tensor | None = None
     # [up to L, layers, columns] uint8, int16 or int32, what the engine chose for the first tokens:
     # all but the last, which it sampled and did not read. Experts, then positions of the tokens
     # that indexers chose, either of which may be absent; None: the model chooses
@@ -55,8 +51,6 @@ class TokenSequence:
 
 Sequences = Sequence[TokenSequence] | Mapping[int, TokenSequence]
 """Sequences by their index in the optimizer batch: all of them, or some."""
-CACHED_VALUES = ("old_logprobs", "ref_logprobs", "high_entropy")
-"""Per-token values that a resumed generation may already have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,17 +131,15 @@ def pack(
     alignment: Alignment,
     *,
     share_prompts: bool = False,
-    known: Collection[str] = (),
     index_topk: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> PackedBatch:
     """Pack ``sequences[i] for i in indices`` end to end.
 
-    Each of the `CACHED_VALUES` must be set for all of them or for none. With `share_prompts`,
-    sequences with equal prompts share a copy of it if that saves tokens, and one with its `root`
-    beside it has none. `indices` may be empty: a rank without work joins its peers' collectives
-    with padding, whose loss is zero; `known` then names the values that its peers have. The last
-    `index_topk` columns of `routes` are tokens. `dtype` is that of weights, advantages and so on.
+    With `share_prompts`, sequences with equal prompts share a copy of it if that saves tokens, and
+    one with its `root` beside it has none. `indices` may be empty: a rank without work joins its
+    peers' collectives with padding, whose loss is zero. The last `index_topk` columns of `routes`
+    are tokens. `dtype` is that of weights, advantages and so on.
     """
     segments = _segments(sequences, indices, alignment, share_prompts)
     lengths = [round_up(len(s.tokens), alignment.sequence) for s in segments] or [alignment.total]
@@ -168,11 +160,6 @@ def pack(
 
     masks = [True if each.response_mask is None else each.response_mask for each in members]
     loss_mask = of_responses.column(masks, bool)
-    cached: dict[str, Any] = {
-        name: response_column(name)
-        for name in CACHED_VALUES
-        if name in known or any(getattr(each, name) is not None for each in members)
-    }
     return PackedBatch(
         tokens=of_segments.column([s.tokens for s in segments], np.int64),
         position_ids=position_ids,
@@ -189,7 +176,6 @@ def pack(
         prefixes=_prefixes(segments, starts) if share_prompts else None,
         images=pack_images(segments, of_segments),
         **_laid_routes(segments, starts, total, index_topk),
-        **cached,
     )
 
 

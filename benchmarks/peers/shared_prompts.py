@@ -94,7 +94,8 @@ def _on_rank(
     )
     cfg = tiny_config(model, ParallelDims(), *options)
     policy, groups = start_policy(rank, model, ParallelDims(), *options)
-    ((share,),) = split_for_data_parallel(_experience(), 0, CostModel.transformer(HIDDEN), cfg)
+    cost, dims = CostModel.transformer(HIDDEN), ParallelDims()
+    ((share,),) = split_for_data_parallel(_experience(), 0, cost, cfg, dims, Alignment())
     batches = share.pack(Alignment(), share_prompts=shared)
     with counted_flops() as counter:
         accumulate_gradient(policy, batches, cfg, groups, 0.0)

@@ -138,9 +138,10 @@ def ours(folder: Path) -> dict[str, float]:
     policy, groups = start_policy(0, given.model, dims, *overrides)
     cfg = tiny_config(given.model, dims, *overrides)
     [term] = cfg.reward_terms
-    experience = experience_of(given.samples, [{term.label: r} for r in given.rewards], cfg)
+    rewards = [{term.label: r} for r in given.rewards]
+    experience = experience_of(given.samples, rewards, given.rewards, cfg)
     cost = CostModel.transformer(SHAPE["hidden_size"])
-    [[share]] = split_for_data_parallel(experience, 0, cost, cfg)
+    [[share]] = split_for_data_parallel(experience, 0, cost, cfg, dims, Alignment())
     minibatch = share.pack(Alignment(), share_prompts=False)
 
     def step() -> float:
@@ -165,7 +166,7 @@ def limit(folder: Path) -> dict[str, float]:
     grpo = [f"grpo.num_generations={NUM_GENERATIONS}", f"grpo.generation_batch_size={NUM_SAMPLES}"]
     cfg = tiny_config(given.model, ParallelDims(), *grpo)
     advantages = experience_of(
-        given.samples, [{term.label: r} for r in given.rewards], cfg
+        given.samples, [{term.label: r} for r in given.rewards], given.rewards, cfg
     ).advantages.tolist()
     num_tokens = sum(len(sample.completion_ids) for sample in given.samples)
 

@@ -11,8 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.algorithm.kl import kl_estimate
-from megatron_grpo.algorithm.mismatch import on_policy_mask, rollout_weights
-from megatron_grpo.algorithm.objectives import importance_ratio, objective
+from megatron_grpo.algorithm.objectives import (
+    importance_ratio,
+    mismatch_weights,
+    objective,
+    on_policy_mask,
+)
 from megatron_grpo.config.grpo import GRPOConfig, LossType
 from parallel.logprobs import ChosenTokens
 from parallel.packing import PackedBatch
@@ -152,7 +156,7 @@ def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, beta: float) -> GRPOLoss:
     logprobs, advantages, sequences = tokens.logprobs, tokens.advantages, tokens.sequences
     old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
     log_ratio = logprobs - old
-    weights = rollout_weights(old - tokens.rollout_logprobs, sequences, cfg)
+    weights = mismatch_weights(old - tokens.rollout_logprobs, sequences, cfg)
     found = objective(logprobs, log_ratio, advantages, weights, sequences, cfg)
     per_token, off_policy, kl = found.loss, None, None
     if cfg.off_policy_mask_threshold is not None:

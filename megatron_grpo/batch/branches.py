@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.data.samples import Branch, Sample
-from parallel.packing import CACHED_VALUES, TokenSequence, by_prompt
+from parallel.packing import TokenSequence, by_prompt
 from parallel.shared_prefix import Branched, PromptGroup
 
-BY_TOKEN = ("advantage", "rollout_logprobs", "response_mask", *CACHED_VALUES)
+BY_TOKEN = ("advantage", "rollout_logprobs", "response_mask")
 """Fields of a sequence with a value for each token of the completion."""
 MOST_PARTS = 8
 """Most parts of other sequences that a sequence shares: a GPU kernel is compiled for each power of
@@ -99,27 +99,6 @@ def cut_out(whole: TokenSequence, branch: Branch) -> TokenSequence:
         routes=None if routes is None else _joined(routes, bounds)[: len(tokens) - 1],
         log_row=None if row is None else row + branch.start,
     )
-
-
-def values_by_sample(
-    samples: Sequence[Sample], indices: Sequence[int], found: Mapping[int, Tensor]
-) -> dict[int, Tensor]:
-    """The values of each whole completion, by index of the sample, from those of its sequences.
-
-    `indices` are the samples of an optimizer batch, and `found` has the values by number; tokens of
-    no sequence have the value 0.
-    """
-    by_sample: dict[int, Tensor] = {}
-    for number, values in found.items():
-        k, place = divmod(number, len(indices))
-        i = indices[place]
-        if samples[i].branches:
-            whole = by_sample.setdefault(i, torch.zeros(len(samples[i].completion_ids)))
-            branch = samples[i].branches[k]
-            whole[branch.start : branch.end] = values
-        else:
-            by_sample[i] = values
-    return by_sample
 
 
 def _joined(values: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:

@@ -24,11 +24,12 @@ from megatron_grpo.batch.token_log import first_rows
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.images import PromptSources, read_images
 from megatron_grpo.data.samples import Sample
+from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.groups import Groups
 from parallel.images import PromptImages
 from parallel.microbatches import CostModel, plan_microbatches
-from parallel.packing import CACHED_VALUES, PackedBatch, TokenSequence, pack
+from parallel.packing import PackedBatch, TokenSequence, pack
 from parallel.shared_prefix import plan_shared_prompts
 from parallel.turns import Turn, fixed_turns, numbered, plan_turns
 
@@ -48,8 +49,6 @@ class DataParallelShard:
     tensors concatenated."""
     lengths: dict[str, list[int]]
     """Lengths of the tensors that were concatenated, by field."""
-    known: list[str]
-    """Which of `CACHED_VALUES` the optimizer batch has: a shard without sequences cannot tell."""
 
     @classmethod
     def of(cls, sequences: Mapping[int, TokenSequence], turns: list[Turn]) -> "DataParallelShard":
@@ -66,12 +65,7 @@ class DataParallelShard:
             if values and isinstance(values[0], Tensor):
                 columns[field.name] = torch.cat(values)
                 lengths[field.name] = [len(value) for value in values]
-        return cls(
-            turns=turns,
-            columns=columns,
-            lengths=lengths,
-            known=[name for name in CACHED_VALUES if getattr(sequences[0], name) is not None],
-        )
+        return cls(turns=turns, columns=columns, lengths=lengths)
 
     def pack(self, alignment: Alignment, *, share_prompts: bool) -> list[PackedBatch]:
         """All `microbatches` of the first context rank."""
@@ -93,7 +87,6 @@ class DataParallelShard:
                 turn.microbatches[context_rank // turn.context_size],
                 alignment.for_context(turn.context_size),
                 share_prompts=share_prompts,
-                known=self.known,
                 index_topk=index_topk,
             )
 
@@ -123,43 +116,48 @@ def _members(turns: Sequence[Turn]) -> Iterator[int]:
 
 
 def split_for_data_parallel(
-    experience: Experience, generation: int, cost: CostModel, cfg: Config
+    experience: Experience,
+    generation: int,
+    cost: CostModel,
+    cfg: Config,
+    dims: ParallelDims,
+    alignment: Alignment,
 ) -> Iterator[list[DataParallelShard]]:
     """Divide each optimizer batch of the generation: one shard for every data rank.
 
     `cost` estimates the cost of a sequence by its length, to balance the data ranks. Loss weights
     are fixed here, over the whole optimizer batch, so that they do not depend on the packing.
     """
-    alignment = cfg.alignment
     for indices in BatchSchedule.of(cfg.grpo).minibatches(generation, cfg.train.seed):
         samples = [experience.samples[i] for i in indices]
         sequences = numbered_sequences(samples, _sequences(experience, indices, cfg))
-        plan = _plan(sequences, alignment, cost, cfg)
+        plan = _plan(sequences, cost, cfg, dims, alignment)
         numbers = [*sequences]
         yield [DataParallelShard.of(sequences, numbered(turns, numbers)) for turns in plan]
 
 
 def _plan(
-    sequences: dict[int, TokenSequence], alignment: Alignment, cost: CostModel, cfg: Config
+    sequences: dict[int, TokenSequence],
+    cost: CostModel,
+    cfg: Config,
+    dims: ParallelDims,
+    alignment: Alignment,
 ) -> list[list[Turn]]:
     """The turns of each data rank, whose microbatches list positions in `sequences`."""
-    max_tokens, context = cfg.train.max_tokens_per_microbatch, cfg.dims.context
+    max_tokens = cfg.train.max_tokens_per_microbatch
     if cfg.grpo.shared_prompts:
-        plan = plan_shared_prompts(prompt_groups(sequences), max_tokens, cfg.dims, alignment, cost)
-        return fixed_turns(plan, context)
+        plan = plan_shared_prompts(prompt_groups(sequences), max_tokens, dims, alignment, cost)
+        return fixed_turns(plan, dims.context)
     lengths = [len(sequence.tokens) for sequence in sequences.values()]
     if cfg.parallel.dynamic_context_parallel:
-        return plan_turns(lengths, max_tokens, cfg.dims, alignment, cost)
-    plan = plan_microbatches(lengths, max_tokens, cfg.dims, alignment, cost)
-    return fixed_turns(plan, context)
+        return plan_turns(lengths, max_tokens, dims, alignment, cost)
+    plan = plan_microbatches(lengths, max_tokens, dims, alignment, cost)
+    return fixed_turns(plan, dims.context)
 
 
 def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:
     """Prompt and whole completion of each sample."""
     samples = [experience.samples[i] for i in indices]
-    known = {
-        name: values for name in CACHED_VALUES if (values := getattr(experience, name)) is not None
-    }
     masks = [_response_mask(experience, i, cfg) for i in indices]
     weights = loss_weights(
         torch.stack([mask.sum() for mask in masks]),
@@ -181,7 +179,6 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             routes=routes,
             log_row=log_row,
             images=sample.prompt.images,
-            **{name: values[i] for name, values in known.items()},
         )
         for sample, i, mask, weight, routes, log_row in zip(
             samples, indices, masks, weights, _routes(samples), log_rows, strict=True

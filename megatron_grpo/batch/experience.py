@@ -18,7 +18,6 @@ from megatron_grpo.config.agent import AGENT_TERM
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.reward import ENVIRONMENT_TERM
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rewards.by_source import totals_of
 from megatron_grpo.rewards.scoring import total_rewards
 
 
@@ -35,11 +34,6 @@ class Experience:
     """[N] float64; with process supervision, the advantage of each completion's first token."""
     token_advantages: list[Tensor] | None = None
     """[completion tokens] for each sample; only with process supervision."""
-    # Per token of every completion, only in a resumed generation: the values that were computed
-    # when it began; see `PackedBatch`.
-    old_logprobs: list[Tensor] | None = None
-    ref_logprobs: list[Tensor] | None = None
-    high_entropy: list[Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -48,13 +42,17 @@ class Experience:
 
 
 def compute_advantages(
-    samples: list[Sample], rewards: list[dict[str, float]], cfg: Config
+    samples: list[Sample],
+    rewards: list[dict[str, float]],
+    sums: Sequence[float],
+    cfg: Config,
 ) -> Experience:
-    """Compute the advantages of scored samples; a group is all samples of one prompt."""
-    terms = cfg.reward_terms
-    totals = torch.tensor(totals_of(samples, rewards, cfg), dtype=torch.float64)
+    """Compute the advantages of scored samples from the `sums` of their rewards, or from the
+    single rewards; a group is all samples of one prompt."""
+    totals = torch.tensor(sums, dtype=torch.float64)
     group_ids = torch.tensor([sample.prompt.index for sample in samples])
     if cfg.grpo.multi_objective_aggregation == "normalize_then_sum":
+        terms = cfg.reward_terms
         scores = torch.tensor(
             [[score[term.label] for term in terms] for score in rewards], dtype=torch.float64
         )

@@ -8,6 +8,7 @@ a `Preparation`, whose methods are collective; only rank 0 has the `Experience`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megatron_grpo.batch.distribute import Minibatches, distribute, split_for_data_parallel
 from megatron_grpo.batch.experience import Experience, subtract_kl
-from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.batch.schedule import BatchSchedule, Cursor
 from megatron_grpo.batch.token_values import (
     by_sample,
     keep_high_entropy,
@@ -31,6 +32,7 @@ from megatron_grpo.policy.mtp import with_second_tokens
 from megatron_grpo.policy.router import with_own_layers
 from megatron_grpo.policy.vision import with_features
 from megatron_grpo.timing import PhaseTimer
+from parallel.alignment import Alignment
 from parallel.collectives import any_rank
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
@@ -51,16 +53,15 @@ def add_logprobs(
     `batches` are this rank's part of one optimizer batch; ranks before the last stage get them back
     unchanged. Of the one that is trained on next (`is_next`), the old policy is the policy itself,
     and its pass is skipped unless something else needs it: the ratio is exactly 1, and the loss
-    uses its own log-probabilities, detached; see `with_old_logprobs`. Values that a resumed
-    generation already has are kept, since either model may have changed since.
+    uses its own log-probabilities, detached; see `with_old_logprobs`.
     """
     filled, entropies = _from_policy(batches, policy, cfg, groups, is_next)
-    if reference and batches[0].ref_logprobs is None:
+    if reference:
         computed = compute_logprobs(reference, batches, cfg.rollout.temperature, groups)
         filled = _filled(filled, "ref_logprobs", [logprobs for logprobs, _ in computed])
     if not policy.is_last_stage:
         return filled
-    if cfg.grpo.top_entropy_quantile < 1 and batches[0].high_entropy is None:
+    if cfg.grpo.top_entropy_quantile < 1:
         fraction = cfg.grpo.top_entropy_quantile
         filled = keep_high_entropy(filled, entropies, fraction, groups)
     return with_entropy_weights(filled, groups) if cfg.grpo.entropy_coef else filled
@@ -104,7 +105,7 @@ def _filled(
 
 
 def _needs_policy(batches: Sequence[PackedBatch], cfg: Config, is_next: bool) -> bool:
-    if cfg.grpo.top_entropy_quantile < 1 and batches[0].high_entropy is None:
+    if cfg.grpo.top_entropy_quantile < 1:
         return True
     are_all_needed = cfg.grpo.num_old_passes == cfg.grpo.steps_per_generation
     return batches[0].old_logprobs is None and (are_all_needed or not is_next)
@@ -112,7 +113,7 @@ def _needs_policy(batches: Sequence[PackedBatch], cfg: Config, is_next: bool) ->
 
 @dataclass(frozen=True)
 class Preparation:
-    """One rank's part of the work done once per generation, and again when it is resumed."""
+    """One rank's part of the work done once per generation."""
 
     policy: Policy
     reference: Model | None
@@ -122,6 +123,11 @@ class Preparation:
     groups: Groups
     device: torch.device
 
+    @cached_property
+    def alignment(self) -> Alignment:
+        """Multiples of the lengths of packed sequences and microbatches."""
+        return self.cfg.alignment
+
     def packed(self, experience: Experience | None, generation: int) -> Minibatches:
         """This rank's shard of the generation, without log-probabilities.
 
@@ -130,13 +136,15 @@ class Preparation:
         cfg, groups, shards = self.cfg, self.groups, None
         indexer = self.policy.shape.indexer if cfg.rollout.indexer_replay else None
         if experience:
-            shards = split_for_data_parallel(experience, generation, self.cost, cfg)
+            shards = split_for_data_parallel(
+                experience, generation, self.cost, cfg, groups.dims, self.alignment
+            )
         minibatches, at = [], groups.coordinates
         for _ in range(cfg.grpo.steps_per_generation):
             has_tower = self.policy.vision is not None
             shard = distribute(next(shards) if shards else None, groups, has_tower=has_tower)
             batches = shard.microbatches(
-                cfg.alignment,
+                self.alignment,
                 share_prompts=cfg.grpo.shared_prompts,
                 context_rank=at.context,
                 index_topk=indexer.topk if indexer else 0,
@@ -149,11 +157,12 @@ class Preparation:
         return minibatches
 
     def minibatches(
-        self, experience: Experience | None, generation: int, timer: PhaseTimer
+        self, experience: Experience | None, cursor: Cursor, timer: PhaseTimer
     ) -> Minibatches:
-        """This rank's shard of the generation, with the log-probabilities for the loss."""
+        """This rank's shard of a generation, with the log-probabilities for the loss; training on
+        it begins at `cursor`."""
         with timer.phase("pack"):
-            packed = self.packed(experience, generation)
+            packed = self.packed(experience, cursor.generation)
         with timer.phase("logprobs"):
             return [
                 add_logprobs(
@@ -162,7 +171,7 @@ class Preparation:
                     self.reference,
                     self.cfg,
                     self.groups,
-                    is_next=number == 0,  # or known: a resumed generation has all that it needs
+                    is_next=number == cursor.minibatch,
                 )
                 for number, minibatch in enumerate(packed)
             ]

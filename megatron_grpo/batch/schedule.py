@@ -87,6 +87,11 @@ class BatchSchedule:
         iteration, minibatch = divmod(update, self.steps_per_generation)
         return Cursor(generation=generation, iteration=iteration, minibatch=minibatch)
 
+    def saves_after(self, step: int, interval: int) -> bool:
+        """Whether a checkpoint every `interval` steps is due after `step` of them: at the end of a
+        generation, the first at or after a multiple of `interval`."""
+        return self.cursor(step).starts_generation and step % interval < self.updates_per_generation
+
     def minibatches(self, generation: int, seed: int) -> list[list[int]]:
         """Completions of each minibatch: ascending indices into the generation, each once.
 

@@ -145,10 +145,9 @@ class Checkpoints:
     def save(self, state: TrainerState, experiences: Mapping[str, Experience | None]) -> None:
         """Start to save both models in their current state, after waiting for the previous save.
 
-        On rank 0, `experiences` are the generation that the next steps train on, if they continue
-        one, those after it that are already there, and the samples of groups that no generation
-        has, by the prefix of their files. Raises FloatingPointError on all ranks, and writes
-        nothing, when a tensor is not finite.
+        On rank 0, `experiences` are the generations that are ready, and the samples of groups that
+        no generation has, by the prefix of their files. Raises FloatingPointError on all ranks, and
+        writes nothing, when a tensor is not finite.
         """
         self.wait()
         gather_weights(self._policy.chunks)  # in place: the parts are views
@@ -209,14 +208,18 @@ class Checkpoints:
                 hashes.update(of_rank)
             if self._rank == 0:
                 manifest.write_manifest(saving.folder, hashes)
-                train = self._cfg.train
-                folders.publish(
-                    saving.folder, saving.step, train.keep_checkpoints, train.keep_every
-                )
+                keep = self._cfg.train.keep_checkpoints
+                folders.publish(saving.folder, saving.step, keep, self._is_kept)
             return {}
 
         task = self._submit(saving.folder, publish)
         self._saving = _Saving(saving.step, saving.folder, task, is_written=True)
+
+    def _is_kept(self, step: int) -> bool:
+        """Whether the checkpoint of `step` stays for good: `train.keep_every`."""
+        every, schedule = self._cfg.train.keep_every, BatchSchedule.of(self._cfg.grpo)
+        # Not `saves_after`: runs of older releases have checkpoints within generations.
+        return every is not None and step % every < schedule.updates_per_generation
 
     def _submit(
         self, folder: Path, work: Callable[[], dict[str, FileHash]]

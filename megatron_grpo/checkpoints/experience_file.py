@@ -1,10 +1,7 @@
-"""Saves and loads the generation that is being trained on at a checkpoint, and the next one.
+"""Saves and loads generations that training has not begun, and samples of unfinished ones.
 
-Prompts and sampling seeds are functions of the step, but the current generation was sampled from a
-policy that no longer exists. Its samples, and their log-probabilities under that policy and under
-the reference of that time, are therefore saved with the checkpoint, unless it lies between two
-generations. If generation overlaps with training, the next generation is saved too when it is
-ready; its log-probabilities under policy and reference have not been computed yet.
+Prompts and sampling seeds are functions of the step. But where generation overlaps with training,
+the weights that sampled what follows a checkpoint no longer exist when it is resumed.
 """
 
 import json
@@ -22,13 +19,12 @@ from torch import Tensor
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Branch, Heard, Sample
-from parallel.packing import CACHED_VALUES
 
 SAMPLES_FILE = "samples.jsonl"
 TOKENS_FILE = "samples.safetensors"
-CURRENT, READY, OPEN = "", "ready_", "open_"
-"""Prefixes of both file names: of the generation that is being trained on, of the next one, and of
-the samples of groups that no generation has taken."""
+READY, OPEN = "ready_", "open_"
+"""Prefixes of both file names: of the next generation, and of the samples of groups that no
+generation has taken."""
 
 
 def ready_prefix(number: int) -> str:
@@ -36,16 +32,9 @@ def ready_prefix(number: int) -> str:
     return f"{READY}{number}_" if number else READY
 
 
-BY_TOKEN = (*CACHED_VALUES, "token_advantages")
-"""Optional per-token fields of an experience: given for all tokens of all completions, or None."""
-
-
-def write_experience(folder: Path, experience: Experience, prefix: str = CURRENT) -> None:
+def write_experience(folder: Path, experience: Experience, prefix: str) -> None:
     """Write samples, rewards, advantages and log-probabilities, bit for bit."""
     samples = experience.samples
-    assert prefix or experience.old_logprobs is not None, (
-        "the policy that they are of is gone when this is read"
-    )
     rows = [
         {
             "prompt": sample.prompt.index,
@@ -79,15 +68,12 @@ def write_experience(folder: Path, experience: Experience, prefix: str = CURRENT
     if known := [each for each in routes if each is not None]:
         tensors["routed_tokens"] = torch.tensor([0 if r is None else len(r) for r in routes])
         tensors["routed_experts"] = torch.from_numpy(np.concatenate(known))
-    for name in BY_TOKEN:
-        if (values := getattr(experience, name)) is not None:
-            tensors[name] = torch.cat(list(values))
+    if experience.token_advantages is not None:
+        tensors["token_advantages"] = torch.cat(experience.token_advantages)
     save_file(tensors, folder / f"{prefix}{TOKENS_FILE}")
 
 
-def read_experience(
-    folder: Path, prompts: Sequence[Prompt], prefix: str = CURRENT
-) -> Experience | None:
+def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str) -> Experience | None:
     """Read what `write_experience` wrote; None if it wrote nothing for this `prefix`.
 
     `prompts` are those of the data. Raises ValueError when one of the generation's is not there.
@@ -101,7 +87,7 @@ def read_experience(
     missing = {row["prompt"] for row in rows} - by_index.keys()
     if missing:
         raise ValueError(
-            f"{folder} was training on the rows {sorted(missing)} of the data, which no longer "
+            f"{folder} has samples of the rows {sorted(missing)} of the data, which no longer "
             "exist: has data.path changed?"
         )
     bounds = list(pairwise([0, *accumulate(tensors["lengths"].tolist())]))
@@ -133,11 +119,9 @@ def read_experience(
         totals=tensors["totals"],
         group_ids=tensors["group_ids"],
         advantages=tensors["advantages"],
-        **{
-            name: [tensors[name][start:end] for start, end in bounds]
-            for name in BY_TOKEN
-            if name in tensors
-        },
+        token_advantages=None
+        if (by_token := tensors.get("token_advantages")) is None
+        else [by_token[start:end] for start, end in bounds],
     )
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from checkpoint_convert.new_folder import sync, sync_tree
@@ -97,9 +98,11 @@ def remove_leftovers(folder: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def publish(partial: Path, step: int, keep: int, keep_every: int | None = None) -> None:
+def publish(
+    partial: Path, step: int, keep: int, is_kept: Callable[[int], bool] = lambda _: False
+) -> None:
     """Make the complete folder `partial` the newest checkpoint; drop all but the `keep` newest and
-    those whose step is a multiple of `keep_every`.
+    those of steps that are kept for good.
 
     Wherever this is interrupted, a complete checkpoint exists. Once the new one has its final name,
     it counts as the newest, because `remove_leftovers` then updates `LATEST`.
@@ -120,7 +123,7 @@ def publish(partial: Path, step: int, keep: int, keep_every: int | None = None) 
     sync(folder)
     if replaced.exists():
         remove(replaced)
-    _drop_others(folder, step, keep, keep_every)
+    _drop_others(folder, step, keep, is_kept)
 
 
 def remove(checkpoint: Path) -> None:
@@ -135,11 +138,11 @@ def remove(checkpoint: Path) -> None:
     shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _drop_others(folder: Path, step: int, keep: int, keep_every: int | None) -> None:
+def _drop_others(folder: Path, step: int, keep: int, is_kept: Callable[[int], bool]) -> None:
     """Drop old checkpoints, and later ones, which were discarded when the run went back."""
     steps = sorted(_steps(folder))
     own = [other for other in steps if other <= step]
-    kept = {*own[-keep:], *(other for other in own if keep_every and other % keep_every == 0)}
+    kept = {*own[-keep:], *filter(is_kept, own)}
     for other in steps:
         if other not in kept:
             remove(step_folder(folder, other))

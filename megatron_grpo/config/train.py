@@ -91,7 +91,8 @@ class TrainConfig(Section):
     """Where weights leave (offload), whether buffers that NCCL has for NVLink and PCIe are on the
     host, too, while engines generate. Not run on GPUs yet."""
     save_interval: PositiveInt = 10
-    """Optimizer steps between checkpoints; the last step always writes one."""
+    """Optimizer steps between checkpoints. Each is written when a generation ends, the first at or
+    after a multiple of this; the last step always writes one."""
     export_interval: PositiveInt | None = None
     """Optimizer steps between Hugging Face exports, each to a folder hf_step_N of its own; null:
     export only the end, to hf."""
@@ -102,8 +103,8 @@ class TrainConfig(Section):
     keep_checkpoints: PositiveInt = 2
     """Number of newest checkpoints to keep on disk."""
     keep_every: PositiveInt | None = None
-    """Checkpoints whose step is a multiple of this are kept for good; a multiple of save_interval.
-    Null: only the newest are kept."""
+    """The first checkpoint at or after each multiple of this is kept for good; a multiple of
+    save_interval. Null: only the newest are kept."""
     hang_timeout: PositiveFloat | None = None
     """Seconds without progress in a training phase until the run is stopped; the first step has
     more, and each phase at least twice the longest time that it took before in this run. While a

@@ -19,7 +19,7 @@ from megatron_grpo.data.samples import Sample, columns_by_prompt
 from megatron_grpo.engines.group import Group, features_of, print_failures, sample_alone
 from megatron_grpo.engines.router import RequestRouter
 from megatron_grpo.engines.sampling_params import SamplingParams
-from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults, totals_of
+from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rewards.pool import RewardPools
 from megatron_grpo.rewards.scoring import RewardError, check_failed
 from megatron_grpo.timing import PhaseTimer
@@ -113,11 +113,11 @@ def load_eval_prompts(
     return prompts[: view.eval.max_prompts]
 
 
-def is_due(cfg: Config, step: int) -> bool:
-    """Whether training evaluates the weights after `step` optimizer steps."""
+def due_steps(cfg: Config) -> frozenset[int]:
+    """The optimizer steps after which training evaluates the weights."""
     if not cfg.eval.named_sets:
-        return False
-    return step % cfg.eval.interval == 0 or step == cfg.num_steps
+        return frozenset()
+    return frozenset([*range(0, cfg.num_steps, cfg.eval.interval), cfg.num_steps])
 
 
 class Evaluation:
@@ -170,7 +170,7 @@ class Evaluation:
             num_failed = sum(any(map(math.isnan, scores.values())) for scores in self._scores)
             check_failed(num_failed, size, self._view.reward)
             show(len(self._samples) // num_samples, len(self.prompts))
-        totals = totals_of(self._samples, self._scores, self._view)
+        totals = self.rewards.totals(self._samples, self._scores)
         evaluated = Evaluated(self._samples, self._scores, totals)
         self._samples, self._scores = [], []
         return evaluated

@@ -51,6 +51,7 @@ class RunLog:
         self.run_dir = cfg.train.run_dir
         self._cfg, self._first_step, self._tokenizer = cfg, first_step, tokenizer
         self._batches = BatchSchedule.of(cfg.grpo)
+        self._reward_labels, self._has_dialogues = cfg.reward_labels, cfg.has_dialogues
         self._recent = deque[tuple[float, float]](maxlen=self._batches.updates_per_generation)
         """Tokens and seconds of each of the last steps, as many as train on a generation."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -89,7 +90,7 @@ class RunLog:
                 experience.totals,
                 experience.group_ids,
                 experience.advantages,
-                cfg.reward_labels,
+                self._reward_labels,
             ),
             **completion_metrics(
                 [sample.num_sampled for sample in samples],
@@ -102,12 +103,13 @@ class RunLog:
             "tokens_per_second": self._tokens_per_second(experience.num_tokens, times["time/step"]),
             **times,
         }
-        if cfg.has_dialogues:
+        if self._has_dialogues:
             metrics |= dialogue_metrics(samples, experience.rewards)
         if cfg.sources.by_name:
             metrics |= source_metrics(experience)
         rows = []
-        if cursor.iteration == 0:
+        pass_before = step - 1 - cfg.grpo.steps_per_generation
+        if cursor.iteration == 0 or pass_before < self._first_step:  # a generation made anew
             rows = completion_rows(
                 step, experience, indices, report, cfg.data.prompt_column, self._tokenizer
             )

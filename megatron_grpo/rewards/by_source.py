@@ -21,8 +21,13 @@ class RewardsBySource:
     """
 
     def __init__(self, views: Mapping[str, Config], pools: RewardPools) -> None:
-        self._views, self._all_pools = views, pools
+        self._all_pools = pools
         self._pools = {name: pools.pool_for(view.reward) for name, view in views.items()}
+        self._dialogue_terms = {name: view.dialogue_term for name, view in views.items()}
+        self._terms = {
+            name: (view.reward_terms, view.reward.clip_range) for name, view in views.items()
+        }
+        """The terms of the total reward and its bounds, by source."""
 
     def wait_loaded(self) -> None:
         """Wait until the functions are loaded. Raises what `RewardPool.wait_ready` raises."""
@@ -51,25 +56,21 @@ class RewardsBySource:
                     continue
                 own = [samples[i] for i in places]
                 found = pool.score(own, num_completions=num_completions)
-                if term := self._views[name].dialogue_term:
+                if term := self._dialogue_terms[name]:
                     for score, sample in zip(found, own, strict=True):
                         score[term] = sample.dialogue_reward
                 scores |= zip(places, found, strict=True)
             self._all_pools.finish_scoring()
         return [scores[i] for i in range(len(samples))]
 
-
-def totals_of(
-    samples: Sequence[Sample], scores: Sequence[Mapping[str, float]], cfg: Config
-) -> list[float]:
-    """The total reward of each sample, by the terms and bounds of its source."""
-    rules = {
-        name: (view.reward_terms, view.reward.clip_range) for name, view in cfg.by_source.items()
-    }
-    return [
-        total_rewards([score], *rules[sample.prompt.source])[0]
-        for sample, score in zip(samples, scores, strict=True)
-    ]
+    def totals(
+        self, samples: Sequence[Sample], scores: Sequence[Mapping[str, float]]
+    ) -> list[float]:
+        """The total reward of each sample, by the terms and bounds of its source."""
+        return [
+            total_rewards([score], *self._terms[sample.prompt.source])[0]
+            for sample, score in zip(samples, scores, strict=True)
+        ]
 
 
 def reference_faults(cfg: Config) -> Callable[[Row], Fault | None]:

@@ -69,9 +69,8 @@ class GenerationRunner(Runner):
         self._replacements: dict[GroupKey, Prompt] = {}
         """The prompts of groups that replace others in rounds."""
         self._num_generations = -(-cfg.num_steps // schedule.updates_per_generation)
-        # The generation that training is in the middle of, and those that the checkpoint holds
-        # whole, have been taken.
-        self._num_taken = -(-state.step // schedule.updates_per_generation) + len(state.ready)
+        # Those that the checkpoint holds whole have been taken.
+        self._num_taken = state.step // schedule.updates_per_generation + len(state.ready)
         self._over_samples = cfg.rollout.over_sampling > 1
         self._is_ahead = cfg.rollout.max_staleness > 0
         size, groups = schedule.num_prompts, state.groups

@@ -91,8 +91,9 @@ class RolloutScheduler:
             for generation in [*self.pending]:
                 self._finish(generation, step, timer)
         elif self._runner:
+            interval = self._abort_interval
             with timer.phase("push"):
-                if aborts or (self._abort_interval and step % self._abort_interval == 0):
+                if aborts or (interval and self._schedule.saves_after(step, interval)):
                     self._runner.abort()
                 else:
                     self._runner.pause(step)

@@ -80,5 +80,6 @@ def as_experience(groups: Sequence[ScoredGroup], cfg: Config) -> Experience:
     return compute_advantages(
         [sample for group in groups for sample in group.samples],
         [reward for group in groups for reward in group.rewards],
+        [total for group in groups for total in group.totals],
         cfg,
     )

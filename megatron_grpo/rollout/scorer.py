@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rewards.by_source import RewardsBySource, totals_of
+from megatron_grpo.rewards.by_source import RewardsBySource
 from megatron_grpo.rewards.scoring import Decode, with_steps
 from megatron_grpo.rollout.scored_group import ScoredGroup
 
@@ -65,7 +65,7 @@ class GroupScorer:
         size = max(self._cfg.grpo.generation_batch_size, len(samples))
         rewards = self._rewards.score(samples, num_completions=size)
         samples = with_steps(samples, rewards, self._decode)
-        totals = totals_of(samples, rewards, self._cfg)
+        totals = self._rewards.totals(samples, rewards)
         size = self._cfg.grpo.num_generations
         return [
             ScoredGroup(samples[i : i + size], rewards[i : i + size], totals[i : i + size])

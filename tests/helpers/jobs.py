@@ -194,7 +194,7 @@ def _be_rank(
 # Runs of one tiny config on four ranks, and the result that they must reach despite any fault.
 
 NUM_RANKS = 4
-NUM_STEPS = 4
+NUM_STEPS = 6
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Runs:
 
 
 def make_runs(model: Path, engine: TestEngine, folder: Path) -> Runs:
-    """Two generations of two optimizer steps each, with a checkpoint after every step."""
+    """Three generations of two optimizer steps each, with a checkpoint after each."""
     data = folder / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()), encoding="utf-8")
     arguments = [

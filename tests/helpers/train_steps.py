@@ -1,7 +1,7 @@
 """Loss and gradient of one optimizer step on ranks, and those of the oracle, by recipe."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -239,7 +239,7 @@ class Case:
         stored = revert_weight_conversion(self.model, gradients)
         return loss, unstacked(stored, read_shape(self.folder))
 
-    def experience(self, scored: Sequence[int] = range(NUM_SEQUENCES)) -> Experience:
+    def experience(self, scored: Sequence[int] = range(NUM_SEQUENCES)) -> "OffPolicy":
         samples = [
             Sample(
                 prompt=Prompt(self.prompts.index(prompt), tuple(prompt), text="", row={}),
@@ -256,7 +256,7 @@ class Case:
         ]
         totals = torch.full((NUM_SEQUENCES,), torch.nan, dtype=torch.float64)
         totals[list(scored)] = torch.tensor(self.rewards, dtype=torch.float64)[list(scored)]
-        return Experience(
+        return OffPolicy(
             samples,
             [],
             totals,
@@ -265,6 +265,23 @@ class Case:
             token_advantages=self.token_advantages,
             old_logprobs=[old.float() for old in self.old_logprobs],
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicy(Experience):
+    """An experience with made-up old log-probabilities, [completion tokens] of each sample."""
+
+    old_logprobs: list[torch.Tensor]
+
+    def filled_in(self, batch: PackedBatch) -> PackedBatch:
+        """The batch with these in place of those that the policy would compute."""
+        old = torch.zeros_like(batch.rollout_logprobs)
+        for i in batch.sequence_index[batch.completion_mask].unique().tolist():
+            k, place = divmod(i, NUM_SEQUENCES)
+            part = self.samples[place].sequences[k]
+            mine = (batch.sequence_index == i) & batch.completion_mask
+            old[mine] = self.old_logprobs[place][part.start : part.end]
+        return replace(batch, old_logprobs=old)
 
 
 def reference(old_logprobs: torch.Tensor) -> torch.Tensor:
@@ -294,16 +311,17 @@ def config(
 
 
 def batches_of(
-    policy: Policy, experience: Experience, cfg: Config, groups: Groups
+    policy: Policy, experience: OffPolicy, cfg: Config, groups: Groups
 ) -> list[PackedBatch]:
-    """This rank's microbatches, as the trainer prepares them; the reference alone is made up."""
-    [shares] = split_for_data_parallel(experience, 0, CostModel.transformer(64), cfg)
-    alignment = cfg.alignment
-    at = groups.coordinates
+    """This rank's microbatches, as the trainer prepares them; old policy and reference are made
+    up."""
+    cost, alignment, at = CostModel.transformer(64), cfg.alignment, groups.coordinates
+    [shares] = split_for_data_parallel(experience, 0, cost, cfg, groups.dims, alignment)
     packed = shares[at.data].microbatches(
         alignment, share_prompts=cfg.grpo.shared_prompts, context_rank=at.context
     )
-    batches = add_logprobs([*packed], policy, None, cfg, groups, is_next=True)
+    given = [experience.filled_in(batch) for batch in packed]
+    batches = add_logprobs(given, policy, None, cfg, groups, is_next=True)
     if policy.is_last_stage:
         batches = [replace(batch, ref_logprobs=reference(batch.old_logprobs)) for batch in batches]
     if cfg.grpo.kl_in_reward:
@@ -320,7 +338,7 @@ def gradients_on_rank(
     rank: int,
     dims: ParallelDims,
     folder: Path,
-    experience: Experience,
+    experience: OffPolicy,
     configs: dict[Run, Config],
 ) -> dict[Run, Result]:
     """For each recipe and budget: the loss, this rank's boxes of the whole gradient, and the log
@@ -346,7 +364,7 @@ def gradients_on_rank(
 
 
 def on_ranks(
-    case: Case, dims: ParallelDims, experience: Experience, runs: Sequence[Run], *overrides: str
+    case: Case, dims: ParallelDims, experience: OffPolicy, runs: Sequence[Run], *overrides: str
 ) -> list[dict[Run, Result]]:
     configs = {
         (name, budget): config(case.folder, dims, case.recipes[name], budget, *overrides)

@@ -176,7 +176,7 @@ CUT = [
 
 @pytest.fixture(scope="module")
 def cut(async_runs: Runs) -> Path:
-    """Three generations of two steps each, with an evaluation and a checkpoint inside of one."""
+    """Three generations of two steps each, with an evaluation inside of one."""
     return async_runs.finish("cut", *ASYNC, *CUT)
 
 
@@ -203,9 +203,9 @@ def test_engines_are_at_one_thing_only(cut: Path) -> None:
 
 # Optimizer steps between checkpoints, in which step the run is killed, what it goes on from.
 KILLS = {
-    "inside a generation": (1, 3, 1),
-    "inside, where it was evaluated": (3, 5, 3),
-    "between two": (2, 4, 2),
+    "in the last step of a generation": (1, 4, 2),
+    "in the first step of one": (1, 5, 2),
+    "after an interval that ended inside of one": (3, 6, 4),
     "without a checkpoint": (3, 2, 0),
 }
 
@@ -214,9 +214,7 @@ KILLS = {
 @pytest.mark.parametrize(
     ("interval", "step", "saved"),
     [
-        pytest.param(
-            *case, id=name, marks=[] if name == "inside a generation" else [pytest.mark.slow]
-        )
+        pytest.param(*case, id=name, marks=[] if "last step" in name else [pytest.mark.slow])
         for name, case in KILLS.items()
     ],
 )

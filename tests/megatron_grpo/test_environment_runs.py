@@ -98,7 +98,7 @@ def test_a_run_with_an_environment_trains_resumes_and_shows_its_dialogues(
 
 
 @pytest.mark.slow
-def test_a_generation_of_dialogues_is_gone_on_with_after_a_restart(
+def test_a_generation_of_dialogues_that_a_run_ended_inside_is_made_anew(
     live_engine, arguments, tmp_path
 ):
     several = [

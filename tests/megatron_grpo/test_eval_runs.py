@@ -51,7 +51,7 @@ def evaluated(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("evaluated") / "run"
     ended = runs.finish(run_dir, *EVERY_TWO_STEPS)
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output
-    assert "step 0/4  evaluation  pass@1 0." in ended.output
+    assert f"step 0/{NUM_STEPS}  evaluation  pass@1 0." in ended.output
     return run_dir
 
 
@@ -77,7 +77,7 @@ def test_an_evaluation_is_in_the_record_of_its_step_with_its_completions_beside(
     evaluated: Path,
 ) -> None:
     found = evaluations(evaluated)
-    assert list(found) == [0, 2, NUM_STEPS]
+    assert list(found) == [*range(0, NUM_STEPS + 1, 2)]
     for metrics in found.values():
         assert metrics.keys() > {"eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/mean@8"}
         assert metrics["eval/num_prompts"] == NUM_PROMPTS
@@ -139,16 +139,17 @@ def test_a_finished_run_can_be_evaluated_on_two_sets_when_it_is_extended(
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output
     ended = runs.finish(run_dir, *EVERY_TWO_STEPS, *sets)
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output
-    assert "step 2/4  evaluation of a  pass@1 0." in ended.output
-    assert "step 2/4  evaluation of b  pass@1 0." in ended.output
+    assert f"step 2/{NUM_STEPS}  evaluation of a  pass@1 0." in ended.output
+    assert f"step 2/{NUM_STEPS}  evaluation of b  pass@1 0." in ended.output
     assert_same_run(run_dir, undisturbed)
-    assert list(evaluations(run_dir)) == [2, NUM_STEPS]
+    assert list(evaluations(run_dir)) == [*range(2, NUM_STEPS + 1, 2)]
     for metrics in evaluations(run_dir).values():
         assert metrics.keys() > {"eval/a/mean@8", "eval/b/mean@4", "eval/a/pass@4"}
         assert (metrics["eval/a/num_prompts"], metrics["eval/b/num_prompts"]) == (NUM_PROMPTS, 3)
     rows = read_json_lines(run_dir / "eval_completions.jsonl")
     found = Counter((row["step"], row["set"]) for row in rows)
-    assert found == {(step, name): n for step in (2, 4) for name, n in (("a", 48), ("b", 12))}
+    of_step = {"a": 48, "b": 12}
+    assert found == {(s, name): n for s in evaluations(run_dir) for name, n in of_step.items()}
 
 
 def evaluate(*arguments: str, timeout: float = 300) -> Finished:

@@ -85,6 +85,7 @@ DEATHS = {
         "rank 1",
     ),
     "a rank is killed in training": (InPhase(die, 3, "train"), "rank 3"),
+    "a rank is killed in the last step of a generation": (InPhase(die, 3, "train", 4), "rank 3"),
     "a rank is killed while it pushes": (InPhase(die, 2, "push"), "rank 2"),
     "a rank is killed while it saves": (InPhase(die, 1, "save"), "rank 1"),
     "a rank leaves with exit code 0": (InPhase(leave, 1, "train"), "rank 1"),
@@ -168,6 +169,7 @@ PREEMPTIONS = {
     "SIGUSR1 to a rank in a push": ([USR1], (1,), InPhase(slowly, 1, "push")),
     "SIGUSR1 to rank 0 in a save": ([USR1], (0,), InPhase(slowly, 0, "save")),
     "SIGTERM to all": ([TERM], (), InPhase(slowly, 0, "train")),
+    "SIGTERM before the last step of a generation": ([TERM], (1,), InPhase(slowly, 0, "save", 1)),
     "SIGUSR1, and SIGTERM during the save": ([USR1, TERM], (), InPhase(slowly, 1, "train")),
 }
 
@@ -190,7 +192,7 @@ def test_a_preempted_job_saves_and_says_that_it_can_go_on(
         ended = job.end(60)
     assert ended.exit_codes == [PREEMPTED] * NUM_RANKS, ended.output
     assert ended.survivors == []
-    assert (run_dir / "checkpoints" / "LATEST").exists()
+    assert (run_dir / "checkpoints" / "LATEST").read_text() == "step_2\n"
     assert_resumes(runs, run_dir, undisturbed)
 
 
@@ -208,7 +210,7 @@ def test_a_job_that_is_preempted_in_its_first_step_does_not_say_that_it_saved(
 # then hangs; and what counts by then.
 POLLS = {
     "in the generation": (InPhase(slowly, 0, "generate"), InPhase(sleep, 1, "logprobs"), 2),
-    "in the update": (InPhase(slowly, 0, "train"), InPhase(sleep, 1, "verify_weights", 3), 1),
+    "in the update": (InPhase(slowly, 0, "train", 3), InPhase(sleep, 1, "save", 3), 2),
 }
 
 
@@ -223,11 +225,11 @@ def test_a_checkpoint_that_is_on_the_disk_counts_before_the_next_step_ends(
 
 @pytest.fixture(scope="module")
 def half_run(runs: Runs) -> Path:
-    """A run that was killed in its fourth step, with two checkpoints and one in the making."""
+    """A run that was killed in its last step, with two checkpoints."""
     run_dir = runs.folder / "half"
     pointer = run_dir / "checkpoints" / "LATEST"
-    with runs.start(run_dir, sabotage=InPhase(sleep, 1, "train", nth=4)) as job:
-        job.wait_for(lambda: pointer.exists() and pointer.read_text() == "step_2\n", 60)
+    with runs.start(run_dir, sabotage=InPhase(sleep, 1, "train", nth=6)) as job:
+        job.wait_for(lambda: pointer.exists() and pointer.read_text() == "step_4\n", 60)
     return run_dir
 
 
@@ -270,10 +272,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     tmp_path: Path,
 ) -> None:
     run_dir = shutil.copytree(half_run, tmp_path / "run")
-    damage(run_dir / "checkpoints" / "step_2")
+    damage(run_dir / "checkpoints" / "step_4")
     ended = runs.finish(run_dir)
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output
-    assert "step_2 is not used" in ended.outputs[0] and cause in ended.outputs[0], ended.output
+    assert "step_4 is not used" in ended.outputs[0] and cause in ended.outputs[0], ended.output
     assert_same_run(run_dir, undisturbed)
 
 
@@ -284,7 +286,7 @@ def test_the_newest_good_checkpoint_is_found_without_its_pointer_and_a_dead_save
     run_dir = shutil.copytree(half_run, tmp_path / "run")
     checkpoints = run_dir / "checkpoints"
     (checkpoints / "LATEST").unlink()
-    shutil.copytree(checkpoints / "step_2", checkpoints / "step_9.partial")
+    shutil.copytree(checkpoints / "step_4", checkpoints / "step_9.partial")
     assert_resumes(runs, run_dir, undisturbed)
     assert list(checkpoints.glob("*.partial")) == []
 

@@ -33,7 +33,7 @@ def tell_and_die() -> None:
 
 WAITS = ("megatron_grpo.policy.residency", "wait_for_all")
 LOOKS = ("megatron_grpo.policy.residency", "parts_away")
-# After the second of four steps rank 1 dies between two generations, or when the second begins. In
+# After the second step rank 1 dies between two generations, or when the second begins. In
 # each push ranks wait for each other when the optimizer has left, and when weights have; two
 # pushes, and two times that all has come back, are before the first step. It looks up what leaves
 # in each phase, and when it starts to copy ahead: ten times before the second step has ended.

@@ -8,16 +8,20 @@ from pathlib import Path
 
 import httpx
 import pytest
-from safetensors.torch import load_file
 
+from checkpoint_convert import read_shape
+from checkpoint_convert.tokenizer import load_tokenizer
 from demo.make_sums import sums
-from helpers.engines import TestEngine
+from helpers.engines import TestEngine, reference_logprobs
 from helpers.jobs import Job
 from helpers.oracle import oracle_advantages, oracle_sequence_kl
 from helpers.runs import read_json_lines, read_metrics, results
 from megatron_grpo.algorithm.kl import adapted_beta
-from megatron_grpo.checkpoints.experience_file import TOKENS_FILE
+from megatron_grpo.checkpoints.experience_file import READY, read_experience
+from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.run_dir import bearer
+from megatron_grpo.rollout.replay import generation_folder
+from megatron_grpo.rollout.rollouter import load_stream
 
 REWARD = """
 def mostly(completions, **_):
@@ -85,7 +89,8 @@ def recipe_runs(
 @pytest.fixture(scope="module")
 def whole(recipe_runs: Runs) -> Path:
     """The recipe's run of four steps on one generation, and one of the next."""
-    return recipe_runs.finish("whole", "data", *RECIPE, "train.num_steps=5")
+    keeps = ["train.export_interval=4", "train.save_generations=true"]
+    return recipe_runs.finish("whole", "data", *RECIPE, *keeps, "train.num_steps=5")
 
 
 @pytest.mark.long
@@ -120,26 +125,49 @@ def test_metrics_say_what_each_option_did(whole: Path) -> None:
 def test_advantages_are_of_rewards_less_the_divergence_by_the_weight_of_their_step(
     whole: Path,
 ) -> None:
-    """Of the second generation: it is in the last checkpoint, and the policy had moved by then."""
-    saved = load_file(whole / "checkpoints" / "step_5" / TOKENS_FILE)
-    lengths = saved["lengths"].tolist()
-    old, ref = (saved[n].double().split(lengths) for n in ("old_logprobs", "ref_logprobs"))
+    """Of the second generation: the policy had moved by then."""
+    cfg = load_config(whole / "config.yaml")
+    shape, tokenizer = read_shape(cfg.model.path), load_tokenizer(cfg.model.path)
+    prompts = load_stream(cfg, shape, tokenizer).prompts
+    saved = read_experience(generation_folder(whole, 1), prompts, READY)
+    old, ref = (
+        [reference_logprobs(folder, sample, 0.7).double() for sample in saved.samples]
+        for folder in (whole / "hf_step_4", cfg.model.path)
+    )
     kl, beta = oracle_sequence_kl(old, ref), read_metrics(whole)[4]["beta"]
-    rewards = [
-        reward - beta * each for reward, each in zip(saved["totals"].tolist(), kl, strict=True)
-    ]
+    rewards = [reward - beta * each for reward, each in zip(saved.totals.tolist(), kl, strict=True)]
     groups = [rewards[i : i + 4] for i in range(0, 16, 4)]
     expected = oracle_advantages(groups, estimator="rloo", scale="none")
-    assert saved["advantages"].tolist() == pytest.approx(expected, abs=1e-7)
+    by_sample = {
+        (sample.prompt.index, sample.sample_index): advantage
+        for sample, advantage in zip(saved.samples, expected, strict=True)
+    }
+    rows = [row for row in read_json_lines(whole / "completions.jsonl") if row["step"] == 5]
+    assert len(rows) == 8
+    for row in rows:
+        known = by_sample[row["prompt_index"], row["sample_index"]]
+        assert row["advantage"] == pytest.approx(known, abs=1e-6)
 
 
 @pytest.mark.slow
-def test_a_run_that_ended_inside_a_generation_goes_on_bit_for_bit(
+def test_a_run_that_ended_inside_a_generation_makes_it_anew_for_the_steps_that_are_left(
     recipe_runs: Runs, whole: Path
 ) -> None:
-    for num_steps in (3, 5):
-        resumed = recipe_runs.finish("resumed", "data", *RECIPE, f"train.num_steps={num_steps}")
-    assert results(resumed) == results(whole)
+    runs = []
+    for name in ("resumed", "again"):
+        for num_steps in (1, 5):
+            run_dir = recipe_runs.finish(name, "data", *RECIPE, f"train.num_steps={num_steps}")
+        runs.append(run_dir)
+    resumed, again = map(results, runs)
+    assert resumed == again
+    assert resumed[0] == results(whole)[0] and resumed[1] != results(whole)[1]
+    rows = read_json_lines(runs[0] / "completions.jsonl")
+    # The first pass over the second half, the second over the first half, the next generation.
+    found = Counter((row["step"], row["policy_version"]) for row in rows)
+    assert found == {(1, 0): 8, (2, 1): 8, (3, 1): 8, (5, 4): 8}
+    anew = [(row["prompt_index"], row["sample_index"]) for row in rows if row["step"] in (2, 3)]
+    first = {row["prompt_index"] for row in rows if row["step"] == 1}
+    assert len(set(anew)) == 16 and first <= {prompt for prompt, _ in anew}
 
 
 def num_operations(engine: TestEngine) -> Counter[str]:

@@ -110,7 +110,8 @@ def test_tokens_of_shared_prompts_are_packed_once_within_the_budget(
 ) -> None:
     case, dims = cases["llama"], ParallelDims(data=2)
     cfg = config(case.folder, dims, {}, budget, SHARED)
-    [shares] = split_for_data_parallel(case.experience(), 0, CostModel.transformer(64), cfg)
+    cost = CostModel.transformer(64)
+    [shares] = split_for_data_parallel(case.experience(), 0, cost, cfg, dims, Alignment())
     batches = [batch for share in shares for batch in share.pack(Alignment(), share_prompts=True)]
     assert all(len(batch.tokens) <= budget for batch in batches)
     unshared = sum(map(len, case.prompts)) + sum(map(len, case.completions))

@@ -21,6 +21,7 @@ from helpers.train_steps import (
     BUDGETS,
     RECIPES,
     Case,
+    OffPolicy,
     Run,
     assert_equal,
     assert_logged,
@@ -28,7 +29,6 @@ from helpers.train_steps import (
     config,
     on_ranks,
 )
-from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.train import TrainConfig
 from megatron_grpo.policy.model import build_policy
@@ -186,7 +186,7 @@ def test_when_all_samples_failed_loss_and_gradient_are_zero(
 
 
 def stale_gaps(
-    rank: int, folder: Path, experience: Experience, configs: list[Config]
+    rank: int, folder: Path, experience: OffPolicy, configs: list[Config]
 ) -> list[float]:
     """How far the old policy is said to be from the present one, with each config."""
     setup_device(rank)

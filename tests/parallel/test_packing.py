@@ -61,14 +61,6 @@ def test_sequences_that_context_ranks_cannot_split_are_a_bug():
         batch.on_rank(ParallelDims(context=2), ParallelDims(context=2).coordinates(0))
 
 
-def test_cached_values_are_there_if_sequences_have_them_or_peers_do():
-    cached = replace(sequence(3, 1), old_logprobs=torch.tensor([-3.0, -4.0]))
-    batch = pack([cached], [0], Alignment())
-    assert batch.old_logprobs.tolist() == [0, -3, -4]
-    assert batch.ref_logprobs is None
-    assert pack([cached], [], Alignment(), known=["old_logprobs"]).old_logprobs.tolist() == [0]
-
-
 def test_every_response_token_and_nothing_else_carries_the_values_of_its_sequence():
     sequences = [
         sequence(5, 2, advantage=-1.5, loss_weight=0.25),

@@ -10,7 +10,6 @@ from megatron_grpo.batch.branches import (
     cut_out,
     numbered_sequences,
     prompt_groups,
-    values_by_sample,
 )
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Branch, Sample
@@ -98,13 +97,3 @@ def test_a_branch_has_its_own_part_of_all_values_and_the_routes_of_what_it_read(
     assert torch.equal(found.response_mask, mask[6:7])
     assert found.routes.flatten().tolist() == [0, 1, 2, 3, 6]
     assert found.log_row == 106
-
-
-def test_values_of_branches_return_to_the_places_of_their_tokens():
-    values = {n: each.rollout_logprobs for n, each in sequences().items()}
-    samples = [BRANCHED, PLAIN, PLAIN]  # of which a batch has two: the plain one comes first
-    found = values_by_sample(samples, [2, 0], values)
-    assert {i: each.tolist() for i, each in found.items()} == {
-        2: [-each for each in COMPLETION],
-        0: [*(-each for each in COMPLETION[:9]), 0],
-    }

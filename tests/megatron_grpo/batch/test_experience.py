@@ -1,6 +1,7 @@
 """How scored samples become advantages, masks and packed microbatches."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,12 @@ import pytest
 import torch
 
 from helpers.policies import tiny_config
-from megatron_grpo.batch.distribute import split_for_data_parallel
-from megatron_grpo.batch.experience import compute_advantages, subtract_kl
+from megatron_grpo.batch.distribute import DataParallelShard, split_for_data_parallel
+from megatron_grpo.batch.experience import Experience, compute_advantages, subtract_kl
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
+from megatron_grpo.rewards.scoring import total_rewards
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.microbatches import CostModel
@@ -54,9 +56,18 @@ def scores(*values: float) -> list[dict[str, float]]:
     return [{"exact": value} for value in values]
 
 
+def experience_of(given: list[Sample], rewards: list[dict[str, float]], cfg: Config) -> Experience:
+    totals = total_rewards(rewards, cfg.reward_terms, cfg.reward.clip_range)
+    return compute_advantages(given, rewards, totals, cfg)
+
+
+def split(experience: Experience, cfg: Config) -> Iterator[list[DataParallelShard]]:
+    return split_for_data_parallel(experience, 0, CostModel(), cfg, cfg.dims, Alignment())
+
+
 def packed(experience, cfg):
     """For each sequence: which tokens count, their weights and their advantages."""
-    [[share]] = split_for_data_parallel(experience, 0, CostModel(), cfg)
+    [[share]] = split(experience, cfg)
     [batch] = share.pack(Alignment(), share_prompts=False)
     of = [batch.completion_mask & (batch.sequence_index == i) for i in range(len(LENGTHS))]
     return [
@@ -67,7 +78,7 @@ def packed(experience, cfg):
 
 def test_a_sample_without_a_score_has_no_token_in_the_loss():
     cfg = config("grpo.scale_rewards=none", "grpo.loss_type=grpo")
-    experience = compute_advantages(samples(), scores(1, math.nan, 0, 1), cfg)
+    experience = experience_of(samples(), scores(1, math.nan, 0, 1), cfg)
     found = packed(experience, cfg)
     assert [all(mask) for mask, _, _ in found] == [True, False, True, True]
     assert not any(found[1][0])
@@ -78,7 +89,7 @@ def test_a_sample_without_a_score_has_no_token_in_the_loss():
 
 def test_rewards_are_clipped_before_they_are_compared():
     cfg = config("grpo.scale_rewards=none", "reward.clip_range=[-1, 2]")
-    experience = compute_advantages(samples(), scores(9, 0, -5, 1), cfg)
+    experience = experience_of(samples(), scores(9, 0, -5, 1), cfg)
     assert experience.totals.tolist() == [2, 0, -1, 1]
     assert experience.advantages.tolist() == [1, -1, -1, 1]
 
@@ -87,9 +98,7 @@ def test_what_is_packed_has_the_bits_that_torch_makes_of_the_samples():
     logprobs = [tuple(-1 / (3 + i + k) for k in range(length)) for i, length in enumerate(LENGTHS)]
     masks = [tuple(k % 2 == 0 for k in range(length)) for length in LENGTHS]
     given, cfg = samples(logprobs=logprobs, loss_mask=masks), config()
-    [[share]] = split_for_data_parallel(
-        compute_advantages(given, scores(1, 0, 0, 1), cfg), 0, CostModel(), cfg
-    )
+    [[share]] = split(experience_of(given, scores(1, 0, 0, 1), cfg), cfg)
     [batch] = share.pack(Alignment(), share_prompts=False)
     for i, sample in enumerate(given):
         place = batch.sequence_index == i
@@ -104,15 +113,13 @@ def test_the_overlong_filter_leaves_out_what_met_the_limit():
     reasons = ["stop", "length", "stop", "length"]
     for option, expected in (("true", [True, False, True, False]), ("false", [True] * 4)):
         cfg = config(f"grpo.overlong_filter={option}")
-        found = packed(
-            compute_advantages(samples(finish_reason=reasons), scores(1, 0, 0, 1), cfg), cfg
-        )
+        found = packed(experience_of(samples(finish_reason=reasons), scores(1, 0, 0, 1), cfg), cfg)
         assert [all(mask) for mask, _, _ in found] == expected
 
 
 def test_the_divergence_is_subtracted_before_rewards_are_compared():
     cfg = config("grpo.scale_rewards=none")
-    experience = compute_advantages(samples(), scores(1, 0, 0, 1), cfg)
+    experience = experience_of(samples(), scores(1, 0, 0, 1), cfg)
     kl = torch.tensor([2.0, 0, 0, 0], dtype=torch.float64)
     less = subtract_kl(experience, kl, 0.25, cfg)
     assert less.advantages.tolist() == [0.25, -0.25, -0.5, 0.5]
@@ -128,7 +135,7 @@ def test_under_process_supervision_a_token_has_the_steps_that_end_at_it_or_later
         {"exact": exact, "environment": sum(r for _, r in of)}
         for exact, of in zip([1.0, 0.0, math.nan, 1.0], steps, strict=True)
     ]
-    experience = compute_advantages(samples(step_rewards=steps), rewards, cfg)
+    experience = experience_of(samples(step_rewards=steps), rewards, cfg)
     first = torch.tensor([2.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)  # with the outcomes
     a, b, c, d, e = ((first - first.mean()) / (first.std() + 1e-4)).tolist()
     found = [advantages.tolist() for _, _, advantages in packed(experience, cfg)]
@@ -149,7 +156,7 @@ def test_the_scores_of_a_process_reward_model_take_the_place_of_its_reward():
         {"exact": exact, "reward_model": low}
         for exact, low in zip([1.0, 0.0, math.nan, 1.0], lowest, strict=True)
     ]
-    experience = compute_advantages(samples(step_rewards=steps), rewards, cfg)
+    experience = experience_of(samples(step_rewards=steps), rewards, cfg)
     assert experience.totals.tolist()[:2] == [1.0, 1.0]  # twice the lowest, and exact
     first = torch.tensor([2.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)  # with the outcomes
     a, b, c, d, e = ((first - first.mean()) / (first.std() + 1e-4)).tolist()
@@ -168,7 +175,7 @@ def test_rewards_that_are_normalized_first_are_then_added_up_by_weight():
         {"exact": exact, "math_answer": answer}
         for exact, answer in zip([100.0, 0, 0, 100], [0.0, 1, 1, 1], strict=True)
     ]
-    advantages = compute_advantages(samples(), rewards, cfg).advantages
+    advantages = experience_of(samples(), rewards, cfg).advantages
     # Of the first prompt the larger weight decides, not the larger reward.
     assert advantages[0] < 0 < advantages[1]
     assert advantages.mean() == pytest.approx(0, abs=1e-12)
@@ -177,8 +184,8 @@ def test_rewards_that_are_normalized_first_are_then_added_up_by_weight():
 def test_tokens_take_the_experts_that_the_engine_chose_into_training():
     routes = [np.full((1 + length, 2, 3), length, np.uint8) for length in LENGTHS]
     routes[2] = None  # an environment failed before the engine was asked
-    experience = compute_advantages(samples(routes=routes), scores(1, 0, 0, 1), config())
-    [[share]] = split_for_data_parallel(experience, 0, CostModel(), config())
+    experience = experience_of(samples(routes=routes), scores(1, 0, 0, 1), config())
+    [[share]] = split(experience, config())
     [batch] = share.pack(Alignment(), share_prompts=False)
     for i, length in enumerate(LENGTHS):
         of_sequence = batch.routed_experts[batch.sequence_index == i]

@@ -79,3 +79,12 @@ def test_groups_are_dealt_whole_where_minibatches_hold_them():
     small = replace(batches, generation_batch_size=24, steps_per_generation=4)
     for share in small.minibatches(generation=0, seed=1):
         assert len({i // 4 for i in share}) == 2
+
+
+@pytest.mark.parametrize(
+    ("updates", "interval", "due"),
+    [(1, 3, [3, 6, 9, 12]), (4, 4, [4, 8, 12]), (4, 3, [4, 8, 12]), (2, 5, [6, 10]), (4, 9, [12])],
+)
+def test_a_save_is_due_when_the_generation_ends_that_reaches_a_multiple(updates, interval, due):
+    batches = BatchSchedule(num_generations=2, generation_batch_size=4, num_iterations=updates)
+    assert [step for step in range(1, 13) if batches.saves_after(step, interval)] == due

@@ -17,9 +17,7 @@ from parallel.turns import Turn, fixed_turns
 ALIGNMENT = Alignment(sequence=4, total=8)
 
 
-def sequences(
-    *, has_known: bool = True, process: bool = False, has_routes: bool = False
-) -> list[TokenSequence]:
+def sequences(*, process: bool = False, has_routes: bool = False) -> list[TokenSequence]:
     """Five sequences, the first two of one prompt; of the last, no routes are known."""
     generator = torch.Generator().manual_seed(0)
     prompts = [(11, 12, 13), (11, 12, 13), (14,), (15, 16), (17, 18, 19, 20)]
@@ -40,8 +38,6 @@ def sequences(
                 loss_weight=1 / 3,
                 rollout_logprobs=values(),
                 response_mask=values() > 0,
-                old_logprobs=values() if has_known else None,
-                high_entropy=values() if has_known else None,
                 routes=routes if has_routes else None,
             )
         )
@@ -64,18 +60,15 @@ def assert_equal(batch: PackedBatch, expected: PackedBatch) -> None:
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("process", [False, True])
-@pytest.mark.parametrize("has_known", [False, True])
 def test_a_share_that_was_sent_packs_as_its_sequences_do(
-    has_known: bool, process: bool, share_prompts: bool
+    process: bool, share_prompts: bool
 ) -> None:
-    given = sequences(has_known=has_known, process=process, has_routes=process)
+    given = sequences(process=process, has_routes=process)
     microbatches = [[4, 0, 1], [], [2]]
     share = pickle.loads(pickle.dumps(DataParallelShard.of(given, turns(microbatches))))
     batches = share.pack(ALIGNMENT, share_prompts=share_prompts)
-    known = ["old_logprobs", "high_entropy"] if has_known else []
     for batch, indices in zip(batches, microbatches, strict=True):
-        expected = pack(given, indices, ALIGNMENT, share_prompts=share_prompts, known=known)
-        assert_equal(batch, expected)
+        assert_equal(batch, pack(given, indices, ALIGNMENT, share_prompts=share_prompts))
 
 
 def test_images_are_sent_and_seen_once_for_all_completions_of_a_prompt() -> None:
@@ -119,15 +112,6 @@ class Tower:
         assert images.digest not in self.seen
         self.seen[images.digest] = images.patches[::4, :2]
         return self.seen[images.digest]
-
-
-def test_a_rank_with_one_sequence_or_none_has_the_values_that_its_peers_have() -> None:
-    [batch] = DataParallelShard.of(sequences(), turns([[]])).pack(ALIGNMENT, share_prompts=False)
-    assert batch.old_logprobs is not None and batch.high_entropy is not None
-    assert batch.ref_logprobs is None
-    assert not batch.loss_mask.any()
-    [batch] = DataParallelShard.of(sequences(), turns([[0]])).pack(ALIGNMENT, share_prompts=False)
-    assert_equal(batch, pack(sequences(), [0], ALIGNMENT, known=["old_logprobs", "high_entropy"]))
 
 
 def test_nine_bytes_are_sent_for_each_token_of_a_completion() -> None:

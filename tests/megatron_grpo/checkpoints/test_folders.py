@@ -44,12 +44,15 @@ def test_the_one_pointed_at_is_tried_first_and_then_those_before_it(tmp_path, po
     assert latest_step(tmp_path) == tried[0]
 
 
+HUNDREDS = (100, 200, 300, 400).__contains__
+
+
 @pytest.mark.parametrize(
     ("there", "step", "options", "kept"),
     [
         ([5, 10], 20, {"keep": 2}, [10, 20]),
         ([2, 20, 30], 5, {"keep": 2}, [2, 5]),  # the run went back
-        ([100, 150, 200, 290, 400], 300, {"keep": 2, "keep_every": 100}, [100, 200, 290, 300]),
+        ([100, 150, 200, 290, 400], 300, {"keep": 2, "is_kept": HUNDREDS}, [100, 200, 290, 300]),
         ([5], 5, {"keep": 1}, [5]),
     ],
 )

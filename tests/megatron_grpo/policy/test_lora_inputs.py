@@ -22,8 +22,7 @@ from helpers.models import tiny_model
 from helpers.policies import LENGTHS, logprobs_of, pack_all, start_policy
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
 from helpers.ranks import run_ranks
-from helpers.train_steps import BETA, BUDGETS, CLIPS, Case, batches_of, config
-from megatron_grpo.batch.experience import Experience
+from helpers.train_steps import BETA, BUDGETS, CLIPS, Case, OffPolicy, batches_of, config
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.model import build_policy, unwrapped
 from megatron_grpo.train_step import accumulate_gradient
@@ -35,7 +34,7 @@ TENSOR = ParallelDims(tensor=2)
 
 
 def step_of_each(
-    rank: int, configs: dict[str, Config], experience: Experience
+    rank: int, configs: dict[str, Config], experience: OffPolicy
 ) -> dict[str, tuple[int, float, Boxes]]:
     """Number of tokens, loss and gradients by config."""
     setup_device(rank)

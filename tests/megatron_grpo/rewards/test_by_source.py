@@ -18,7 +18,7 @@ from megatron_grpo.batch.experience import (
 from megatron_grpo.config.file import load_config
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.reporting.metrics import reward_metrics
-from megatron_grpo.rewards.by_source import RewardsBySource, totals_of
+from megatron_grpo.rewards.by_source import RewardsBySource
 from megatron_grpo.rewards.pool import RewardPools
 
 CONFIG = load_config(
@@ -56,11 +56,11 @@ def test_each_source_has_its_own_functions_weights_bounds_and_metrics():
     assert [[*score] for score in scores] == [["exact"]] * 2 + [["environment"]] * 2 + [
         ["format"]
     ] * 2
-    totals = totals_of(made, scores, CONFIG)
+    totals = rewards.totals(made, scores)
     assert totals[:3] == [1.5, 0.0, 3 * 0.75]
     assert isnan(totals[3])
     assert totals[4:] == [1.0, 0.0]
-    experience = compute_advantages(made, scores, CONFIG)
+    experience = compute_advantages(made, scores, totals, CONFIG)
     assert experience.advantages[:2].sum() == 0 < experience.advantages[0]
     found = source_metrics(experience)
     assert {name: value for name, value in found.items() if "game" in name} == {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_grpo.algorithm.mismatch import on_policy_mask, rollout_weights
+from megatron_grpo.algorithm.objectives import mismatch_weights, on_policy_mask
 from megatron_grpo.config.grpo import GRPOConfig
 from parallel.sequences import SequenceMeans
 
@@ -25,7 +25,7 @@ def test_a_bound_is_within_the_bounds_and_what_is_beyond_is_cut_or_nothing(level
     beyond = torch.tensor([1e4], dtype=torch.float64)  # whose exp is infinite
     mismatch = torch.cat([beyond, bounds, -beyond])
     one_each = SequenceMeans(torch.ones(4, dtype=torch.int64), None)
-    assert rollout_weights(mismatch, one_each, cfg).tolist() == weights
+    assert mismatch_weights(mismatch, one_each, cfg).tolist() == weights
 
 
 def test_a_rejected_sequence_has_no_weight_and_any_other_its_token_weights():
@@ -40,10 +40,10 @@ def test_a_rejected_sequence_has_no_weight_and_any_other_its_token_weights():
     # Their geometric means are just within the bounds and just beyond them.
     ratios = torch.tensor([3.9, 1.0, 3.9, 1.1, 0.26, 1.0, 0.26, 0.9], dtype=torch.float64)
     sequences = SequenceMeans(torch.full((4,), 2), None)
-    weights = rollout_weights(ratios.log(), sequences, cfg)
+    weights = mismatch_weights(ratios.log(), sequences, cfg)
     assert weights.tolist() == pytest.approx([3.0, 1.0, 0.0, 0.0, 0.26, 1.0, 0.0, 0.0])
     alone = cfg.model_copy(update={"rollout_importance_sampling_mode": None})
-    assert rollout_weights(ratios.log(), sequences, alone).tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
+    assert mismatch_weights(ratios.log(), sequences, alone).tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
 
 
 def test_of_an_off_policy_sequence_tokens_of_negative_advantage_alone_are_left_out():
