@@ -4,8 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-import httpx
-
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.workers.tasks import gather_all
@@ -68,6 +66,6 @@ class DraftMeter:
     async def _page(self, url: str) -> str:
         try:
             async with self._client.connect(url) as engine:
-                return await engine.metrics(httpx.Timeout(engine.health_timeout))
+                return await engine.metrics(engine.health_timeout)
         except (EngineError, TimeoutError):
             return ""

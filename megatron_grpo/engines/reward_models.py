@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import aiohttp
 from pydantic import SecretStr
 
 from megatron_grpo.bars import Show, waiting
@@ -21,7 +21,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.reward import RewardFunction, count_gpus, served_here
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, command_flags, engine_table
-from megatron_grpo.engines.http import EngineError, post
+from megatron_grpo.engines.http import EngineError, status_of
 from megatron_grpo.engines.kernels import num_gpus
 from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
 from megatron_grpo.engines.server import engine_environment, share_gpus
@@ -33,6 +33,7 @@ from megatron_grpo.engines.vllm.args import (
 )
 from megatron_grpo.launch.placement import check_shared_gpus
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, new_token
+from megatron_grpo.workers.http import is_success, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -152,18 +153,19 @@ class RewardModels(ServerProcesses):
         """Have servers sleep or wake, all at once; one that does not is killed and counts as
         dead."""
 
-        def tell(url: str) -> httpx.HTTPError | None:
+        def tell(url: str) -> str:
+            """Why it does not; empty if it does."""
             try:
-                post(f"{url}/{route}", self._token, self._rollout.request_timeout)
-            except httpx.HTTPError as error:
-                return error
-            return None
+                status = status_of("POST", url, route, self._rollout.request_timeout, self._token)
+            except aiohttp.ClientError as error:
+                return reason_of(error)
+            return "" if is_success(status) else f"status {status}"
 
         with ThreadPoolExecutor() as threads:
             answers = [*zip(urls, threads.map(tell, urls), strict=True)]
         for url, error in answers:
             if error and not self.end(url):
-                print(f"{self.kind} {url}: no {route}: {error!r}", file=sys.stderr, flush=True)
+                print(f"{self.kind} {url}: no {route}: {error}", file=sys.stderr, flush=True)
             if error:
                 self.kill(url)
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import httpx
 import numpy as np
 
 from checkpoint_convert import read_shape
 from demo.make_sums import sums
+from helpers.mock_session import MockSession
 from helpers.policies import tiny_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.choice import npy_of
@@ -48,7 +50,7 @@ class ScriptedEngine:
     """Seconds before a route is answered."""
     broken_route: str = ""
     """A route that always fails, with this `fault`."""
-    fault: type[httpx.TransportError] = httpx.ConnectError
+    fault: type[aiohttp.ClientError] = aiohttp.ClientConnectionError
     num_per_look: int = 1000
     """How many requests arrive, at most, between two looks at its load."""
     num_cut_tokens: int = 2
@@ -80,7 +82,7 @@ class ScriptedEngine:
             raise self.fault("it is broken")
         match path:
             case "/metrics" | "/health" if self.is_mute:
-                raise httpx.ReadTimeout("no answer")
+                raise aiohttp.SocketTimeoutError("no answer")
             case "/metrics":
                 lines = [f"vllm:{name} {count}\n" for name, count in self.counts.items()]
                 return httpx.Response(200, text="".join(lines))
@@ -142,7 +144,7 @@ class ScriptedEngine:
         self.num_read += 1
         while self.broken_route != GENERATE:
             await asyncio.sleep(0.002)
-        raise httpx.ReadError("it is broken")
+        raise aiohttp.ClientConnectionError("it is broken")
 
     def told(self, *, generated: int, started: int, waiting: int) -> None:
         self.counts = {
@@ -167,9 +169,8 @@ class ScriptedClient(RolloutClient):
 
     @asynccontextmanager
     async def connect(self, url: str) -> AsyncIterator[Engine]:
-        transport = httpx.MockTransport(self._engines[url].respond)
-        async with httpx.AsyncClient(base_url=url, transport=transport) as http:
-            yield Engine(url, http, health_timeout=5.0, stall_timeout=60.0)
+        http = MockSession(url, self._engines[url].respond)
+        yield Engine(url, http, health_timeout=5.0, stall_timeout=60.0)
 
 
 class Scores:

@@ -8,9 +8,10 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import aiohttp
 import pytest
 
+from helpers.mock_session import MockSession
 from helpers.scripted_engines import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines import engine_queue as queue_module
@@ -49,21 +50,20 @@ async def scene(
         taken.append(number)
 
     queue = EngineQueue(requests_of(numbers), 7, take, lambda: None)
-    transport = httpx.MockTransport(engine.respond)
-    async with httpx.AsyncClient(base_url=URL, transport=transport) as http:
-        connected = Engine(URL, http, health_timeout=0.2, stall_timeout=stall)
-        answering = asyncio.create_task(queue.answer(connected, is_over))
-        try:
-            while len(engine.asked) < len(numbers):
-                await asyncio.sleep(PROBES)
-            await until(lambda: queue.has_started_or_failed.is_set() or answering.done())
-            engine.told(**({"generated": 110, "started": 50, "waiting": 0} | counts))
-            await noted(queue)
-            yield Scene(engine, queue, is_over, taken, answering)
-        finally:
-            is_over.set()
-            engine.answers.set()
-            await answering
+    http = MockSession(URL, engine.respond)
+    connected = Engine(URL, http, health_timeout=0.2, stall_timeout=stall)
+    answering = asyncio.create_task(queue.answer(connected, is_over))
+    try:
+        while len(engine.asked) < len(numbers):
+            await asyncio.sleep(PROBES)
+        await until(lambda: queue.has_started_or_failed.is_set() or answering.done())
+        engine.told(**({"generated": 110, "started": 50, "waiting": 0} | counts))
+        await noted(queue)
+        yield Scene(engine, queue, is_over, taken, answering)
+    finally:
+        is_over.set()
+        engine.answers.set()
+        await answering
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -146,13 +146,11 @@ def test_an_engine_that_answers_probes_but_not_what_starts_it_counts_as_hung(rou
     queue = EngineQueue(requests_of([0]), 7, None, lambda: None)
 
     async def run() -> None:
-        async with httpx.AsyncClient(
-            base_url=URL, transport=httpx.MockTransport(engine.respond)
-        ) as http:
-            with pytest.raises(EngineDown, match=r"made no progress for 0\.5 s"):
-                async with asyncio.timeout(20):
-                    connected = Engine(URL, http, health_timeout=0.2, stall_timeout=0.5)
-                    await queue.answer(connected, asyncio.Event())
+        http = MockSession(URL, engine.respond)
+        connected = Engine(URL, http, health_timeout=0.2, stall_timeout=0.5)
+        with pytest.raises(EngineDown, match=r"made no progress for 0\.5 s"):
+            async with asyncio.timeout(20):
+                await queue.answer(connected, asyncio.Event())
 
     asyncio.run(run())
 
@@ -194,9 +192,9 @@ def answered_in_flight(**engines: ScriptedEngine) -> list[int]:
 @pytest.mark.parametrize(
     ("route", "fault"),
     [
-        ("/collective_rpc", httpx.ConnectError),
-        ("/pause", httpx.ConnectError),
-        ("/pause", httpx.ReadTimeout),  # it is healthy, but late with an answer
+        ("/collective_rpc", aiohttp.ClientConnectionError),
+        ("/pause", aiohttp.ClientConnectionError),
+        ("/pause", aiohttp.SocketTimeoutError),  # it is healthy, but late with an answer
     ],
 )
 def test_an_engine_that_starts_late_takes_over_what_one_that_is_lost_at_once_leaves(route, fault):

@@ -187,7 +187,7 @@ def test_answer_without_a_score_is_masked_and_its_neighbours_count(reply, told, 
     server = serve(lambda _, text, __: reply if text.startswith("Rate bad") else (200, "5"))
     judged = answer_to(judge(server), ["good", "bad", "fine"], timeout=2)
     assert judged.scores == pytest.approx([0.5, math.nan, 0.5], nan_ok=True)
-    assert f"returned Unscored: {told}" in judged.error.replace(f"{server.url}/ ", "")
+    assert f"returned Unscored: {told}" in judged.error.replace(f"{server.url} ", "")
 
 
 def test_requests_of_all_prompts_are_open_at_once(serve):

@@ -1,0 +1,55 @@
+"""HTTP sessions with engines, and with models that rewards ask."""
+
+import ssl
+from collections.abc import Mapping
+from functools import cache
+
+import aiohttp
+import certifi
+
+JSON_HEADERS = {"Content-Type": "application/json"}
+KEEP_ALIVE_SECONDS = 2.0
+"""Engines close a connection after 5 s without a request, and lose one that is sent just then."""
+
+
+def http_session(
+    base_url: str,
+    headers: Mapping[str, str],
+    read_timeout: float | None = None,
+    connect_timeout: float | None = None,
+    proxy: str | None = None,
+) -> aiohttp.ClientSession:
+    """A session for routes below `base_url`, without a limit on concurrent requests.
+
+    Any coroutine of the event loop that makes it may use it. Of the environment it reads nothing.
+    """
+    return aiohttp.ClientSession(
+        base_url.rstrip("/") + "/",
+        headers=headers,
+        timeout=aiohttp.ClientTimeout(connect=connect_timeout, sock_read=read_timeout),
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ssl=_certificates()
+        ),
+        proxy=proxy,
+    )
+
+
+def is_success(status: int) -> bool:
+    """Whether a status code is one of success; a redirection is none."""
+    return 200 <= status < 300
+
+
+def reason_of(error: Exception) -> str:
+    """The reason of a failed request, without the object that aiohttp calls a connection by."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Certificates of the host, of SSL_CERT_FILE, and of certifi, as a container may have none.
+
+    Cached: loading them takes longer than most requests.
+    """
+    context = ssl.create_default_context()
+    context.load_verify_locations(certifi.where())
+    return context
