@@ -40,7 +40,12 @@ def is_success(status: int) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """The reason of a failed request, without the object that aiohttp calls a connection by."""
+    """The reason of a failed request, without addresses: that of a proxy may hold a password."""
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"{error.status} {error.message}"
+    if isinstance(error, aiohttp.InvalidURL):
+        return "no valid address"
+    error = getattr(error, "os_error", error)
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
