@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer
-from megatron_grpo.workers.http import JSON_HEADERS, http_session, is_success, reason_of
+from megatron_grpo.workers.http import http_session, is_success, reason_of
 from parallel.clock import run
 
 HEALTH_TIMEOUT = 2.0
@@ -27,26 +27,28 @@ def http_client(
 
 def is_healthy(url: str, timeout: float = HEALTH_TIMEOUT) -> bool:
     """Whether the engine at `url` reports within `timeout` seconds that it is ready."""
-    try:
-        return is_success(status_of("GET", url, "/health", timeout))
-    except aiohttp.ClientError:
-        return False
+    return is_success(status_of("GET", url, "/health", timeout)[0])
 
 
-def status_of(method: str, url: str, route: str, timeout: float, token: str = "") -> int:
-    """The status code that a server answers with, for threads without an event loop.
+def status_of(
+    method: str, url: str, route: str, timeout: float, token: str = ""
+) -> tuple[int, str]:
+    """The status of a server's answer, as number and text; 0 and the reason if there is no answer.
 
-    Raises aiohttp.ClientError if it does not answer.
+    For threads without an event loop.
     """
-    return run(_status(method, url, route, timeout, token))
 
+    async def ask() -> tuple[int, str]:
+        try:
+            async with (
+                http_session(url, bearer(token) if token else {}, timeout, timeout) as http,
+                http.request(method, route.lstrip("/"), allow_redirects=False) as response,
+            ):
+                return response.status, f"{response.status} {response.reason}"
+        except aiohttp.ClientError as error:
+            return 0, reason_of(error)
 
-async def _status(method: str, url: str, route: str, timeout: float, token: str) -> int:
-    async with (
-        http_session(url, bearer(token) if token else {}, timeout, timeout) as http,
-        http.request(method, route.lstrip("/"), allow_redirects=False) as response,
-    ):
-        return response.status
+    return run(ask())
 
 
 @asynccontextmanager
@@ -63,16 +65,15 @@ async def answer_to(
     Neither it nor a part of its body may take longer than `limit`, by default that of `http`.
     Raises EngineDown, EngineError and TimeoutError as `Engine` does.
     """
-    engine, usual = f"rollout engine {url}", http.timeout
-    limit = limit or usual.sock_read or math.inf
+    engine = f"rollout engine {url}"
+    limit = limit or http.timeout.sock_read
     timeout = aiohttp.ClientTimeout(
-        connect=usual.connect, sock_read=limit if math.isfinite(limit) else None
+        connect=http.timeout.connect, sock_read=None if limit == math.inf else limit
     )
     try:
         async with http.request(
             *(method, route.lstrip("/")),
             data=None if body is None else msgspec.json.encode(body),
-            headers=JSON_HEADERS,
             timeout=timeout,
             allow_redirects=False,
         ) as response:

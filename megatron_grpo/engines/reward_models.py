@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 from pydantic import SecretStr
 
 from megatron_grpo.bars import Show, waiting
@@ -33,7 +32,7 @@ from megatron_grpo.engines.vllm.args import (
 )
 from megatron_grpo.launch.placement import check_shared_gpus
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, new_token
-from megatron_grpo.workers.http import is_success, reason_of
+from megatron_grpo.workers.http import is_success
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -154,12 +153,10 @@ class RewardModels(ServerProcesses):
         dead."""
 
         def tell(url: str) -> str:
-            """Why it does not; empty if it does."""
-            try:
-                status = status_of("POST", url, route, self._rollout.request_timeout, self._token)
-            except aiohttp.ClientError as error:
-                return reason_of(error)
-            return "" if is_success(status) else f"status {status}"
+            """The reason if it does not; empty if it does."""
+            limit = self._rollout.request_timeout
+            status, told = status_of("POST", url, route, limit, self._token)
+            return "" if is_success(status) else told
 
         with ThreadPoolExecutor() as threads:
             answers = [*zip(urls, threads.map(tell, urls), strict=True)]

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from megatron_grpo.unicode import as_unicode
-from megatron_grpo.workers.http import JSON_HEADERS, http_session, is_success, reason_of
+from megatron_grpo.workers.http import http_session, is_success, reason_of
 from megatron_grpo.workers.proxies import proxy_hint, proxy_of
 from parallel.clock import running_time
 
@@ -63,9 +63,7 @@ async def post(
         try:
             async with (
                 asyncio.timeout(left),
-                client.post(
-                    route, data=content, headers=JSON_HEADERS, allow_redirects=False
-                ) as response,
+                client.post(route, data=content, allow_redirects=False) as response,
             ):
                 text = await response.text(errors="replace")
             if is_success(response.status):

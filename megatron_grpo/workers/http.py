@@ -7,7 +7,6 @@ from functools import cache
 import aiohttp
 import certifi
 
-JSON_HEADERS = {"Content-Type": "application/json"}
 KEEP_ALIVE_SECONDS = 2.0
 """Engines close a connection after 5 s without a request, and lose one that is sent just then."""
 
@@ -21,11 +20,12 @@ def http_session(
 ) -> aiohttp.ClientSession:
     """A session for routes below `base_url`, without a limit on concurrent requests.
 
-    Any coroutine of the event loop that makes it may use it. Of the environment it reads nothing.
+    Bodies are JSON. All coroutines of the event loop may use it. It takes no proxy from the
+    environment.
     """
     return aiohttp.ClientSession(
         base_url.rstrip("/") + "/",
-        headers=headers,
+        headers={"Content-Type": "application/json", **headers},
         timeout=aiohttp.ClientTimeout(connect=connect_timeout, sock_read=read_timeout),
         connector=aiohttp.TCPConnector(
             limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ssl=_certificates()

@@ -215,13 +215,13 @@ def test_an_engine_is_asked_below_its_address_with_the_token_and_through_no_prox
         writer.write(answer_of(b"", 307))
         writer.close()
 
-    async def asked() -> int:
+    async def asked() -> tuple[int, str]:
         async with serving(serve) as url:
             return await asyncio.to_thread(
                 *(status_of, "POST", f"{url}/below/", "/sleep?level=1", 5.0, "secret")
             )
 
-    assert run(asked()) == 307
+    assert run(asked()) == (307, "307 x")
     [head] = heads
     assert head.startswith(b"POST /below/sleep?level=1 HTTP/1.1\r\n")
     assert b"Authorization: Bearer secret\r\n" in head
