@@ -53,9 +53,8 @@ async def serve(told: Connection) -> None:
     application.add_routes([web.post(GENERATE, complete), web.get("/load", load)])
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=2 * NUM_REQUESTS)
-    await site.start()
-    told.send(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}")
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=2 * NUM_REQUESTS).start()
+    told.send(f"http://127.0.0.1:{runner.addresses[0][1]}")
     await asyncio.Event().wait()
 
 
