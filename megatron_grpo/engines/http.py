@@ -1,5 +1,6 @@
 """The trainer's HTTP connection to an engine, and the exceptions for its failures."""
 
+import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -66,24 +67,28 @@ async def answer_to(
     Raises EngineDown, EngineError and TimeoutError as `Engine` does.
     """
     engine = f"rollout engine {url}"
-    limit = limit or http.timeout.sock_read
-    timeout = aiohttp.ClientTimeout(
-        connect=http.timeout.connect, sock_read=None if limit == math.inf else limit
-    )
+    limit = limit or http.timeout.sock_read or math.inf
+    connect = http.timeout.connect
+    seconds = None if limit == math.inf else limit
     try:
-        async with http.request(
-            *(method, route.lstrip("/")),
-            data=None if body is None else msgspec.json.encode(body),
-            timeout=timeout,
-            allow_redirects=False,
-        ) as response:
+        async with (
+            # aiohttp waits endlessly while an engine takes no more of a body.
+            asyncio.timeout(seconds and seconds + (connect or 0.0)) as until_begun,
+            http.request(
+                *(method, route.lstrip("/")),
+                data=None if body is None else msgspec.json.encode(body),
+                timeout=aiohttp.ClientTimeout(connect=connect, sock_read=seconds),
+                allow_redirects=False,
+            ) as response,
+        ):
+            until_begun.reschedule(None)
             if response.status >= 400:
                 text = await response.text(errors="replace")
                 raise failure(url, route, response.status, text)
             yield response
     except aiohttp.ConnectionTimeoutError as error:
         raise EngineDown(f"{engine} cannot be reached") from error
-    except aiohttp.ServerTimeoutError as error:
+    except TimeoutError as error:
         raise TimeoutError(
             f"{engine} did not answer {route} within {limit:g} s (rollout.request_timeout)"
         ) from error

@@ -178,6 +178,19 @@ def test_an_engine_that_takes_no_connection_is_down_after_the_time_for_connectin
                 run(ask(url, request_timeout=60.0, connect_timeout=0.3))
 
 
+def test_an_engine_that_takes_no_more_of_a_request_is_late():
+    async def ask_much() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(1.0)
+            writer.close()
+
+        async with serving(serve) as url, http_client(url, "token", 0.3, 0.3) as http:
+            await engine_of(url, http).post("/load", {"much": "a" * (64 << 20)})
+
+    with pytest.raises(TimeoutError, match=LATE):
+        run(ask_much())
+
+
 def test_a_stream_that_stops_in_the_middle_keeps_what_came_before():
     event = b"data: " + json.dumps({"choices": [CHUNK]}).encode() + b"\n\n"
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 9999\r\n\r\n"
