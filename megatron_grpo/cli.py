@@ -150,7 +150,7 @@ def _preflight(cfg: Config, token: str | None, starts_here: bool = True) -> tupl
     silence_libraries()
     from rich.console import Console
 
-    from megatron_grpo.preflight import preflight  # httpx and more, which `--help` does not need
+    from megatron_grpo.preflight import preflight  # aiohttp and more, which `--help` does not need
 
     with Console(stderr=True).status("checking settings, model, data and rewards"):
         return preflight(cfg, token, starts_here=starts_here)

@@ -7,8 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
-
-import httpx
+from http import HTTPStatus
 
 from checkpoint_convert import ModelShape, check_divisible, check_weights
 from checkpoint_convert.formats.safetensors_file import NAMES
@@ -22,12 +21,14 @@ from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engine_weights.layouts import quantized_engine
+from megatron_grpo.engines.http import status_of
 from megatron_grpo.engines.server import check_arguments, check_model_served
 from megatron_grpo.engines.support import check_kernels
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.launch.launch import check_files
-from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_run_dir, check_token
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, check_run_dir, check_token
 from megatron_grpo.resume_checks import check_same_run, check_start
+from megatron_grpo.workers.http import is_success
 
 HEALTH_TIMEOUT_SECONDS = 5.0
 
@@ -170,21 +171,16 @@ def _check_megatron(cfg: Config, shape: ModelShape) -> None:
 
 def _check_answers(url: str, token: str) -> None:
     """Raise ValueError if what answers is no engine of ours, ConnectionError if nothing does."""
-    try:
-        # trust_env=False: proxies set in the environment are not for engines.
-        with httpx.Client(base_url=url, timeout=HEALTH_TIMEOUT_SECONDS, trust_env=False) as engine:
-            engine.get("/health").raise_for_status()
-            # Any route that requires the token and changes nothing would do.
-            response = engine.get("/load", headers=bearer(token))
-            if response.status_code == httpx.codes.UNAUTHORIZED:
-                raise ValueError(
-                    f"rollout engine {url} refuses the token in {TOKEN_VARIABLE}: give the one "
-                    "that the engine was started with"
-                )
-            response.raise_for_status()
-    except httpx.HTTPError as error:
-        is_other = isinstance(error, httpx.HTTPStatusError) and error.response.is_client_error
+    status, told = status_of("GET", url, "/health", HEALTH_TIMEOUT_SECONDS)
+    if is_success(status):  # any route that requires the token and changes nothing would do
+        status, told = status_of("GET", url, "/load", HEALTH_TIMEOUT_SECONDS, token)
+    if status == HTTPStatus.UNAUTHORIZED:
+        raise ValueError(
+            f"rollout engine {url} refuses the token in {TOKEN_VARIABLE}: give the one "
+            "that the engine was started with"
+        )
+    if not is_success(status):
         # An engine that is away may come back, so a job that is requeued may succeed.
-        raise (ValueError if is_other else ConnectionError)(
-            f"rollout engine {url} is not healthy ({error}): start it, or correct rollout.base_urls"
-        ) from error
+        raise (ValueError if 400 <= status < 500 else ConnectionError)(
+            f"rollout engine {url} is not healthy ({told}): start it, or correct rollout.base_urls"
+        )

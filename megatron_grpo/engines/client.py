@@ -267,7 +267,7 @@ class RolloutClient:
     def close(self) -> None:
         """Close all connections."""
         engines, self._engines = [*self._engines.values()], {}
-        self.loop.call(gather_all(engine.http.aclose() for engine in engines))
+        self.loop.call(gather_all(engine.http.close() for engine in engines))
 
 
 async def _describe(engine: Engine) -> list[EngineReport]:

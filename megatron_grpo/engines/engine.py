@@ -1,13 +1,15 @@
 """The trainer's client of one rollout engine, over vLLM's HTTP routes."""
 
 import asyncio
+import json
+import math
 import re
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import httpx
+import aiohttp
 import msgspec
 
 from megatron_grpo.engine_weights.protocol import LOADED, LOADED_VERSION
@@ -82,7 +84,7 @@ class Engine:
     """
 
     url: str
-    http: httpx.AsyncClient
+    http: aiohttp.ClientSession
     health_timeout: float
     """Seconds without an answer to a health probe, after which it counts as hung."""
     stall_timeout: float
@@ -108,19 +110,13 @@ class Engine:
         raises.
         """
         # It is answered at its end, after all that wait before it; `watch` notices if all hang.
-        usual = self.http.timeout
         if self.serves_adapter:
             request = {**request, "model": ADAPTER}
-        endless = httpx.Timeout(
-            connect=usual.connect, read=None, write=usual.write, pool=usual.pool
-        )
         try:
             if begun is None:
-                choice = decode_choice(
-                    (await self._request("POST", GENERATE, request, endless)).content
-                )
+                choice = decode_choice(await self._request("POST", GENERATE, request, math.inf))
             else:
-                choice = await self._stream(request, endless, versions, begun)
+                choice = await self._stream(request, versions, begun)
         except msgspec.MsgspecError as error:
             raise EngineError(
                 f"rollout engine {self.url} answered with something else than a completion of "
@@ -135,19 +131,17 @@ class Engine:
         self._check_routes(choice, request)
         return choice
 
-    async def _stream(
-        self, request: Json, limit: httpx.Timeout, versions: Callable[[], range], begun: Choice
-    ) -> Choice:
+    async def _stream(self, request: Json, versions: Callable[[], range], begun: Choice) -> Choice:
         """The answer to a request, streamed into `begun`; an engine that cannot stream sends it
         whole."""
         params = {**request["sampling_params"], "stream_interval": STREAM_INTERVAL}
         request = {**request, "stream": True, "sampling_params": params}
-        answer = answer_to(self.http, self.url, "POST", GENERATE, request, limit)
+        answer = answer_to(self.http, self.url, "POST", GENERATE, request, math.inf)
         try:
             async with answer as response:
                 if not response.headers["content-type"].startswith(EVENTS):
-                    return decode_choice(await response.aread())
-                async for data in events_of(response):  # to the end, or httpx closes the connection
+                    return decode_choice(await response.read())
+                async for data in events_of(response):  # to the end, or the connection is closed
                     if data == LAST_EVENT:
                         continue
                     chunk = decode_event(data)
@@ -170,14 +164,13 @@ class Engine:
         be too busy sending answers to respond to a probe: an unanswered probe is ignored if
         `progress()` changed meanwhile.
         """
-        health = httpx.Timeout(self.health_timeout)
         seen, since = None, running_time()
         while True:
             await asyncio.sleep(PROBE_INTERVAL)
             before = progress()
             try:
-                await self._request("GET", "/health", limit=health)
-                counts = await self.counts(health)
+                await self._request("GET", "/health", limit=self.health_timeout)
+                counts = await self.counts(self.health_timeout)
             except TimeoutError:
                 if progress() == before:
                     raise EngineDown(
@@ -195,14 +188,14 @@ class Engine:
                     "(rollout.stall_timeout)"
                 )
 
-    async def counts(self, limit: httpx.Timeout | None = None) -> Counts:
-        """What the engine has counted since its start."""
+    async def counts(self, limit: float | None = None) -> Counts:
+        """What the engine has counted since its start, told within `limit` seconds."""
         page = await self.metrics(limit)
         return Counts(**{name: sum(map(float, COUNTS[name].findall(page))) for name in COUNTS})
 
-    async def metrics(self, limit: httpx.Timeout | None = None) -> str:
+    async def metrics(self, limit: float | None = None) -> str:
         """The page that Prometheus reads."""
-        return (await self._request("GET", "/metrics", limit=limit)).text
+        return (await self._request("GET", "/metrics", limit=limit)).decode()
 
     async def open_channels(self, transfer: Json, index: int, channels: str) -> None:
         """Make its workers open `channels` to all ranks that send to engine `index`.
@@ -322,12 +315,12 @@ class Engine:
 
     async def get(self, route: str) -> Json:
         """The answer of a GET route."""
-        answer: Json = (await self._request("GET", route)).json()
+        answer: Json = json.loads(await self._request("GET", route))
         return answer
 
     async def post(self, route: str, body: Json | None = None) -> Json:
         """The answer of a POST route."""
-        answer: Json = (await self._request("POST", route, body)).json()
+        answer: Json = json.loads(await self._request("POST", route, body))
         return answer
 
     async def _request(
@@ -335,11 +328,10 @@ class Engine:
         method: str,
         route: str,
         body: Json | None = None,
-        limit: httpx.Timeout | None = None,
-    ) -> httpx.Response:
+        limit: float | None = None,
+    ) -> bytes:
         async with answer_to(self.http, self.url, method, route, body, limit) as response:
-            await response.aread()
-        return response
+            return await response.read()
 
     def _check_routes(self, choice: Choice, request: Json) -> None:
         start = request["sampling_params"].get(ROUTES_START)

@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from pydantic import SecretStr
 
 from megatron_grpo.bars import Show, waiting
@@ -21,7 +20,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.reward import RewardFunction, count_gpus, served_here
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, command_flags, engine_table
-from megatron_grpo.engines.http import EngineError, post
+from megatron_grpo.engines.http import EngineError, status_of
 from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
 from megatron_grpo.engines.server import engine_environment, share_gpus
 from megatron_grpo.engines.support import num_gpus
@@ -33,6 +32,7 @@ from megatron_grpo.engines.vllm.args import (
 )
 from megatron_grpo.launch.placement import check_shared_gpus
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, new_token
+from megatron_grpo.workers.http import is_success
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -152,18 +152,17 @@ class RewardModels(ServerProcesses):
         """Have servers sleep or wake, all at once; one that does not is killed and counts as
         dead."""
 
-        def tell(url: str) -> httpx.HTTPError | None:
-            try:
-                post(f"{url}/{route}", self._token, self._rollout.request_timeout)
-            except httpx.HTTPError as error:
-                return error
-            return None
+        def tell(url: str) -> str:
+            """The reason if it does not; empty if it does."""
+            limit = self._rollout.request_timeout
+            status, told = status_of("POST", url, route, limit, self._token)
+            return "" if is_success(status) else told
 
         with ThreadPoolExecutor() as threads:
             answers = [*zip(urls, threads.map(tell, urls), strict=True)]
         for url, error in answers:
             if error and not self.end(url):
-                print(f"{self.kind} {url}: no {route}: {error!r}", file=sys.stderr, flush=True)
+                print(f"{self.kind} {url}: no {route}: {error}", file=sys.stderr, flush=True)
             if error:
                 self.kill(url)
 

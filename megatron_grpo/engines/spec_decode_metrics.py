@@ -4,8 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-import httpx
-
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.workers.tasks import gather_all
@@ -67,6 +65,6 @@ class SpecDecodeMetrics:
     async def _page(self, url: str) -> str:
         try:
             engine = self._client.engine(url)
-            return await engine.metrics(httpx.Timeout(engine.health_timeout))
+            return await engine.metrics(engine.health_timeout)
         except (EngineError, TimeoutError):
             return ""

@@ -3,15 +3,15 @@
 import asyncio
 import os
 import random
-import ssl
-from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
+import msgspec
 
 from megatron_grpo.unicode import as_unicode
-from megatron_grpo.workers.proxies import is_here, proxy_hint
+from megatron_grpo.workers.http import http_session, is_success, reason_of
+from megatron_grpo.workers.proxies import proxy_hint, proxy_of
 from parallel.clock import running_time
 
 DEFAULT_KEY = "OPENAI_API_KEY"
@@ -43,50 +43,39 @@ def key_from(api_key_env: str) -> str | None:
     return key
 
 
-def http_client(base_url: str, key: str | None) -> httpx.AsyncClient:
-    """A client without a limit of connections or time: each request gets the time that is left.
-
-    Proxies of the environment are for addresses outside of this host.
-    """
-    return httpx.AsyncClient(
-        base_url=base_url,
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        verify=_certificates(),
-        limits=httpx.Limits(max_connections=None),
-        timeout=None,
-        trust_env=not is_here(base_url),
-    )
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    """Cached, since reading them takes longer than a request."""
-    return httpx.create_ssl_context()
+def http_client(base_url: str, key: str | None) -> aiohttp.ClientSession:
+    """A session without a limit of time: each request gets the time that is left."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return http_session(base_url, headers, proxy=proxy_of(base_url))
 
 
 async def post(
-    client: httpx.AsyncClient, route: str, body: dict[str, Any], deadline: float
-) -> httpx.Response:
+    client: aiohttp.ClientSession, base_url: str, route: str, body: dict[str, Any], deadline: float
+) -> str:
     """The answer to `body`; raises Unscored if there is none before `deadline` (`running_time`).
 
     408, 409, 429, 5xx and lost connections are retried until then.
     """
     pause, last = FIRST_BACKOFF_SECONDS, "no answer"
-    hint = proxy_hint(str(client.base_url)) if client.trust_env else ""
+    hint = proxy_hint(base_url) if proxy_of(base_url) else ""
+    content = msgspec.json.encode(as_unicode(body))
     while (left := deadline - running_time()) > 0:
         try:
-            async with asyncio.timeout(left):
-                response = await client.post(route, json=as_unicode(body))
-            if response.is_success:
-                return response
-            last = f"status {response.status_code}: {response.text[:MAX_TEXT]}"
-            if "json" not in response.headers.get("content-type", ""):  # what a server would send
+            async with (
+                asyncio.timeout(left),
+                client.post(route, data=content, allow_redirects=False) as response,
+            ):
+                text = await response.text(errors="replace")
+            if is_success(response.status):
+                return text
+            last = f"status {response.status}: {text[:MAX_TEXT]}"
+            if "json" not in response.content_type:  # what a server would send
                 last += hint
-            if response.status_code not in RETRIED_STATUS_CODES and not response.is_server_error:
-                raise Unscored(f"{client.base_url} answered {last}")
-        except (httpx.RequestError, TimeoutError) as error:
-            last = repr(error) + hint
+            if response.status not in RETRIED_STATUS_CODES and response.status < 500:
+                raise Unscored(f"{base_url} answered {last}")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            last = reason_of(error) + hint
         # Jitter: requests that were turned away together do not all come back together.
         await asyncio.sleep(min(pause * random.uniform(0.5, 1), deadline - running_time()))
         pause = min(2 * pause, MAX_BACKOFF_SECONDS)
-    raise Unscored(f"{client.base_url} gave no answer in time, at last {last}")
+    raise Unscored(f"{base_url} gave no answer in time, at last {last}")

@@ -1,10 +1,9 @@
 """Reward `judge`: a score from a language model behind an OpenAI-compatible endpoint."""
 
 import asyncio
+import json
 import re
 from typing import Any
-
-import httpx
 
 from megatron_grpo.rewards.http import (
     DEFAULT_KEY,
@@ -68,8 +67,8 @@ async def judge(
         async def score(text: str) -> float | Unscored:
             body = fields | {"messages": [{"role": "user", "content": text}]}
             try:
-                response = await post(client, "chat/completions", body, deadline)
-                return _score(_content(response), expression, max_score)
+                answered = await post(client, base_url, "chat/completions", body, deadline)
+                return _score(_content(answered), expression, max_score)
             except Unscored as error:
                 return error
 
@@ -96,11 +95,11 @@ def _fill(template: str, values: dict[str, Any]) -> str:
     return TEMPLATE_FIELD.sub(lambda field: str(values[field[1]]), template)
 
 
-def _content(response: httpx.Response) -> str:
+def _content(answered: str) -> str:
     try:
-        return str(response.json()["choices"][0]["message"]["content"])
+        return str(json.loads(answered)["choices"][0]["message"]["content"])
     except (ValueError, LookupError, TypeError):
-        raise Unscored(f"not a chat completion: {response.text[:MAX_TEXT]}") from None
+        raise Unscored(f"not a chat completion: {answered[:MAX_TEXT]}") from None
 
 
 def _score(text: str, expression: re.Pattern[str], max_score: float) -> float:

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import httpx
 from pydantic import SecretStr
 
 from megatron_grpo.rewards.functions import StepScores
@@ -76,10 +75,11 @@ async def reward_model(
             steps = steps_of(text, step_separator) if step_tag is not None else []
             tagged = "".join(f"{step}{step_tag}" for _, step in steps) or text
             try:
-                response = await post(client, "pooling", request_of(chat, tagged), deadline)
+                body = request_of(chat, tagged)
+                pooled = _pooled(await post(client, base_url, "pooling", body, deadline))
                 if step_tag is None:
-                    return _score(response)
-                return StepScores([end for end, _ in steps], _step_scores(response, len(steps)))
+                    return _score(pooled)
+                return StepScores([end for end, _ in steps], _step_scores(pooled, len(steps)))
             except Unscored as error:
                 return error
 
@@ -167,16 +167,15 @@ def steps_of(text: str, separator: str) -> list[tuple[int, str]]:
     return steps or [(len(text), text)]
 
 
-def _score(response: httpx.Response) -> float:
-    match _pooled(response):
+def _score(pooled: Any) -> float:
+    match pooled:
         case [float() | int() as score] | [[float() | int() as score]]:
             return float(score)
         case other:
             raise Unscored(f"not the one score of a text: {str(other)[:MAX_TEXT]}")
 
 
-def _step_scores(response: httpx.Response, num_steps: int) -> list[float]:
-    pooled = _pooled(response)
+def _step_scores(pooled: Any, num_steps: int) -> list[float]:
     if not isinstance(pooled, list) or len(pooled) != num_steps:
         raise Unscored(
             f"not one score for each of {num_steps} steps, which end with step_tag: "
@@ -195,9 +194,9 @@ def _step_score(labels: Any) -> float:
             raise Unscored(f"not the logits of 1 or 2 labels: {str(labels)[:MAX_TEXT]}")
 
 
-def _pooled(response: httpx.Response) -> Any:
+def _pooled(answered: str) -> Any:
     try:
-        [pooled] = response.json()["data"]
+        [pooled] = json.loads(answered)["data"]
         return pooled["data"]
     except (ValueError, LookupError, TypeError):
-        raise Unscored(f"not what vLLM's /pooling answers: {response.text[:MAX_TEXT]}") from None
+        raise Unscored(f"not what vLLM's /pooling answers: {answered[:MAX_TEXT]}") from None

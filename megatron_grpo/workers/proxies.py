@@ -48,25 +48,35 @@ def is_here(url: str) -> bool:
     return host in names or host.endswith(".localhost") or _is_own_number(host)
 
 
+def proxy_of(url: str) -> str | None:
+    """The proxy of the environment for `url`; None if there is none, or `url` is of this host."""
+    variable = "" if is_here(url) else _variable_for(url)
+    address = os.environ.get(variable, "")
+    return address if "://" in address else f"http://{address}" if address else None
+
+
 def proxy_hint(url: str) -> str:
     """Advice on `NO_PROXY` after a failed request for `url`; empty if no proxy applies.
 
     The proxy itself is not told, as its address may hold a password.
     """
+    if not (variable := _variable_for(url)):
+        return ""
+    host = urlsplit(url).hostname
+    return (
+        f" (the environment has {variable}: if that proxy answers in the place of "
+        f"{host}, add {host} to NO_PROXY)"
+    )
+
+
+def _variable_for(url: str) -> str:
+    """The variable of the environment that names the proxy for `url`; empty if none does."""
     parts, named = urlsplit(url), proxy_variables(os.environ)
-    if not (host := parts.hostname or ""):
-        return ""
     excepted = {"no": next((os.environ[name] for name in EXCEPTIONS if name in os.environ), "")}
-    if proxy_bypass(host, excepted):
+    if not parts.hostname or proxy_bypass(parts.hostname, excepted):
         return ""
-    for kind in (parts.scheme, "all"):
-        for variable in (f"{kind}_proxy", f"{kind}_proxy".upper()):
-            if variable in named:
-                return (
-                    f" (the environment has {variable}: if that proxy answers in the place of "
-                    f"{host}, add {host} to NO_PROXY)"
-                )
-    return ""
+    variables = [f"{kind}_proxy" for kind in (parts.scheme, "all")]
+    return next((v for each in variables for v in (each, each.upper()) if v in named), "")
 
 
 def _with_hosts(excepted: str, hosts: list[str]) -> str:

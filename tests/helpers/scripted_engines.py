@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import httpx
 import numpy as np
 
 from checkpoint_convert import read_shape
 from demo.make_sums import sums
+from helpers.mock_session import MockSession
 from helpers.policies import tiny_config
 from helpers.sampling import event_loop
 from megatron_grpo.config.rollout import RolloutConfig
@@ -49,7 +51,7 @@ class ScriptedEngine:
     """Seconds before a route is answered."""
     broken_route: str = ""
     """A route that always fails, with this `fault`."""
-    fault: type[httpx.TransportError] = httpx.ConnectError
+    fault: type[aiohttp.ClientError] = aiohttp.ClientConnectionError
     num_per_look: int = 1000
     """How many requests arrive, at most, between two looks at its load."""
     num_cut_tokens: int = 2
@@ -82,7 +84,7 @@ class ScriptedEngine:
             raise self.fault("it is broken")
         match path:
             case "/metrics" | "/health" if self.is_mute:
-                raise httpx.ReadTimeout("no answer")
+                raise aiohttp.SocketTimeoutError("no answer")
             case "/metrics":
                 lines = [f"vllm:{name} {count}\n" for name, count in self.counts.items()]
                 return httpx.Response(200, text="".join(lines))
@@ -144,7 +146,7 @@ class ScriptedEngine:
         self.num_read += 1
         while self.broken_route != GENERATE:
             await asyncio.sleep(0.002)
-        raise httpx.ReadError("it is broken")
+        raise aiohttp.ClientConnectionError("it is broken")
 
     def told(self, *, generated: int, started: int, waiting: int) -> None:
         self.counts = {
@@ -168,8 +170,7 @@ class ScriptedClient(RolloutClient):
         self.pool.finish_push(self.urls)
 
     def engine(self, url: str) -> Engine:
-        transport = httpx.MockTransport(self._scripts[url].respond)
-        http = httpx.AsyncClient(base_url=url, transport=transport)
+        http = MockSession(url, self._scripts[url].respond)
         return Engine(url, http, 5.0, self._scripts[url].stall_timeout)
 
 

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import aiohttp
 import httpx
 import msgspec
 import numpy as np
 import pytest
 
+from helpers.mock_session import MockSession
 from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines.choice import CUT, Choice
 from megatron_grpo.engines.engine import Engine
@@ -38,8 +40,7 @@ def engine_of(answer: Callable[[httpx.Request], Any], stall: float = 60.0) -> En
         is_text = isinstance(body, str)
         return httpx.Response(200, text=body) if is_text else httpx.Response(200, json=body)
 
-    http = httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(respond))
-    return Engine(URL, http, health_timeout=60.0, stall_timeout=stall)
+    return Engine(URL, MockSession(URL, respond), health_timeout=60.0, stall_timeout=stall)
 
 
 def generate(
@@ -227,13 +228,10 @@ def test_a_stream_that_is_not_well_ends_with_what_came_before(ended, kind, told)
     begun = Choice.empty()
 
     async def ask() -> None:
-        async with httpx.AsyncClient(
-            base_url=URL, transport=httpx.MockTransport(lambda request: response)
-        ) as http:
-            engine = Engine(URL, http, health_timeout=60.0, stall_timeout=60.0)
-            await engine.complete(
-                {"sampling_params": {"max_tokens": 9}}, lambda: range(7, 8), begun=begun
-            )
+        http = MockSession(URL, lambda request: response)
+        engine = Engine(URL, http, health_timeout=60.0, stall_timeout=60.0)
+        request = {"sampling_params": {"max_tokens": 9}}
+        await engine.complete(request, lambda: range(7, 8), begun=begun)
 
     with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{told}") as raised:
         asyncio.run(ask())
@@ -250,16 +248,15 @@ def test_a_stream_that_breaks_after_its_last_chunk_is_whole():
         for choice in (BEGUN, CHOICE | {"finish_reason": "stop"}):
             yield f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
             num_read += 1
-        raise httpx.ReadError("broken")
+        raise aiohttp.ClientPayloadError("broken")
 
     def respond(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, headers={"Content-Type": EVENTS}, content=body())
 
     async def ask() -> Choice:
-        async with httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(respond)) as http:
-            engine = Engine(URL, http, health_timeout=60.0, stall_timeout=60.0)
-            request = {"sampling_params": {"max_tokens": 9}}
-            return await engine.complete(request, lambda: range(7, 8), begun=Choice.empty())
+        engine = Engine(URL, MockSession(URL, respond), health_timeout=60.0, stall_timeout=60.0)
+        request = {"sampling_params": {"max_tokens": 9}}
+        return await engine.complete(request, lambda: range(7, 8), begun=Choice.empty())
 
     assert asyncio.run(ask()).token_ids == CHOICE["token_ids"] * 2
     assert num_read == 2  # to the end: else its connection is not used again
@@ -292,7 +289,7 @@ def idle(request: httpx.Request) -> str:
 
 
 def busy(request: httpx.Request) -> str:
-    raise httpx.ReadTimeout("no answer")
+    raise aiohttp.SocketTimeoutError("no answer")
 
 
 def generating(request: httpx.Request) -> str:

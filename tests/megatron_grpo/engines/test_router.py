@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
-import httpx
+import aiohttp
 import pytest
 from transformers import AutoTokenizer
 
@@ -473,9 +473,9 @@ def test_an_engine_at_which_requests_arrive_slowly_does_not_count_as_hung():
 @pytest.mark.parametrize(
     ("route", "fault"),
     [
-        ("/collective_rpc", httpx.ConnectError),
-        ("/pause", httpx.ConnectError),
-        ("/pause", httpx.ReadTimeout),  # it is healthy, but late with an answer
+        ("/collective_rpc", aiohttp.ClientConnectionError),
+        ("/pause", aiohttp.ClientConnectionError),
+        ("/pause", aiohttp.SocketTimeoutError),  # it is healthy, but late with an answer
     ],
 )
 def test_an_engine_that_starts_late_takes_over_what_one_that_is_lost_at_once_leaves(route, fault):

@@ -122,15 +122,26 @@ def pool_scores(function: RewardFunction, batch: list[Sample], timeout: float) -
         return [score["judge"] for score in pool.score(batch, num_completions=len(batch))]
 
 
-def test_a_proxy_is_asked_for_addresses_outside_of_this_host_alone(serve, monkeypatch):
+@pytest.mark.parametrize("variable", ["http_proxy", "ALL_PROXY"])
+def test_a_proxy_is_asked_for_addresses_outside_of_this_host_alone(serve, monkeypatch, variable):
     proxy = serve(lambda *_: (403, b"<html>not through here"))
-    set_proxies(monkeypatch, http_proxy=proxy.url.removesuffix("/v1"))
+    address = proxy.url.removesuffix("/v1").replace("//", "//me:secret@")
+    set_proxies(monkeypatch, **{variable: address})
     assert scores(judge(serve(lambda *_: (200, "7"))), ["a"]) == [0.7]
     assert proxy.requests == []
     there = judge(proxy, base_url="http://judge.example/v1")
     told = answer_to(there, ["a"]).error
-    assert "not through here (the environment has http_proxy: " in told
+    assert f"not through here (the environment has {variable}: " in told
     assert "add judge.example to NO_PROXY" in told
+
+
+def test_a_proxy_that_refuses_to_connect_is_told_of_without_its_password(serve, monkeypatch):
+    proxy = serve(lambda *_: (200, "7")).url.removesuffix("/v1")
+    for address in (proxy.replace("//", "//me:secret@"), "http://me:secret@proxy:no-port"):
+        set_proxies(monkeypatch, https_proxy=address)
+        there = judge(serve(lambda *_: (200, "7")), base_url="https://judge.example/v1")
+        told = answer_to(there, ["a"], timeout=1).error
+        assert "(the environment has https_proxy: " in told and "secret" not in told
 
 
 def test_score_is_the_last_number_in_the_answer(serve):
@@ -187,7 +198,7 @@ def test_answer_without_a_score_is_masked_and_its_neighbours_count(reply, told, 
     server = serve(lambda _, text, __: reply if text.startswith("Rate bad") else (200, "5"))
     judged = answer_to(judge(server), ["good", "bad", "fine"], timeout=2)
     assert judged.scores == pytest.approx([0.5, math.nan, 0.5], nan_ok=True)
-    assert f"returned Unscored: {told}" in judged.error.replace(f"{server.url}/ ", "")
+    assert f"returned Unscored: {told}" in judged.error.replace(f"{server.url} ", "")
 
 
 def test_requests_of_all_prompts_are_open_at_once(serve):
