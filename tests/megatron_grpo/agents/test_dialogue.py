@@ -327,9 +327,10 @@ def test_failing_environment_fails_its_sample_and_no_other(transformers, tmp_pat
     assert all(math.isnan(s.dialogue_reward) for s in failed)
     assert all(math.isfinite(s.dialogue_reward) for s in samples if s not in failed)
     assert len(generation.failures) == len(failed)
-    assert generation.failures[0].startswith(
-        f"prompt 1, sample {failed[0].sample_index}, {f'turn {turn}' if turn else 'reset'}: "
-    )
+    where = f"turn {turn}" if turn else "reset"
+    heads = [f"prompt 1, sample {sample.sample_index}, {where}: " for sample in failed]
+    found = sorted(generation.failures)
+    assert all(line.startswith(head) for line, head in zip(found, heads, strict=True))
     if turn == 0:
         assert len(failed) == 3 and not any(s.completion_ids for s in failed)
 
