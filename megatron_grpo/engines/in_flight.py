@@ -25,7 +25,6 @@ from megatron_grpo.engines.dispatch import RequestDispatcher
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.launch.process import Preempted
-from megatron_grpo.workers.child_process import COLLECTOR
 from megatron_grpo.workers.tasks import run_with
 from parallel.clock import RunningLoop
 
@@ -187,9 +186,8 @@ class OpenGenerations:
 class InFlight:
     """Has the engines answer several generations at once, also through pushes.
 
-    It begins suspended. A thread of its own talks to the engines; it lasts until `close`, since
-    Linux ends an engine with the thread that started it. Unless it `streams`, a completion whose
-    engine is lost starts anew.
+    It begins suspended. A thread of its own talks to the engines until `close`. Unless it
+    `streams`, a completion whose engine is lost starts anew.
     """
 
     def __init__(self, client: RolloutClient, decode: Decode, *, streams: bool = True) -> None:
@@ -201,7 +199,7 @@ class InFlight:
         """Why dispatching ended; raised for new requests until the next push."""
         self._loop = RunningLoop()
         self._may_dispatch, self._is_idle = asyncio.Event(), asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="in_flight")
         self._thread.submit(self._loop.run_forever)
         self._running = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 

@@ -23,8 +23,7 @@ Command = Callable[[int], tuple[list[str], dict[str, str]]]
 class ServerProcesses:
     """Servers at `base_urls`; those that were started here listen on the loopback interface.
 
-    None of these outlives this process: Linux kills a server when the thread that started it ends.
-    So they are only started from threads that last as long as the run.
+    None of these outlives this process.
     """
 
     kind = "rollout engine"
@@ -96,10 +95,7 @@ class ServerProcesses:
         return end
 
     def restart(self, url: str) -> None:
-        """Restart a killed server of ours at the same address; returns before it answers.
-
-        Call it only from a thread that lasts as long as the run.
-        """
+        """Restart a killed server of ours at the same address; returns before it answers."""
         index = self.base_urls.index(url)
         self._engines[index] = self._engines[index].start_again()
 

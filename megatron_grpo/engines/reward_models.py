@@ -120,8 +120,7 @@ class RewardModels(ServerProcesses):
         died.
 
         Returns when all answer. Raises EngineError, which names the server, if one dies as it
-        starts, or twice before completions are scored. Call it only from a thread that lasts as
-        long as the run.
+        starts, or twice before completions are scored.
         """
         self._post_to_all(self._asleep, "wake_up")
         self._asleep.clear()

@@ -16,7 +16,6 @@ from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards.by_source import RewardsBySource, totals_of
 from megatron_grpo.rewards.scoring import Decode, with_steps
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
-from megatron_grpo.workers.child_process import COLLECTOR
 
 Group = Sequence[Sample]
 
@@ -51,7 +50,7 @@ class GroupScorer:
         self._waiting: list[Waiting] = []
         self._lock = Lock()
         self._failure: Exception | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
 
     def score(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
         """The groups of these samples, which are ordered by prompt, with their rewards."""

@@ -26,7 +26,6 @@ from megatron_grpo.evaluation.evaluation import Evaluations
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rewards.pool import RewardPools
 from megatron_grpo.rollout.group_scorer import GroupScorer
-from megatron_grpo.workers.child_process import COLLECTOR
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,11 +53,10 @@ class Rollouter:
 
         self.cfg, self.shape = cfg, shape
         self.threads: ThreadPoolExecutor | None = None
-        """Make generations ahead. They end after the engines: when the thread that started an
-        engine ends, Linux ends the engine."""
+        """Make generations ahead."""
         if num_ahead := cfg.rollout.max_staleness:
             num_threads = num_ahead + 1 if cfg.rollout.in_flight_updates else 1
-            self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix=COLLECTOR)
+            self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix="generations")
         # The engines load while the trainer builds its model.
         logs = cfg.train.run_dir / "logs"
         self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks, cfg.lora)
@@ -147,7 +145,7 @@ class Rollouter:
     def close(self) -> None:
         """Stop the reward workers, the environments, and the engines that were started here."""
         with ExitStack() as stack:
-            if self.threads:  # last: Linux kills the engines that they started when they end
+            if self.threads:
                 stack.callback(self.threads.shutdown)
             if self.in_flight:
                 stack.callback(self.in_flight.close)

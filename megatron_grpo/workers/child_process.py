@@ -1,38 +1,70 @@
-"""A process that ends with this one, with all processes that it starts; such as an engine."""
+"""Processes that end with this one, with all processes that they start; such as an engine."""
 
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from subprocess import Popen
-from typing import IO
+from queue import SimpleQueue
+from subprocess import DEVNULL, STDOUT, Popen
+from typing import IO, Any
 
 from megatron_grpo.launch import parent_death
 from megatron_grpo.launch.process import describe_exit
 from parallel.clock import running_time, wait_for_end
 
-COLLECTOR = "collector"
-"""Name prefix of the thread that collects generations in parallel to the main thread."""
 MAX_FOLDER_LENGTH = 70
 """The kernel limits socket paths to 107 characters, and vLLM's socket names take 37."""
 KILL_SECONDS = 5.0
 """Time in which SIGKILL ends a process, unless a device driver blocks it."""
 
 
+Start = tuple[Future[Popen[bytes]], Callable[[], Popen[bytes]]]
+
+
+def spawn(command: list[str], **options: Any) -> Popen[bytes]:
+    """Start a process as `Popen` does, from a thread that lasts as long as this process.
+
+    Linux signals a child that is tied to its parent when the *thread* that started it ends
+    (PR_SET_PDEATHSIG), and threads of pools end before their process.
+    """
+    started: Future[Popen[bytes]] = Future()
+    _spawner(os.getpid()).put((started, lambda: Popen(command, **options)))
+    return started.result()
+
+
+@cache
+def _spawner(pid: int) -> SimpleQueue[Start]:
+    """Start the spawner thread of process `pid`, and return its queue. A fork needs its own."""
+    starts: SimpleQueue[Start] = SimpleQueue()
+    threading.Thread(target=_serve, args=[starts], name="spawner", daemon=True).start()
+    return starts
+
+
+def _serve(starts: SimpleQueue[Start]) -> None:
+    while True:
+        started, start = starts.get()
+        try:
+            started.set_result(start())
+        except BaseException as error:  # its caller raises it: this thread must last
+            started.set_exception(error)
+        del started, start  # nothing is held while the thread waits
+
+
 @dataclass(frozen=True)
 class ChildProcess:
     """A running process, the leader of its own process group."""
 
-    process: subprocess.Popen[bytes]
+    process: Popen[bytes]
     folder: Path
     """Its TMPDIR, removed with it: a killed engine leaves sockets and the like there.
 
@@ -42,23 +74,15 @@ class ChildProcess:
     def start(
         cls, command: list[str], environment: Mapping[str, str], output: IO[bytes]
     ) -> "ChildProcess":
-        """Start `command`, which writes to `output`.
-
-        Linux kills it when the thread that started it ends. So only a thread that lasts as long as
-        the run may call this: the main thread or the `COLLECTOR`.
-        """
-        assert (
-            threading.current_thread() is threading.main_thread()
-            or threading.current_thread().name.startswith(COLLECTOR)
-        )
+        """Start `command`, which writes to `output`."""
         folder = _make_folder()
         wrapper = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), str(folder)]
-        process = subprocess.Popen(
+        process = spawn(
             [*wrapper, *command],
             env={**environment, "TMPDIR": str(folder)},
-            stdin=subprocess.DEVNULL,
+            stdin=DEVNULL,
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=STDOUT,
             start_new_session=True,
         )
         return cls(process, folder)
@@ -119,10 +143,7 @@ class EngineProcess:
     def start(
         cls, command: list[str], environment: Mapping[str, str], url: str, log: Path
     ) -> "EngineProcess":
-        """Start an engine with `command`, reachable at `url`; its output is appended to `log`.
-
-        The thread that calls this must last as long as the run: see `ChildProcess`.
-        """
+        """Start an engine with `command`, reachable at `url`; its output is appended to `log`."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             log_start = output.tell()
