@@ -56,5 +56,5 @@ def resumable(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (None, *OF_DISKS) and not error.filename:
             raise  # only the traceback says what it is about
-        told = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        raise OSError(f"{told}; {resume_text(run_dir)}") from error
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise OSError(f"{message}; {resume_text(run_dir)}") from error
