@@ -1,7 +1,6 @@
 """Processes that end with this one, with all processes that they start; such as an engine."""
 
 import os
-import re
 import shutil
 import signal
 import sys
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
@@ -92,20 +91,19 @@ class ChildProcess:
         code = wait_for_end(self.process, within)
         return "" if code is None else f"ended with {describe_exit(code)}"
 
+    def terminate(self, within: float) -> None:
+        """Tell it to end, and kill it with all that it started after `within` seconds."""
+        self.process.terminate()
+        self.end(within)
+        self.kill()
+
     def kill(self) -> None:
-        """Kill it and all processes that it started, even stopped ones."""
+        """Kill it and all processes that it started, even stopped ones; remove its folder."""
         deadline = running_time() + KILL_SECONDS
         parent_death.kill_group(self.process.pid)
         self.end(within=KILL_SECONDS)
-        self.kill_others(deadline)
-
-    def kill_others(self, deadline: float) -> None:
-        """Wait for the processes that it started, and kill those left at `deadline`.
-
-        The deadline is one of `running_time`. Then removes its folder.
-        """
         with suppress(ProcessLookupError):  # raised when the group is empty
-            while running_time() < deadline:
+            while running_time() < deadline:  # those that are spared end by themselves
                 os.killpg(self.process.pid, 0)
                 time.sleep(0.05)
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -119,59 +117,3 @@ def _make_folder() -> Path:
         os.rmdir(folder)
         folder = tempfile.mkdtemp(prefix="engine_", dir="/tmp")
     return Path(folder)
-
-
-NUM_LOG_LINES_SHOWN = 12
-
-# The last line of a traceback, as Python prints it or after the prefix of vLLM's log.
-ERROR_LINE = re.compile(r"(\(.*?\) ERROR .*?\] )?[\w.]*(Error|Exception): \S")
-
-
-@dataclass(frozen=True)
-class EngineProcess:
-    """A running engine."""
-
-    url: str
-    command: list[str]
-    environment: Mapping[str, str] = field(repr=False)  # it holds the token
-    log: Path
-    log_start: int
-    """Size of the log when the engine started: earlier lines are from another run."""
-    child: ChildProcess
-
-    @classmethod
-    def start(
-        cls, command: list[str], environment: Mapping[str, str], url: str, log: Path
-    ) -> "EngineProcess":
-        """Start an engine with `command`, reachable at `url`; its output is appended to `log`."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
-            log_start = output.tell()
-            child = ChildProcess.start(command, environment, output)
-        return cls(url, command, environment, log, log_start, child)
-
-    @property
-    def process(self) -> Popen[bytes]:
-        """The engine itself."""
-        return self.child.process
-
-    def start_again(self) -> "EngineProcess":
-        """Start the same engine again, with the same devices and address."""
-        return self.start(self.command, self.environment, self.url, self.log)
-
-    def log_tail(self) -> str:
-        """The path of its log, with the first error and the last lines in it."""
-        return f"{self.log} ends with\n{log_tail(self.log, self.log_start)}"
-
-
-def log_tail(log: Path, start: int) -> str:
-    """The first error in the log from byte `start` on, and the last lines.
-
-    A process that dies takes others down, each with its own traceback: the first is the cause.
-    """
-    try:
-        lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
-    except OSError as error:  # such as a log that somebody removed: its engine can go on
-        return f"... ({error.strerror}: it cannot be shown)"
-    errors = [line for line in lines if ERROR_LINE.match(line)]
-    return "\n".join([*errors[:1], "...", *lines[-NUM_LOG_LINES_SHOWN:]])
