@@ -18,7 +18,7 @@ ENDED = signal.SIGUSR2
 TREE_SECONDS = 5.0
 """Time in which a tree of processes is killed, unless a device driver blocks one."""
 OTHERS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What a terminal or Slurm sends to all processes; the one waiting for `ENDED` blocks them."""
+"""Signals of terminals and Slurm to all processes; the one waiting for `ENDED` blocks them."""
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:

@@ -61,7 +61,7 @@ POINTER = "LATEST"
 
 
 def interrupted_text(run_dir: Path) -> str:
-    """What an interrupted run says: where the same command resumes it."""
+    """The last line of an interrupted run: where the same command resumes it."""
     return f"interrupted: {resume_text(run_dir)}"
 
 
@@ -144,7 +144,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         yield
 
 
-OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -190,7 +190,7 @@ def resumable(run_dir: Path) -> Iterator[None]:
     except (ConnectionError, TimeoutError):
         raise
     except OSError as error:
-        if error.errno not in (None, *OF_DISKS) and not error.filename:
+        if error.errno not in (None, *DISK_ERRORS) and not error.filename:
             raise  # only the traceback says what it is about
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         raise OSError(f"{message}; {resume_text(run_dir)}") from error

@@ -1,4 +1,4 @@
-"""How the samples of a run are scored: by the rewards of their source; see `config/sources.py`."""
+"""Scores the samples of a run by the rewards of their source; see `config/sources.py`."""
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence

@@ -81,7 +81,7 @@ def can_read(answer: Any) -> bool:
 
 
 def _found(completion: str, *, boxed: bool) -> list[Any]:
-    """What math-verify reads in the final answer; a marked one is read like a reference."""
+    """Parse the final answer by math-verify; a marked one is read like a reference."""
     marked = _marked_answer(completion)
     if marked is not None:
         readings = _readings(EDGES.sub("", marked))
@@ -117,7 +117,7 @@ def _readings(answer: str) -> tuple[str, ...]:
 
 
 def _marked_answer(text: str) -> str | None:
-    """What follows the last `####`; None if there is none, or if it is a heading."""
+    """Text after the last `####`; None if there is none, or if it is a heading."""
     *before, tail = MARKER.split(text)
     line, _, below = tail.strip().partition("\n")
     is_heading = "\\boxed" in below or (below and HEADING.match(line))

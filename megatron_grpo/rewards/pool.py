@@ -73,7 +73,7 @@ class RewardWorkerProcess(SupervisedWorker):
         return number, answer
 
     def finish_kill(self) -> None:
-        """As the base class; also closes the connection, which no other thread reads."""
+        """Also close the connection, which no other thread reads."""
         super().finish_kill()
         self.connection.close()
 
@@ -93,7 +93,7 @@ class ModelServers(Protocol):
 
     @property
     def awaited(self) -> str:
-        """What `restart_dead` waits for the first time; empty if there is no server."""
+        """Text for the first wait of `restart_dead`; empty if there is no server."""
 
     def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
         """The functions, with an address in place of the path of each model."""
@@ -134,7 +134,7 @@ class RewardPool:
         self._calls: dict[int, Call] = {}
         """The calls in progress, by number."""
         self._interrupted: list[Call] = []
-        """Those that were in progress when the server of a reward model died."""
+        """Calls that were in progress when the server of a reward model died."""
         self._numbers = count()
         self._reported: set[int] = set()
         """Functions of which a failure was printed, by index."""
@@ -360,7 +360,7 @@ class RewardPools:
 
     @property
     def awaited(self) -> str:
-        """What `wait_ready` waits for, if anything: the servers of reward models."""
+        """Text for `wait_ready`: the servers of reward models; empty if there are none."""
         return self._servers.awaited if self._servers else ""
 
     def wait_ready(self, show: Show) -> None:

@@ -27,7 +27,7 @@ print({mark!r} + json.dumps(found(*json.load(sys.stdin))))
 
 @dataclass(frozen=True)
 class UnitTest:
-    """What is run behind a program, and whether it has printed what is right."""
+    """Code that runs behind a program, its stdin, and a check of its stdout."""
 
     ending: str
     stdin: str

@@ -42,7 +42,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where the server listens."""
+    """Address of the server on rank 0."""
 
     rank_0: str
     """Description of rank 0, in which the server runs, for messages."""

@@ -87,7 +87,7 @@ class ChildProcess:
         return cls(process, folder)
 
     def end(self, within: float = 0.0) -> str:
-        """How the process ended, if it ends within `within` seconds; else an empty string."""
+        """Wait up to `within` seconds for its end; return how it ended, empty if it has not."""
         code = wait_for_end(self.process, within)
         return "" if code is None else f"ended with {describe_exit(code)}"
 

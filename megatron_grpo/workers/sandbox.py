@@ -29,7 +29,7 @@ MAX_PROCESSES = 32
 MAX_FILES = 64
 """Open files of each of its processes."""
 SCRATCH, FOLDER = "/tmp", "/tmp/program"
-"""Where it may write, up to 1 / `SHARE` of a process's memory, and where it is."""
+"""The folder that it may write, up to 1 / `SHARE` of a process's memory, and its own in there."""
 SHARE = 4
 SHARED_MEMORY = 16 << 20
 """Bytes of /dev/shm."""
@@ -61,7 +61,7 @@ class SandboxError(ValueError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program has done."""
+    """Output and exit code of a program."""
 
     stdout: str
     stderr: str
@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Sandbox:
-    """How programs run, each of them on its own.
+    """Limits and isolation of programs, each of which runs on its own.
 
     >>> await Sandbox().run("print(input()[::-1])", "abc")
     Outcome(stdout='cba\\n', stderr='', exit_code=0)

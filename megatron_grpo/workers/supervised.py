@@ -59,7 +59,7 @@ class SupervisedWorker:
         return json.loads(self.connection.recv_bytes())
 
     def cause_of_death(self, seconds: float) -> str:
-        """How the worker ended, if it does within `seconds` after its connection has closed."""
+        """Wait up to `seconds` for the end of a worker that has closed its connection; say how."""
         wait_for_end(self._supervisor, seconds)  # it may live on without the connection
         return death_text(self._supervisor.returncode, self._memory_limit)
 
