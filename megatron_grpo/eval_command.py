@@ -35,7 +35,7 @@ from megatron_grpo.evaluation.evaluation import (
     eval_rows,
     metrics_of,
 )
-from megatron_grpo.launch.disk import write_whole
+from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.preflight import check_engines
 from megatron_grpo.prompt_checks import check_evaluation, check_reward_models
 from megatron_grpo.reporting.progress import EvaluationBar

@@ -9,8 +9,8 @@ from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.spec_decode_metrics import SpecDecodeMetrics
-from megatron_grpo.launch.disk import write_whole
 from megatron_grpo.launch.process import preempted_instead
+from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.policy.export import keep_export
 from megatron_grpo.reporting.metrics import StepReport
 from megatron_grpo.reporting.runlog import RunLog

@@ -17,8 +17,8 @@ from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engine_weights.checksums import pushed_weights
 from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.evaluation.evaluation import due_steps
-from megatron_grpo.launch.disk import resumable
 from megatron_grpo.launch.process import Preempted
+from megatron_grpo.launch.run_dir import resumable
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.residency import build_residency
 from megatron_grpo.policy.skipped_steps import SkippedSteps

@@ -184,9 +184,7 @@ def serve_joined(
     finally:
         file.unlink(missing_ok=True)
         file.with_suffix(LEAVING).unlink(missing_ok=True)
-        child.process.terminate()
-        child.end(within=TERMINATE_SECONDS)
-        child.kill()
+        child.terminate(within=TERMINATE_SECONDS)
     if end:
         print(f"megatron-grpo: rollout engine {engine.url} {end}", file=sys.stderr)
     sys.exit(1 if end else 0)

@@ -161,7 +161,7 @@ class EnginePool:
     def mark_dead(self, url: str, reason: str) -> None:
         """Take out an engine that is dead, hangs or is broken, and restart it if it is ours.
 
-        Call this only from a thread that lasts as long as the run, and from one thread at a time.
+        Call this from one thread at a time.
         """
         record = self._records[url]
         end = self._servers.kill(url) if self._servers.are_ours else ""

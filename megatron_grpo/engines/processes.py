@@ -1,30 +1,74 @@
 """Servers that a run has started as processes of this host, or of which it has the addresses."""
 
+import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_grpo.bars import Show
 from megatron_grpo.engines.http import EngineError, is_healthy
-from megatron_grpo.workers.child_process import KILL_SECONDS, EngineProcess
-from parallel.clock import running_time, wait_for_end
+from megatron_grpo.workers.child_process import ChildProcess
+from parallel.clock import running_time
 
 TERMINATE_TIMEOUT = 10.0
 EXIT_SECONDS = 0.5
 """How long to wait for a failed engine to exit by itself, so that its exit code is known."""
 LOOPBACK = "127.0.0.1"
+NUM_LOG_LINES_SHOWN = 12
+# The last line of a traceback, as Python prints it or after the prefix of vLLM's log.
+ERROR_LINE = re.compile(r"(\(.*?\) ERROR .*?\] )?[\w.]*(Error|Exception): \S")
 
 Command = Callable[[int], tuple[list[str], dict[str, str]]]
 """The command line and the environment of a server, by its port."""
 
 
+@dataclass(frozen=True)
+class ServerProcess(ChildProcess):
+    """A running server."""
+
+    url: str
+    command: list[str]
+    environment: Mapping[str, str] = field(repr=False)  # it holds the token
+    log: Path
+    log_start: int
+    """Size of the log when the server started: earlier lines are from another run."""
+
+    @classmethod
+    def serve(
+        cls, command: list[str], environment: Mapping[str, str], url: str, log: Path
+    ) -> "ServerProcess":
+        """Start a server with `command`, reachable at `url`; its output is appended to `log`."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            log_start = output.tell()
+            child = ChildProcess.start(command, environment, output)
+        return cls(child.process, child.folder, url, command, environment, log, log_start)
+
+    def log_tail(self) -> str:
+        """The path of its log, with the first error and the last lines in it."""
+        return f"{self.log} ends with\n{log_tail(self.log, self.log_start)}"
+
+
+def log_tail(log: Path, start: int) -> str:
+    """The first error in the log from byte `start` on, and the last lines.
+
+    A process that dies takes others down, each with its own traceback: the first is the cause.
+    """
+    try:
+        lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+    except OSError as error:  # such as a log that somebody removed: its engine can go on
+        return f"... ({error.strerror}: it cannot be shown)"
+    errors = [line for line in lines if ERROR_LINE.match(line)]
+    return "\n".join([*errors[:1], "...", *lines[-NUM_LOG_LINES_SHOWN:]])
+
+
 class ServerProcesses:
     """Servers at `base_urls`; those that were started here listen on the loopback interface.
 
-    None of these outlives this process: Linux kills a server when the thread that started it ends.
-    So they are only started from threads that last as long as the run.
+    None of these outlives this process.
     """
 
     kind = "rollout engine"
@@ -32,7 +76,7 @@ class ServerProcesses:
 
     def __init__(self, base_urls: tuple[str, ...], log_dir: Path) -> None:
         self.base_urls = base_urls
-        self._engines: list[EngineProcess] = []
+        self._engines: list[ServerProcess] = []
         self._log_dir = log_dir
         self._ports: list[socket.socket] = []
 
@@ -42,7 +86,7 @@ class ServerProcesses:
         for reserved, (name, command) in zip(self._ports, commands.items(), strict=True):
             port = reserved.getsockname()[1]
             url, log = f"http://{LOOPBACK}:{port}", self._log_dir / f"{name}.log"
-            self._engines.append(EngineProcess.start(*command(port), url, log))
+            self._engines.append(ServerProcess.serve(*command(port), url, log))
         self.base_urls = tuple(engine.url for engine in self._engines)
 
     @property
@@ -82,7 +126,7 @@ class ServerProcesses:
 
     def end(self, url: str) -> str:
         """How the server at `url` ended; empty while it runs or if it was not started here."""
-        return self._engine(url).child.end() if self.are_ours else ""
+        return self._engine(url).end() if self.are_ours else ""
 
     def log_tail(self, url: str) -> str:
         """The end of the log of a server started here, to be appended to an error message."""
@@ -90,20 +134,18 @@ class ServerProcesses:
 
     def kill(self, url: str) -> str:
         """Kill a server of ours and all that it started; returns how it ended by itself, if so."""
-        child = self._engine(url).child
-        end = child.end(within=EXIT_SECONDS)
-        child.kill()
+        engine = self._engine(url)
+        end = engine.end(within=EXIT_SECONDS)
+        engine.kill()
         return end
 
     def restart(self, url: str) -> None:
-        """Restart a killed server of ours at the same address; returns before it answers.
+        """Restart a killed server of ours at the same address; returns before it answers."""
+        old = self._engine(url)
+        new = ServerProcess.serve(old.command, old.environment, url, old.log)
+        self._engines[self.base_urls.index(url)] = new
 
-        Call it only from a thread that lasts as long as the run.
-        """
-        index = self.base_urls.index(url)
-        self._engines[index] = self._engines[index].start_again()
-
-    def _engine(self, url: str) -> EngineProcess:
+    def _engine(self, url: str) -> ServerProcess:
         return self._engines[self.base_urls.index(url)]
 
     def close(self) -> None:
@@ -111,25 +153,19 @@ class ServerProcesses:
 
         One that still starts is killed at once: it would not listen for seconds.
         """
-        with ThreadPoolExecutor(
-            len(self._engines) or 1
-        ) as pool:  # one that hangs holds up no other
-            list(pool.map(_terminate, self._engines))
-        deadline = running_time() + TERMINATE_TIMEOUT
-        for engine in self._engines:
-            wait_for_end(engine.process, deadline - running_time())
-            engine.child.kill_others(deadline)
-            engine.child.end(within=KILL_SECONDS)
+        # Threads: one that hangs holds up no other.
+        with ThreadPoolExecutor(len(self._engines) or 1) as pool:
+            list(pool.map(_end, self._engines))
         for reserved in self._ports:
             reserved.close()
         self._engines.clear()
 
 
-def _terminate(engine: EngineProcess) -> None:
+def _end(engine: ServerProcess) -> None:
     if is_healthy(engine.url):
-        engine.process.terminate()
+        engine.terminate(within=TERMINATE_TIMEOUT)
     else:
-        engine.child.kill()
+        engine.kill()
 
 
 def reserve_port() -> socket.socket:

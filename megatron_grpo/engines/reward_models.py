@@ -97,12 +97,12 @@ class RewardModels(ServerProcesses):
         self._sharing = [url for url, function in addresses if function.shares_gpus]
         if self._sharing:
             with waiting(self.awaited, "answer") as show:
-                self.revive(show)
-            self.finish_scoring()
+                self.restart_dead(show)
+            self.end_round()
 
     @property
     def awaited(self) -> str:
-        """What `revive` waits for the first time; empty if there is nothing to wait for."""
+        """What `restart_dead` waits for the first time; empty if there is nothing to wait for."""
         return super().awaited if self.are_ours and not self._is_ready else ""
 
     def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
@@ -115,13 +115,12 @@ class RewardModels(ServerProcesses):
         address = {"base_url": url, "api_key": SecretStr(self._token)}
         return function.model_copy(update={"arguments": own | address})
 
-    def revive(self, show: Show) -> bool:
+    def restart_dead(self, show: Show) -> bool:
         """Wake the servers that sleep, and restart those that have died; returns whether any had
         died.
 
         Returns when all answer. Raises EngineError, which names the server, if one dies as it
-        starts, or twice before completions are scored. Call it only from a thread that lasts as
-        long as the run.
+        starts, or twice before completions are scored.
         """
         self._post_to_all(self._asleep, "wake_up")
         self._asleep.clear()
@@ -139,7 +138,7 @@ class RewardModels(ServerProcesses):
             self._is_ready = True
         return bool(dead)
 
-    def finish_scoring(self) -> None:
+    def end_round(self) -> None:
         """Record that completions were scored: each server may be started again.
 
         Those that share GPUs have given back their memory when this returns.

@@ -135,7 +135,7 @@ def check_held_out(cfg: Config) -> None:
 
 
 def _user_code(cfg: Config) -> Iterator[tuple[str, str]]:
-    """What a config names as `file.py:name`, each with the kind of its file."""
+    """Code that a config names as `file.py:name`, each with the kind of its file."""
     functions = [each.name for reward in cfg.rewards.values() for each in reward.functions]
     yield from (("file of reward functions", name) for name in functions if ":" in name)
     for view in cfg.by_source.values():

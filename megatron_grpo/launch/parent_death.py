@@ -6,18 +6,19 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
+DEAD = ("Z", "X")
+"""States of processes that have ended."""
 ENDED = signal.SIGUSR2
 TREE_SECONDS = 5.0
 """Time in which a tree of processes is killed, unless a device driver blocks one."""
 OTHERS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What a terminal or Slurm sends to all processes; the one waiting for `ENDED` blocks them."""
+"""Signals of terminals and Slurm to all processes; the one waiting for `ENDED` blocks them."""
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
@@ -41,38 +42,26 @@ def kill_tree(root: int) -> None:
     forks and ends meanwhile may hide its child, which then is the root's: nothing is left when two
     walks have found the same processes, and none of them lives.
     """
+    os.kill(root, signal.SIGSTOP)
     stopped = {root}
-    _send(root, signal.SIGSTOP)
     deadline = time.monotonic() + TREE_SECONDS
     ended: set[int] | None = None  # what the last walk found, if none of it lived
     while time.monotonic() < deadline:
-        found, is_any_living = set(), False
-        for pid in _descendants(root):
-            found.add(pid)
-            if _is_living(pid):
-                is_any_living = True
-                _send(pid, signal.SIGKILL if pid in stopped else signal.SIGSTOP)
-                stopped.add(pid)
+        found, is_any_living, left = set[int](), False, children(root)
+        while left:
+            found.add(pid := left.pop())
+            with suppress(OSError):  # it has ended
+                if state_of(pid) not in DEAD:
+                    is_any_living = True
+                    os.kill(pid, signal.SIGKILL if pid in stopped else signal.SIGSTOP)
+                    stopped.add(pid)
+            # Not from a picture of all processes (psutil): a stopped one starts no others, and its
+            # children keep their ids.
+            left += children(pid)
         if not is_any_living and found == ended:
             break
         ended = None if is_any_living else found
-    _send(root, signal.SIGKILL)
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _descendants(root: int) -> Iterator[int]:
-    """The descendants of a process as far as they are found while they change, latest first.
-
-    Children of each are read when the next is asked for: it may be stopped before.
-    """
-    left = children(root)
-    while left:
-        yield (pid := left.pop())
-        left += children(pid)
+    os.kill(root, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
@@ -85,12 +74,9 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def _is_living(pid: int) -> bool:
-    """Whether a process runs or is stopped; false of zombies too."""
-    with suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-        return stat.rpartition(")")[2].split()[0] not in "ZX"
-    return False
+def state_of(pid: int) -> str:
+    """The letter of a process's state, such as T for a stopped one (proc(5))."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
 
 
 def kill_group(group: int) -> bool:
@@ -99,22 +85,15 @@ def kill_group(group: int) -> bool:
     Python's resource trackers are spared: they unlink the shared memory that the others leave
     behind, and then end by themselves.
     """
-    members = list(_living_members(group))
-    for pid in members:
-        _send(pid, signal.SIGKILL)
-    return bool(members)
-
-
-def _living_members(group: int) -> Iterator[int]:
-    for folder in Path("/proc").glob("[0-9]*"):
+    is_any_killed = False
+    for pid in {int(name) for name in os.listdir("/proc") if name.isdecimal()} - {os.getpid()}:
         with suppress(OSError):  # it has ended
-            state, _, of_group = (
-                (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:3]
-            )
-            is_tracker = RESOURCE_TRACKER in (folder / "cmdline").read_bytes()
-            pid = int(folder.name)
-            if int(of_group) == group and state != "Z" and not is_tracker and pid != os.getpid():
-                yield pid
+            if os.getpgid(pid) != group or state_of(pid) in DEAD:
+                continue
+            if RESOURCE_TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+                is_any_killed = True
+    return is_any_killed
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Where the ranks and engines of a Slurm job run on its nodes; without torch, for batch scripts."""
+"""Places of ranks and engines on the nodes of a Slurm job; without torch, for batch scripts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from parallel import ParallelDims
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """Where one engine runs."""
+    """The nodes and GPUs of one engine."""
 
     nodes: Sequence[str]
     """One, or all nodes that it spans."""
@@ -22,7 +22,7 @@ class EnginePlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where everything of a job runs."""
+    """The nodes and GPUs of a job's ranks and engines."""
 
     trainer_nodes: Sequence[str]
     ranks_per_node: int
@@ -186,7 +186,7 @@ def _full_data_size(dims: ParallelDims, gpus_per_node: int) -> int:
 def _places(
     nodes: Sequence[str], taken: int, gpus_per_node: int, tensor: int
 ) -> Iterator[EnginePlace]:
-    """Where engines fit on `nodes`, behind the first `taken` GPUs of each, aligned by size."""
+    """Places for engines on `nodes`, behind the first `taken` GPUs of each, aligned by size."""
     span = -(-tensor // gpus_per_node)
     size = tensor // span
     first = -(-taken // size) * size

@@ -21,7 +21,7 @@ EXIT_PREEMPTED = 75
 """EX_TEMPFAIL: nothing has failed, and the same command resumes the run."""
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-"""As a shell reports Ctrl-C."""
+"""The code by which a shell reports Ctrl-C."""
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that schedulers send before they reclaim the machine."""

@@ -1,8 +1,9 @@
-"""The run directory, which one run at a time may use, and the secret of the job's processes.
+"""The run directory, which one run at a time may use; and the secret of the job's processes.
 
-Trainers and rollout engines receive the secret in their environment, which other users of the
-machine cannot read (unlike a command line), and it is never written to disk. This module imports
-next to nothing, because the command line needs it.
+Its files are written so that a full disk leaves no half of a picture or record. Trainers and
+rollout engines receive the secret in their environment, which other users of the machine cannot
+read (unlike a command line), and it is never written to disk. This module imports next to nothing,
+because the command line needs it.
 """
 
 import errno
@@ -11,7 +12,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,7 @@ POINTER = "LATEST"
 
 
 def interrupted_text(run_dir: Path) -> str:
-    """What an interrupted run says: where the same command resumes it."""
+    """The last line of an interrupted run: where the same command resumes it."""
     return f"interrupted: {resume_text(run_dir)}"
 
 
@@ -141,6 +142,58 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         file.write(f"pid {os.getpid()} on {socket.gethostname()}{of_job}\n")
         file.flush()
         yield
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file atomically: after a kill or with a full disk, it stays as it was."""
+    data = content.encode() if isinstance(content, str) else content
+    if path.exists() and path.read_bytes() == data:
+        return
+    whole = path.with_name(f"{path.name}.tmp")
+    with _named(path):
+        try:
+            with whole.open("wb") as file:
+                file.write(data)
+                file.flush()
+                # Else a host's crash could leave the new name without the content.
+                os.fsync(file.fileno())
+            whole.replace(path)
+        except OSError:
+            whole.unlink(missing_ok=True)
+            raise
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Append lines to a file; raises OSError that names it, and leaves nothing to write later."""
+    with _named(path), path.open("ab") as file:
+        for line in lines:
+            file.write(line.encode() + b"\n")
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name `path` in the OSError of a write, which knows no more than a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def resumable(run_dir: Path) -> Iterator[None]:
+    """Make one line of an OSError in a step: the file, and the step that a run resumes from."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError):
+        raise
+    except OSError as error:
+        if error.errno not in (None, *DISK_ERRORS) and not error.filename:
+            raise  # only the traceback says what it is about
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise OSError(f"{message}; {resume_text(run_dir)}") from error
 
 
 TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"

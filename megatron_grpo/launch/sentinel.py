@@ -15,14 +15,14 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 
+from megatron_grpo.launch.parent_death import state_of
 from megatron_grpo.launch.process import PREEMPTION_SIGNALS
 from parallel.clock import TICK, RunningClock
 
 STDIN = 0
 STOPPED = "T"
-"""The state of a stopped process in its file `stat`."""
+"""The state of a stopped process (`state_of`)."""
 DUMP = signal.SIGRTMIN + 1
 """Makes a rank write its stacks. It goes to the heartbeat thread, which only waits: elsewhere it
 would interrupt a call of the system."""
@@ -83,13 +83,9 @@ def main() -> None:
             os.kill(rank, signal.SIGKILL)
             return
         # One that is stopped would write when it goes on, while its other threads run.
-        elif now - heard >= dump and not is_dumped and _state(rank) != STOPPED:
+        elif now - heard >= dump and not is_dumped and state_of(rank) != STOPPED:
             is_dumped = True
             libc.tgkill(rank, thread, DUMP)
-
-
-def _state(process: int) -> str:
-    return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
 
 
 if __name__ == "__main__":

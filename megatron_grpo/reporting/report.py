@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 
-from megatron_grpo.launch.disk import write_whole
+from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.reporting.tracking import METRICS_FILE
 from megatron_grpo.timing import is_beside
 

@@ -27,7 +27,7 @@ from megatron_grpo.evaluation.evaluation import (
     eval_rows,
     metric_prefix,
 )
-from megatron_grpo.launch.disk import write_whole
+from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.reporting.completions import completion_rows, sample_row, token_rows
 from megatron_grpo.reporting.metrics import (
     StepReport,

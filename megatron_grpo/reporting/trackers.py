@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.trackers import SwanlabConfig, TrackioConfig, WandbConfig
-from megatron_grpo.launch.disk import write_whole
+from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.reporting.tracking import Tracker
 
 WANDB_ID_FILE = "wandb_id"

@@ -1,4 +1,4 @@
-"""Scores of samples by the rewards of their source; see `config/sources.py`."""
+"""Scores the samples of a run by the rewards of their source; see `config/sources.py`."""
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -43,13 +43,13 @@ class RewardsBySource:
             pool.wait_ready([prompt.row for prompt in own])
             if own:
                 pool.score_trial(own[0])
-        self._all_pools.finish_scoring()
+        self._all_pools.end_round()
 
     def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[Scores]:
         """The scores of every sample by label: those of its source's functions, and `environment`
         or `agent` of a dialogue. Raises what `RewardPool.score` raises."""
         scores: dict[int, Scores] = {}
-        with self._all_pools.turn:
+        with self._all_pools.lock:
             for name, pool in self._pools.items():
                 places = [i for i, sample in enumerate(samples) if sample.prompt.source == name]
                 if not places:
@@ -60,7 +60,7 @@ class RewardsBySource:
                     for score, sample in zip(found, own, strict=True):
                         score[term] = sample.dialogue_reward
                 scores |= zip(places, found, strict=True)
-            self._all_pools.finish_scoring()
+            self._all_pools.end_round()
         return [scores[i] for i in range(len(samples))]
 
     def totals(

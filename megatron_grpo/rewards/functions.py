@@ -108,7 +108,7 @@ class LoadedFunction:
         return _answer(self._call(columns, timeout), len(columns["completions"]))
 
     async def call_async(self, columns: Mapping[str, Any], timeout: float) -> Answer:
-        """As `__call__`, for an asynchronous function."""
+        """Score by an asynchronous function, as `__call__` does by an ordinary one."""
         return _answer(await self._call(columns, timeout), len(columns["completions"]))
 
     def _call(self, columns: Mapping[str, Any], timeout: float) -> Any:

@@ -81,7 +81,7 @@ def can_read(answer: Any) -> bool:
 
 
 def _found(completion: str, *, boxed: bool) -> list[Any]:
-    """Readings of the final answer by math-verify; a marked one is read like a reference."""
+    """Parse the final answer by math-verify; a marked one is read like a reference."""
     marked = _marked_answer(completion)
     if marked is not None:
         readings = _readings(EDGES.sub("", marked))

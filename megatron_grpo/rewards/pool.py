@@ -73,12 +73,12 @@ class RewardWorkerProcess(SupervisedWorker):
         return number, answer
 
     def finish_kill(self) -> None:
-        """As the base class; also closes the connection, which no other thread reads."""
+        """Also close the connection, which no other thread reads."""
         super().finish_kill()
         self.connection.close()
 
 
-REVIVE_SECONDS = 1.0
+LOOK_SECONDS = 1.0
 """Seconds between two looks at the servers of reward models."""
 CANCEL_SECONDS = 3.0
 """Seconds after `reward.timeout` within which a worker must cancel an asynchronous call."""
@@ -93,15 +93,15 @@ class ModelServers(Protocol):
 
     @property
     def awaited(self) -> str:
-        """Server that the first `revive` waits for; empty if there is none."""
+        """Text for the first wait of `restart_dead`; empty if there is no server."""
 
     def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
         """The functions, with an address in place of the path of each model."""
 
-    def revive(self, show: Show) -> bool:
+    def restart_dead(self, show: Show) -> bool:
         """Start those again that have died, and return when all answer; whether any had died."""
 
-    def finish_scoring(self) -> None:
+    def end_round(self) -> None:
         """Record that completions were scored."""
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class RewardPool:
         except RewardError:
             self.close()
             raise
-        self._revive()
+        self._restart_dead_servers()
 
     def score_trial(self, prompt: Prompt) -> None:
         """Score two made-up completions of `prompt`, so that a broken function shows before a run.
@@ -211,15 +211,17 @@ class RewardPool:
                         calls[self._is_async[call.function]].appendleft(call)
                     else:
                         scoring.record(call, answer)
-                self._revive()
+                self._restart_dead_servers()
         except RewardError:
             self.close()
             raise
         return scoring.scores
 
-    def _revive(self) -> None:
+    def _restart_dead_servers(self) -> None:
         """Start dead servers of reward models again, and note which calls that has interrupted."""
-        if self._servers and self._servers.revive(lambda done, total: self._check_cancelled()):
+        if self._servers and self._servers.restart_dead(
+            lambda done, total: self._check_cancelled()
+        ):
             functions = self.cfg.functions
             served = [c for c in self._calls.values() if functions[c.function].is_served_here]
             self._interrupted += served
@@ -301,7 +303,7 @@ class RewardPool:
         connections = [worker.connection for worker in workers]
         seconds = max(0.0, deadline - running_time())
         if self._servers:
-            seconds = min(seconds, REVIVE_SECONDS)
+            seconds = min(seconds, LOOK_SECONDS)
         ready = wait([self._cancelled, *connections], seconds)
         self._check_cancelled()
         return ready
@@ -348,7 +350,7 @@ class RewardPools:
     def __init__(self, servers: ModelServers | None = None) -> None:
         self._servers = servers
         self._pools: list[RewardPool] = []
-        self.turn = Lock()
+        self.lock = Lock()
         """Held while completions are scored: pools serve one thread at a time, and an evaluation
         may begin while a generation that is made ahead is scored."""
 
@@ -362,18 +364,18 @@ class RewardPools:
 
     @property
     def awaited(self) -> str:
-        """Servers of reward models that `wait_ready` waits for; empty if there are none."""
+        """Text for `wait_ready`: the servers of reward models; empty if there are none."""
         return self._servers.awaited if self._servers else ""
 
     def wait_ready(self, show: Show) -> None:
         """Wait until the servers of reward models answer; raises EngineError or TimeoutError."""
         if self._servers:
-            self._servers.revive(show)
+            self._servers.restart_dead(show)
 
-    def finish_scoring(self) -> None:
+    def end_round(self) -> None:
         """Tell the servers that a round of samples has been scored, by all its pools."""
         if self._servers:
-            self._servers.finish_scoring()
+            self._servers.end_round()
 
     def cancel(self) -> None:
         """Soon end a running `score` of any pool; safe from any thread."""

@@ -21,9 +21,9 @@ from megatron_grpo.rewards.http import (
 )
 from parallel.clock import running_time
 
-OF_TEXTS = ("ForSequenceClassification",)
-OF_STEPS = ("ForProcessRewardModel",)
-"""Suffixes of architectures that score a text, and that score its steps."""
+TEXT_ARCHITECTURES = ("ForSequenceClassification",)
+STEP_ARCHITECTURES = ("ForProcessRewardModel",)
+"""Ends of the architectures of models that score a text, and the steps in it."""
 WEIGHTS = ("*.safetensors", "*.bin")
 DEFAULT_LABELS = range(2)
 """Labels that transformers assumes where config.json has none."""
@@ -124,9 +124,9 @@ def check_folder(path: Path, *, of_steps: bool) -> None:
     except (OSError, ValueError) as error:
         raise ValueError(f"path {path} is no folder of a model: config.json: {error}") from None
     architecture = (config.get("architectures") or ["model without architectures"])[0]
-    wanted, what = (OF_STEPS, "steps") if of_steps else (OF_TEXTS, "texts")
+    wanted, what = (STEP_ARCHITECTURES, "steps") if of_steps else (TEXT_ARCHITECTURES, "texts")
     if not architecture.endswith(wanted):
-        hint = ": set step_tag" if architecture.endswith(OF_STEPS) else ""
+        hint = ": set step_tag" if architecture.endswith(STEP_ARCHITECTURES) else ""
         raise ValueError(
             f"path {path} holds a {architecture}, not a model that scores {what} "
             f"(...{' or ...'.join(wanted)}){hint}"

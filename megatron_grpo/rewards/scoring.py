@@ -60,7 +60,7 @@ class Scores(dict[str, float]):
     """The scores of a completion by function label, NaN for one that failed."""
 
     steps: Sequence[tuple[int, float]] = ()
-    """End in the text and score of each step, if a function scores steps."""
+    """The end of each step in the text, and its score, if a function scores steps."""
 
 
 def check_failed(num_failed: int, num_completions: float, cfg: RewardConfig) -> None:

@@ -27,7 +27,7 @@ print({mark!r} + json.dumps(found(*json.load(sys.stdin))))
 
 @dataclass(frozen=True)
 class UnitTest:
-    """Code to run behind a program, and the check of its output."""
+    """Code that runs behind a program, its stdin, and a check of its stdout."""
 
     ending: str
     stdin: str
@@ -66,12 +66,12 @@ async def unit_tests(
     if not completions:  # when it is loaded
         await box.check()
 
-    async def score(completion: str, told: Any) -> float | Exception:
+    async def score(completion: str, payload: Any) -> float | Exception:
         program = program_in(completion)
         if program is None:
             return 0.0
         try:
-            return await share_passed(box, program, read_tests(told)[:max_tests], partial)
+            return await share_passed(box, program, read_tests(payload)[:max_tests], partial)
         except SandboxError as error:
             return error
 
@@ -114,9 +114,9 @@ def _free_core(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
     return asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
 
-def read_tests(told: Any) -> list[UnitTest]:
+def read_tests(payload: Any) -> list[UnitTest]:
     """The tests of a row; raises ValueError if they have none of the forms of `unit_tests`."""
-    tests = json.loads(told) if isinstance(told, str) else told
+    tests = json.loads(payload) if isinstance(payload, str) else payload
     if isinstance(tests, Mapping):
         found = _read_pairs(tests)
     elif isinstance(tests, list) and all(isinstance(test, str) for test in tests):
@@ -148,8 +148,8 @@ def _read_pairs(tests: Mapping[str, Any]) -> list[UnitTest]:
     return [_printed(*map(_lines, pair)) for pair in zip(inputs, outputs, strict=True)]
 
 
-def _lines(told: Any) -> str:
-    return "\n".join(map(str, told)) if isinstance(told, list) else str(told)
+def _lines(text: Any) -> str:
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
 
 
 def _printed(stdin: str, expected: str) -> UnitTest:

@@ -23,8 +23,8 @@ from megatron_grpo.workers.supervised import attempt, begin_worker, forks_end_he
 from megatron_grpo.workers.user_file import error_text
 from parallel.clock import RunningLoop
 
-OF_STRINGS = re.compile(r"string indices must be integers|'str' object has no attribute 'get'")
-"""Python's messages about `completion[0]["content"]`, as functions for TRL's chats have it."""
+STRING_ERRORS = re.compile(r"string indices must be integers|'str' object has no attribute 'get'")
+"""Errors of Python at `completion[0]["content"]`, as functions for TRL's chats have it."""
 COMPLETIONS_ARE_STRINGS = (
     "completions are strings here, where TRL has lists of messages: see docs/rewards.md"
 )
@@ -117,7 +117,7 @@ class RewardWorker:
             return Answer(None, str(error), is_misuse=True)
         is_out_of_memory = isinstance(error, MemoryError)
         text = error_text(error, self._limit)
-        if isinstance(error, TypeError | AttributeError) and OF_STRINGS.search(str(error)):
+        if isinstance(error, TypeError | AttributeError) and STRING_ERRORS.search(str(error)):
             text += f"\n{COMPLETIONS_ARE_STRINGS}"
         return Answer(None, text, is_out_of_memory=is_out_of_memory)
 

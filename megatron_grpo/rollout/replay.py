@@ -17,8 +17,8 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.stream import PromptStream
-from megatron_grpo.launch.disk import write_whole
 from megatron_grpo.launch.process import preempted_instead
+from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.rollout.generation import RolloutBatch, Runner, as_rollout_aborted
 from megatron_grpo.rollout.services import load_stream
 from megatron_grpo.timing import PhaseTimer

@@ -5,7 +5,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_grpo.launch.disk import write_whole
+from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.reporting.rows import NO_LIMIT, newest_rows, rows_of
 from megatron_grpo.reporting.tracking import (
     COMPLETIONS_FILE,

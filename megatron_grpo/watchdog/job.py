@@ -281,7 +281,7 @@ class Job:
         return True
 
     def verdict(self, now: float) -> End | None:
-        """How the job ends; None while it goes on."""
+        """The end of the job; None while it goes on."""
         if self._causes:
             if now - self._causes[0].time < self._intervals.grace:
                 return None

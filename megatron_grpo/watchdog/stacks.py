@@ -13,8 +13,8 @@ LIBRARY = re.compile(
 )
 """A file that is not of this project: of Python itself, too."""
 WAITS = re.compile(r"/torch/(distributed|cuda)/|/pipeline_parallel/p2p_communication\.py")
-"""Where a rank waits for others: in torch.distributed, in Megatron-Core's own waits for pipeline
-sends and receives, or, with NCCL, where the host next synchronizes with the device."""
+"""Frames in which a rank waits for others: in torch.distributed, in Megatron-Core's own waits for
+pipeline sends and receives, or, with NCCL, where the host next synchronizes with the device."""
 
 
 def main_stack() -> str:

@@ -1,8 +1,8 @@
 """The watchdog of a rank, as its main thread uses it.
 
-Main threads spend their time in collectives, which cannot be interrupted. So a second thread
-(`heartbeat.py`) talks to a server on rank 0 (`server.py`), which tracks the state of all ranks
-(`job.py`). When the job is over, that second thread ends the process.
+Main threads spend their time in collectives, which cannot be interrupted. So a second thread talks
+to a server on rank 0 (`connections.py`), which tracks the state of all ranks (`job.py`). When the
+job is over, that second thread ends the process.
 """
 
 import json
@@ -28,7 +28,7 @@ from megatron_grpo.launch.process import (
 )
 from megatron_grpo.launch.run_dir import interrupted_text
 from megatron_grpo.rewards.scoring import RewardError
-from megatron_grpo.watchdog.heartbeat import Heartbeat, connect
+from megatron_grpo.watchdog.connections import Heartbeat, ServerAddress, WatchdogServer, connect
 from megatron_grpo.watchdog.job import (
     EXIT_FAILURE,
     INTERVALS,
@@ -38,7 +38,6 @@ from megatron_grpo.watchdog.job import (
     Limits,
     Position,
 )
-from megatron_grpo.watchdog.server import ServerAddress, WatchdogServer
 
 MAX_TEXT = 1 << 15
 AGREED = (Preempted, RolloutAborted)

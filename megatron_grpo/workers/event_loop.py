@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from threading import Thread
 from typing import Any, TypeVar
 
-from megatron_grpo.workers.child_process import COLLECTOR
 from parallel.clock import RunningLoop
 
 T = TypeVar("T")
@@ -21,8 +20,7 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._loop = RunningLoop()
-        name = f"{COLLECTOR}: event loop"
-        self._thread = Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = Thread(target=self._loop.run_forever, name="event loop", daemon=True)
         self._thread.start()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:

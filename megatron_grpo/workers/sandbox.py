@@ -29,7 +29,7 @@ MAX_PROCESSES = 32
 MAX_FILES = 64
 """Open files of each of its processes."""
 SCRATCH, FOLDER = "/tmp", "/tmp/program"
-"""Where it may write, up to 1 / `SHARE` of a process's memory, and where it is."""
+"""The folder that it may write, up to 1 / `SHARE` of a process's memory, and its own in there."""
 SHARE = 4
 SHARED_MEMORY = 16 << 20
 """Bytes of /dev/shm."""
@@ -61,7 +61,7 @@ class SandboxError(ValueError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program has done."""
+    """Output and exit code of a program."""
 
     stdout: str
     stderr: str
@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Sandbox:
-    """How programs run, each of them on its own.
+    """Limits and isolation of programs, each of which runs on its own.
 
     >>> await Sandbox().run("print(input()[::-1])", "abc")
     Outcome(stdout='cba\\n', stderr='', exit_code=0)
@@ -113,8 +113,8 @@ class Sandbox:
             for file in files:
                 os.close(file)
         if not started:
-            said = _text(stderr)[-300:].strip() or "it was late"
-            raise SandboxError(f"no program runs under {self.sandbox} here: {said}")
+            message = _text(stderr)[-300:].strip() or "it was late"
+            raise SandboxError(f"no program runs under {self.sandbox} here: {message}")
         return Outcome(_text(stdout), _text(stderr), code)
 
     async def _run(self, files: Sequence[int]) -> int | None:
@@ -212,12 +212,12 @@ def visible_paths(python: str) -> list[str]:
     """The system's folders, and the interpreter's; raises SandboxError if there is none."""
     program = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix]))"
     try:
-        said = subprocess.run([python, "-c", program], capture_output=True, check=True).stdout
+        printed = subprocess.run([python, "-c", program], capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise SandboxError(f"python {python}: {error}") from None
     system = [path for path in SYSTEM if Path(path).exists()]
     own = [
-        path for path in dict.fromkeys(json.loads(said)) if not Path(path).is_relative_to("/usr")
+        path for path in dict.fromkeys(json.loads(printed)) if not Path(path).is_relative_to("/usr")
     ]
     return system + own
 

@@ -6,14 +6,15 @@ import resource
 import signal
 import socket
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
+from subprocess import DEVNULL
 from typing import Any
 
 from megatron_grpo.workers import supervisor
+from megatron_grpo.workers.child_process import spawn
 from megatron_grpo.workers.proxies import direct
 from megatron_grpo.workers.user_file import MAX_TEXT, death_text, error_text, is_refusal
 from parallel.clock import wait_for_end
@@ -38,11 +39,11 @@ class SupervisedWorker:
         self._memory_limit = f"{memory_key} {memory_megabytes}"
         self.connection, theirs = Pipe()
         arguments = [os.getpid(), theirs.fileno(), memory_megabytes, module]
-        self._supervisor = subprocess.Popen(
+        self._supervisor = spawn(
             [sys.executable, supervisor.__file__, *map(str, arguments)],
             pass_fds=[theirs.fileno()],
             env=os.environ | direct(os.environ),  # for the clients that user code makes
-            stdin=subprocess.DEVNULL,
+            stdin=DEVNULL,
             start_new_session=True,  # Ctrl-C goes to the trainer alone, which then ends it
         )
         theirs.close()
@@ -58,7 +59,7 @@ class SupervisedWorker:
         return json.loads(self.connection.recv_bytes())
 
     def cause_of_death(self, seconds: float) -> str:
-        """How the worker ended, if it does within `seconds` after its connection has closed."""
+        """Wait up to `seconds` for the end of a worker that has closed its connection; say how."""
         wait_for_end(self._supervisor, seconds)  # it may live on without the connection
         return death_text(self._supervisor.returncode, self._memory_limit)
 

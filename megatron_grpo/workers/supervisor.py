@@ -12,9 +12,8 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 
-from megatron_grpo.launch.parent_death import adopt_orphans, die_with_parent
+from megatron_grpo.launch.parent_death import adopt_orphans, children, die_with_parent
 
 END = signal.SIGUSR2
 """Not SIGHUP or SIGINT: a process started by `nohup` or with `&` in a script inherits that they are
@@ -42,10 +41,10 @@ def main() -> None:
 
 def kill_all() -> None:
     """Kill the children of this process, and those it inherits thereby, until there are none."""
-    while children := Path("/proc/thread-self/children").read_text(encoding="utf-8").split():
-        for pid in map(int, children):
+    while left := children(os.getpid()):
+        for pid in left:
             os.kill(pid, signal.SIGKILL)  # only we reap it, so the id is still its own
-        for pid in map(int, children):
+        for pid in left:
             os.waitpid(pid, 0)
 
 

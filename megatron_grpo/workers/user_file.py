@@ -87,7 +87,7 @@ def death_text(code: int | None, limit: str) -> str:
 
 
 def finite_number(value: Any) -> float | None:
-    """What user code gave as a number; None if it is no finite one."""
+    """A value of user code as a float; None unless it is a finite number."""
     try:
         return float(value) if not isinstance(value, str) and math.isfinite(value) else None
     except (TypeError, ValueError, OverflowError):  # an integer beyond every float
@@ -124,7 +124,7 @@ def select_accepted(
 
 
 def missing_column(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many rows lack column `name`, and the columns of the first; empty if none lacks it."""
+    """Count the rows without column `name`, and name the columns of the first; empty if none."""
     lacking = [row for row in rows if name not in row]
     if not lacking:
         return ""

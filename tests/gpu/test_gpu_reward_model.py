@@ -48,10 +48,10 @@ def test_a_reward_model_gives_its_share_of_the_gpu_back_and_scores_the_same_agai
 
         found, freed = [], []
         for _ in range(2):
-            assert models.revive(lambda done, total: None) is False  # it wakes
+            assert models.restart_dead(lambda done, total: None) is False  # it wakes
             found.append([score(text) for text in TEXTS])
             awake = free()
-            models.finish_scoring()
+            models.end_round()
             freed.append(free() - awake)
     assert min(freed) > 0.2 * total  # all but the context of its share
     assert found[0] == found[1]

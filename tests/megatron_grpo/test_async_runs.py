@@ -285,7 +285,7 @@ OWN = ["rollout.base_urls=[]", "rollout.startup_timeout=60"]
 def test_an_engine_that_dies_beside_the_training_is_replaced_and_comes_back(
     async_runs: Runs, whole: Path
 ) -> None:
-    """It is started again by the thread that collects, and must not end with any generation."""
+    """It is started again at the request of a thread that ends, and must not end with that."""
     dies = InPhase(kill_an_engine, 0, "generate", 3)
     with async_runs.start("dies", *ASYNC, *OWN, "rollout.num_engines=2", sabotage=dies) as job:
         ended = job.end(120)

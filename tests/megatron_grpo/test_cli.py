@@ -25,10 +25,9 @@ from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.http import is_healthy
-from megatron_grpo.engines.processes import reserve_port
+from megatron_grpo.engines.processes import log_tail, reserve_port
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 from megatron_grpo.prompt_checks import what_was_tried
-from megatron_grpo.workers.child_process import log_tail
 
 TOKEN = "0123456789abcdef"
 MILLIONS = 200

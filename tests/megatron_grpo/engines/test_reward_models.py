@@ -154,17 +154,17 @@ def test_a_server_that_shares_gpus_sleeps_unless_it_scores_and_is_started_again_
         first = pid()
         for _ in range(2):
             assert scores(pool, batch) == pytest.approx(expected, abs=1e-4)
-            models.finish_scoring()
+            models.end_round()
             assert is_asleep() and pid() == first
         os.kill(first, signal.SIGKILL)
         assert scores(pool, batch) == pytest.approx(expected, abs=1e-4)
-        models.finish_scoring()
+        models.end_round()
         assert is_asleep() and pid() != first
         assert "ended with signal SIGKILL" in capfd.readouterr().err
         second = pid()
         os.kill(second, signal.SIGSTOP)
         assert scores(pool, batch) == pytest.approx(expected, abs=1e-4)
-        models.finish_scoring()
+        models.end_round()
         assert is_asleep() and pid() != second
         assert ": no wake_up: ReadTimeout" in capfd.readouterr().err
 

@@ -22,6 +22,7 @@ from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engine_weights.protocol import LOADED_VERSION
 from megatron_grpo.engines.arguments import EngineNode
 from megatron_grpo.engines.http import EngineError, EngineStale, NoServingEngine
+from megatron_grpo.engines.processes import ServerProcess
 from megatron_grpo.engines.server import (
     EngineServers,
     engine_command,
@@ -30,7 +31,6 @@ from megatron_grpo.engines.server import (
     serve,
     share_gpus,
 )
-from megatron_grpo.workers.child_process import EngineProcess
 
 # A trainer that starts an engine, says when it is ready, and waits to be killed.
 TRAINER = """
@@ -115,7 +115,7 @@ def test_a_killed_engine_leaves_no_memory_file_or_process(
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     command = [sys.executable, "-c", USES_MEMORY]
-    engine = EngineProcess.start(command, os.environ, "http://a", log)
+    engine = ServerProcess.serve(command, os.environ, "http://a", log)
     assert wait_until(lambda: log.exists() and log.read_text().endswith("\n"), 30)
     *memory, folder, core = map(Path, log.read_text().split())
     assert all(path.exists() for path in (*memory, core))
@@ -125,7 +125,7 @@ def test_a_killed_engine_leaves_no_memory_file_or_process(
     engine.process.kill()
     engine.process.wait()
     assert wait_until(lambda: not core.exists(), 30)
-    engine.child.kill()
+    engine.kill()
     assert not any(path.exists() for path in (*memory, folder))
 
 

@@ -4,8 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 
 from helpers.engines import wait_until
@@ -60,3 +63,49 @@ def test_command_is_not_started_when_its_parent_is_gone_and_its_folder_goes(fold
 def test_command_keeps_its_arguments_and_exit_code(folder):
     tied = [sys.executable, parent_death.__file__, str(os.getpid()), folder]
     assert subprocess.run([*tied, "sh", "-c", "exit 7"]).returncode == 7
+
+
+# Adopts orphans, and starts a chain of processes, each of which forks the next in a session of its
+# own and ends.
+RUNS_AWAY = """
+import os, sys, time
+from megatron_grpo.launch.parent_death import adopt_orphans
+adopt_orphans()
+if os.fork():
+    print(flush=True)
+    time.sleep(60)
+while not os.fork():
+    os.setsid()
+    time.sleep(0.002)
+"""
+
+
+def test_whole_tree_is_killed_while_it_forks():
+    mark = f"--{uuid.uuid4().hex}"
+    root = subprocess.Popen([sys.executable, "-c", RUNS_AWAY, mark], stdout=subprocess.PIPE)
+    assert root.stdout.readline()
+    time.sleep(0.3)  # a hundred of the chain
+    parent_death.kill_tree(root.pid)
+    root.communicate()
+    assert not [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or ())]
+
+
+def test_group_is_killed_but_for_the_tracker_of_its_shared_memory():
+    program = (
+        'sh -c "sleep 60 & kill -STOP \\$!; wait" & '
+        "sleep 60 & exec python3 -c 'import time; time.sleep(60)' multiprocessing.resource_tracker"
+    )
+    leader = subprocess.Popen(["sh", "-c", program], start_new_session=True)
+    try:
+        tracker = psutil.Process(leader.pid)
+        assert wait_until(lambda: len(tracker.children(recursive=True)) == 3, 30)
+        others = tracker.children(recursive=True)
+        assert wait_until(lambda: any(each.status() == "stopped" for each in others), 30)
+        assert wait_until(lambda: "python3" in tracker.cmdline()[0], 30)
+        assert parent_death.kill_group(leader.pid)
+        assert wait_until(lambda: not any(is_alive(each.pid) for each in others), 30)
+        assert leader.poll() is None
+        assert not parent_death.kill_group(leader.pid)
+    finally:
+        leader.kill()
+        leader.wait()

@@ -40,14 +40,14 @@ class Dying:
         address = {"base_url": self.url, "api_key": SecretStr("secret")}
         return tuple(each.model_copy(update={"arguments": address}) for each in functions)
 
-    def revive(self, show: object) -> bool:
+    def restart_dead(self, show: object) -> bool:
         if not self.asked.is_set() or self.num_deaths:
             return False
         self.num_deaths += 1
         self.answering.set()
         return True
 
-    def finish_scoring(self) -> None:
+    def end_round(self) -> None:
         pass
 
     def close(self) -> None:

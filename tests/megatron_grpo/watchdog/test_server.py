@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 from helpers.watched import LIMITS
-from megatron_grpo.watchdog.heartbeat import connect
+from megatron_grpo.watchdog.connections import (
+    MAX_LINE_BYTES,
+    WatchdogServer,
+    connect,
+    encode_line,
+)
 from megatron_grpo.watchdog.job import Intervals
-from megatron_grpo.watchdog.server import MAX_LINE_BYTES, WatchdogServer, encode_line
 
 INTERVALS = Intervals(heartbeat=0.2, grace=0.1)
 STOP = encode_line(stop={"code": 1, "text": "stopped"})
