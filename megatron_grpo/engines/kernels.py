@@ -10,7 +10,6 @@ from checkpoint_convert.hf_config import has_other_towers, read_scheme
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.config.vision import TRAINABLE
-from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.sglang.args import LIMIT, full_interval
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -24,12 +23,6 @@ SGLANG_DETERMINISTIC = ("enable_deterministic_inference", "rl_on_policy_target")
 """Arguments with which SGLang ends at its start, if attention is sparse."""
 WITH_SPARSE = (9, 0)
 """Compute capability from which vLLM and SGLang have sparse attention."""
-CPU_EXPERT_SIZE = 32
-"""On CPUs, the size of a worker's part of an expert of gpt-oss must be a multiple of this."""
-NO_ROUTER_ON_CPU = ("minimax_m2",)
-"""Families whose routers vLLM computes on GPUs only: sigmoids over all experts as one group."""
-CPU_LATENT_SIZE = 576
-"""The only size of the cache of a token, with latent attention, for which vLLM has a CPU kernel."""
 SGLANG_WINDOWS = ("gemma3_text", "gpt_oss", "olmo3")
 """Families whose sliding windows SGLang 0.5.23 computes; in all others it attends to all tokens."""
 SGLANG_GROUPS = (
@@ -166,15 +159,10 @@ def check_attention(engine: str, shape: ModelShape) -> None:
             f"rollout.engine sglang is not supported for the {shape.family} in model.path, {why}: "
             "use vllm"
         )
-    if engine == "transformers" and shape.linear is not None:  # it cannot repeat its memory
-        raise ValueError(
-            f"rollout.engine transformers is not supported for the {shape.family} in model.path, "
-            "which has linear attention: use vllm"
-        )
     if engine == "vllm" and shape.indexer is not None and shape.indexer.head_dim % 128:
         raise ValueError(
             "vLLM quantises keys of an indexer in blocks of 128 elements, and index_head_dim is "
-            f"{shape.indexer.head_dim}: use rollout.engine=transformers"
+            f"{shape.indexer.head_dim}: use a model with a multiple of 128"
         )
     if engine == "sglang" and shape.indexer is not None:
         sizes = {"index_head_dim": shape.indexer.head_dim, "index_topk": shape.indexer.topk}
@@ -182,7 +170,7 @@ def check_attention(engine: str, shape: ModelShape) -> None:
             if sizes[key] != needed:
                 raise ValueError(
                     f"SGLang has kernels for indexers with {key} {needed}, and it is {sizes[key]}: "
-                    "use rollout.engine=transformers"
+                    "use rollout.engine=vllm"
                 )
     windows = FAMILIES[shape.family].windows
     if shape.window is None or windows is None:
@@ -191,8 +179,9 @@ def check_attention(engine: str, shape: ModelShape) -> None:
     if engine == "vllm" and is_mixed and not windows.are_mixed_in_engine:
         raise ValueError(
             f"of the {shape.num_layers} layers of the {shape.family} in model.path, "
-            f"{len(shape.windowed_layers)} have a window of attention; vLLM serves it only with "
-            "windows in all layers or in none: use rollout.engine=transformers"
+            f"{len(shape.windowed_layers)} have a window of attention; engines serve it only with "
+            "windows in all layers or in none: to train it without, set use_sliding_window to "
+            "false in its config.json"
         )
 
 
@@ -259,14 +248,8 @@ def check_kernels(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> None
             import torch  # see above
 
             check_card(rollout, shape, dtype, torch.cuda.get_device_capability())
-    elif rollout.engine == "vllm":
+    else:
         _check_cpu_kernels(rollout, shape)
-    elif rollout.engine == "sglang" and (shape.linear or shape.indexer):
-        kind, other = ("linear", "vllm") if shape.linear else ("sparse", "transformers")
-        raise ValueError(
-            f"rollout.engine sglang without a GPU has no kernels for the {kind} attention of a "
-            f"{shape.family}: set rollout.engine={other}"
-        )
 
 
 def check_card(
@@ -291,43 +274,39 @@ def check_card(
             f"compute capability {found}, and pushes bring them in {dtype}: use GPUs of 9.0 or "
             "10.x, or set model.dtype=float32"
         )
-    is_sparse = engine != "transformers" and shape.indexer is not None
-    if is_sparse and (dtype != "bfloat16" or capability < WITH_SPARSE):
+    if shape.indexer is not None and (dtype != "bfloat16" or capability < WITH_SPARSE):
         raise ValueError(
             f"rollout.engine {engine} serves sparse attention in bfloat16 and on GPUs of compute "
             f"capability {'.'.join(map(str, WITH_SPARSE))} or more, not in {dtype} on {found}: set "
-            "model.dtype=bfloat16, use such GPUs, or set rollout.engine=transformers"
+            "model.dtype=bfloat16 and use such GPUs"
         )
 
 
 def _check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
-    """Raise ValueError for what vLLM cannot compute on this CPU.
+    """Raise ValueError for what engines do not compute on this CPU, or not with pushed weights.
 
-    An engine would start all the same, and die at its first request.
+    An engine would start all the same, and die at its first request or compute other numbers.
     """
     import torch  # see above
 
-    if shape.has_mamba:
+    engine, quantization = rollout.engine, rollout.quantization
+    others = {
+        f"experts (a {shape.family})": shape.moe is not None,
+        f"latent attention (a {shape.family})": shape.latent is not None,
+        f"linear attention (a {shape.family})": shape.linear is not None,
+        f"rollout.quantization {quantization}": quantization != "none",
+    }
+    if found := [key for key, is_so in others.items() if is_so]:
         raise ValueError(
-            f"rollout.engine vllm without a GPU has no kernels for a {shape.family}, and no other "
-            "engine serves it here: run engines on GPUs"
+            f"rollout.engine {engine} without a GPU serves dense models alone, without "
+            f"quantisation, and not {found[0]}, of which its kernels for CPUs rearrange weights: "
+            "use engines on GPUs"
         )
-    dims, family = engine_dims(rollout), shape.family
-    part = shape.intermediate_size // (1 if dims.expert_parallel else dims.num_workers)
-    latent = shape.latent.rank + shape.latent.rotary_dim if shape.latent else CPU_LATENT_SIZE
     lacks = {
         # Other architectures do not list it.
         "needs AVX2, which this CPU lacks": not torch.cpu.get_capabilities().get("avx2", True),
-        f"has no kernel for the router of a {family}": family in NO_ROUTER_ON_CPU,
-        f"has no sparse attention for a {family}": shape.indexer is not None,
-        f"needs a multiple of {CPU_EXPERT_SIZE} as the size of a worker's part of an expert of a "
-        f"{family}, not {part}": shape.activation == "swigluoai" and part % CPU_EXPERT_SIZE > 0,
-        "needs a latent and rotated part (kv_lora_rank + qk_rope_head_dim) of "
-        f"{CPU_LATENT_SIZE} together, not {latent}": latent != CPU_LATENT_SIZE,
         f"needs heads of size {', '.join(map(str, CPU_HEAD_SIZES))}, not "
-        f"{shape.head_dim}": not shape.latent and shape.head_dim not in CPU_HEAD_SIZES,
+        f"{shape.head_dim}": shape.head_dim not in CPU_HEAD_SIZES,
     }
-    if told := [key for key, is_so in lacks.items() if is_so]:
-        raise ValueError(
-            f"rollout.engine vllm without a GPU {told[0]}: set rollout.engine=transformers"
-        )
+    if engine == "vllm" and (told := [key for key, is_so in lacks.items() if is_so]):
+        raise ValueError(f"rollout.engine vllm without a GPU {told[0]}: use engines on GPUs")

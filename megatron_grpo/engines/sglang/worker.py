@@ -49,8 +49,6 @@ from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import VISION_VARIABLE, Json, own_parameters
 from megatron_grpo.engines.push_worker import PushWorker
-from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
-from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
 from megatron_grpo.engines.sglang.images import forget_features, see_bytes
 from megatron_grpo.engines.sglang.model_folder import WEIGHTS_VARIABLE
 from megatron_grpo.engines.sglang.variables import QUANTIZATION_VARIABLE, RENDEZVOUS_VARIABLE
@@ -235,9 +233,6 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     if (scheme := os.environ.get(QUANTIZATION_VARIABLE, "none")) != "none":
         quantize_loaded(scheme)
     see_bytes()
-    if is_cpu():
-        attend_by_torch()
-        multiply_by_torch()
     Req._check_token_based_finish = ends_at_stop_token
     accumulator = _GenerationStreamAccumulator
     accumulator.accept = tells_versions(accumulator.accept)

@@ -247,18 +247,17 @@ def test_an_engine_that_ends_by_itself_leaves_no_file(tmp_path):
 
 @pytest.mark.slow
 def test_an_engine_joins_a_run_while_it_trains_and_leaves_it(
-    transformers_engine, tied_model, tmp_path
+    reference_engine, tied_model, tmp_path
 ):
     run_dir, data = tmp_path / "run", tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in sums()))
-    token = transformers_engine.servers.token
+    token = reference_engine.servers.token
     job = Job(
         [
             f"model.path={tied_model}",
             f"data.path={data}",
             f"train.run_dir={run_dir}",
-            "rollout.engine=transformers",
-            f"rollout.base_urls=[{transformers_engine.servers.base_urls[0]}]",
+            f"rollout.base_urls=[{reference_engine.servers.base_urls[0]}]",
             *[f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")],
             "train.num_steps=10000",
         ],
