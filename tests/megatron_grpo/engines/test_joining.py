@@ -19,6 +19,7 @@ from helpers.jobs import Job
 from helpers.policies import tiny_config
 from helpers.runs import steps_of
 from megatron_grpo.config.config import Config
+from megatron_grpo.engines.engine import COUNTS
 from megatron_grpo.engines.joining import JoinFolder
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.processes import reserve_port
@@ -290,4 +291,4 @@ def test_an_engine_joins_a_run_while_it_trains_and_leaves_it(
 def num_tokens(url: str, token: str) -> float:
     """Tokens that the engine has generated."""
     page = httpx.get(f"{url}/metrics", headers=bearer(token)).text
-    return float(page.removeprefix("vllm:generation_tokens_total "))
+    return float(COUNTS["generated"].search(page)[1])
