@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
     CPUExpertsFp8,
@@ -34,7 +33,6 @@ def compute_by_torch() -> None:
     multiply_by_torch()
     attend_by_torch()
     RotaryEmbedding.forward_cpu = rotate_heads
-    PunicaWrapperCPU.add_lora_linear = add_lora_linear
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
     fp8.backend_to_kernel_cls = int8.backend_to_kernel_cls = kernels_of_experts
@@ -150,24 +148,3 @@ def rotate_heads(
     if query.dim() == 2:
         return _forward_cpu(self, positions, query, key)
     return self.forward_native(positions, query, key)
-
-
-def add_lora_linear(
-    self: PunicaWrapperCPU,
-    y: Tensor,
-    x: Tensor,
-    lora_a_stacked: tuple[Tensor, ...],
-    lora_b_stacked: tuple[Tensor, ...],
-    scale: float,
-    output_slices: tuple[int, ...],
-    **_: Any,
-) -> None:
-    """Let all tokens share the one adapter, by plain matrix products.
-
-    vLLM's kernels for CPUs copy the A and B of its adapter for each token, gigabytes for a prompt.
-    """
-    is_adapted = (self.token_lora_indices >= 0).to(x.dtype).unsqueeze(1)
-    parts = zip(y.split(output_slices, -1), lora_a_stacked, lora_b_stacked, strict=True)
-    for part, a, b in parts:
-        low = torch.nn.functional.linear(x, a[0, 0]) * is_adapted
-        part += torch.nn.functional.linear(low, b[0, 0]) * scale

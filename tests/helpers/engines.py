@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -26,6 +26,8 @@ from checkpoint_convert.megatron import file_layout
 from helpers.images import logits
 from helpers.models import EOS_ID, tiny_model
 from helpers.pushes import client_of, push_folder
+from helpers.runs import TINY_CONFIG, Finished, finish_run
+from megatron_grpo.config.file import load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.data.prompts import Prompt
@@ -56,18 +58,19 @@ KERNELS = f"{TESTS / 'engines_on_cpu' / 'plugin'}{os.pathsep}{PACKAGES}"
 """PYTHONPATH of engines on CPUs that have a plugin for models that are not dense."""
 
 
-@contextmanager
-def kernels_on_cpu() -> Iterator[None]:
-    """Let engines that are started meanwhile have the plugin of tests/engines_on_cpu."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", KERNELS, prepend=os.pathsep)
-        yield
-
-
 def needs_kernels(folder: Path, quantization: str = "none") -> bool:
     """Whether engines on CPUs serve a model with the plugin only."""
     shape = read_shape(folder)
     return quantization != "none" or any((shape.moe, shape.latent, shape.linear))
+
+
+@contextmanager
+def kernels_for(folder: Path, quantization: str = "none") -> Iterator[None]:
+    """Let engines that are started meanwhile have the plugin, if they need it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if needs_kernels(folder, quantization):
+            patch.setenv("PYTHONPATH", KERNELS, prepend=os.pathsep)
+        yield
 
 
 def served_model(
@@ -228,14 +231,35 @@ def running_engine(
         servers = ReferenceServers(model, config, log_dir)
     else:
         config = RolloutConfig(engine=engine, max_completion_length=16, **rollout)
-        is_special = needs_kernels(folder, config.quantization)
-        with kernels_on_cpu() if is_special else nullcontext():
+        with kernels_for(folder, config.quantization):
             servers = EngineServers(model, config, log_dir, token)
     try:
         servers.wait_ready(240)
         yield TestEngine(folder, servers, config)
     finally:
         servers.close()
+
+
+@contextmanager
+def engine_with_kernels(*arguments: str, config: Path = TINY_CONFIG) -> Iterator[tuple[str, str]]:
+    """The address, as an override, and the token of an engine for a run of these arguments whose
+    model CPUs serve with the plugin only, so that the run does not start it."""
+    cfg = load_config(config, arguments)
+    log_dir = cfg.train.run_dir.with_name("engines")
+    with kernels_for(cfg.model.path, cfg.rollout.quantization):
+        servers = EngineServers(cfg.model, cfg.rollout, log_dir, None, lora=cfg.lora)
+    with closing(servers):
+        servers.wait_ready(240)
+        yield f"rollout.base_urls=[{servers.base_urls[0]}]", servers.token
+
+
+def finish_special_run(*arguments: str, config: Path = TINY_CONFIG, **options: Any) -> Finished:
+    """`finish_run`; beside an engine with the plugin if the model needs it."""
+    cfg = load_config(config, arguments)
+    if not needs_kernels(cfg.model.path, cfg.rollout.quantization):
+        return finish_run(*arguments, config=config, **options)
+    with engine_with_kernels(*arguments, config=config) as (address, token):
+        return finish_run(*arguments, address, config=config, token=token, **options)
 
 
 def random_prompts(count: int, seed: int = 0, lengths: tuple[int, int] = (5, 80)) -> list[Prompt]:

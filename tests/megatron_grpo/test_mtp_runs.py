@@ -7,9 +7,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from demo.make_sums import sums
-from helpers.engines import served_model
+from helpers.engines import finish_special_run, served_model
 from helpers.models import add_mtp_layer
-from helpers.runs import finish_run, read_metrics
+from helpers.runs import read_metrics
 
 NUM_STEPS = 4
 
@@ -30,7 +30,7 @@ def test_engines_take_more_drafts_as_the_layer_is_trained(tmp_path: Path) -> Non
     model = add_mtp_layer(decided_model(tmp_path / "model"), norm=1.0)
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, sums())))
     run_dir = tmp_path / "run"
-    ended = finish_run(
+    ended = finish_special_run(
         f"model.path={model}",
         "model.mtp_num_layers=1",
         f"data.path={tmp_path / 'sums.jsonl'}",
