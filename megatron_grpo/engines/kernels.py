@@ -1,5 +1,6 @@
 """Whether an engine can serve a model: at all, and with the kernels that it has on this machine."""
 
+from importlib.metadata import entry_points
 from math import prod
 from typing import Any
 
@@ -37,6 +38,9 @@ SGLANG_LEVELS = 3
 """To the outputs of how many layers of a Qwen3-VL with experts SGLang adds features."""
 SGLANG_EPSILON = 1e-6
 """Of norms of vision towers. SGLang gives a Qwen3-VL's that of the text."""
+CPU_KERNELS = "megatron_grpo.cpu_kernels"
+"""The group of entry points by which a plugin of engines says that it brings other kernels for
+CPUs."""
 WITH_FP8 = (8, 9)
 """Compute capability from which GPUs have units for FP8."""
 WITH_ROUTERS_OF_16_BITS = (9, 10)
@@ -289,7 +293,8 @@ def _check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
         f"linear attention (a {shape.family})": shape.linear is not None,
         f"rollout.quantization {quantization}": quantization != "none",
     }
-    if found := [key for key, is_so in others.items() if is_so]:
+    found = [key for key, is_so in others.items() if is_so]
+    if found and not entry_points(group=CPU_KERNELS):
         raise ValueError(
             f"rollout.engine {engine} without a GPU serves dense models alone, without "
             f"quantisation, and not {found[0]}, of which its kernels for CPUs rearrange weights: "

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -26,8 +26,6 @@ from checkpoint_convert.megatron import file_layout
 from helpers.images import logits
 from helpers.models import EOS_ID, tiny_model
 from helpers.pushes import client_of, push_folder
-from helpers.runs import TINY_CONFIG, Finished, finish_run
-from megatron_grpo.config.file import load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.data.prompts import Prompt
@@ -66,7 +64,7 @@ def needs_kernels(folder: Path, quantization: str = "none") -> bool:
 
 @contextmanager
 def kernels_for(folder: Path, quantization: str = "none") -> Iterator[None]:
-    """Let engines that are started meanwhile have the plugin, if they need it."""
+    """Let engines and runs that are started meanwhile have the plugin, if they need it."""
     with pytest.MonkeyPatch.context() as patch:
         if needs_kernels(folder, quantization):
             patch.setenv("PYTHONPATH", KERNELS, prepend=os.pathsep)
@@ -238,28 +236,6 @@ def running_engine(
         yield TestEngine(folder, servers, config)
     finally:
         servers.close()
-
-
-@contextmanager
-def engine_with_kernels(*arguments: str, config: Path = TINY_CONFIG) -> Iterator[tuple[str, str]]:
-    """The address, as an override, and the token of an engine for a run of these arguments whose
-    model CPUs serve with the plugin only, so that the run does not start it."""
-    cfg = load_config(config, arguments)
-    log_dir = cfg.train.run_dir.with_name("engines")
-    with kernels_for(cfg.model.path, cfg.rollout.quantization):
-        servers = EngineServers(cfg.model, cfg.rollout, log_dir, None, lora=cfg.lora)
-    with closing(servers):
-        servers.wait_ready(240)
-        yield f"rollout.base_urls=[{servers.base_urls[0]}]", servers.token
-
-
-def finish_special_run(*arguments: str, config: Path = TINY_CONFIG, **options: Any) -> Finished:
-    """`finish_run`; beside an engine with the plugin if the model needs it."""
-    cfg = load_config(config, arguments)
-    if not needs_kernels(cfg.model.path, cfg.rollout.quantization):
-        return finish_run(*arguments, config=config, **options)
-    with engine_with_kernels(*arguments, config=config) as (address, token):
-        return finish_run(*arguments, address, config=config, token=token, **options)
 
 
 def random_prompts(count: int, seed: int = 0, lengths: tuple[int, int] = (5, 80)) -> list[Prompt]:

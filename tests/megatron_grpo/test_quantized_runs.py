@@ -8,7 +8,7 @@ import pytest
 from checkpoint_convert.hf_config import read_scheme
 from demo.learning_curves import CONFIG, rewards
 from demo.make_kinds import write
-from helpers.engines import engine_with_kernels
+from helpers.engines import kernels_for
 from helpers.jobs import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -24,19 +24,21 @@ def gaps(run_dir: Path) -> list[float]:
 def run(model: Path, folder: Path, *arguments: str) -> None:
     """A run with int8 engines, in `folder` / run."""
     write(folder / "kinds.jsonl")
-    options = [
-        f"model.path={model}",
-        "model.dtype=bfloat16",
-        f"data.path={folder / 'kinds.jsonl'}",
-        f"train.run_dir={folder / 'run'}",
-        "rollout.quantization=int8",
-        "grpo.rollout_importance_sampling_mode=token_truncate",
-        *arguments,
-    ]
-    with (
-        engine_with_kernels(*options, config=CONFIG) as (address, token),
-        Job([*options, address], 1, folder / "logs", token=token, config=CONFIG) as job,
-    ):
+    job = Job(
+        [
+            f"model.path={model}",
+            "model.dtype=bfloat16",
+            f"data.path={folder / 'kinds.jsonl'}",
+            f"train.run_dir={folder / 'run'}",
+            "rollout.quantization=int8",
+            "grpo.rollout_importance_sampling_mode=token_truncate",
+            *arguments,
+        ],
+        1,
+        folder / "logs",
+        config=CONFIG,
+    )
+    with kernels_for(model, "int8"), job:
         ended = job.end(SECONDS)
     assert ended.exit_codes == [0], ended.output
 

@@ -1,4 +1,4 @@
-"""Sampling with `transformers`, as in the transformers engine."""
+"""Sampling with `transformers`, as in the reference engine."""
 
 import pytest
 import torch

@@ -16,6 +16,7 @@ from helpers.engine_nodes import TOKEN, two_nodes
 from helpers.engines import (
     PACKAGES,
     SGLANG_PYTHON,
+    kernels_for,
     largest_logprob_error,
     random_prompts,
     running_engine,
@@ -159,13 +160,16 @@ def test_after_a_push_every_worker_holds_what_sglang_loads(tmp_path, family, siz
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("killed", ["python", "scheduler_TP1"])
-def test_an_engine_over_two_nodes_is_one_engine_and_ends_on_both(tmp_path, killed):
-    """The head is killed, or a worker of the other node."""
-    folder, others = (model(tmp_path / str(seed), "qwen3", seed) for seed in range(2))
+@pytest.mark.parametrize(("killed", "ep_size"), [("python", 1), ("scheduler_TP1", 2)])
+def test_an_engine_over_two_nodes_is_one_engine_and_ends_on_both(tmp_path, killed, ep_size):
+    """The head is killed, or a worker of the other node; workers have parts of experts, or whole
+    ones."""
+    folder, others = (model(tmp_path / str(seed), "qwen3_moe", seed) for seed in range(2))
     of_sglang = ["rollout.engine=sglang", f"rollout.python={SGLANG_PYTHON}"]
-    options = {"python": SGLANG_PYTHON, "tensor_parallel_size": 2}
+    of_sglang.append(f"rollout.sglang={{ep_size: {ep_size}}}")
+    options = {"python": SGLANG_PYTHON, "tensor_parallel_size": 2, "sglang": {"ep_size": ep_size}}
     with (
+        kernels_for(folder),
         two_nodes(tmp_path, f"model.path={folder}", *of_sglang) as (url, nodes),
         running_engine("sglang", folder, tmp_path, TOKEN, base_urls=(url,), **options) as engine,
     ):

@@ -320,7 +320,7 @@ def test_an_engine_given_by_address_is_waited_for_and_back_after_a_push(
         [url] = other.servers.base_urls
         with (
             running_engine(
-                "reference", tied_model, tmp_path, other.servers.token, base_urls=(url,)
+                "vllm", tied_model, tmp_path, other.servers.token, base_urls=(url,)
             ) as given,
             trainer(tied_model, given.servers, given.rollout) as ours,
         ):

@@ -131,13 +131,14 @@ def test_a_killed_engine_leaves_no_memory_file_or_process(
 @pytest.mark.long
 def test_an_engine_that_cannot_start_is_named_with_the_cause(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": "many"}')
+    rollout, model = RolloutConfig(max_completion_length=8), ModelConfig(path=tmp_path)
     with (
+        closing(EngineServers(model, rollout, tmp_path / "logs", None)) as servers,
         pytest.raises(
             EngineError, match=r"engine http://127.*exit code 1.*\n.*vocab_size"
         ) as error,
-        running_engine("vllm", tmp_path, tmp_path / "logs"),
     ):
-        pass
+        servers.wait_ready(240)
     assert str(tmp_path / "logs" / "engine_0.log") in str(error.value)
 
 
@@ -158,7 +159,7 @@ def test_engines_given_by_address_are_used_as_they_are(tied_model, reference_eng
     servers = reference_engine.servers
     none = tmp_path / "none"
     address, token = servers.base_urls, servers.token
-    with running_engine("reference", tied_model, none, token, base_urls=address) as given:
+    with running_engine("vllm", tied_model, none, token, base_urls=address) as given:
         assert (given.servers.base_urls, given.servers.token) == (address, token)
         given.servers.check()
     reference_engine.push(tied_model)  # still there
