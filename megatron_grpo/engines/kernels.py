@@ -304,7 +304,7 @@ def _check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
         # Other architectures do not list it.
         "needs AVX2, which this CPU lacks": not torch.cpu.get_capabilities().get("avx2", True),
         f"needs heads of size {', '.join(map(str, CPU_HEAD_SIZES))}, not "
-        f"{shape.head_dim}": shape.head_dim not in CPU_HEAD_SIZES,
+        f"{shape.head_dim}": not shape.latent and shape.head_dim not in CPU_HEAD_SIZES,
     }
     if engine == "vllm" and (told := [key for key, is_so in lacks.items() if is_so]):
         raise ValueError(f"rollout.engine vllm without a GPU {told[0]}: use engines on GPUs")
