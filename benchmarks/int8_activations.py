@@ -1,6 +1,6 @@
 """How far INT8 engines of a pretrained model are from themselves, if one kernel rounds otherwise.
 
-    PYTHONPATH=. .venv/bin/python benchmarks/int8_activations.py models/SmolLM2-135M-Instruct
+    PYTHONPATH=.:tests .venv/bin/python benchmarks/int8_activations.py models/SmolLM2-135M-Instruct
 
 Prints the mean difference of log-probabilities over the tokens of a text between two forwards of
 the model in bfloat16 by transformers. Both may have attention by one kernel, or each by another;
@@ -17,7 +17,7 @@ from torch.nn import Linear
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint_convert.quantizer import block_maxima, dequantized, quantized, scales_of
-from megatron_grpo.engines.products import product_of_rows
+from engines_on_cpu.products import product_of_rows
 
 TEXT = (
     "What is 3 + 4? The answer is 7. The history of Rome begins with a small town on the Tiber, "

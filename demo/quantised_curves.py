@@ -4,7 +4,9 @@ Blocks of `fp8` need widths that are multiples of 128:
 
     python tests/helpers/models.py models/wide_qwen3 \\
         hidden_size=256 intermediate_size=512 head_dim=64
-    python -m demo.quantised_curves
+    PYTHONPATH=tests/engines_on_cpu/plugin:.:tests python -m demo.quantised_curves
+
+Engines on CPUs have 8 bits by the plugin of tests alone.
 """
 
 import argparse

@@ -94,9 +94,10 @@ as they were read, in training, pushes and exports. DeepSeek trains them by a lo
 `rollout.recompute_kv_cache: false` are refused, and so are models whose layers share what one
 indexer chose. vLLM and SGLang serve sparse attention on GPUs only, where none of this has been run:
 what their workers load is compared on a CPU, without kernels for it, SGLang's log-probabilities
-where all tokens are chosen, too, and a generation was made by `rollout.engine: transformers`.
-Both serve it in bfloat16 and on GPUs of compute capability 9.0 or more, SGLang with an `index_topk`
-of 2,048 and an `index_head_dim` of 128: other models, dtypes and GPUs are refused, and so are
+where all tokens are chosen, too, and a generation was made by the engine on top of transformers
+that tests have (`tests/reference_engine`). Both serve it in bfloat16 and on GPUs of compute
+capability 9.0 or more, SGLang with an `index_topk` of 2,048 and an `index_head_dim` of 128: other
+models, dtypes and GPUs are refused, and so are
 SGLang's `attention_backend` (also `prefill_` and `decode_attention_backend`), with which its
 attention would be dense, and `enable_deterministic_inference`. SGLang caches keys and values in
 bfloat16 unless `rollout.sglang.kv_cache_dtype` says otherwise.
@@ -121,10 +122,11 @@ checkpoints; the reference and evaluations choose themselves.
   through rank 0: 64 completions of 8,192 tokens bring 131 GB, and 512 of 16,384 2.1 TB. A rank gets
   those of its data rank for an optimizer batch on its host, and keeps those of its own tokens and
   layers on its GPU. `plan` says how much all of it is.
-- **Engines**: `transformers`, with which it was run. vLLM 0.32 returns none, and is refused. SGLang
-  0.5.23 returns them on CUDA, if each worker has all heads of attention: in an engine of one GPU,
-  or of several groups of one worker (`rollout.data_parallel_size`, without `rollout.router_replay`;
-  what these load was compared on a CPU, a push was not tried). It keeps 4 bytes for each number in
+- **Engines**: it was run with the reference engine of tests. vLLM 0.32 returns none, and is
+  refused. SGLang 0.5.23 returns them on CUDA, if each worker has all heads of attention: in an
+  engine of one GPU, or of several groups of one worker (`rollout.data_parallel_size`, without
+  `rollout.router_replay`; what these load was compared on a CPU, a push was not tried). It keeps 4
+  bytes for each number in
   page-locked memory for every token of its cache (500 GB for a million:
   `rollout.sglang.max_total_tokens`), and 4 GB of a GPU for 8,192 tokens of prompts that are read at
   a time (`rollout.sglang.chunked_prefill_size`). Written by its source; no GPU has run it (`pytest
@@ -266,7 +268,7 @@ def replay(shape: ModelShape) -> str:
     if shape.moe is None:
         return "-"
     told = yes_if(check_served, rollout(router_replay=True), shape)
-    chosen = rollout(engine="transformers", indexer_replay=True)
+    chosen = rollout(engine="sglang", indexer_replay=True)
     return f"{told}, indexers" if is_accepted(check_served, chosen, shape) else told
 
 

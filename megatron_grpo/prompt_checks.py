@@ -262,8 +262,6 @@ def _check_engine_context(cfg: Config, prompts: list[Prompt], data: str, rollout
     it would refuse a longer prompt only when a generation first draws it. `data` and `rollout` name
     the config tables that have the limits.
     """
-    if cfg.rollout.engine not in PLANNED:
-        return
     names = PLANNED[cfg.rollout.engine]
     limit = engine_number(cfg.rollout, names.context)
     longest = _longest_prompt(cfg, prompts)

@@ -16,7 +16,7 @@ settings.register_profile("loaded", deadline=None, suppress_health_check=[Health
 settings.load_profile("loaded")
 
 
-LONG = {"live_engine", "transformers_engine", "engine"}
+LONG = {"live_engine", "reference_engine", "engine"}
 """Fixtures of tests that take long."""
 
 
@@ -42,7 +42,7 @@ def _starts(item, kind):
     of a fixture, or of one that is a parameter."""
     given = item.callspec.params.values() if hasattr(item, "callspec") else ()
     names = {name for name in given if isinstance(name, str)}
-    if names & {"transformers", "transformers_engine"}:
+    if "reference_engine" in names:
         return False
     is_named = kind in names or any(name.endswith("_engine") for name in names)
     in_folder = item.nodeid.startswith(f"tests/{kind}/")
@@ -104,14 +104,14 @@ def seeds(engine_kind):
 
 
 @pytest.fixture(scope="session")
-def transformers_engine(tied_model, tmp_path_factory):
-    """An engine of `tied_model` on transformers; weights must be pushed first."""
-    logs = tmp_path_factory.mktemp("transformers-logs")
-    with running_engine("transformers", tied_model, logs) as engine:
+def reference_engine(tied_model, tmp_path_factory):
+    """An engine of tests/reference_engine with `tied_model`; weights must be pushed first."""
+    logs = tmp_path_factory.mktemp("reference-logs")
+    with running_engine("reference", tied_model, logs) as engine:
         yield engine
 
 
-@pytest.fixture(params=["live_engine", "transformers_engine"])
+@pytest.fixture(params=["live_engine", "reference_engine"])
 def engine(request, tied_model):
     """Each of the two engines in turn, with the weights of `tied_model`."""
     engine = request.getfixturevalue(request.param)

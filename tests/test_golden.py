@@ -51,7 +51,7 @@ def recorded_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEn
     """An engine of the model that the runs were recorded with."""
     folder = tmp_path_factory.mktemp("recorded")
     model = served_model(folder / "model", "qwen3", tied=True, intermediate_size=96)
-    with running_engine("transformers", model, folder / "logs") as engine:
+    with running_engine("reference", model, folder / "logs") as engine:
         yield engine
 
 

@@ -28,8 +28,8 @@ SGLANG_STOPS = 32
 class RolloutConfig(Section):
     """The engines that generate completions."""
 
-    engine: Literal["vllm", "sglang", "transformers"] = "vllm"
-    """The generation server; `transformers` is slow but does not need another package."""
+    engine: Literal["vllm", "sglang"] = "vllm"
+    """The generation server."""
     python: Path | None = Field(default=None, strict=False)
     """With engine sglang, the Python interpreter of the environment that it is installed in, such
     as .venv-sglang/bin/python; default: the trainer's."""
@@ -56,7 +56,7 @@ class RolloutConfig(Section):
     """Tokens that end a completion or turn, in addition to those of config.json and tokenizer; for
     a base model with a chat template, the one that ends its turns."""
     stop: tuple[str, ...] = Field(default=(), strict=False)
-    """Strings that end a completion or turn, and belong to it; not with engine transformers."""
+    """Strings that end a completion or turn, and belong to it."""
     tool_call_parser: str | None = None
     """The engine's parser of calls of tools in the turns of agents, such as hermes or qwen3_coder;
     a parser of reasoning is vllm.reasoning_parser or sglang.reasoning_parser."""
@@ -173,11 +173,6 @@ class RolloutConfig(Section):
                 "rollout.in_flight_updates true with rollout.max_staleness 0 has no completions in "
                 "progress when weights are pushed: set rollout.max_staleness to 1 or more"
             )
-        if self.in_flight_updates and self.engine == "transformers":
-            raise ValueError(
-                "rollout.in_flight_updates true needs engines that hand out unfinished "
-                "completions: use rollout.engine=vllm"
-            )
         if not self.recompute_kv_cache and not self.in_flight_updates:
             raise ValueError(
                 "rollout.recompute_kv_cache false keeps keys and values of completions that go on "
@@ -199,16 +194,10 @@ class RolloutConfig(Section):
                 f"rollout.stop {[*self.stop]} has an empty string: leave it out, or every "
                 "completion would end at once"
             )
-        if self.engine == "transformers" and self.stop:
+        if self.enable_sleep_mode and self.max_staleness:
             raise ValueError(
-                f"rollout.engine transformers cannot end completions at strings {[*self.stop]} "
-                "(rollout.stop): use rollout.stop_token_ids or rollout.engine=vllm"
-            )
-        if self.enable_sleep_mode and (self.engine == "transformers" or self.max_staleness):
-            raise ValueError(
-                "rollout.enable_sleep_mode true needs engines of vLLM or SGLang that have nothing "
-                f"to do while the ranks train: leave it out with rollout.engine {self.engine} and "
-                f"rollout.max_staleness {self.max_staleness}"
+                "rollout.enable_sleep_mode true needs engines that have nothing to do while the "
+                f"ranks train: leave it out with rollout.max_staleness {self.max_staleness}"
             )
         if self.enable_sleep_mode and self.vllm.get("speculative_config"):
             raise ValueError(
@@ -216,21 +205,10 @@ class RolloutConfig(Section):
                 "which loses all weights, of which those that engines draft with are not pushed, "
                 "or in part: leave out one of the two"
             )
-        if self.engine == "transformers" and self.gpus_per_engine > 1:
-            raise ValueError(
-                f"rollout.engine transformers runs in one process: rollout.tensor_parallel_size "
-                f"{self.tensor_parallel_size} and rollout.data_parallel_size "
-                f"{self.data_parallel_size} must be 1"
-            )
         if self.python is not None and self.engine != "sglang":
             raise ValueError(
                 f"rollout.python {self.python} is for rollout.engine sglang: leave it out, as "
                 f"engines of {self.engine} run in the trainer's environment"
-            )
-        if self.tool_call_parser is not None and self.engine == "transformers":
-            raise ValueError(
-                f"rollout.tool_call_parser {self.tool_call_parser} is for rollout.engine vllm or "
-                "sglang: leave it out"
             )
         for other, table in {"vllm": self.vllm, "sglang": self.sglang}.items():
             if table and self.engine != other:
@@ -263,7 +241,6 @@ class RolloutConfig(Section):
         if self.quantization != "none":
             is_saved = self.enable_sleep_mode and self.engine == "sglang"
             others = {
-                "rollout.engine transformers": self.engine == "transformers",
                 # Its memory saver would lose the scales of keys and values, which no push brings.
                 "rollout.enable_sleep_mode true with rollout.engine sglang": is_saved,
                 "rollout.router_replay true": self.router_replay,
@@ -356,7 +333,7 @@ def _check_indexer_replay(rollout: RolloutConfig) -> None:
     if rollout.engine == "vllm":
         raise ValueError(
             "rollout.indexer_replay true: vLLM does not tell which tokens its indexers choose; use "
-            "rollout.engine=sglang or transformers, or leave it out"
+            "rollout.engine=sglang, or leave it out"
         )
     if rollout.tensor_parallel_size > 1:
         raise ValueError(

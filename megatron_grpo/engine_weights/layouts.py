@@ -10,7 +10,6 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.families.description import Parameter
 from checkpoint_convert.families.vision import VISION, vision_tower
 from checkpoint_convert.formats.safetensors_file import NAMES
-from checkpoint_convert.megatron import file_layout, hf_dtypes
 from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
 from checkpoint_convert.vllm import (
     VOCAB_MULTIPLE,
@@ -185,8 +184,6 @@ def worker_layouts(
     With the scales of `model`, if its weights are quantised.
     """
     shape, dims = served_shape(shape, rollout), engine_dims(rollout)
-    if rollout.engine == "transformers":
-        return [file_layout(shape)]
     layouts = engine_layouts(shape, dims)
     if model is not None:
         layouts = quantized_engine_layouts(layouts, shape, dims, model)
@@ -208,11 +205,6 @@ def worker_dtypes(
 ) -> dict[str, str]:
     """The dtype of every parameter of the workers, by name, in engines of `dtype` or of `model`."""
     shape = served_shape(shape, rollout)
-    if rollout.engine == "transformers":
-        found = hf_dtypes(shape, dtype, "float32")
-        # Files and vLLM have the norms of indexers in float32; transformers has no exception.
-        found |= {name: dtype for name in found if ".indexer.k_norm." in name}
-        return {piece.local: found[piece.tensor] for piece in file_layout(shape).pieces}
     dtypes = engine_dtypes(shape, dtype)
     if model is not None:
         dtypes = quantized_engine_dtypes(dtypes, shape, model)

@@ -129,7 +129,7 @@ PLANNED = {
 
 def engine_table(rollout: RolloutConfig) -> Mapping[str, Any]:
     """The arguments that a config passes on to its engine."""
-    return {"vllm": rollout.vllm, "sglang": rollout.sglang}.get(rollout.engine, {})
+    return {"vllm": rollout.vllm, "sglang": rollout.sglang}[rollout.engine]
 
 
 def engine_number(rollout: RolloutConfig, name: str) -> int | None:

@@ -5,7 +5,6 @@
 
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ from megatron_grpo.engines.arguments import (
     ONE_NODE,
     PLANNED,
     EngineNode,
-    command_flags,
     engine_table,
 )
 from megatron_grpo.engines.joining import (
@@ -103,7 +101,7 @@ def check_arguments(rollout: RolloutConfig) -> None:
     """Raise ValueError if the engine is not installed, or lacks an argument that the config has."""
     if rollout.engine == "vllm":
         check_engine_arguments(rollout.vllm, rollout.tool_call_parser)
-    elif rollout.engine == "sglang":
+    else:
         check_sglang_arguments(rollout)
 
 
@@ -148,13 +146,13 @@ def engine_devices(
         )
     else:
         check_shared(rollout, num_ranks, num_devices)
-        names = PLANNED.get(rollout.engine)
-        if names and names.memory_fraction not in engine_table(rollout):
+        fraction = PLANNED[rollout.engine].memory_fraction
+        if fraction not in engine_table(rollout):
             raise ValueError(
                 f"{num_ranks} trainer ranks leave {max(0, num_devices - num_ranks)} of "
                 f"{num_devices} GPUs, but engines need {num_engines * size}: they would share the "
                 "ranks' GPUs. Set the fraction of a GPU that an engine may use, such as "
-                f"rollout.{rollout.engine}.{names.memory_fraction}=0.4"
+                f"rollout.{rollout.engine}.{fraction}=0.4"
             )
     return [",".join(gpus[i * size : (i + 1) * size]) for i in range(num_engines)]
 
@@ -192,14 +190,6 @@ def engine_command(
         environment |= sglang_environment(model, rollout, on_gpu)
         environment["SGLANG_HOST_IP"] = host  # as below
         return sglang_command(model, rollout, host, port, on_gpu, node), environment
-    if rollout.engine == "transformers":
-        command = [sys.executable, "-P", "-m", "megatron_grpo.engines.transformers.server"]
-        flags = {"model": model.path, "dtype": model.dtype, "host": host, "port": port}
-        routes = {
-            "enable_return_routed_experts": rollout.router_replay or None,
-            "enable_return_indexer_topk": rollout.indexer_replay or None,
-        }
-        return [*command, *command_flags(flags | routes)], environment
     environment |= vllm_environment(model, rollout, on_gpu)
     if lora.is_served:  # the route that gives the adapter its name
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -1,6 +1,7 @@
 """Whether an engine can serve a model: at all, on this machine, and with what it is to draft."""
 
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from math import prod
 from typing import Any
 
@@ -13,14 +14,13 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.config.vision import TRAINABLE
-from megatron_grpo.engine_weights.layouts import engine_dims
 from megatron_grpo.engines.arguments import reason
 from megatron_grpo.engines.sglang.args import LIMIT, full_interval
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes for which vLLM 0.32 has an attention kernel for CPUs."""
-CPU_LATENT_SIZE = 576
-"""The only size of the cache of a token, with latent attention, for which vLLM has a CPU kernel."""
+CPU_KERNELS = "megatron_grpo.cpu_kernels"
+"""Group of entry points by which a plugin of engines says that it brings other kernels for CPUs."""
 WITH_FP8 = (8, 9)
 """Compute capability from which GPUs have units for FP8."""
 WITH_SPARSE = (9, 0)
@@ -135,36 +135,37 @@ def check_attention(engine: str, shape: ModelShape) -> None:
     family, indexer, windows = shape.family, shape.indexer, FAMILIES[shape.family].windows
     sizes = {"index_head_dim": indexer.head_dim, "index_topk": indexer.topk} if indexer else {}
     is_mixed = shape.window is not None and len(shape.windowed_layers) < shape.num_layers
-    kernels: dict[str, dict[str, object]] = {
-        "vllm": {
-            "vLLM quantises keys of an indexer in blocks of 128 elements, and index_head_dim is "
-            f"{sizes.get('index_head_dim')}": indexer and indexer.head_dim % 128,
-            f"of the {shape.num_layers} layers of the {family} in model.path, "
-            f"{len(shape.windowed_layers)} have a window of attention; vLLM serves it only with "
-            "windows in all layers or in none": (
-                is_mixed and windows and not windows.are_mixed_in_engine
-            ),
-        },
-        "sglang": {
-            f"SGLang has kernels for indexers with {key} {needed}, and it is {sizes.get(key)}": (
-                indexer and sizes[key] != needed
-            )
-            for key, needed in SGLANG_INDEXER.items()
-        },
-        "transformers": {},
-    }
-    unserved = f"rollout.engine {engine} is not supported for the {family} in model.path"
-    reasons = _obstacles(engine, shape).items()
+    if engine == "vllm":
+        _refuse(
+            {
+                "vLLM quantises keys of an indexer in blocks of 128 elements, and index_head_dim "
+                f"is {sizes.get('index_head_dim')}: use a model with a multiple of 128": (
+                    indexer and indexer.head_dim % 128
+                ),
+                f"of the {shape.num_layers} layers of the {family} in model.path, "
+                f"{len(shape.windowed_layers)} have a window of attention; engines serve it only "
+                "with windows in all layers or in none: to train it without, set "
+                "use_sliding_window to false in its config.json": (
+                    is_mixed and windows and not windows.are_mixed_in_engine
+                ),
+            }
+        )
+        return
+    unserved = f"rollout.engine sglang is not supported for the {family} in model.path"
+    reasons = _obstacles_of_sglang(shape).items()
     _refuse({f"{unserved}, {why}: use vllm": holds for why, holds in reasons})
-    reasons = kernels[engine].items()
-    _refuse({f"{why}: use rollout.engine=transformers": holds for why, holds in reasons})
+    _refuse(
+        {
+            f"SGLang has kernels for indexers with {key} {needed}, and it is {sizes.get(key)}: use "
+            "rollout.engine=vllm": indexer and sizes[key] != needed
+            for key, needed in SGLANG_INDEXER.items()
+        }
+    )
 
 
-def _obstacles(engine: str, shape: ModelShape) -> dict[str, object]:
-    """Why an engine does not serve a model on any machine, and whether it is so."""
+def _obstacles_of_sglang(shape: ModelShape) -> dict[str, object]:
+    """Why SGLang does not serve a model on any machine, and whether it is so."""
     family, window = shape.family, shape.window
-    if engine != "sglang":  # transformers cannot repeat its memory
-        return {"which has linear attention": engine == "transformers" and shape.linear}
     return {
         f"as SGLang leaves out the windows of its attention ({window} tokens)": (
             window is not None and family not in SGLANG_WINDOWS
@@ -186,19 +187,11 @@ def check_towers_served(model: ModelConfig, rollout: RolloutConfig) -> None:
     """Raise ValueError for engines of a multimodal model that are not there."""
     if rollout.engine == "sglang" and LIMIT in rollout.sglang:
         _check_images_of_sglang(model, rollout)
-    if not has_other_towers(folder := model.path):
-        return
-    supported = {
-        "rollout.quantization": (rollout.quantization, ("none",)),
-        "rollout.engine": (rollout.engine, ("vllm", "sglang")),
-    }
-    _refuse(
-        {
-            f"{key} is {value}, and model.path {folder} has other towers beside that of text; "
-            f"supported: {', '.join(values)}": value not in values
-            for key, (value, values) in supported.items()
-        }
-    )
+    if rollout.quantization != "none" and has_other_towers(model.path):
+        raise ValueError(
+            f"rollout.quantization is {rollout.quantization}, and model.path {model.path} has "
+            "other towers beside that of text; supported: none"
+        )
 
 
 def _check_images_of_sglang(model: ModelConfig, rollout: RolloutConfig) -> None:
@@ -245,14 +238,8 @@ def check_kernels(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> None
             import torch  # see above
 
             check_card(rollout, shape, dtype, torch.cuda.get_device_capability())
-    elif rollout.engine == "vllm":
+    else:
         _check_cpu_kernels(rollout, shape)
-    elif rollout.engine == "sglang" and (shape.linear or shape.indexer):
-        kind, other = ("linear", "vllm") if shape.linear else ("sparse", "transformers")
-        raise ValueError(
-            f"rollout.engine sglang without a GPU has no kernels for the {kind} attention of a "
-            f"{shape.family}: set rollout.engine={other}"
-        )
 
 
 def check_card(
@@ -275,45 +262,47 @@ def check_card(
             f"compute capability {found}, and pushes bring them in {dtype}: use GPUs of 9.0 or "
             "10.x, or set model.dtype=float32": engine == "vllm" and is_mixture and is_rounded,
             f"rollout.engine {engine} serves sparse attention in bfloat16 and on GPUs of compute "
-            f"capability {sparse} or more, not in {dtype} on {found}: set model.dtype=bfloat16, "
-            "use such GPUs, or set rollout.engine=transformers": (
-                engine != "transformers" and shape.indexer and lacks_sparse
-            ),
+            f"capability {sparse} or more, not in {dtype} on {found}: set model.dtype=bfloat16 and "
+            "use such GPUs": shape.indexer and lacks_sparse,
         }
     )
 
 
 def _check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
-    """Raise ValueError for what vLLM cannot compute on this CPU.
+    """Raise ValueError for what engines do not compute on this CPU, or not with pushed weights.
 
-    An engine would start all the same, and die at its first request.
+    An engine would start all the same, and die at its first request or compute other numbers.
     """
     import torch  # see above
 
-    dims, family = engine_dims(rollout), shape.family
-    part = shape.intermediate_size // (1 if dims.expert_parallel else dims.num_workers)
-    latent = shape.latent.rank + shape.latent.rotary_dim if shape.latent else CPU_LATENT_SIZE
-    vllm, other = "rollout.engine vllm without a GPU", "set rollout.engine=transformers"
+    engine, quantization = rollout.engine, rollout.quantization
+    others = {
+        f"experts (a {shape.family})": shape.moe,
+        f"latent attention (a {shape.family})": shape.latent,
+        f"linear attention (a {shape.family})": shape.linear,
+        f"rollout.quantization {quantization}": quantization != "none",
+    }
     lacks = {
         # Other architectures do not list it.
         "needs AVX2, which this CPU lacks": not torch.cpu.get_capabilities().get("avx2", True),
-        # Sigmoids over all experts as one group.
-        f"has no kernel for the router of a {family}": family == "minimax_m2",
-        f"has no sparse attention for a {family}": shape.indexer,
-        "needs a multiple of 32 as the size of a worker's part of an expert of a "
-        f"{family}, not {part}": shape.activation == "swigluoai" and part % 32,
-        "needs a latent and rotated part (kv_lora_rank + qk_rope_head_dim) of "
-        f"{CPU_LATENT_SIZE} together, not {latent}": latent != CPU_LATENT_SIZE,
         f"needs heads of size {', '.join(map(str, CPU_HEAD_SIZES))}, not {shape.head_dim}": (
             not shape.latent and shape.head_dim not in CPU_HEAD_SIZES
         ),
     }
+    serves_others = bool(entry_points(group=CPU_KERNELS))
     _refuse(
         {
-            f"{vllm} has no kernels for a {family}, and no other engine serves it here: run "
-            "engines on GPUs": shape.has_mamba
+            f"rollout.engine {engine} without a GPU serves dense models alone, without "
+            f"quantisation, and not {what}, of which its kernels for CPUs rearrange weights: use "
+            "engines on GPUs": holds and not serves_others
+            for what, holds in others.items()
         }
-        | {f"{vllm} {why}: {other}": holds for why, holds in lacks.items()}
+        | {
+            f"rollout.engine vllm without a GPU {why}: use engines on GPUs": (
+                engine == "vllm" and holds
+            )
+            for why, holds in lacks.items()
+        }
     )
 
 

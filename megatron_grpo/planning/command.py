@@ -336,7 +336,7 @@ def print_suggestions(
             print(f"\n{_engines_table(first.cfg, options)}")
     if not suggestions:
         ways = ["use more GPUs", _less_work(job)]
-        if cfg.num_engines and cfg.rollout.engine in PLANNED:
+        if cfg.num_engines:
             fraction = PLANNED[cfg.rollout.engine].memory_fraction
             ways.append(f"a lower rollout.{cfg.rollout.engine}.{fraction}")
         text = f"{', '.join(ways[:-1])}, or {ways[-1]}"

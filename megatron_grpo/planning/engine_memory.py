@@ -71,7 +71,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
     Raises ValueError if its weights do not fit there, the card is not one for their dtype, or it
     would not serve the run's adapters.
     """
-    if cfg.rollout.engine == "transformers" or not cfg.num_engines:
+    if not cfg.num_engines:
         return None
     check_adapters(cfg.lora, shape)
     if not cfg.rollout.base_urls:

@@ -145,8 +145,7 @@ def _most_sequences(cfg: Config) -> int | None:
 
     vLLM limits those of a data-parallel group, SGLang those of all groups.
     """
-    names = PLANNED.get(cfg.rollout.engine)
-    limit = engine_number(cfg.rollout, names.max_sequences) if names else None
+    limit = engine_number(cfg.rollout, PLANNED[cfg.rollout.engine].max_sequences)
     num_limits = cfg.rollout.data_parallel_size if cfg.rollout.engine == "vllm" else 1
     return limit and limit * num_limits
 

@@ -75,9 +75,8 @@ def longest_sequence(cfg: Config, shape: ModelShape) -> int:
     """Tokens of the longest prompt with the longest completion that a config allows."""
     if cfg.data.max_prompt_length is not None:
         return cfg.data.max_prompt_length + cfg.rollout.max_completion_length
-    names = PLANNED.get(cfg.rollout.engine)
-    limit = (names and engine_number(cfg.rollout, names.context)) or shape.max_position_embeddings
-    return min(limit, cfg.train.max_tokens_per_microbatch)
+    limit = engine_number(cfg.rollout, PLANNED[cfg.rollout.engine].context)
+    return min(limit or shape.max_position_embeddings, cfg.train.max_tokens_per_microbatch)
 
 
 def read_lengths(path: Path) -> list[int]:

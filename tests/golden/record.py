@@ -172,13 +172,11 @@ def _fingerprints(tensors: Mapping[str, Tensor]) -> Values:
 # --- whole runs ---------------------------------------------------------------------------------
 
 SYNCHRONOUS = [
-    "rollout.engine=transformers",
     "eval.data.max_prompt_length=64",
     "eval.max_prompts=4",
     "eval.interval=2",
 ]
 ASYNCHRONOUS = [
-    "rollout.engine=transformers",
     "rollout.async_generate=true",
     "grpo.rollout_importance_sampling_mode=token_truncate",
     "grpo.dynamic_sample=true",
@@ -283,7 +281,7 @@ def _layouts(folder: Path) -> Values:
 
 def _runs(folder: Path) -> Values:
     model = served_model(folder / "model", "qwen3", tied=True, intermediate_size=96)
-    with running_engine("transformers", model, folder / "logs") as engine:
+    with running_engine("reference", model, folder / "logs") as engine:
         return synchronous_run(engine, folder) | asynchronous_run(engine, folder)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
@@ -31,10 +33,13 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engine_weights.layouts import worker_layouts
 from megatron_grpo.engine_weights.protocol import WorkerSums
+from megatron_grpo.engines.arguments import command_flags
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.engine import COUNTS
+from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
 from megatron_grpo.engines.sampling_params import SamplingParams
-from megatron_grpo.engines.server import EngineServers
+from megatron_grpo.engines.server import EngineServers, engine_environment
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, new_token
 from parallel import intersect
 from parallel.checksum import whole_checksum
 from parallel.views import as_whole
@@ -45,6 +50,25 @@ TESTS = Path(__file__).parents[1]
 PACKAGES = f"{TESTS.parent}{os.pathsep}{TESTS}"
 """PYTHONPATH of engines whose main module is one of `helpers`; with tests/ alone, the folder
 tests/megatron_grpo would be taken for the package."""
+
+
+KERNELS = f"{TESTS / 'engines_on_cpu' / 'plugin'}{os.pathsep}{PACKAGES}"
+"""PYTHONPATH of engines on CPUs that have a plugin for models that are not dense."""
+
+
+def needs_kernels(folder: Path, quantization: str = "none") -> bool:
+    """Whether engines on CPUs serve a model with the plugin only."""
+    shape = read_shape(folder)
+    return quantization != "none" or any((shape.moe, shape.latent, shape.linear))
+
+
+@contextmanager
+def kernels_for(folder: Path, quantization: str = "none") -> Iterator[None]:
+    """Let engines and runs that are started meanwhile have the plugin, if they need it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if needs_kernels(folder, quantization):
+            patch.setenv("PYTHONPATH", KERNELS, prepend=os.pathsep)
+        yield
 
 
 def served_model(
@@ -70,12 +94,39 @@ def sampling_params(**overrides: Any) -> SamplingParams:
     return SamplingParams(**settings | overrides)
 
 
+class ReferenceServers(ServerProcesses):
+    """Engines of tests/reference_engine, started as a user would start engines of his own."""
+
+    share_gpus = False
+
+    def __init__(self, model: ModelConfig, rollout: RolloutConfig, log_dir: Path) -> None:
+        super().__init__((), log_dir)
+        self.token = new_token()
+        environment = engine_environment(os.environ, None) | {TOKEN_VARIABLE: self.token}
+        flags = {
+            "model": model.path,
+            "dtype": model.dtype,
+            "host": LOOPBACK,
+            "engine": rollout.engine,
+            "enable_return_routed_experts": rollout.router_replay or None,
+            "enable_return_indexer_topk": rollout.indexer_replay or None,
+        }
+        command = [sys.executable, "-P", "-m", "reference_engine.server", *command_flags(flags)]
+
+        def on_port(port: int) -> tuple[list[str], dict[str, str]]:
+            return [*command, f"--port={port}"], environment | {"PYTHONPATH": PACKAGES}
+
+        self.start({f"engine_{number}": on_port for number in range(rollout.num_engines)})
+
+
 class TestEngine:
     """One running engine; every push of weights makes a new version."""
 
     __test__ = False
 
-    def __init__(self, folder: Path, servers: EngineServers, rollout: RolloutConfig) -> None:
+    def __init__(
+        self, folder: Path, servers: EngineServers | ReferenceServers, rollout: RolloutConfig
+    ) -> None:
         self.folder = folder
         self.rollout = rollout
         self.servers = servers
@@ -166,10 +217,20 @@ def running_engine(
     freeze_vision: bool = True,
     **rollout,
 ) -> Iterator[TestEngine]:
-    """An engine that serves the model in `folder` in `dtype`; `token` belongs to `base_urls`."""
-    config = RolloutConfig(engine=engine, max_completion_length=16, **rollout)
+    """An engine that serves the model in `folder` in `dtype`; `token` belongs to `base_urls`.
+
+    That of the kind `reference` is taken for vLLM, or for SGLang if it tells what indexers choose.
+    """
     model = ModelConfig(path=folder, dtype=dtype, freeze_vision=freeze_vision)
-    servers = EngineServers(model, config, log_dir, token)
+    servers: EngineServers | ReferenceServers
+    if engine == "reference":
+        taken_for = "sglang" if rollout.get("indexer_replay") else "vllm"
+        config = RolloutConfig(engine=taken_for, max_completion_length=16, **rollout)
+        servers = ReferenceServers(model, config, log_dir)
+    else:
+        config = RolloutConfig(engine=engine, max_completion_length=16, **rollout)
+        with kernels_for(folder, config.quantization):
+            servers = EngineServers(model, config, log_dir, token)
     try:
         servers.wait_ready(240)
         yield TestEngine(folder, servers, config)

@@ -81,6 +81,7 @@ class Job:
                 "OMP_NUM_THREADS": "1",
                 RUN_MARK: self.mark,
                 TOKEN_VARIABLE: token,
+                "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             }
             command = ["train", str(config), *map(str, arguments)]
             process = CONTEXT.Process(

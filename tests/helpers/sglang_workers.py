@@ -29,8 +29,8 @@ from torch.nn import Module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import helpers.sglang_unkernelled  # noqa: F401  # lets models with sparse attention be made
+from engines_on_cpu.sglang_attention import attend_by_torch
 from megatron_grpo.engine_weights.protocol import pushable_parameters
-from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
 from parallel.checksum import whole_checksum
 
 new_group = dist.new_group

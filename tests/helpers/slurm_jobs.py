@@ -16,7 +16,6 @@ from helpers.runs import RUN_MARK, TINY_CONFIG, marked_processes, read_json_line
 from helpers.slurm_cluster import Cluster, Job
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 
-TRANSFORMERS = "rollout.engine=transformers"
 VENV = Path(sys.executable).parents[1]
 
 
@@ -103,8 +102,8 @@ class Submitted:
         self.wait_for(is_there, seconds)
 
     def engines(self) -> list[psutil.Process]:
-        """The running engine processes (transformers), ordered by address."""
-        return self.processes_of("megatron_grpo.engines.transformers.server")
+        """The running engine processes (vLLM), ordered by address."""
+        return self.processes_of("vllm.entrypoints.openai.api_server")
 
     def processes_of(self, module: str) -> list[psutil.Process]:
         """The job's processes that run `module`, ordered by their arguments."""

@@ -7,6 +7,7 @@ with vLLM's own loader. Without cache, scheduler and server this takes a second 
 
 import gc
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from torch.nn import Module
 
 from checkpoint_convert.hf_config import has_other_towers, read_scheme
 from checkpoint_convert.vllm import EngineDims
+from helpers.engines import KERNELS
 from helpers.images import IMAGE_LIMITS
 from helpers.ranks import run_ranks
 from megatron_grpo.config.rollout import RolloutConfig
@@ -109,6 +111,7 @@ def become_worker(num_workers: int) -> None:
     rollout = RolloutConfig(tensor_parallel_size=num_workers, max_completion_length=1)
     os.environ.update(vllm_environment(ModelConfig(path=Path()), rollout, on_gpu=False))
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    sys.path.insert(0, KERNELS.partition(os.pathsep)[0])  # its metadata, which vLLM looks for
 
 
 def give_sparse_models_dense_kernels() -> None:

@@ -62,7 +62,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def async_runs(
-    tmp_path_factory: pytest.TempPathFactory, tied_model: Path, transformers_engine: TestEngine
+    tmp_path_factory: pytest.TempPathFactory, tied_model: Path, reference_engine: TestEngine
 ) -> Runs:
     folder = tmp_path_factory.mktemp("async")
     (folder / "reward.py").write_text(
@@ -74,12 +74,11 @@ def async_runs(
         f"data.path={folder / 'sums.jsonl'}",
         f"reward.functions=[{folder / 'reward.py'}:digits]",
         "reward.timeout=2000",
-        "rollout.engine=transformers",
         f"train.num_steps={NUM_STEPS}",
         *[f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")],
         "parallel.data_parallel_size=2",
     ]
-    return Runs(folder, common, transformers_engine)
+    return Runs(folder, common, reference_engine)
 
 
 @pytest.fixture(scope="module")

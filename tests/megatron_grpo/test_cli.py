@@ -231,8 +231,7 @@ def served(tied_model: Path, log: Path, **rollout: Any) -> Iterator[str]:
 @pytest.mark.parametrize(
     "engine",
     [
-        pytest.param("transformers", marks=pytest.mark.long),
-        pytest.param("vllm", marks=pytest.mark.slow),
+        pytest.param("vllm", marks=pytest.mark.long),
         pytest.param("sglang", marks=pytest.mark.long),
     ],
 )

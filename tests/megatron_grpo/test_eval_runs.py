@@ -198,7 +198,7 @@ def test_the_exported_model_gets_what_the_last_evaluation_of_its_run_got(
 def test_an_engine_that_dies_is_started_again_and_asked_for_the_rest(
     arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    cfg = load_config(TINY_CONFIG, [*arguments, "rollout.engine=transformers"])
+    cfg = load_config(TINY_CONFIG, arguments)
 
     def metrics(name: str, disturbance: Callable[[FolderEvaluation], Any]) -> dict[str, Any]:
         with (
@@ -224,7 +224,6 @@ def test_the_command_evaluates_dialogues(arguments: list[str], tmp_path: Path) -
         TINY_CONFIG,
         [
             *arguments,
-            "rollout.engine=transformers",
             f"environment.name={write_environments(tmp_path)}:Echo",
             "environment.max_turns=2",
             f"rollout.stop_token_ids={list(range(20, 60))}",
@@ -281,6 +280,8 @@ def test_engines_that_could_not_serve_other_towers_are_refused(
     arguments: list[str], tmp_path: Path
 ) -> None:
     path = f"model.path={tiny_multimodal(tmp_path / 'towers', 'mistral3')}"
-    cfg = load_config(TINY_CONFIG, [*arguments, path, "rollout.engine=transformers"])
-    with pytest.raises(ValueError, match=r"rollout.engine is transformers, and model.path"):
+    cfg = load_config(
+        TINY_CONFIG, [*arguments, path, "model.dtype=bfloat16", "rollout.quantization=int8"]
+    )
+    with pytest.raises(ValueError, match=r"rollout.quantization is int8, and model.path"):
         FolderEvaluation(cfg, tmp_path / "out")

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 from demo.make_squares import write
 from helpers.adapters import ATTENTION
+from helpers.engines import kernels_for
 from helpers.images import tiny_vision_model
 from helpers.runs import TINY_CONFIG, finish_run, read_metrics
 
@@ -46,12 +47,18 @@ def test_engines_and_ranks_agree_and_what_is_trained_changes(tmp_path, family, o
     model, rows = tiny_vision_model(tmp_path / "model", family), write(tmp_path / "squares")
     if TRAINED in overrides:  # engines see the same images after each push
         rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:12]))
-    ended = finish_run(
-        *(f"model.path={model}", f"data.path={rows}", f"train.run_dir={tmp_path / 'run'}"),
-        *("train.num_steps=4", "eval.data.shuffle=false", "eval.max_prompts=6", "eval.interval=2"),
-        *overrides,
-        config=COLOURS,
-    )
+    with kernels_for(model):
+        ended = finish_run(
+            *(f"model.path={model}", f"data.path={rows}", f"train.run_dir={tmp_path / 'run'}"),
+            *(
+                "train.num_steps=4",
+                "eval.data.shuffle=false",
+                "eval.max_prompts=6",
+                "eval.interval=2",
+            ),
+            *overrides,
+            config=COLOURS,
+        )
     assert ended.exit_code == 0, ended.output
     steps = read_metrics(tmp_path / "run")
     assert steps[1]["probe/logprob_gap_max"] < 1e-4  # behind an evaluation before the first
@@ -78,12 +85,13 @@ def test_engines_and_ranks_agree_and_what_is_trained_changes(tmp_path, family, o
 def test_engines_follow_adapters_of_the_text_tower(tmp_path, family, overrides):
     pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     model, rows = tiny_vision_model(tmp_path / "model", family), write(tmp_path / "squares")
-    ended = finish_run(
-        *(f"model.path={model}", f"data.path={rows}", f"train.run_dir={tmp_path / 'run'}"),
-        *("train.num_steps=4", "lora.r=4", "optimizer.lr=1e-2", "grpo.beta=0.1"),
-        *overrides,
-        config=COLOURS,
-    )
+    with kernels_for(model):
+        ended = finish_run(
+            *(f"model.path={model}", f"data.path={rows}", f"train.run_dir={tmp_path / 'run'}"),
+            *("train.num_steps=4", "lora.r=4", "optimizer.lr=1e-2", "grpo.beta=0.1"),
+            *overrides,
+            config=COLOURS,
+        )
     assert ended.exit_code == 0, ended.output
     steps = read_metrics(tmp_path / "run")
     assert steps[-1]["kl"] > 1e-3  # from the model without adapters

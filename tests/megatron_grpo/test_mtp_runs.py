@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from demo.make_sums import sums
-from helpers.engines import served_model
+from helpers.engines import kernels_for, served_model
 from helpers.models import add_mtp_layer
 from helpers.runs import finish_run, read_metrics
 
@@ -30,19 +30,20 @@ def test_engines_take_more_drafts_as_the_layer_is_trained(tmp_path: Path) -> Non
     model = add_mtp_layer(decided_model(tmp_path / "model"), norm=1.0)
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, sums())))
     run_dir = tmp_path / "run"
-    ended = finish_run(
-        f"model.path={model}",
-        "model.mtp_num_layers=1",
-        f"data.path={tmp_path / 'sums.jsonl'}",
-        f"train.run_dir={run_dir}",
-        f"train.num_steps={NUM_STEPS}",
-        *[f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")],
-        "optimizer.lr=3e-3",
-        "optimizer.lr_warmup_steps=0",
-        "grpo.generation_batch_size=32",
-        "rollout.max_completion_length=48",
-        "rollout.vllm={speculative_config: {method: mtp, num_speculative_tokens: 1}}",
-    )
+    with kernels_for(model):
+        ended = finish_run(
+            f"model.path={model}",
+            "model.mtp_num_layers=1",
+            f"data.path={tmp_path / 'sums.jsonl'}",
+            f"train.run_dir={run_dir}",
+            f"train.num_steps={NUM_STEPS}",
+            *[f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")],
+            "optimizer.lr=3e-3",
+            "optimizer.lr_warmup_steps=0",
+            "grpo.generation_batch_size=32",
+            "rollout.max_completion_length=48",
+            "rollout.vllm={speculative_config: {method: mtp, num_speculative_tokens: 1}}",
+        )
     assert ended.exit_code == 0, ended.output
     records = read_metrics(run_dir)
     rates = [record["rollout/acceptance_rate/1"] for record in records]

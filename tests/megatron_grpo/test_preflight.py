@@ -67,6 +67,13 @@ def config(model, tmp_path, monkeypatch):
 TOKEN = "0123456789abcdef"
 
 
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """For checks: engines would run on an H100."""
+    monkeypatch.setattr(support, "num_gpus", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
 def refusal(cfg: Config, token: str | None = TOKEN, kind: type[Exception] = ValueError) -> str:
     start = time.monotonic()
     with pytest.raises(kind) as refused:
@@ -99,7 +106,6 @@ def test_a_text_tower_is_served_by_vllm_as_it_is(config, tmp_path):
     for override, message in {
         "train.export_quantization=int8": "train.export_quantization is int8",
         "rollout.quantization=int8": "rollout.quantization is int8",
-        "rollout.engine=transformers": "rollout.engine is transformers",
     }.items():
         assert f"{message}, and model.path" in refusal(
             config(model, "model.dtype=bfloat16", override)
@@ -109,10 +115,9 @@ def test_a_text_tower_is_served_by_vllm_as_it_is(config, tmp_path):
 @pytest.mark.parametrize(
     ("engine", "first", "message"),
     [
-        ("vllm", 1, "of the 2 layers of the qwen3 in model.path, 1 have a window"),
+        ("vllm", 1, "1 have a window of attention; engines serve it only with"),
         ("vllm", 0, None),
         ("sglang", 0, "rollout.engine sglang is not supported for the qwen3"),
-        ("transformers", 1, None),
     ],
 )
 def test_an_engine_that_would_leave_out_windows_is_refused(
@@ -143,14 +148,9 @@ def test_linear_attention_is_for_vllm_and_on_gpus_for_sglang(config, monkeypatch
     shape = read_shape(tiny_model(tmp_path, "qwen3_next"))
     for engine in ("vllm", "sglang"):
         check_attention(engine, shape)
-    with pytest.raises(ValueError, match=r"transformers is not supported for the qwen3_next in"):
-        check_attention("transformers", shape)
     with pytest.raises(ValueError, match=r"as SGLang has full attention in one layer of so many"):
         check_attention("sglang", replace(shape, linear_layers=(1,)))
     rollout = config("rollout.engine=sglang", "rollout.vllm={}").rollout
-    monkeypatch.setattr(support, "num_gpus", lambda: 0)
-    with pytest.raises(ValueError, match="sglang without a GPU has no kernels for the linear"):
-        check_kernels(rollout, shape, "bfloat16")
     monkeypatch.setattr(support, "num_gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     check_kernels(rollout, shape, "bfloat16")
@@ -164,10 +164,6 @@ def test_linear_attention_is_for_vllm_and_on_gpus_for_sglang(config, monkeypatch
         (
             ["rollout.vllm={speculative_config: {method: ngram, num_speculative_tokens: 2}}"],
             "speculative_config is not supported for a nemotron_h",
-        ),
-        (
-            ["rollout.engine=transformers", "rollout.vllm={}"],
-            "which has linear attention: use vllm",
         ),
         (["parallel.tensor_parallel_size=8"], "does not divide n_groups(4)"),
     ],
@@ -183,7 +179,7 @@ def test_what_does_not_go_with_layers_of_mamba_is_refused_by_name(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="engines would run on GPUs")
 def test_layers_of_mamba_are_for_engines_on_gpus(tmp_path, config):
     model = tiny_model(tmp_path / "mamba", "nemotron_h")
-    told = "without a GPU has no kernels for a nemotron_h, and no other engine serves it here: run"
+    told = "without a GPU serves dense models alone, without quantisation, and not experts (a nemo"
     assert told in refusal(config(f"model.path={model}"))
 
 
@@ -362,7 +358,7 @@ def mixture(tmp_path_factory) -> Path:
         ("model.megatron.moe_expert_capacity_factor=1.0", "factor is not possible"),
     ],
 )
-def test_what_a_mixture_cannot_do_is_refused(override, part, config, mixture):
+def test_what_a_mixture_cannot_do_is_refused(override, part, config, mixture, on_gpus):
     path = f"model.path={mixture}"
     preflight(config(path, "parallel.expert_parallel_size=2"), None)
     assert part in refusal(config(path, override))
@@ -385,17 +381,17 @@ def test_what_the_kernels_of_an_engine_on_cpus_cannot_do_is_refused(config, tmp_
     other_heads = tiny_model(tmp_path / "model", "qwen3", head_dim=48)
     message = refusal(config(f"model.path={other_heads}"))
     assert "heads of size 32, 64, 80," in message and "not 48" in message
-    preflight(config(f"model.path={other_heads}", "rollout.engine=transformers"), None)
-    latents = read_shape(tiny_model(tmp_path / "latents", "deepseek_v3"))
-    with pytest.raises(ValueError, match=r"of 576 together, not \d\d: set rollout\.engine"):
-        check_kernels(config().rollout, latents, "bfloat16")
-    router = read_shape(servable_model(tmp_path / "router", "minimax_m2"))
-    with pytest.raises(ValueError, match="no kernel for the router of a minimax_m2: set rollout"):
-        check_kernels(config().rollout, router, "bfloat16")
-    experts = read_shape(servable_model(tmp_path / "experts", "gpt_oss"))
-    check_kernels(config().rollout, experts, "bfloat16")
-    with pytest.raises(ValueError, match=r"a multiple of 32 .* part of an expert .* 48: "):
-        check_kernels(config().rollout, replace(experts, intermediate_size=48), "bfloat16")
+    for engine in ("vllm", "sglang"):
+        rollout = config(f"rollout.engine={engine}", "rollout.vllm={}").rollout
+        for family, kind in {"qwen3_moe": "experts", "qwen3_5_text": "linear attention"}.items():
+            shape = read_shape(servable_model(tmp_path / f"{engine}_{family}", family))
+            told = rf"{engine} without a GPU serves dense .* not {kind} \(a {family}\), of which"
+            with pytest.raises(ValueError, match=told):
+                check_kernels(rollout, shape, "bfloat16")
+            elsewhere = {"base_urls": ("http://127.0.0.1:1",)}
+            check_kernels(rollout.model_copy(update=elsewhere), shape, "bfloat16")
+    quantized = config("rollout.quantization=int8", "model.dtype=bfloat16")
+    assert "and not rollout.quantization int8, of which" in refusal(quantized)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": False})
     assert "needs AVX2" in refusal(config())
 
@@ -417,17 +413,17 @@ def test_8_bit_weights_that_engines_of_sglang_would_not_hold_as_pushed_are_refus
 SPARSE_REFUSALS = [
     ("grpo.shared_prompts=true", "grpo.shared_prompts true is not supported for a model with"),
     ("model.megatron.fp8=hybrid", "model.megatron.fp8 hybrid is not supported for a model with"),
-    ("rollout.engine=vllm", "rollout.engine vllm without a GPU has no sparse attention for a deep"),
 ]
-INDEXER_REPLAY = ["rollout.engine=transformers", "rollout.vllm={}", "rollout.indexer_replay=true"]
+INDEXER_REPLAY = ["rollout.engine=sglang", "rollout.vllm={}", "rollout.indexer_replay=true"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="engines would run on GPUs")
 @pytest.mark.parametrize(("override", "told"), SPARSE_REFUSALS)
-def test_what_does_not_go_with_sparse_attention_is_refused(config, tmp_path, override, told):
+def test_what_does_not_go_with_sparse_attention_is_refused(
+    config, tmp_path, override, told, on_gpus
+):
     folder = servable_model(tmp_path / "sparse", "deepseek_v32")
-    common = (f"model.path={folder}", "rollout.engine=transformers")
-    preflight(config(*common, "rollout.indexer_replay=true"), None)
+    common = (f"model.path={folder}", "model.dtype=bfloat16")
+    preflight(config(*common), None)
     assert told in refusal(config(*common, override))
 
 
@@ -475,11 +471,6 @@ def test_engines_refuse_sparse_attention_by_name(config, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=rf"{argument} fa3 is not supported for the sparse"):
             check_served(told, served)
         check_served(told, replace(served, indexer=None))
-    monkeypatch.setattr(support, "num_gpus", lambda: 0)
-    with pytest.raises(
-        ValueError, match=r"no kernels for the sparse .*: set rollout\.engine=trans"
-    ):
-        check_kernels(rollout, served, "bfloat16")
     with pytest.raises(ValueError, match="fp8 is not supported for glm_moe_dsa, which has sparse"):
         quantized_model("fp8", shape, "BF16")
     drafts = "rollout.vllm.speculative_config={method: ngram, num_speculative_tokens: 2}"
@@ -491,7 +482,6 @@ def test_engines_refuse_sparse_attention_by_name(config, tmp_path, monkeypatch):
     ("engine", "dtype", "capability", "told"),
     [
         ("vllm", "bfloat16", (9, 0), None),
-        ("transformers", "float32", (8, 9), None),
         ("sglang", "float32", (9, 0), r"not in float32 on 9\.0: set model\.dtype=bfloat16"),
         ("vllm", "bfloat16", (8, 9), r"capability 9\.0 or more, not in bfloat16 on 8\.9"),
     ],

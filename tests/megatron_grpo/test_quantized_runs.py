@@ -8,6 +8,7 @@ import pytest
 from checkpoint_convert.hf_config import read_scheme
 from demo.learning_curves import CONFIG, rewards
 from demo.make_kinds import write
+from helpers.engines import kernels_for
 from helpers.jobs import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -37,7 +38,7 @@ def run(model: Path, folder: Path, *arguments: str) -> None:
         folder / "logs",
         config=CONFIG,
     )
-    with job:
+    with kernels_for(model, "int8"), job:
         ended = job.end(SECONDS)
     assert ended.exit_codes == [0], ended.output
 

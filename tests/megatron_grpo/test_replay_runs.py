@@ -18,14 +18,13 @@ from helpers.runs import read_completions, results
     ids=["synchronous", "asynchronous"],
 )
 def test_a_replayed_run_has_the_same_bits_and_no_engines(
-    tied_model: Path, transformers_engine: TestEngine, tmp_path: Path, is_async: bool
+    tied_model: Path, reference_engine: TestEngine, tmp_path: Path, is_async: bool
 ) -> None:
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in sums()))
     arguments = [
         f"model.path={tied_model}",
         f"data.path={data}",
-        "rollout.engine=transformers",
         f"rollout.async_generate={str(is_async).lower()}",
         "grpo.rollout_importance_sampling_mode=token_truncate",
         "grpo.dynamic_sample=true",
@@ -34,7 +33,7 @@ def test_a_replayed_run_has_the_same_bits_and_no_engines(
         *(f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")),
     ]
     dumped, replayed = tmp_path / "dumped", tmp_path / "replayed"
-    address = f"rollout.base_urls=[{transformers_engine.servers.base_urls[0]}]"
+    address = f"rollout.base_urls=[{reference_engine.servers.base_urls[0]}]"
     for run_dir, own in (
         (dumped, [address, "train.save_generations=true"]),
         (replayed, [f"train.replay={dumped}"]),
@@ -43,7 +42,7 @@ def test_a_replayed_run_has_the_same_bits_and_no_engines(
             [*arguments, f"train.run_dir={run_dir}", *own],
             1,
             tmp_path / "logs_of_ranks",
-            token=transformers_engine.servers.token,
+            token=reference_engine.servers.token,
         ) as job:
             ended = job.end(120)
         assert ended.exit_codes == [0], ended.output

@@ -175,7 +175,7 @@ def test_a_new_run_starts_from_the_checkpoint_of_another_with_another_config(
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     other = ("optimizer.lr=2e-3", "rollout.max_completion_length=8", f"train.init_from={first}")
-    options = [*arguments, *layout(), "train.num_steps=1", "rollout.engine=transformers"]
+    options = [*arguments, *layout(), "train.num_steps=1"]
     for run_dir, more in ((first, ()), (second, other)):
         run = finish_run(*options, *more, f"train.run_dir={run_dir}")
         assert run.exit_code == 0, run.output

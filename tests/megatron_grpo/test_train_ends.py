@@ -29,7 +29,6 @@ def arguments(tied_model: Path, tmp_path: Path) -> list[str]:
         f"model.path={tied_model}",
         f"data.path={data}",
         f"train.run_dir={tmp_path / 'run'}",
-        "rollout.engine=transformers",
         "parallel.tensor_parallel_size=2",
         "parallel.pipeline_parallel_size=1",
         "parallel.context_parallel_size=1",

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from demo.make_squares import write
 from helpers import towers
-from helpers.engines import SGLANG_PYTHON, largest_logprob_error, running_engine
+from helpers.engines import SGLANG_PYTHON, kernels_for, largest_logprob_error, running_engine
 from helpers.images import picture, prompts_with_images, tiny_vision_model
 from helpers.runs import TINY_CONFIG, finish_run, read_metrics
 from helpers.sglang_sums import all_differ, own_checksums, push
@@ -101,16 +101,17 @@ def test_both_towers_are_pushed_and_engines_see_what_transformers_sees(
 def test_engines_and_ranks_agree_while_a_run_learns_from_images(tmp_path, family, overrides):
     sizes = OF_EXPERTS if family == "qwen3_vl_moe" else {}
     model = tiny_vision_model(tmp_path / "model", family, **sizes)
-    ended = finish_run(
-        *(f"model.path={model}", f"data.path={write(tmp_path / 'squares')}"),
-        *(f"train.run_dir={tmp_path / 'run'}", "train.num_steps=4", "rollout.vllm={}"),
-        *("rollout.engine=sglang", f"rollout.python={SGLANG_PYTHON}"),
-        f"rollout.sglang={json.dumps(LIMITS)}",
-        *("eval.data.shuffle=false", "eval.max_prompts=6", "eval.interval=2"),
-        *overrides,
-        config=COLOURS,
-        timeout=550,
-    )
+    with kernels_for(model):
+        ended = finish_run(
+            *(f"model.path={model}", f"data.path={write(tmp_path / 'squares')}"),
+            *(f"train.run_dir={tmp_path / 'run'}", "train.num_steps=4", "rollout.vllm={}"),
+            *("rollout.engine=sglang", f"rollout.python={SGLANG_PYTHON}"),
+            f"rollout.sglang={json.dumps(LIMITS)}",
+            *("eval.data.shuffle=false", "eval.max_prompts=6", "eval.interval=2"),
+            *overrides,
+            config=COLOURS,
+            timeout=550,
+        )
     assert ended.exit_code == 0, ended.output
     steps = read_metrics(tmp_path / "run")
     assert steps[1]["probe/logprob_gap_max"] < 1e-4

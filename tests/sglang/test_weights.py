@@ -16,6 +16,7 @@ from helpers.engine_nodes import TOKEN, two_nodes
 from helpers.engines import (
     PACKAGES,
     SGLANG_PYTHON,
+    kernels_for,
     largest_logprob_error,
     random_prompts,
     running_engine,
@@ -168,6 +169,7 @@ def test_an_engine_over_two_nodes_is_one_engine_and_ends_on_both(tmp_path, kille
     of_sglang.append(f"rollout.sglang={{ep_size: {ep_size}}}")
     options = {"python": SGLANG_PYTHON, "tensor_parallel_size": 2, "sglang": {"ep_size": ep_size}}
     with (
+        kernels_for(folder),
         two_nodes(tmp_path, f"model.path={folder}", *of_sglang) as (url, nodes),
         running_engine("sglang", folder, tmp_path, TOKEN, base_urls=(url,), **options) as engine,
     ):

@@ -13,7 +13,7 @@ import pytest
 from helpers.engines import SGLANG_PYTHON
 from helpers.runs import TINY_CONFIG
 from helpers.slurm_cluster import NODE_MEGABYTES, PACKAGES, REPOSITORY, Job, is_installed
-from helpers.slurm_jobs import TRANSFORMERS, VENV, submitter
+from helpers.slurm_jobs import VENV, submitter
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason=f"needs Slurm: apt-get install {PACKAGES}"),
@@ -51,11 +51,9 @@ def beside(cluster, tied_model, tmp_path_factory):
     of_rewards = f"reward.functions=[{rewards}:reward]"
     with submitter(cluster, tied_model) as submit:
         yield {
-            "a mistake": submit(
-                TRANSFORMERS, "reward.functions=[/nowhere.py:reward]", folder=mistake
-            ),
+            "a mistake": submit("reward.functions=[/nowhere.py:reward]", folder=mistake),
             "the trainer fails": submit(
-                TRANSFORMERS, of_rewards, folder=trainer, venv=venv_that(FAILS_BETWEEN, trainer)
+                of_rewards, folder=trainer, venv=venv_that(FAILS_BETWEEN, trainer)
             ),
             "place fails": submit(folder=early, venv=venv_that("exit 7", early)),
         }
@@ -68,7 +66,7 @@ def endless(cluster, tied_model, tmp_path_factory):
         folder = tmp_path_factory.mktemp("endless")
         (folder / "rewards.py").write_text(SLOW)
         slow = f"reward.functions=[{folder / 'rewards.py'}:reward]"
-        run = submit(TRANSFORMERS, slow, "train.num_steps=5000", folder=folder)
+        run = submit(slow, "train.num_steps=5000", folder=folder)
         run.await_step(1)
         yield run
 
@@ -83,7 +81,7 @@ def test_a_mistake_is_told_and_not_tried_again(beside):
 
 def test_engines_see_the_gpus_of_their_place_and_no_others(submit):
     arguments = ["rollout.num_engines=2", "parallel.pipeline_parallel_size=1"]
-    run = submit(TRANSFORMERS, *arguments, ranks_per_node=2)
+    run = submit(*arguments, ranks_per_node=2)
     # The ranks fill the first node, so both engines are on the second.
     engines = run.await_engines(2)
     seen = [engine.environ()["CUDA_VISIBLE_DEVICES"] for engine in engines]
@@ -96,7 +94,7 @@ def test_engines_see_the_gpus_of_their_place_and_no_others(submit):
 
 def test_an_engine_that_does_not_answer_in_time_is_named(submit):
     # Its imports take longer than 1 s on any machine.
-    run = submit(TRANSFORMERS, "rollout.startup_timeout=1")
+    run = submit("rollout.startup_timeout=1")
     run.await_words("engine 0 did not answer within 1 s (rollout.startup_timeout): see ", 120)
     run.await_words("exit code 1: queued again")
     run.job.cancel()
@@ -104,7 +102,7 @@ def test_an_engine_that_does_not_answer_in_time_is_named(submit):
 
 
 def test_an_engine_that_ends_is_told_while_another_hangs(submit):
-    run = submit(TRANSFORMERS, "rollout.num_engines=2")
+    run = submit("rollout.num_engines=2")
     first, second = run.await_engines(2)
     first.suspend()
     second.kill()
@@ -117,8 +115,8 @@ def test_an_engine_that_ends_is_told_while_another_hangs(submit):
 
 @pytest.mark.parametrize(
     "engine",
-    [[TRANSFORMERS], pytest.param(SGLANG, marks=[OF_SGLANG, pytest.mark.slow])],
-    ids=["transformers", "sglang"],
+    [[], pytest.param(SGLANG, marks=[OF_SGLANG, pytest.mark.slow])],
+    ids=["vllm", "sglang"],
 )
 def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(submit, engine):
     run = submit(*engine, "train.num_steps=6", ranks_per_node=2)

@@ -29,8 +29,6 @@ from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.text_tower import text_name
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.patches import Patch, apply
-from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
-from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
 from megatron_grpo.engines.sglang.images import PromptReader, scale
 from megatron_grpo.engines.sglang.model_folder import WEIGHTS_VARIABLE
 from megatron_grpo.engines.sglang.variables import QUANTIZATION_VARIABLE
@@ -44,9 +42,6 @@ Weights = Iterator[tuple[str, Tensor]]
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     """SGLang's function of that name, patched: the main function of each worker."""
     apply(PATCHES)
-    if is_cpu():
-        attend_by_torch()
-        multiply_by_torch()
     scheduler.run_scheduler_process(*args, **kwargs)
 
 

@@ -184,8 +184,8 @@ def engine_flags(
     """
     if rollout.router_replay and not on_gpu:
         raise ValueError(
-            "rollout.router_replay true: vLLM tells the experts of tokens only on GPUs; use "
-            "rollout.engine=transformers, or leave it out"
+            "rollout.router_replay true: vLLM tells the experts of tokens only on GPUs: leave it "
+            "out"
         )
     arguments: dict[str, Any] = {
         "load_format": "hf",
@@ -370,7 +370,7 @@ def _installed() -> Path:
     if spec is None or spec.origin is None:
         raise ValueError(
             "rollout.engine vllm is not installed: run `make setup` (on GPUs: `bash "
-            "requirements/gpu.sh`), or set rollout.engine=transformers"
+            "requirements/gpu.sh`)"
         )
     return Path(spec.origin).parent
 

@@ -45,10 +45,11 @@ from megatron_grpo.engines.vllm.args import (
     ENGINE_VARIABLE,
     QUANTIZED,
 )
-from megatron_grpo.engines.vllm.cpu_layers import compute_by_torch
-from megatron_grpo.engines.vllm.cpu_processes import (
+from megatron_grpo.engines.vllm.on_cpu import (
     examine_models_here,
     fork_cores,
+    judge_drafts_at_temperatures,
+    keep_weights_unpacked,
     unlink_group_memory,
 )
 from megatron_grpo.engines.vllm.patches import PATCHES
@@ -72,8 +73,9 @@ def register() -> None:
     for scheme in ENGINE_SCHEMES:
         register_model_loader(QUANTIZED + scheme)(QuantizingLoader)
     if current_platform.is_cpu():
+        keep_weights_unpacked()
+        judge_drafts_at_temperatures()
         unlink_group_memory()
-        compute_by_torch()
         examine_models_here()
         fork_cores()
 

@@ -397,7 +397,7 @@ def test_many_sessions_at_once_are_all_answered(engine, tied_model, tmp_path):
 def test_every_sequence_of_a_session_has_the_routes_of_its_tokens(tmp_path):
     folder = tiny_model(tmp_path / "model", "qwen3_moe", num_experts=8)
     with (
-        running_engine("transformers", folder, tmp_path, router_replay=True) as engine,
+        running_engine("reference", folder, tmp_path, router_replay=True) as engine,
         running_agents(engine, folder, tmp_path, function="fork") as agents,
     ):
         engine.push(folder)

@@ -101,9 +101,9 @@ def converse(engine, folder: Path, name: str, prompts: list[Prompt], pool=None, 
 
 
 @pytest.fixture
-def transformers(transformers_engine, tied_model):
-    transformers_engine.push(tied_model)
-    return transformers_engine
+def reference(reference_engine, tied_model):
+    reference_engine.push(tied_model)
+    return reference_engine
 
 
 def spans(sample: Sample) -> list[tuple[bool, tuple[int, ...]]]:
@@ -196,17 +196,16 @@ def test_turns_go_on_after_a_push_which_waits_for_no_environment(live_engine, ti
 
 
 @pytest.mark.long
-def test_dialogues_are_the_same_next_time_and_others_in_another_series(transformers, tmp_path):
+def test_dialogues_are_the_same_next_time_and_others_in_another_series(reference, tmp_path):
     prompts = prompts_with(4)
 
     def samples_of(engine, **settings):
         return converse(engine, tmp_path, "Echo", prompts, **settings)[0]
 
-    first = samples_of(transformers)
-    assert samples_of(transformers) == first
+    first = samples_of(reference)
+    assert samples_of(reference) == first
     said, others = (
-        {tuple(s.completion_ids) for s in each}
-        for each in (first, samples_of(transformers, series=1))
+        {tuple(s.completion_ids) for s in each} for each in (first, samples_of(reference, series=1))
     )
     assert len(said) == len(first) and not said & others
 
@@ -215,7 +214,7 @@ def test_dialogues_are_the_same_next_time_and_others_in_another_series(transform
 def test_dialogue_has_the_routes_of_all_its_turns(tmp_path):
     folder = tiny_model(tmp_path / "model", "qwen3_moe", num_experts=8)
     prompts = [*prompts_with(2), *prompts_with(1, first="x" * 1000)]
-    with running_engine("transformers", folder, tmp_path, router_replay=True) as engine:
+    with running_engine("reference", folder, tmp_path, router_replay=True) as engine:
         engine.push(folder)
 
         samples, generation = converse(engine, tmp_path, "Echo", prompts, router_replay=True)
@@ -287,9 +286,9 @@ def test_every_turn_of_every_sample_has_its_own_seed():
 
 
 @pytest.mark.long
-def test_dialogue_ends_when_done_at_max_turns_or_without_room(transformers, tmp_path):
+def test_dialogue_ends_when_done_at_max_turns_or_without_room(reference, tmp_path):
     def ask(**settings) -> list[Sample]:
-        return converse(transformers, tmp_path, "Echo", prompts_with(4), **settings)[0]
+        return converse(reference, tmp_path, "Echo", prompts_with(4), **settings)[0]
 
     samples = ask()
     assert {s.finish_reason for s in samples} <= {"max_turns", "length"}
@@ -304,12 +303,12 @@ def test_dialogue_ends_when_done_at_max_turns_or_without_room(transformers, tmp_
         assert sample.step_rewards[-1][0] == len(sample.completion_ids) - 1
 
 
-def test_first_observation_is_part_of_the_prompt(transformers, tmp_path):
-    for sample in converse(transformers, tmp_path, "Echo", prompts_with(1, first=", and more"))[0]:
+def test_first_observation_is_part_of_the_prompt(reference, tmp_path):
+    for sample in converse(reference, tmp_path, "Echo", prompts_with(1, first=", and more"))[0]:
         assert sample.prompt.text == "<start>user\nhm, and more<eos>\n<start>assistant\n"
         assert sample.loss_mask[0]
     too_long = prompts_with(1, first="x" * 1000)
-    samples, generation = converse(transformers, tmp_path, "Echo", too_long)
+    samples, generation = converse(reference, tmp_path, "Echo", too_long)
     assert {s.finish_reason for s in samples} == {"failed"}
     assert ", reset: its first observation is " in generation.failures[0]
     assert "tokens too long" in generation.failures[0]
@@ -318,10 +317,10 @@ def test_first_observation_is_part_of_the_prompt(transformers, tmp_path):
 
 
 @pytest.mark.parametrize(("deed", "turn"), [("fail", 0), ("die", 2)])
-def test_failing_environment_fails_its_sample_and_no_other(transformers, tmp_path, deed, turn):
+def test_failing_environment_fails_its_sample_and_no_other(reference, tmp_path, deed, turn):
     good = prompts_with(1, deed="go_on", turn=1)
     bad = [replace(p, index=1) for p in prompts_with(1, deed=deed, turn=turn)]
-    samples, generation = converse(transformers, tmp_path, "Odd", [*good, *bad])
+    samples, generation = converse(reference, tmp_path, "Odd", [*good, *bad])
     failed = [s for s in samples if s.finish_reason == "failed"]
     assert failed and {s.prompt.index for s in failed} == {1}
     assert all(math.isnan(s.dialogue_reward) for s in failed)
@@ -336,21 +335,19 @@ def test_failing_environment_fails_its_sample_and_no_other(transformers, tmp_pat
 
 
 @pytest.mark.long
-def test_dialogues_run_at_the_same_time(transformers, tmp_path):
+def test_dialogues_run_at_the_same_time(reference, tmp_path):
     (begun := tmp_path / "begun").mkdir()
     pool, settings = {"arguments": {"folder": str(begun)}}, {"num_generations": 8, "max_turns": 2}
-    samples, _ = converse(
-        transformers, tmp_path, "Together", prompts_with(12), pool=pool, **settings
-    )
+    samples, _ = converse(reference, tmp_path, "Together", prompts_with(12), pool=pool, **settings)
     assert {s.finish_reason for s in samples} <= {"max_turns", "length"}
     assert sum(len(s.step_rewards) for s in samples) > len(samples) == 96
 
 
-def test_generation_is_cancelled_at_once(transformers, tmp_path):
-    client = transformers.client()
+def test_generation_is_cancelled_at_once(reference, tmp_path):
+    client = reference.client()
     with environment_pool(tmp_path, "Odd") as environments:
         prompts = prompts_with(2, deed="hang", turn=1)
-        generation = generation_of(transformers, environments, prompts)
+        generation = generation_of(reference, environments, prompts)
         start = time.monotonic()
         with (
             as_soon_as(lambda: generation.engines, client.cancel),
@@ -365,7 +362,7 @@ def pair(tied_model, tmp_path_factory):
     logs = tmp_path_factory.mktemp("pair")
     with (
         running_engine(
-            "transformers", tied_model, logs, num_engines=2, health_timeout=3.0, stall_timeout=3.0
+            "reference", tied_model, logs, num_engines=2, health_timeout=3.0, stall_timeout=3.0
         ) as engines,
         trainer(tied_model, engines.servers, engines.rollout) as ours,
     ):
@@ -417,9 +414,9 @@ def test_dialogue_goes_on_at_another_engine_and_no_step_is_taken_twice(pair, tmp
 
 
 @pytest.mark.slow
-def test_engine_that_waits_for_environments_does_not_hang(transformers, tmp_path):
+def test_engine_that_waits_for_environments_does_not_hang(reference, tmp_path):
     slow = {"arguments": {"seconds": 4 * PROBE_INTERVAL}}  # several probes find no new token
     with environment_pool(tmp_path, "Slow", **slow) as environments:
-        generation = generation_of(transformers, environments, prompts_with(1), max_turns=2)
-        samples = generate(transformers.client(stall_timeout=1.5), generation)
+        generation = generation_of(reference, environments, prompts_with(1), max_turns=2)
+        samples = generate(reference.client(stall_timeout=1.5), generation)
     assert max(len(sample.step_rewards) for sample in samples) == 2  # asked again thereafter

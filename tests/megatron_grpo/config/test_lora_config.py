@@ -94,7 +94,7 @@ def test_what_does_not_know_adapters_is_refused(override):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("rollout.engine=transformers", "or set lora.sync=merged"),
+        ("rollout.engine=sglang", "or set lora.sync=merged"),
         ("rollout.vllm.load_format=dummy", "lora.sync adapter pushes no others: leave it out"),
         ("lora.modules_to_save=[lm_head]", "have adapters or stay as they are"),
         ("lora.adapter_path=folder + lora.r=0", "is of no use with lora.r 0"),

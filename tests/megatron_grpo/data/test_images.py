@@ -213,7 +213,6 @@ def test_data_that_moves_has_the_same_fingerprint(model, tmp_path):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("rollout.engine=transformers + rollout.vllm={}", "is transformers: use vllm or sglang"),
         (
             "rollout.engine=sglang + rollout.vllm={}",
             "rollout.sglang.limit_mm_data_per_request is None: set it to {image: 1}, with",

@@ -24,7 +24,7 @@ ENGINES = [
     {"engine": "vllm", "tensor_parallel_size": 2},
     {"engine": "vllm", "tensor_parallel_size": 4},  # two workers share a key-value head
     {"engine": "vllm", "tensor_parallel_size": 2, "vllm": {"enable_expert_parallel": True}},
-    {"engine": "transformers"},
+    {"engine": "sglang"},
 ]
 
 

@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from demo.make_sums import sums
-from helpers.engines import random_prompts
+from helpers.engines import ReferenceServers, random_prompts
 from helpers.runs import marked_processes, start_run
 from megatron_grpo.engines.access import TokenGuard, check_host, is_allowed
-from megatron_grpo.engines.transformers.server import ROUTES
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer
+from reference_engine.server import ROUTES
 
 TOKEN = "0123456789abcdef"
 OTHER = "fedcba9876543210"
@@ -160,9 +160,13 @@ def connect(engine, headers: dict[str, str] | None = None) -> httpx.Client:
     return httpx.Client(base_url=url, headers=headers, timeout=30, trust_env=False)
 
 
+def is_reference(engine) -> bool:
+    return isinstance(engine.servers, ReferenceServers)
+
+
 def routes(engine) -> list[tuple[str, str]]:
     """Every method and path of a running engine."""
-    if engine.rollout.engine == "transformers":
+    if is_reference(engine):
         return [(method, path) for path in ROUTES for method in ("GET", "POST")]
     with connect(engine, bearer(engine.servers.token)) as http:
         paths = http.get("/openapi.json").json()["paths"]
@@ -178,7 +182,8 @@ def routes(engine) -> list[tuple[str, str]]:
 @pytest.mark.long
 def test_every_route_of_an_engine_wants_the_token(engine):
     guarded = set(routes(engine)) - {("GET", "/health")}
-    needed = STATE_CHANGING & ROUTES.keys() if engine.rollout.engine != "vllm" else STATE_CHANGING
+    has_all = engine.rollout.engine == "vllm" and not is_reference(engine)
+    needed = STATE_CHANGING if has_all else STATE_CHANGING & ROUTES.keys()
     assert needed <= {path for _, path in guarded}
     for headers in ({}, bearer(OTHER), {"Authorization": engine.servers.token}):
         with connect(engine, headers) as http:
@@ -235,20 +240,19 @@ with open({path!r}, "a") as file:  # when it is loaded: at preflight, and in the
 @pytest.mark.slow
 @pytest.mark.parametrize("given_by_address", [False, True])
 def test_a_run_tells_its_token_to_its_engines_alone(
-    given_by_address, transformers_engine, tied_model, tmp_path
+    given_by_address, reference_engine, tied_model, tmp_path
 ):
     seen, run_dir, mark = tmp_path / "seen.jsonl", tmp_path / "run", uuid.uuid4().hex
     (tmp_path / "reward.py").write_text(SPY.format(path=str(seen)))
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()))
-    url = transformers_engine.servers.base_urls[0]
-    users = transformers_engine.servers.token
+    url = reference_engine.servers.base_urls[0]
+    users = reference_engine.servers.token
     process = start_run(
         f"model.path={tied_model}",
         f"data.path={tmp_path / 'sums.jsonl'}",
         f"reward.functions=[{tmp_path / 'reward.py'}:spy]",
         f"train.run_dir={run_dir}",
         "train.num_steps=1",
-        "rollout.engine=transformers",
         *([f"rollout.base_urls=[{url}]"] if given_by_address else []),
         mark=mark,
         token=users,  # which a run that starts its own engines does not use
@@ -279,7 +283,7 @@ def test_a_run_tells_its_token_to_its_engines_alone(
 def engine_tokens(process: psutil.Process) -> set[str]:
     """The token that `process` was started with, if it is an engine."""
     try:
-        is_engine = "megatron_grpo.engines.transformers.server" in process.cmdline()
+        is_engine = "vllm.entrypoints.openai.api_server" in process.cmdline()
         return {process.environ()[TOKEN_VARIABLE]} if is_engine else set()
     except psutil.Error:
         return set()

@@ -1,4 +1,4 @@
-"""Token ids in, samples out, over HTTP: against a real vLLM and the transformers server."""
+"""Token ids in, samples out, over HTTP: against a real vLLM and the reference engine."""
 
 import asyncio
 import math
@@ -139,7 +139,7 @@ def test_vllm_repeats_a_generation_to_the_last_bit(live_engine, tied_model, seed
     assert all(run == runs[0] for run in runs)
 
 
-def test_greedy_completions_are_the_same_everywhere(live_engine, transformers_engine, tied_model):
+def test_greedy_completions_are_the_same_everywhere(live_engine, reference_engine, tied_model):
     prompts = random_prompts(6)
     model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
     expected = []
@@ -149,7 +149,7 @@ def test_greedy_completions_are_the_same_everywhere(live_engine, transformers_en
             inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=16
         )
         expected.append(output[0, len(prompt.token_ids) :].tolist())
-    for engine in (live_engine, transformers_engine):
+    for engine in (live_engine, reference_engine):
         engine.push(tied_model)
         samples = engine.generate(prompts, num_generations=1, temperature=0.0)
         assert [list(s.completion_ids) for s in samples] == expected

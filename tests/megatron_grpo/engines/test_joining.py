@@ -19,6 +19,7 @@ from helpers.jobs import Job
 from helpers.policies import tiny_config
 from helpers.runs import steps_of
 from megatron_grpo.config.config import Config
+from megatron_grpo.engines.engine import COUNTS
 from megatron_grpo.engines.joining import JoinFolder
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.processes import reserve_port
@@ -247,18 +248,17 @@ def test_an_engine_that_ends_by_itself_leaves_no_file(tmp_path):
 
 @pytest.mark.slow
 def test_an_engine_joins_a_run_while_it_trains_and_leaves_it(
-    transformers_engine, tied_model, tmp_path
+    reference_engine, tied_model, tmp_path
 ):
     run_dir, data = tmp_path / "run", tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in sums()))
-    token = transformers_engine.servers.token
+    token = reference_engine.servers.token
     job = Job(
         [
             f"model.path={tied_model}",
             f"data.path={data}",
             f"train.run_dir={run_dir}",
-            "rollout.engine=transformers",
-            f"rollout.base_urls=[{transformers_engine.servers.base_urls[0]}]",
+            f"rollout.base_urls=[{reference_engine.servers.base_urls[0]}]",
             *[f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")],
             "train.num_steps=10000",
         ],
@@ -291,4 +291,4 @@ def test_an_engine_joins_a_run_while_it_trains_and_leaves_it(
 def num_tokens(url: str, token: str) -> float:
     """Tokens that the engine has generated."""
     page = httpx.get(f"{url}/metrics", headers=bearer(token)).text
-    return float(page.removeprefix("vllm:generation_tokens_total "))
+    return float(COUNTS["generated"].search(page)[1])

@@ -112,7 +112,7 @@ def heads_of_vllm(num_slots, num_spec):
         QwenGatedDeltaNetAttention,
     )
 
-    from megatron_grpo.engines.vllm.cpu_linear_attention import linear_attention
+    from engines_on_cpu.vllm_linear_attention import linear_attention
 
     layer = SimpleNamespace(
         prefix="layer",

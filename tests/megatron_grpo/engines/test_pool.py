@@ -1,6 +1,6 @@
 """Engines that die, hang or come back while a trainer continues: with real servers.
 
-The transformers engine samples the same whichever engine serves a prompt: a generation that was
+The reference engine samples the same whichever engine serves a prompt: a generation that was
 disturbed must equal, sample for sample, one that was not.
 """
 
@@ -43,7 +43,7 @@ def pair(tied_model, tmp_path_factory) -> Iterator[Trainer]:
     logs = tmp_path_factory.mktemp("pair")
     with (
         running_engine(
-            "transformers", tied_model, logs, num_engines=2, health_timeout=3.0, stall_timeout=3.0
+            "reference", tied_model, logs, num_engines=2, health_timeout=3.0, stall_timeout=3.0
         ) as engines,
         trainer(tied_model, engines.servers, engines.rollout) as ours,
     ):
@@ -172,7 +172,7 @@ def test_an_engine_without_weights_is_left_out_and_not_killed(pair, undisturbed,
 
 def test_an_engine_that_dies_whenever_it_starts_stops_the_run(tied_model, tmp_path, capfd):
     """And the message says of each engine how it ended, with the error in its log."""
-    rollout = RolloutConfig(engine="transformers", max_completion_length=16)
+    rollout = RolloutConfig(max_completion_length=16)
     with closing(EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, None)) as servers:
         [engine] = servers._engines
         broken = [sys.executable, "-c", "raise MemoryError('planted')"]
@@ -213,17 +213,15 @@ REFUSALS = {
 
 @pytest.mark.parametrize(("status", "reason"), REFUSALS.items())
 def test_a_stranger_at_the_address_of_a_lost_engine_ends_nothing(
-    status, reason, transformers_engine, tied_model, tmp_path, capfd
+    status, reason, reference_engine, tied_model, tmp_path, capfd
 ):
     """Such as the engine itself, started again with another token, or another server."""
-    [well] = transformers_engine.servers.base_urls
+    [well] = reference_engine.servers.base_urls
     with reserve_port() as unheard:
         port = unheard.getsockname()[1]
         lost = f"http://127.0.0.1:{port}"
-        rollout = RolloutConfig(
-            engine="transformers", base_urls=(well, lost), max_completion_length=16
-        )
-        token = transformers_engine.servers.token
+        rollout = RolloutConfig(base_urls=(well, lost), max_completion_length=16)
+        token = reference_engine.servers.token
         servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, token)
         with trainer(tied_model, servers, rollout) as ours:
             ours.push()
@@ -319,11 +317,11 @@ def test_an_engine_of_the_run_that_is_late_is_started_once_more(
 def test_an_engine_given_by_address_is_waited_for_and_back_after_a_push(
     tied_model, tmp_path, capfd
 ):
-    with running_engine("transformers", tied_model, tmp_path / "other") as other:
+    with running_engine("reference", tied_model, tmp_path / "other") as other:
         [url] = other.servers.base_urls
         with (
             running_engine(
-                "transformers", tied_model, tmp_path, other.servers.token, base_urls=(url,)
+                "vllm", tied_model, tmp_path, other.servers.token, base_urls=(url,)
             ) as given,
             trainer(tied_model, given.servers, given.rollout) as ours,
         ):
@@ -338,7 +336,7 @@ def test_an_engine_given_by_address_is_waited_for_and_back_after_a_push(
     assert f"rollout engine {url} is back" in capfd.readouterr().err
 
 
-@pytest.fixture(params=["live_engine", pytest.param("transformers_engine", marks=pytest.mark.slow)])
+@pytest.fixture(params=["live_engine", pytest.param("reference_engine", marks=pytest.mark.slow)])
 def shared_engine(request):
     """An engine given by address, as runs one after the other use it."""
     return request.getfixturevalue(request.param)

@@ -60,8 +60,7 @@ def short_folder() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("engine", "size", "moment"),
     [
-        ("transformers", 1, "started"),
-        pytest.param("vllm", 1, "started", marks=pytest.mark.slow),
+        ("vllm", 1, "started"),
         pytest.param("vllm", 1, "ready", marks=pytest.mark.slow),
         pytest.param("vllm", 2, "ready", marks=pytest.mark.slow),
     ],
@@ -132,18 +131,19 @@ def test_a_killed_engine_leaves_no_memory_file_or_process(
 @pytest.mark.long
 def test_an_engine_that_cannot_start_is_named_with_the_cause(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": "many"}')
+    rollout, model = RolloutConfig(max_completion_length=8), ModelConfig(path=tmp_path)
     with (
+        closing(EngineServers(model, rollout, tmp_path / "logs", None)) as servers,
         pytest.raises(
             EngineError, match=r"engine http://127.*exit code 1.*\n.*vocab_size"
         ) as error,
-        running_engine("vllm", tmp_path, tmp_path / "logs"),
     ):
-        pass
+        servers.wait_ready(240)
     assert str(tmp_path / "logs" / "engine_0.log") in str(error.value)
 
 
 def test_an_engine_that_is_not_ready_in_time_is_named(tied_model, tmp_path):
-    rollout = RolloutConfig(engine="transformers", max_completion_length=8)
+    rollout = RolloutConfig(max_completion_length=8)
     servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, None)
     told: set[tuple[int, int]] = set()
     with (
@@ -155,21 +155,21 @@ def test_an_engine_that_is_not_ready_in_time_is_named(tied_model, tmp_path):
 
 
 @pytest.mark.long
-def test_engines_given_by_address_are_used_as_they_are(tied_model, transformers_engine, tmp_path):
-    servers = transformers_engine.servers
+def test_engines_given_by_address_are_used_as_they_are(tied_model, reference_engine, tmp_path):
+    servers = reference_engine.servers
     none = tmp_path / "none"
     address, token = servers.base_urls, servers.token
-    with running_engine("transformers", tied_model, none, token, base_urls=address) as given:
+    with running_engine("vllm", tied_model, none, token, base_urls=address) as given:
         assert (given.servers.base_urls, given.servers.token) == (address, token)
         given.servers.check()
-    transformers_engine.push(tied_model)  # still there
+    reference_engine.push(tied_model)  # still there
     assert not none.exists()
 
 
 @pytest.mark.long
 def test_an_engine_serves_what_it_has_loaded_itself_until_something_is_pushed(tied_model, tmp_path):
     prompts = random_prompts(2)
-    with running_engine("transformers", tied_model, tmp_path) as engine:
+    with running_engine("reference", tied_model, tmp_path) as engine:
         with pytest.raises(NoServingEngine, match="it was restarted"):
             engine.generate(prompts, policy_version=LOADED_VERSION)
         client = engine.client()
@@ -241,7 +241,6 @@ def test_an_engine_on_several_nodes_is_told_the_address_of_each(tied_model, engi
         ("rollout.tensor_parallel_size=3", r"tensor_parallel_size\(3\) cannot split the model"),
         ("rollout.router_replay=true", "rollout.router_replay true needs a mixture"),
         ("rollout.quantization=int8", "rollout.quantization is int8, and model.path"),
-        ("rollout.engine=transformers", "rollout.engine is transformers, and model.path"),
     ],
 )
 def test_an_engine_by_itself_refuses_what_it_could_not_serve(tmp_path, override, message):

@@ -52,11 +52,11 @@ def test_an_engine_that_sleeps_has_no_weights_until_a_push_wakes_it(
 
 
 def test_engines_that_do_not_sleep_are_lost_and_keep_no_other_awake(
-    live_engine, transformers_engine, tied_model
+    live_engine, reference_engine, tied_model
 ) -> None:
     live_engine.push(tied_model)
     nobody = "http://127.0.0.1:9"  # the port of `discard`, where nothing listens
-    stranger, ours = (e.servers.base_urls[0] for e in (transformers_engine, live_engine))
+    stranger, ours = (e.servers.base_urls[0] for e in (reference_engine, live_engine))
     token = live_engine.servers.token  # which the other engine refuses
     client = client_of([nobody, stranger, ours], token, enable_sleep_mode=True)
     client.sleep()

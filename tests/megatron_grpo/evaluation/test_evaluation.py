@@ -131,9 +131,9 @@ def test_what_is_not_given_is_as_in_training(tied_model: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(transformers_engine, tied_model):
-    transformers_engine.push(tied_model)
-    return transformers_engine
+def engine(reference_engine, tied_model):
+    reference_engine.push(tied_model)
+    return reference_engine
 
 
 class EvaluationOfEngine:

@@ -25,9 +25,9 @@ MANY = "eval.sets.many={data: {}, max_prompts: 5, top_k: 50}"
 
 
 @pytest.fixture(scope="module")
-def engine(transformers_engine, tied_model):
-    transformers_engine.push(tied_model)
-    return transformers_engine
+def engine(reference_engine, tied_model):
+    reference_engine.push(tied_model)
+    return reference_engine
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from megatron_grpo.planning.workload import Job
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CARD = CARDS["h100"]
-ENGINES_ELSEWHERE = ("rollout.engine=transformers", "rollout.tensor_parallel_size=1")
+ENGINES_ELSEWHERE = ("train.replay=runs/other", "rollout.tensor_parallel_size=1")
 
 
 # Model, GPUs and layout of recipes for H100 in bfloat16: of NeMo-RL for GRPO, of Megatron-Bridge

@@ -224,7 +224,7 @@ def test_full_recomputation_reaches_the_layer(folders, answers):
 
 
 def routed_gradients_on_rank(rank, folders, dims):
-    options = (*ON, "rollout.router_replay=true", "rollout.engine=transformers")
+    options = (*ON, "rollout.router_replay=true")
     return gradients_on_rank(rank, folders, dims, *options, routes=random_routes())
 
 

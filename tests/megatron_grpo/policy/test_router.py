@@ -36,7 +36,6 @@ from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import decode_choice
 from megatron_grpo.engines.request import Request
-from megatron_grpo.engines.transformers.engine import TransformersEngine
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import unwrapped
 from megatron_grpo.policy.reference import reference_of
@@ -44,6 +43,7 @@ from megatron_grpo.policy.router import RouterReplay, with_own_layers
 from parallel import ParallelDims
 from parallel.microbatches import CostModel
 from parallel.packing import PackedBatch
+from reference_engine.engine import TransformersEngine
 
 LAYERS, EXPERTS, TOPK, INDEX_TOPK = 4, 8, 3, 5
 REPLAY = "rollout.router_replay=true"
@@ -76,7 +76,7 @@ NUM_EXPERTS = {
 
 def overrides_of(family: str) -> list[str]:
     """Overrides with which the choices of a family are replayed."""
-    others = ["rollout.indexer_replay=true", "rollout.engine=transformers", "rollout.vllm={}"]
+    others = ["rollout.indexer_replay=true", "rollout.engine=sglang", "rollout.vllm={}"]
     return [REPLAY, *(others if family == SPARSE else ())]
 
 

@@ -154,13 +154,12 @@ def test_an_engine_that_turns_heads_otherwise_is_refused_before_the_first_rollou
     (other / "config.json").write_text(json.dumps(config))
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in sums()))
-    with running_engine("transformers", other, tmp_path) as engine:
+    with running_engine("reference", other, tmp_path) as engine:
         run = finish_run(
             f"model.path={tied_model}",
             f"data.path={data}",
             "train.num_steps=1",
             "parallel.tensor_parallel_size=2",
-            "rollout.engine=transformers",
             f"rollout.base_urls=[{engine.servers.base_urls[0]}]",
             f"train.run_dir={tmp_path / 'run'}",
             token=engine.servers.token,

@@ -93,7 +93,7 @@ def test_one_of_other_prompts_is_refused(config) -> None:
         replayed(config, 0, "data.apply_chat_template=false")
 
 
-CHOSEN = ("rollout.engine=transformers", "rollout.vllm={}", "rollout.indexer_replay=true")
+CHOSEN = ("rollout.engine=sglang", "rollout.vllm={}", "rollout.indexer_replay=true")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Layers of a vLLM for CPUs, by torch, on weights as they were loaded.
 
 vLLM's own kernels for CPUs pack weights, so that others could not be pushed later, and some are
-wrong or slow where this project needs them. GPUs have vLLM's kernels.
+wrong or slow where tests need them. GPUs have vLLM's kernels.
 """
 
 from collections.abc import Sequence
@@ -9,11 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import vllm._custom_ops
-import vllm.model_executor.layers.utils
 from torch import Tensor
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
     CPUExpertsFp8,
@@ -21,40 +18,24 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
 )
 from vllm.model_executor.layers.fused_moe.oracle import fp8, int8
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.utils import cpu_triton_utils
 
-from megatron_grpo.engines.products import product
-from megatron_grpo.engines.vllm.cpu_linear_attention import attend_by_torch
-from megatron_grpo.engines.vllm.cpu_matrices import multiply_by_torch
+from engines_on_cpu.products import product
+from engines_on_cpu.vllm_linear_attention import attend_by_torch
+from engines_on_cpu.vllm_matrices import multiply_by_torch
 
 _forward_cpu = RotaryEmbedding.forward_cpu
 
 
 def compute_by_torch() -> None:
     """From now on, layers that vLLM builds compute by the functions below."""
-    keep_weights_unpacked()
+    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+    CPUUnquantizedExperts.apply = experts_of_worker
     multiply_by_torch()
     attend_by_torch()
     RotaryEmbedding.forward_cpu = rotate_heads
-    PunicaWrapperCPU.add_lora_linear = add_lora_linear
-    cpu_triton_utils._expand_kernel_impl = spread_over_drafts
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
     fp8.backend_to_kernel_cls = int8.backend_to_kernel_cls = kernels_of_experts
-
-
-def keep_weights_unpacked() -> None:
-    """Make vLLM's CPU layers compute with `layer.weight` itself, as its CUDA layers do.
-
-    By default vLLM packs linear weights for oneDNN or SGL kernels after loading and leaves an empty
-    parameter behind, so that weights loaded later never reach the packed copies (including that of
-    a tied lm_head). It packs the weights of experts in place, and would take weights loaded later
-    for packed ones.
-    """
-    vllm._custom_ops._supports_onednn = False
-    vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
-    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
-    CPUUnquantizedExperts.apply = experts_of_worker
 
 
 def experts_of_worker(
@@ -108,25 +89,6 @@ def _swigluoai(both: Tensor) -> Tensor:
 
 
 _GATES = {MoEActivation.SILU: _silu, MoEActivation.SWIGLUOAI: _swigluoai}
-
-
-def spread_over_drafts(
-    output: Tensor,
-    values: Tensor,
-    ends: Tensor,
-    replaced: int,
-    replacement: int,
-    max_tokens: int,
-) -> None:
-    """Give every draft token the value of its request, such as its temperature, with `replaced`
-    values replaced; `ends` are the numbers of draft tokens up to each request and with it.
-
-    vLLM 0.32 puts them into a copy of `output` in integers, which it drops. The probabilities by
-    which it takes or rejects draft tokens were then of whatever is in memory.
-    """
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    values = torch.where(values == replaced, replacement, values)
-    output.copy_(values.repeat_interleave(counts))
 
 
 def all_gatherv(
@@ -186,24 +148,3 @@ def rotate_heads(
     if query.dim() == 2:
         return _forward_cpu(self, positions, query, key)
     return self.forward_native(positions, query, key)
-
-
-def add_lora_linear(
-    self: PunicaWrapperCPU,
-    y: Tensor,
-    x: Tensor,
-    lora_a_stacked: tuple[Tensor, ...],
-    lora_b_stacked: tuple[Tensor, ...],
-    scale: float,
-    output_slices: tuple[int, ...],
-    **_: Any,
-) -> None:
-    """Let all tokens share the one adapter, by plain matrix products.
-
-    vLLM's kernels for CPUs copy the A and B of its adapter for each token, gigabytes for a prompt.
-    """
-    is_adapted = (self.token_lora_indices >= 0).to(x.dtype).unsqueeze(1)
-    parts = zip(y.split(output_slices, -1), lora_a_stacked, lora_b_stacked, strict=True)
-    for part, a, b in parts:
-        low = torch.nn.functional.linear(x, a[0, 0]) * is_adapted
-        part += torch.nn.functional.linear(low, b[0, 0]) * scale

@@ -1,5 +1,5 @@
-"""The processes of a vLLM for CPUs: fewer are started anew, each of which would import all of vLLM
-once more, and none leaves shared memory behind."""
+"""A vLLM for CPUs: weights of dense models stay as they were loaded, fewer processes are started
+anew, each of which would import all of vLLM once more, and none leaves shared memory behind."""
 
 import glob
 import multiprocessing
@@ -9,11 +9,49 @@ import sys
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 
+import torch
+import vllm._custom_ops
+from torch import Tensor
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.models import registry
+from vllm.utils import cpu_triton_utils
 from vllm.v1.engine import utils as engine_utils
 
 from megatron_grpo.launch.parent_death import die_with_parent
+
+
+def keep_weights_unpacked() -> None:
+    """Make vLLM's linear layers compute with `layer.weight` itself, as its CUDA layers do.
+
+    By default vLLM packs linear weights for oneDNN or SGL kernels after loading and leaves an empty
+    parameter behind, so that weights loaded later never reach the packed copies (including that of
+    a tied lm_head).
+    """
+    vllm._custom_ops._supports_onednn = False
+    layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+def judge_drafts_at_temperatures() -> None:
+    """Give every draft token the value of its request, such as its temperature.
+
+    vLLM 0.32 puts them into a copy of `output` in integers, which it drops: the probabilities by
+    which it takes or rejects draft tokens would be of whatever is in memory.
+    """
+
+    def expand(
+        output: Tensor,
+        values: Tensor,
+        ends: Tensor,
+        replaced: int,
+        replacement: int,
+        max_tokens: int,
+    ) -> None:
+        counts = ends.diff(prepend=ends.new_zeros(1))  # `ends` [requests] of their draft tokens
+        values = torch.where(values == replaced, replacement, values)
+        output.copy_(values.repeat_interleave(counts))
+
+    cpu_triton_utils._expand_kernel_impl = expand
 
 
 def examine_models_here() -> None:

@@ -20,8 +20,8 @@ from helpers.engines import (
 from helpers.models import tiny_model
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines.transformers import engine as module
-from megatron_grpo.engines.transformers.engine import TransformersEngine, load_model
+from reference_engine import engine as module
+from reference_engine.engine import TransformersEngine, load_model
 
 
 @pytest.mark.long
@@ -39,7 +39,7 @@ from megatron_grpo.engines.transformers.engine import TransformersEngine, load_m
 )
 def test_pushed_experts_are_taken_into_the_stacks_of_the_model(tmp_path, family):
     before, after = (tiny_model(tmp_path / str(i), family, seed=i) for i in range(2))
-    with running_engine("transformers", before, tmp_path) as engine:
+    with running_engine("reference", before, tmp_path) as engine:
         engine.push(after)
         assert largest_logprob_error(after, engine.generate(random_prompts(2))) < 1e-4
 
@@ -88,7 +88,7 @@ def test_requests_that_wait_with_the_same_prompt_are_one_batch(tied_model, monke
 def test_samples_tell_the_tokens_that_indexers_chose(tmp_path):
     folder = tiny_model(tmp_path, "glm_moe_dsa")
     topk = read_shape(folder).indexer.topk
-    with running_engine("transformers", folder, tmp_path, indexer_replay=True) as engine:
+    with running_engine("reference", folder, tmp_path, indexer_replay=True) as engine:
         engine.push(folder)
         samples = engine.generate(random_prompts(2), [*range(20, 60)], index_topk=topk)
     for sample in samples:
@@ -115,7 +115,7 @@ def chosen_experts(folder: Path, sample: Sample) -> np.ndarray:
 def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path, num_experts, dtype):
     sizes = {"num_local_experts": num_experts, "num_experts_per_tok": 3}
     folder = tiny_model(tmp_path, "mixtral", **sizes)
-    with running_engine("transformers", folder, tmp_path, router_replay=True) as engine:
+    with running_engine("reference", folder, tmp_path, router_replay=True) as engine:
         engine.push(folder)
         # Some end early: the others go on as a smaller batch.
         samples = engine.generate(random_prompts(2), [*range(20, 60)], router_replay=True)

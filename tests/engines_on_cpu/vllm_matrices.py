@@ -15,7 +15,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import (
 )
 from vllm.platforms import PlatformEnum
 
-from megatron_grpo.engines.products import product_of_blocks, product_of_rows
+from engines_on_cpu.products import product_of_blocks, product_of_rows
 
 
 def multiply_by_torch() -> None:

@@ -1,11 +1,11 @@
-"""Sampling with `transformers`, as in the transformers engine."""
+"""Sampling with `transformers`, as in the reference engine."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from helpers.models import EOS_ID
-from megatron_grpo.engines.transformers.sampling import sample
+from reference_engine.sampling import sample
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -19,7 +19,7 @@ from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from torch import Tensor
 
 from checkpoint_convert.quantizer import dequantized
-from megatron_grpo.engines.products import product_of_blocks
+from engines_on_cpu.products import product_of_blocks
 from parallel import Shape
 
 of_all_experts: Callable[..., Tensor] = fused_moe_native.moe_forward_native

@@ -10,19 +10,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
-from checkpoint_convert import ModelShape, read_shape
+from checkpoint_convert import read_shape
 from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.megatron import file_layout, file_tensors
 from checkpoint_convert.quantization import CONFIG_KEYS
 from checkpoint_convert.tokenizer import load_tokenizer
 from checkpoint_convert.weights import whole_tensors
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engine_weights.layouts import worker_dtypes, worker_layouts
 from megatron_grpo.engine_weights.protocol import Json
 from megatron_grpo.engine_weights.worker import PushWorker, Receiver
 from megatron_grpo.engines.choice import npy_of, smallest
-from megatron_grpo.engines.transformers.sampling import Completion, RouteRecorder, sample
-from parallel.checksum import checksums
+from parallel import Layout, intersect
+from parallel.views import as_whole
+from reference_engine.sampling import Completion, RouteRecorder, sample
 
 
 class Abandoned(Exception):
@@ -61,34 +63,52 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 class ModelWorker(PushWorker):
-    """The weights of a model of transformers."""
+    """The weights of a model of transformers, held in the layout of the one worker of an engine."""
 
-    def __init__(self, model: PreTrainedModel, shape: ModelShape) -> None:
+    def __init__(self, model: PreTrainedModel, folder: Path, dtype: str, engine: str) -> None:
         super().__init__(0, model.device)
+        shape, rollout = read_shape(folder), RolloutConfig(engine=engine, max_completion_length=1)
         self.model = model
-        self._in_files, self._laid_out = file_tensors(shape), file_layout(shape).shapes
+        self._sizes, self._files = file_tensors(shape), file_layout(shape)
+        [self._layout] = worker_layouts(shape, rollout)
+        dtypes = worker_dtypes(shape, rollout, dtype)
+        self._held = {
+            name: torch.zeros(size, dtype=getattr(torch, dtypes[name]), device=model.device)
+            for name, size in self._layout.shapes.items()
+        }
+        stored = {name: t.view(self._files.shapes[name]) for name, t in whole_tensors(folder)}
+        copy_weights(stored, self._files, self._held, self._layout)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters, and the buffers that files hold, named and shaped as in `file_layout`.
-
-        In memory, transformers stacks experts and renames parameters. Most results are views of the
-        model's own parameters.
-        """
-        in_files = self.model.state_dict().keys()
-        tensors = {name: p.detach() for name, p in self.model.named_parameters()}
-        tensors |= {name: b for name, b in self.model.named_buffers() if name in in_files}
-        stored = revert_weight_conversion(self.model, tensors)
-        return {
-            name: each.view(self._laid_out.get(name, each.shape)) for name, each in stored.items()
-        }
+        """The parameters that vLLM or SGLang would hold."""
+        return self._held
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
-        """Then copy what was received into the parameters that `tensors` has no view of."""
-        super().receive(receiver, received)
-        stored = {name: received[name].view(size) for name, size in self._in_files.items()}
+        """Then copy what was received into the model, by the names of weight files."""
+        sums = super().receive(receiver, received)
+        copies = intersect(self._layout, self._files)
+        dtypes = {copy.destination: received[copy.source].dtype for copy in copies}
+        weights = {
+            name: torch.empty(self._files.shapes[name], dtype=dtypes[name]) for name in dtypes
+        }
+        copy_weights(received, self._layout, weights, self._files)
+        stored = {name: weights[name].view(size) for name, size in self._sizes.items()}
         model = type(self.model).from_pretrained(None, config=self.model.config, state_dict=stored)
         self.model.load_state_dict(model.state_dict())
-        return checksums(self.tensors())
+        return sums
+
+
+def copy_weights(
+    source: Mapping[str, Tensor],
+    source_layout: Layout,
+    destination: Mapping[str, Tensor],
+    destination_layout: Layout,
+) -> None:
+    """Copy all that `destination` holds of the whole tensors."""
+    for copy in intersect(source_layout, destination_layout):
+        values = source[copy.source][copy.source_box.slices]
+        target = destination[copy.destination][copy.destination_box.slices]
+        as_whole(target, copy.destination_axes).copy_(as_whole(values, copy.source_axes))
 
 
 class TransformersEngine:
@@ -105,6 +125,7 @@ class TransformersEngine:
         device: str,
         return_routed_experts: bool = False,
         return_indexer_topk: bool = False,
+        engine: str = "vllm",
     ) -> None:
         self.tokenizer = load_tokenizer(folder)
         self.model = load_model(folder, dtype).to(device).eval()
@@ -112,7 +133,7 @@ class TransformersEngine:
         recorded = [kind for kind, is_on in returned.items() if is_on]
         self.recorder = RouteRecorder(self.model, recorded) if recorded else None
         self.weight_version = "default"
-        self.worker = ModelWorker(self.model, read_shape(folder))
+        self.worker = ModelWorker(self.model, folder, str(dtype).removeprefix("torch."), engine)
         self._requests: list[_Request] = []
         self._num_tokens = 0
         self._paused = False

@@ -1,10 +1,10 @@
-"""A minimal rollout engine: the routes that our client uses, on top of `transformers`.
+"""An engine on top of `transformers`: the routes of vLLM, or of our SGLang, that the client uses.
 
-It is for machines without vLLM, and a reference for vLLM in the tests. The samples of one prompt
-that wait at the same time are one batch, and prompts are processed one after the other: slow, but
-without any padding.
+A reference for both: the samples of one prompt that wait at the same time are one batch, and
+prompts are processed one after the other, without any padding. A run has it by its address, as any
+engine of a user's own, and takes it for vLLM, or for what `--engine` names.
 
-    python -m megatron_grpo.engines.transformers.server --model FOLDER --host 127.0.0.1 --port 8000
+    PYTHONPATH=.:tests python -m reference_engine.server --model FOLDER --host 127.0.0.1 --port 8000
 """
 
 import argparse
@@ -22,8 +22,8 @@ import torch
 
 from megatron_grpo.engine_weights.protocol import Json
 from megatron_grpo.engines.access import REFUSAL, is_allowed
-from megatron_grpo.engines.transformers.engine import Abandoned, TransformersEngine
 from megatron_grpo.launch.run_dir import check_token, take_token
+from reference_engine.engine import Abandoned, TransformersEngine
 
 MAX_REFUSED_BYTES = 1 << 16
 """Read at most this much of a request without the token, so that its sender reads the answer."""
@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--host", required=True, help="one address of this host")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang"])
     parser.add_argument("--enable-return-routed-experts", action="store_true")
     parser.add_argument("--enable-return-indexer-topk", action="store_true")
     arguments = parser.parse_args()
@@ -129,6 +130,7 @@ def main() -> None:
         device,
         arguments.enable_return_routed_experts,
         arguments.enable_return_indexer_topk,
+        arguments.engine,
     )
     RequestHandler.token = check_token(take_token(os.environ))
     Server(arguments.host, arguments.port).serve_forever()

@@ -1,1 +1,0 @@
-"""A minimal rollout engine on top of `transformers`, for machines without vLLM and for tests."""
