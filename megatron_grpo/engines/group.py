@@ -158,7 +158,8 @@ async def sample_alone(
     """
 
     def has_failed() -> bool:
-        return any(task.done() and task.exception() for task in sampling)
+        ended = (task for task in sampling if task.done())
+        return any(task.cancelled() or task.exception() for task in ended)
 
     for task in sampling:
         task.add_done_callback(lambda _: router.changed.give())

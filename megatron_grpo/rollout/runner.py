@@ -101,6 +101,7 @@ class GenerationRunner(Runner):
     def begin(self, request: RolloutRequest) -> None:
         """Begin a generation; one whose engines were lost continues if the request is the same."""
         if not self._over_samples:
+            self._services.wait_for_partners()
             self._call(self._begin(request))
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
@@ -127,6 +128,7 @@ class GenerationRunner(Runner):
     def resume(self, policy_version: int) -> None:
         """Continue with weights of that version, without the groups that are too old for it."""
         if self._cfg.rollout.in_flight_updates:
+            self._services.wait_for_partners()
             self._call(self._resume(policy_version))
 
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
@@ -229,6 +231,9 @@ class GenerationRunner(Runner):
         """Begin groups that the queue has opened, all at the same time."""
         features = await features_of([self._prompt(key) for key in keys])
         for key in keys:
+            # While images were read, it may have become too old, and been opened again.
+            if key in self._attempts or key not in self._queue.opened_at:
+                continue
             prompt, params = self._prompt(key), self._services.params(key, self._policy_version)
             group = self._services.groups.new(
                 prompt, params, self._next_priority(key), features.get(prompt.images)

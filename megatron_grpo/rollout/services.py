@@ -76,6 +76,7 @@ class RolloutServices:
         self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
         self.tokenizer = tokenizer
         self.partners = Partners(cfg, tokenizer, self._end_tokens, self.engines)
+        self._has_partners = False
         replayed = shape.indexer if cfg.rollout.indexer_replay else None
         self._index_topk = replayed.topk if replayed else 0
         self.stream = load_stream(cfg, shape, tokenizer)
@@ -83,11 +84,15 @@ class RolloutServices:
         apart = RequestRouter(self.engines, decode, streams=False)
         self.evaluations = Evaluations(cfg, shape, tokenizer, apart, self.pools, self.partners)
 
+    def wait_for_partners(self) -> None:
+        """Wait until sessions can begin; raises ValueError if they cannot. Not in the loop."""
+        if not self._has_partners:
+            self.partners.wait_ready(self.stream.prompts)
+            self._has_partners = True
+
     @cached_property
     def groups(self) -> Groups:
-        """Makes the groups of training, once the model's partners are there; raises ValueError if
-        they cannot be."""
-        self.partners.wait_ready(self.stream.prompts)
+        """Makes the groups of training."""
         return self.partners.groups(self.cfg)
 
     def wait_for_memory(self) -> None:
