@@ -63,7 +63,7 @@ class Dialogue:
     """Version of the weights and number of tokens of each part; an observation counts as of the
     turn before it."""
     routes: list[np.ndarray] = field(default_factory=list)
-    """Of each turn, those of the tokens that were new to the engine."""
+    """Routes that each turn adds, from the first token without one on."""
     step_rewards: list[tuple[int, float]] = field(default_factory=list)
     finish_reason: str = ""
     """Empty until the dialogue ends."""

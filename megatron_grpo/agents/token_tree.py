@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Sampled:
-    """What one branch has beside its tokens; each list is parallel to its own ones."""
+    """One branch of the tree; `logprobs` and `loss_mask` are those of the path after `first`."""
 
     root: Place | None
     """Where it leaves another branch; None for the first."""

@@ -80,7 +80,7 @@ class Tools:
         self.schemas: list[Json] = []
         """How the model is told of them, in OpenAI's form."""
         self.metrics: dict[str, float] = defaultdict(float)
-        """Of each tool, its calls, how many of them failed, and their seconds."""
+        """Calls, failed calls and seconds of each tool."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> "Tools":

@@ -88,7 +88,7 @@ class EnginePool:
 
     @property
     def starting(self) -> list[tuple[str, int]]:
-        """The same of each engine that was lost, and may be starting again."""
+        """Address and number of losses of each engine that may be starting again."""
         down = map(self._records.__getitem__, self._urls_in(State.DOWN))
         return [self.life(record.url) for record in down if not self._is_late(record)]
 

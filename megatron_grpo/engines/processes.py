@@ -72,7 +72,7 @@ class ServerProcesses:
     """
 
     kind = "rollout engine"
-    """What messages call a server."""
+    """A server's name in messages."""
 
     def __init__(self, base_urls: tuple[str, ...], log_dir: Path) -> None:
         self.base_urls = base_urls
@@ -91,7 +91,7 @@ class ServerProcesses:
 
     @property
     def awaited(self) -> str:
-        """What `wait_ready` waits for."""
+        """Servers that `wait_ready` waits for, as messages name them."""
         if self.are_ours:
             return f"{self.kind}s start, logs in {self._log_dir}"
         return f"{self.kind}s at {', '.join(self.base_urls)}"

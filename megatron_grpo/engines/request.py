@@ -12,7 +12,7 @@ Decode = Callable[[Sequence[int]], str]
 """The text of sampled tokens, without special ones."""
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What an incomplete character is decoded to."""
+"""Decoded text of an incomplete character."""
 
 
 def _new_answer() -> "asyncio.Future[tuple[Choice, str]]":

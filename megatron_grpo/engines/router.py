@@ -59,7 +59,7 @@ class RequestRouter:
         self._queues: dict[str, EngineQueue] = {}
         self._lives: dict[str, tuple[str, int]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Of each engine that is not lost, by address."""
+        """Calls of `_serve` by address, one for each engine that is not lost."""
         self._is_held = self._is_feeding = False
         self._guard: asyncio.Task[None] | None = None
 

@@ -1,4 +1,4 @@
-"""Which groups are at the engines, and which of them make up a generation.
+"""Queue of groups: opens them for the engines, and takes generations from the complete ones.
 
 In order (without `rollout.over_sampling`), a generation is made of the groups of its own prompts.
 Those that dynamic sampling rejects are replaced in rounds, each as soon as all groups of the last
@@ -60,9 +60,9 @@ class GroupQueue:
     def __post_init__(self) -> None:
         self._open: dict[GroupKey, int] = {}
         self._complete: dict[GroupKey, int] = {}
-        """By key, the generation at which it was opened."""
+        """Complete groups, with the generation at which each was opened."""
         self._rejected: dict[int, list[GroupKey]] = defaultdict(list)
-        """By generation, in order: they fill it up if no round finds enough."""
+        """Rejected groups by generation, in order: they fill it up if no round finds enough."""
         self._rounds: dict[int, int] = defaultdict(int)
 
     def key_of(self, number: int) -> GroupKey:

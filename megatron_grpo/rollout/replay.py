@@ -81,7 +81,7 @@ def _sizes(cfg: Config) -> dict[str, int]:
 
 
 def _facts(folder: Path, stream: PromptStream) -> dict[str, Any]:
-    """What is known of a generation; raises ValueError if it was drawn from other prompts."""
+    """Read a generation's facts; raises ValueError if it was drawn from other prompts."""
     facts: dict[str, Any] = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
     if facts["prompts"] != (now := stream.fingerprint):
         raise ValueError(

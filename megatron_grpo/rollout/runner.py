@@ -89,9 +89,9 @@ class GenerationRunner(Runner):
         """The attempt at each group that no generation has taken."""
         self._saved: dict[GroupKey, ScoredGroup | Unscored] = {}
         self._saved_engines: dict[GroupKey, tuple[str, ...]] = {}
-        """Of a checkpoint, until their groups are opened."""
+        """Engines of a checkpoint's groups, until these are opened."""
         self._generations: dict[int, Generation] = {}
-        """Those in progress, by number; with over-sampling, the next one to be taken."""
+        """Generations in progress, by number; with over-sampling, the next one to be taken."""
         self._num_opened: dict[int, int] = defaultdict(int)
         """Groups that a generation has opened; with over-sampling, all are of generation 0."""
         self._policy_version = state.step
@@ -130,7 +130,7 @@ class GenerationRunner(Runner):
             self._call(self._resume(policy_version))
 
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
-        """What a checkpoint holds of the groups that no generation has taken."""
+        """Groups that no generation has taken, for a checkpoint."""
         if not may_be_saved(self._cfg):
             return super().open_groups()
         return self._call(self._open_groups())

@@ -1,7 +1,7 @@
-"""What SGLang reads of a folder with other towers beside that of text, or with quantised weights.
+"""Prepare a folder for SGLang of a model with other towers than text, or with quantised weights.
 
 SGLang would build all towers, and layers that hold the weights as they are stored. It is given a
-folder that says neither, and its workers read the weights of text, dequantised, from the other one.
+folder that names neither, and its workers read the weights of text, dequantised, from the original.
 If prompts have images, it is given the folder of the whole model.
 """
 

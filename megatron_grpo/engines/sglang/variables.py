@@ -26,7 +26,7 @@ VARIABLES = {
     # On GPUs it would have two matrices of some indexers as one.
     "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1",
 }
-"""Of every engine; our server sets them."""
+"""Variables of every engine; our server sets them."""
 
 _PORT = "its port would ask for no token"
 _ELSEWHERE = "workers would hold other parts of weights than those that are pushed to them"
