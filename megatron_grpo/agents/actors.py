@@ -224,7 +224,7 @@ class _Tail:
         self._thread.start()
 
     def lines(self) -> str:
-        """All that is kept, once the stream is closed or no longer read."""
+        """Kept lines, once the stream is closed or no longer read."""
         self._thread.join(1.0)  # a process that it has left behind may hold it open
         return b"".join([*self._lines]).decode(errors="replace")
 

@@ -1,4 +1,4 @@
-"""From messages to tokens: a history that the session has keeps the tokens that were sampled.
+"""Messages to tokens: a history that the session has keeps the tokens that were sampled.
 
 The chat template writes all messages as text. Where the messages up to an answer of the model come
 back, and the template still writes them as it wrote them right after the answer, the text up to
@@ -151,8 +151,8 @@ class ChatTemplate:
     def find(
         self, turns: Sequence[Turn], messages: Sequence[Message], tools: Any, text: str
     ) -> Found:
-        """Where the longest history of a session lies that `messages`, rendered as `text`, go on
-        from."""
+        """Match `messages`, rendered as `text`, against the session's turns; the longest match
+        wins."""
         found, told = _longest_prompt(turns, text), digests(messages, tools)
         of_chats = [turn for turn in turns if turn.history]
         for turn in sorted(of_chats, key=lambda turn: len(turn.history), reverse=True):
@@ -343,6 +343,6 @@ def _squashed(text: str) -> str:
 
 
 def _longer(one: Found, other: Found) -> Found:
-    """The one that leaves less of the text to encode; `other`, if both leave the same, since a turn
-    may have no text."""
+    """Choose the place with less text left to encode; `other` in a tie, since a turn may have no
+    text."""
     return other if one.place is None or len(other.rest) <= len(one.rest) else one

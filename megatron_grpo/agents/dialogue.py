@@ -72,7 +72,6 @@ class Dialogue:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
         return bool(self.finish_reason)
 
     def add_turn(self, choice: Choice) -> None:

@@ -41,7 +41,7 @@ class Session:
         self.tree, self.turns = TokenTree(), list[Turn]()
         self.finish_reason = "stop"
         self.failure = ""
-        """Why it has failed; empty if it has not."""
+        """Reason of a failure; empty if it has not failed."""
         self.reward: float | None = None
         self.metrics: Mapping[str, float] = {}
         self.is_over = False

@@ -43,10 +43,10 @@ class DataParallelShard:
     """
 
     turns: list[Turn]
-    """Their microbatches list numbers of sequences; see `branches`."""
+    """Turns, whose microbatches list numbers of sequences; see `branches`."""
     columns: dict[str, list[Any] | Tensor]
-    """For each field, the values of all sequences in the order of the microbatches: a list, or
-    tensors concatenated."""
+    """Values of all sequences by field, in the order of the microbatches: a list, or tensors
+    concatenated."""
     lengths: dict[str, list[int]]
     """Lengths of the tensors that were concatenated, by field."""
 

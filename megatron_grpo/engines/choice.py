@@ -69,7 +69,7 @@ class Choice(msgspec.Struct):
         self.routed_experts = chunk.routed_experts
 
     def followed_by(self, rest: "Choice") -> "Choice":
-        """This completion, which was cut, and what was sampled after it; without their text.
+        """Join this cut completion and what was sampled after it; without their text.
 
         Neither is changed, so that another thread may read them.
         """
@@ -185,7 +185,7 @@ class Failure(msgspec.Struct):
 
     message: str
     code: int
-    """As that of an HTTP answer."""
+    """HTTP status code of the failure."""
 
 
 class Event(msgspec.Struct):

@@ -52,7 +52,7 @@ GENERATE = "/inference/v1/generate"
 ROUTES_START = "routed_experts_prompt_start"
 """The sampling parameter that asks for the routes of all tokens from that one on."""
 INDEX_TOPK = "index_topk"
-"""And the one that asks for the positions of the tokens that indexers chose: how many these are."""
+"""The sampling parameter that asks for the positions of so many tokens chosen by indexers."""
 STREAM_INTERVAL = 256
 """Tokens in a chunk of a streamed answer: at most so many of a completion are lost with its engine.
 

@@ -125,7 +125,7 @@ class ServerProcesses:
         return bool(self._engines)
 
     def end(self, url: str) -> str:
-        """How the server at `url` ended; empty while it runs or if it was not started here."""
+        """Describe the exit of the server at `url`; empty while it runs, or if started elsewhere."""
         return self._engine(url).end() if self.are_ours else ""
 
     def log_tail(self, url: str) -> str:

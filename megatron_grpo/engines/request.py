@@ -29,7 +29,7 @@ class Request:
     """
 
     body: Json
-    """For `engine.GENERATE`."""
+    """Body of a request to `engine.GENERATE`."""
     priority: int
     """Lower numbers go first, in the router's queue and at the engine."""
     stop: Sequence[str] = ()
@@ -122,6 +122,6 @@ def num_until_stop(
 
 
 def _stop_ends(text: str, stop: Sequence[str], num_seen: int = 0) -> list[int]:
-    """Where each stop string ends that is found to end after `num_seen` characters."""
+    """Ends of the stop strings in `text` that end after `num_seen` characters."""
     starts = [(text.find(each, max(0, num_seen + 1 - len(each))), len(each)) for each in stop]
     return [start + length for start, length in starts if start >= 0]

@@ -29,7 +29,7 @@ class SamplingParams:
     top_k: int = -1
     """-1: all tokens."""
     max_completion_length: int
-    """In a dialogue, with observations."""
+    """Limit of sampled tokens; in a dialogue, of observations, too."""
     stop_token_ids: Sequence[int]
     stop: Sequence[str] = ()
     router_replay: bool = False

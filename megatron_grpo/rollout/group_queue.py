@@ -77,7 +77,7 @@ class GroupQueue:
 
     @property
     def untaken(self) -> list[GroupKey]:
-        """All groups that were opened, or are to be, and that no generation has taken."""
+        """Groups that were opened, or are to be, and that no generation has taken."""
         return sorted([*self._open, *self._complete, *self.reopened])
 
     @property
@@ -91,7 +91,7 @@ class GroupQueue:
         return self._opened(((generation, 0, n) for n in range(self.size)), now)
 
     def num_missing(self, generation: int) -> int:
-        """How many groups the next round of a generation is to open; 0 while the last one goes on,
+        """Number of groups that a generation's next round is to open; 0 while the last one goes on,
         and when the generation is complete. In order only."""
         is_over = not any(key.generation == generation for key in self._open)
         missing = self.size - len(self._complete_of(generation))

@@ -28,7 +28,7 @@ FACTS_FILE = "generation.json"
 
 
 def generation_folder(run_dir: Path, generation: int) -> Path:
-    """Where the run in `run_dir` writes a generation, counted from 0."""
+    """Folder in which the run in `run_dir` writes a generation, counted from 0."""
     return run_dir / "generations" / str(generation)
 
 

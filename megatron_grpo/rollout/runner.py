@@ -283,7 +283,7 @@ class GenerationRunner(Runner):
         self._router.changed.give()
 
     async def _end_round(self, number: int) -> None:
-        """All groups of a round are scored: open the next one, if groups are missing."""
+        """Open the next round, if groups are missing; all groups of the last one are scored."""
         generation, stream = self._generations[number], self._services.stream
         generation.tally.check_failed(self._cfg.reward)
         if count := self._queue.num_missing(number):

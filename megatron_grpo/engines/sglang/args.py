@@ -234,7 +234,7 @@ def full_interval(shape: ModelShape) -> int | None:
 
 
 def _of_node(node: EngineNode) -> dict[str, Any]:
-    """Where one of several nodes finds the others."""
+    """Arguments by which one of several nodes finds the others."""
     if node.nnodes == 1:
         return {}
     address = f"[{node.master_addr}]" if ":" in node.master_addr else node.master_addr

@@ -26,7 +26,7 @@ CLASS_OF = {"kimi_k2": "deepseek_v3"}
 """Families without a class in transformers, and those whose class SGLang is to take."""
 LEFT_OUT = ("config.json", MODELOPT_FILE)
 WEIGHTS = (".safetensors", ".bin", ".index.json")
-"""How the names of files with weights end."""
+"""Endings of the names of files with weights."""
 
 
 def server_arguments(given: Sequence[str], own: Path) -> list[str]:

@@ -57,7 +57,7 @@ vLLM's default on CPUs with AMX packs a weight and deletes it, so that it could 
 ADAPTER = "policy"
 """The name by which requests choose the adapter that is pushed."""
 ADAPTER_ID = 1
-"""Its number in vLLM."""
+"""The adapter's number in vLLM."""
 
 LIMIT = "limit_mm_per_prompt"
 
