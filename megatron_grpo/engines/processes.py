@@ -125,7 +125,7 @@ class ServerProcesses:
         return bool(self._engines)
 
     def end(self, url: str) -> str:
-        """Describe the exit of the server at `url`; empty while it runs, or if started elsewhere."""
+        """Describe the exit of the server at `url`; empty while it runs or if it is not ours."""
         return self._engine(url).end() if self.are_ours else ""
 
     def log_tail(self, url: str) -> str:

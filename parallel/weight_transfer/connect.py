@@ -131,7 +131,7 @@ class Peer:
     device: torch.device
     """The device of its channels' buffers."""
     timeout: timedelta
-    """Seconds to wait for another process."""
+    """Most time to wait for another process."""
 
     def open_channels(
         self, channels: ChannelSet, receivers: Mapping[str, Worker], senders: Mapping[str, str]
