@@ -106,7 +106,7 @@ class Dialogue:
             self.finish_reason = "max_turns"
         else:
             tokens, text = turns.encode_observation(step.observation, self.completion_ids[-1])
-            if len(tokens) >= self.room:
+            if len(tokens) >= self.room:  # the model needs room for one token
                 self.finish_reason = "length"
             else:
                 self._append(tokens, [0.0] * len(tokens), False)

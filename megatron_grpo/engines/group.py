@@ -85,7 +85,7 @@ class CompletionGroup(Group):
         try:
             await self._complete.wait()
         finally:
-            for request in self._requests.values():
+            for request in self._requests.values():  # only if this was cancelled
                 request.answer.cancel()
         return self.so_far()
 

@@ -113,6 +113,7 @@ def num_until_stop(
     # The engine has not looked for a stop string in an incomplete character.
     num_seen = len(decode(begun).rstrip(INCOMPLETE)) if stop else 0
     for num_tokens in range(len(begun) + 1, len(begun) + len(rest) + 1) if stop else ():
+        # From the first token on: parts decoded each by itself may join to another text.
         text = decode([*begun, *rest][:num_tokens])
         if _stop_ends(text, stop, num_seen):
             return num_tokens

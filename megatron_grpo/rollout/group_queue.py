@@ -141,6 +141,7 @@ class GroupQueue:
     def reject(self, key: GroupKey) -> bool:
         """An open group is scored, and is to be replaced; it is `complete` instead, and False
         returned, if as many were replaced as may be."""
+        # -1: with over-sampling, groups belong to no generation until one takes them.
         generation = key.generation if self.num_wanted is None else -1
         if self.num_wanted and len(self._rejected[generation]) >= self.most_rounds * self.size:
             self.complete(key)
@@ -160,6 +161,7 @@ class GroupQueue:
             found = [*self._complete_of(generation), *sorted(self._rejected[generation])]
             return found[: self.size] if len(found) >= self.size else None
         taken: dict[int, GroupKey] = {}
+        # Oldest first: they would be the next to be dropped as too old.
         for key in sorted(self._complete, key=lambda each: (self._complete[each], each)):
             taken.setdefault(self.row_of(key), key)
         return sorted([*taken.values()][: self.size]) if len(taken) >= self.size else None
@@ -171,6 +173,7 @@ class GroupQueue:
         assert keys is not None, "it was looked at"
         rejected = self._rejected.pop(generation if self.num_wanted is None else -1, [])
         spare = self._complete_of(generation) if self.num_wanted is None else []
+        # `keys` may have rejected groups, and a widened round leaves spare ones.
         for key in {*keys, *spare} & self._complete.keys():
             del self._complete[key]
         self._rounds.pop(generation, None)

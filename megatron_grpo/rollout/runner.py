@@ -266,10 +266,10 @@ class GenerationRunner(Runner):
         try:
             samples = await group.sample(self._router)
             self._generation_of(key).end_sampling()
-            self._router.changed.give()
+            self._router.changed.give()  # `_wait` looks at the phase
             scored = attempt.scored = await self._services.scorer.score(samples, group.priority)
             attempt.ended = time.time()
-            generation = self._generation_of(key)
+            generation = self._generation_of(key)  # over-sampling: maybe a later one than above
             generation.end_scoring()
             if not generation.tally.add(scored, cfg.grpo):
                 self._queue.complete(key)
@@ -288,6 +288,7 @@ class GenerationRunner(Runner):
         generation.tally.check_failed(self._cfg.reward)
         if count := self._queue.num_missing(number):
             tried = {self._prompt(key).index for key in self._attempts if key.generation == number}
+            # A generator of its own: a resumed run must try the same prompts.
             order = Random(f"resampled {stream.seed} {number} {self._queue.round_of(number) + 1}")
             prompts = stream.others(tried, count, order)
             keys = self._queue.open_round(number, len(prompts), number)
@@ -302,8 +303,7 @@ class GenerationRunner(Runner):
             generation.end()
 
     def _wait(self, number: int, timer: PhaseTimer) -> None:
-        """Wait until a generation can be taken, in the phases that it is in: the watchdog has a
-        limit for each."""
+        """Wait for a generation, in the phases for which the watchdog has limits of their own."""
         generation = self._generations[number]
 
         def is_ready() -> bool:
