@@ -130,22 +130,13 @@ def product_files() -> Iterable[Path]:
 
 RIDDLES = re.compile(r"(That|Those|What|Which|Of|Whose|The same)\b")
 """A docstring's first words that stand in the place of the field's noun."""
-NOT_YET_REWRITTEN = (
-    *(f"megatron_grpo/{room}/" for room in ("rollout", "engines", "agents", "environments")),
-    *(f"megatron_grpo/{room}/" for room in ("workers", "launch", "watchdog", "batch")),
-    *(f"megatron_grpo/{room}/" for room in ("checkpoints", "engine_weights")),
-    "megatron_grpo/weight_",
-    "parallel/weight_transfer/",
-)
-"""Rooms that this check still exempts: take out each as soon as its docstrings pass."""
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun_of_the_field() -> None:
     for file in product_files():
         name = str(file.relative_to(ROOT))
-        if not name.startswith(NOT_YET_REWRITTEN):
-            for line, text in docstrings(file):
-                assert not RIDDLES.match(text), f"{name}:{line}: {text.splitlines()[0]}"
+        for line, text in docstrings(file):
+            assert not RIDDLES.match(text), f"{name}:{line}: {text.splitlines()[0]}"
 
 
 def docstrings(file: Path) -> Iterable[tuple[int, str]]:

@@ -132,7 +132,7 @@ async def _ask_nobody() -> None:
 
 
 def variables_of(url: str, key: str) -> dict[str, str]:
-    """What tells the clients of both APIs where to ask."""
+    """Environment variables that OpenAI's and Anthropic's clients read."""
     return {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": key,
@@ -193,7 +193,7 @@ def run_command(command: list[str], variables: Mapping[str, str], row: Mapping[s
 
 
 def checked(told: Any) -> dict[str, Any]:
-    """What an agent told: a reward, or an object with `reward` and `metrics`, numbers by name.
+    """Check an agent's result: a reward, or an object with `reward` and `metrics`, numbers by name.
 
     Raises ValueError for anything else.
     """
@@ -224,7 +224,7 @@ class _Tail:
         self._thread.start()
 
     def lines(self) -> str:
-        """All that is kept, once the stream is closed or no longer read."""
+        """Kept lines, once the stream is closed or no longer read."""
         self._thread.join(1.0)  # a process that it has left behind may hold it open
         return b"".join([*self._lines]).decode(errors="replace")
 

@@ -103,7 +103,7 @@ def answer(turn: Answered, model: str, name: str) -> Json:
 
 
 def events(turn: Answered, model: str, name: str) -> Iterator[Json]:
-    """The same as a stream, one delta for each block."""
+    """Stream the `answer` as events, one delta for each block."""
     whole = answer(turn, model, name)
     usage = whole["usage"]
     begun = {**whole, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}

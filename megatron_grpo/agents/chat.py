@@ -1,4 +1,4 @@
-"""From messages to tokens: a history that the session has keeps the tokens that were sampled.
+"""Messages to tokens: a history that the session has keeps the tokens that were sampled.
 
 The chat template writes all messages as text. Where the messages up to an answer of the model come
 back, and the template still writes them as it wrote them right after the answer, the text up to
@@ -68,15 +68,15 @@ class Turn:
     """Digests of the request's messages and its tools; see `digests`."""
     answer: Message
     prompt_text: Start
-    """What the template wrote for the request, or the prompt of a text completion."""
+    """The rendered request, or the prompt of a text completion."""
     text: str
-    """What was sampled, without special tokens."""
+    """Sampled text without special tokens."""
     prompt: Place
     end: Place
     """Where its prompt and its last token end in the session's tree."""
     last_token: int
     roles: tuple[str, ...] = ()
-    """Of the request's messages since the last answer in it."""
+    """Roles of the request's messages after its last answer."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class ChatTemplate:
     tokenizer: "PreTrainedTokenizerBase"
     variables: Mapping[str, Any]
     end: str
-    """What the template writes at the end of a turn, which is one token; empty if nothing."""
+    """Text of the template's end-of-turn token; empty if it writes none."""
     ends: frozenset[int]
     """Tokens after which a turn has ended: the template's, or the model's own."""
     end_tokens: frozenset[int]
@@ -151,8 +151,8 @@ class ChatTemplate:
     def find(
         self, turns: Sequence[Turn], messages: Sequence[Message], tools: Any, text: str
     ) -> Found:
-        """Where the longest history of a session lies that `messages`, rendered as `text`, go on
-        from."""
+        """Match `messages`, rendered as `text`, against the session's turns; the longest match
+        wins."""
         found, told = _longest_prompt(turns, text), digests(messages, tools)
         of_chats = [turn for turn in turns if turn.history]
         for turn in sorted(of_chats, key=lambda turn: len(turn.history), reverse=True):
@@ -166,7 +166,7 @@ class ChatTemplate:
         return found
 
     def find_text(self, turns: Sequence[Turn], text: str) -> Found:
-        """The same for a prompt that is a text."""
+        """Match a text prompt against the session's turns; the longest match wins."""
         found = _longest_prompt(turns, text)
         for turn in turns:
             length, end = turn.prompt_text.length, turn.end
@@ -177,7 +177,7 @@ class ChatTemplate:
         return found
 
     def _after(self, turn: Turn, history: Sequence[Message], tools: Any, text: str) -> str | None:
-        """What `text` has after the turn's last token; None if the history is another by now."""
+        """Remainder of `text` after the turn's last token; None if its history was rewritten."""
         told = self.render(history, tools, is_asked=False)
         if not (text.startswith(told) and turn.prompt_text.begins(told)):
             return None
@@ -343,6 +343,6 @@ def _squashed(text: str) -> str:
 
 
 def _longer(one: Found, other: Found) -> Found:
-    """The one that leaves less of the text to encode; `other`, if both leave the same, since a turn
-    may have no text."""
+    """Choose the place with less text left to encode; `other` in a tie, since a turn may have no
+    text."""
     return other if one.place is None or len(other.rest) <= len(one.rest) else one

@@ -63,7 +63,7 @@ class Dialogue:
     """Version of the weights and number of tokens of each part; an observation counts as of the
     turn before it."""
     routes: list[np.ndarray] = field(default_factory=list)
-    """Of each turn, those of the tokens that were new to the engine."""
+    """Routes that each turn adds, from the first token without one on."""
     step_rewards: list[tuple[int, float]] = field(default_factory=list)
     finish_reason: str = ""
     """Empty until the dialogue ends."""
@@ -72,7 +72,6 @@ class Dialogue:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
         return bool(self.finish_reason)
 
     def add_turn(self, choice: Choice) -> None:
@@ -107,7 +106,7 @@ class Dialogue:
             self.finish_reason = "max_turns"
         else:
             tokens, text = turns.encode_observation(step.observation, self.completion_ids[-1])
-            if len(tokens) >= self.room:
+            if len(tokens) >= self.room:  # the model needs room for one token
                 self.finish_reason = "length"
             else:
                 self._append(tokens, [0.0] * len(tokens), False)

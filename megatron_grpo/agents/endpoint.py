@@ -74,7 +74,7 @@ class Endpoint:
         self._parse, self._model, self._tasks = parse, model, tasks
         self._sessions: dict[str, Session] = {}
         self.url = ""
-        """Its address, without /v1, once it is started."""
+        """Address without /v1, once it is started."""
 
     def admit(self, session: Session) -> str:
         """The key with which the requests of this session come."""

@@ -157,7 +157,7 @@ class Instance:
     key: int
 
     def reset(self, prompt: str, columns: Mapping[str, Any], seed: int) -> Future[str | None]:
-        """Its first observation, or None. `seed` seeds the random generators of its process."""
+        """Get the first observation, or None. `seed` seeds the random generators of its process."""
         return self.pool.call("reset", self.key, seed, prompt, dict(columns))
 
     def run_episode(
@@ -167,7 +167,7 @@ class Instance:
         return self.pool.call("reset", self.key, seed, prompt, dict(columns))
 
     def step(self, text: str, **turn: Any) -> "Future[list[Any]]":
-        """Its answer to a turn of the model: the fields of a `Step`.
+        """Answer a turn of the model with the fields of a `Step`.
 
         `turn` has the values that the class may ask for besides the text (`worker.TURN`).
         """

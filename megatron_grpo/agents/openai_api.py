@@ -29,7 +29,7 @@ FIELDS: Mapping[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks for, of either route.
+    """Fields of a request that have an effect, on either route.
 
     How tokens are sampled is the run's and not the request's: the trainer must know. So
     `temperature`, `top_p`, `top_k`, `seed` and `model` have no effect.
@@ -151,7 +151,7 @@ class Route(NamedTuple):
     def stream(
         self, turns: Sequence[Answered], model: str, name: str, asked: Asked
     ) -> Iterator[Json]:
-        """The same as a stream; a turn comes whole, as it is parsed when all of it is there."""
+        """Stream the `answer`; a turn comes whole, as it is parsed at its end."""
         frame = _frame(self.chunk_kind, model, name)
         for index, turn in enumerate(turns):
             for choice in self.chunks(index, turn):

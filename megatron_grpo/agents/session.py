@@ -41,7 +41,7 @@ class Session:
         self.tree, self.turns = TokenTree(), list[Turn]()
         self.finish_reason = "stop"
         self.failure = ""
-        """Why it has failed; empty if it has not."""
+        """Reason of a failure; empty if it has not failed."""
         self.reward: float | None = None
         self.metrics: Mapping[str, float] = {}
         self.is_over = False
@@ -154,6 +154,7 @@ class Session:
         template = self.template
         if found.place is not None:
             return found.place, template.encode(found.rest) if found.rest else []
+        # No turn's text matches, but its tokens may: the rewritten part begins a branch.
         ids = template.encode(found.rest)
         place = self.tree.shared(ids)
         if place is None:
@@ -210,6 +211,7 @@ class Session:
             context = context[place.length if place else 0 :]
         end = self.tree.add(place, context, text, choice)
         if self._params.has_routes:
+            # Another request may have added routes since this one asked for its own.
             num_new = end.length - 1 - self.tree.num_routed(end)
             self.tree.add_routes(end, choice.routes[len(choice.routes) - num_new :])
         if choice.finish_reason == "length" and end.length == self._longest:
@@ -229,7 +231,7 @@ class Session:
         found = []
         for branch in self.tree.branches:
             routes = np.concatenate(branch.routes)
-            last = np.zeros_like(routes[:1])
+            last = np.zeros_like(routes[:1])  # the engine never computed a branch's last token
             own = routes if branch.root is None else routes[branch.first :]
             found += [own, last]
         return np.concatenate(found[:-1])

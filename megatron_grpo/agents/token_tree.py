@@ -26,10 +26,10 @@ class Place(NamedTuple):
 
 @dataclass
 class Sampled:
-    """What one branch has beside its tokens; each list is parallel to its own ones."""
+    """One branch of the tree; `logprobs` and `loss_mask` are those of the path after `first`."""
 
     root: Place | None
-    """Where it leaves another branch; None for the first."""
+    """Fork from another branch; None for the first."""
     first: int
     """Length of the path before its own tokens: of the first branch, the prompt."""
     path: "array[int]"
@@ -127,7 +127,7 @@ class TokenTree:
         return tuple(found)
 
     def _bounds(self, place: Place, starts: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Where the path to a place lies in the prompt and all branches' own tokens."""
+        """Ranges of the path to a place, in the prompt and all branches' own tokens end to end."""
         branch = self.branches[place.branch]
         if branch.root is None:
             return ((0, place.length),) if place.length else ()

@@ -78,9 +78,9 @@ class Tools:
         self._sandbox = sandbox or Sandbox()
         self._calls: dict[str, Call] = {}
         self.schemas: list[Json] = []
-        """How the model is told of them, in OpenAI's form."""
+        """Schemas of all tools for the chat template, in OpenAI's form."""
         self.metrics: dict[str, float] = defaultdict(float)
-        """Of each tool, its calls, how many of them failed, and their seconds."""
+        """Calls, failed calls and seconds of each tool."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> "Tools":
@@ -222,7 +222,7 @@ async def _run(function: Callable[..., Any], /, **arguments: Any) -> Any:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """In a thread: a GeneratorExit that a future brought would end the whole conversation."""
+    """Return errors in a thread: a future's GeneratorExit would end the whole conversation."""
     try:
         return call(), None
     except BaseException as error:
@@ -264,7 +264,7 @@ async def _ask_server(client: Any, name: str, /, **arguments: Any) -> str:
 
 @cache
 def python_schema() -> Json:
-    """How the model is told of the tool `python`."""
+    """Schema of the tool `python`, in OpenAI's form."""
     return schema_of(python_tool(Sandbox()), PYTHON)
 
 

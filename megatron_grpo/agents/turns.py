@@ -1,4 +1,4 @@
-"""How what an environment says becomes tokens between the turns of the model."""
+"""Observations as tokens between the turns of the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -232,7 +232,7 @@ def on_policy_mask(
     sequences: SequenceMeans,
     threshold: float,
 ) -> Tensor:
-    """Which tokens [K] to keep: all but those of negative advantage in off-policy sequences.
+    """Tokens [K] to keep: all but those of negative advantage in off-policy sequences.
 
     A sequence is off-policy if the mean of ``sampling_logprobs - logprobs`` over its tokens exceeds
     `threshold`: DeepSeek-V3.2, arXiv 2512.02556, eq. 9. `sampling_logprobs` [K] are the engine's.

@@ -43,10 +43,10 @@ class DataParallelShard:
     """
 
     turns: list[Turn]
-    """Their microbatches list numbers of sequences; see `branches`."""
+    """Turns, whose microbatches list numbers of sequences; see `branches`."""
     columns: dict[str, list[Any] | Tensor]
-    """For each field, the values of all sequences in the order of the microbatches: a list, or
-    tensors concatenated."""
+    """Values of all sequences by field, in the order of the microbatches: a list, or tensors
+    concatenated."""
     lengths: dict[str, list[int]]
     """Lengths of the tensors that were concatenated, by field."""
 
@@ -98,7 +98,7 @@ class DataParallelShard:
     def with_images(
         self, found: Mapping[PromptSources | None, PromptImages]
     ) -> "DataParallelShard":
-        """The same with its images read: what is `found` of each of its `sources`."""
+        """Replace each of the `sources` by its images in `found`."""
         images = [each if each is None else found[each] for each in self.columns["images"]]
         return replace(self, columns=self.columns | {"images": images})
 
@@ -202,7 +202,7 @@ def _routes(samples: list[Sample]) -> list[Tensor | None]:
 
 
 def _response_mask(experience: Experience, i: int, cfg: Config) -> Tensor:
-    """Which tokens of completion `i` enter the loss: none if it is filtered or has no reward."""
+    """Loss mask of completion `i`: all zero if it is filtered or has no reward."""
     sample = experience.samples[i]
     is_overlong = cfg.grpo.overlong_filter and sample.finish_reason == "length"
     counts = not is_overlong and not bool(experience.totals[i].isnan())
@@ -210,7 +210,7 @@ def _response_mask(experience: Experience, i: int, cfg: Config) -> Tensor:
 
 
 Minibatches = list[list[PackedBatch]]
-"""What one data-parallel rank trains on: its microbatches for each optimizer step."""
+"""Microbatches of one data-parallel rank, for each optimizer step."""
 
 
 def distribute(

@@ -180,8 +180,8 @@ def branch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def source_metrics(experience: Experience) -> dict[str, float]:
-    """For each source of the data, its share of the completions, and the means of rewards (without
-    failed ones), sampled tokens and turns."""
+    """Share of the completions by source of the data, and means of rewards (without failed ones),
+    sampled tokens and turns."""
     totals = experience.totals.tolist()
     metrics: dict[str, float] = {}
     for name in sorted({sample.prompt.source for sample in experience.samples}):

@@ -139,7 +139,7 @@ class Checkpoints:
     def load_experience(
         self, step: int, prompts: Sequence[Prompt], prefix: str
     ) -> Experience | None:
-        """What the checkpoint of `step` has in files of this prefix: see `write_experience`."""
+        """Read what `write_experience` put into the checkpoint of `step` under this prefix."""
         return read_experience(folders.step_folder(self._folder, step), prompts, prefix)
 
     def save(self, state: TrainerState, experiences: Mapping[str, Experience | None]) -> None:

@@ -66,7 +66,7 @@ def checkpoint_at(path: Path) -> Path:
 
 
 def instead_of(checkpoint: Path) -> str:
-    """What to do if `train.init_from` cannot use `checkpoint`, with the newest other of its run."""
+    """Advice if `train.init_from` cannot use `checkpoint`: the newest other of its run."""
     others = _steps(checkpoint.parent) - {step_in(checkpoint)}
     other = (
         f"another checkpoint, such as {step_folder(checkpoint.parent, max(others))}"

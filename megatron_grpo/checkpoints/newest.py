@@ -92,7 +92,7 @@ def load_start(init_from: Path, policy: Policy) -> None:
 
 
 def _from_rank_0(find: Callable[[], T]) -> T:
-    """What `find` returns on rank 0, on all ranks; raises its ValueError on all. Collective."""
+    """Broadcast rank 0's result of `find`; raises its ValueError on all ranks. Collective."""
     found: list[T] = []
     raise_first_failure(lambda: found.append(find()) if dist.get_rank() == 0 else None, ValueError)
     dist.broadcast_object_list(shared := [found])

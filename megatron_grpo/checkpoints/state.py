@@ -76,7 +76,7 @@ def _parts_of(model: Model, tensors: Mapping[str, Tensor], prefix: str) -> list[
 
 
 def weight_layout(model: Model) -> Layout:
-    """Which boxes of a checkpoint's tensors the parameters are, according to Megatron-Core.
+    """Boxes of the parameters in a checkpoint's tensors, according to Megatron-Core.
 
     Local names are those of `Model.parameters`. Shapes have leading dimensions of size 1, along
     which a checkpoint stacks layers and experts.
@@ -111,7 +111,7 @@ def optimizer_parts(policy: Policy) -> list[StatePart]:
 
 
 def chained_optimizers(policy: Policy) -> list[Any]:
-    """Those that Megatron chains, of the policy and of its layer for multi-token prediction."""
+    """Optimizers that Megatron chains, for the policy and its multi-token prediction layer."""
     optimizers = [policy.optimizer, *([policy.mtp.optimizer] if policy.mtp else ())]
     chained = [part for optimizer in optimizers for part in optimizer.chained_optimizers]
     return [part for part in chained if part.optimizer is not None]  # None has no parameters
@@ -132,7 +132,7 @@ def object_names(policy: Policy) -> list[str]:
 
 
 def parts_saved(policy: Policy, reference: Reference | None) -> list[StatePart]:
-    """All parts of a rank's tensors that a checkpoint holds."""
+    """Parts of a rank's tensors that a checkpoint holds."""
     parts = weight_parts(policy) + optimizer_parts(policy)
     if reference is not None and reference.averaged_weights:  # it follows the policy
         parts += _parts_of(reference, reference.averaged_weights, REFERENCE)

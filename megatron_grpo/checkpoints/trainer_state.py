@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides Megatron's state: the run's progress and its random states."""
+"""The run's progress and random states, which a checkpoint holds besides Megatron's state."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -81,7 +81,7 @@ class TrainerState:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What is saved of a run besides its tensors and samples."""
+    """Contents of `trainer.json`."""
 
     state: TrainerState
     layout: ParallelDims

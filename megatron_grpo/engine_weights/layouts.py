@@ -289,8 +289,8 @@ def _num_quantized(model: QuantizedModel, ending: str) -> int:
 
 
 def num_copied_latents(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> int:
-    """In how many layers workers have the weights that project latents up once more, for decode
-    steps. In vLLM these are views of weights that are not quantised."""
+    """Number of layers whose up-projections of latents workers hold twice, for decode steps.
+    In vLLM these are views of weights that are not quantised."""
     if shape.latent is None or (rollout.engine, rollout.quantization) == ("vllm", "none"):
         return 0
     if rollout.engine != "vllm" or not rollout.quantization_ignore:

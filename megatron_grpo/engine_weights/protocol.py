@@ -45,13 +45,12 @@ class PushState:
     sums: Mapping[str, int] = field(default_factory=dict)
     """Checksums of all parameters, by name, once that push is loaded."""
     error: str = ""
-    """Why it was not loaded, or why there are no channels to receive it."""
+    """Reason why it was not loaded, or why there are no channels to receive it."""
     held: str = ""
     """The push whose weights the worker holds; empty before the first and while one is open."""
 
     def use_channels(self, channels: str) -> None:
-        """From now on weights come only over `channels`; this ends an open push over other
-        channels."""
+        """Receive weights over `channels` alone from now on; ends an open push over others."""
         self.channels = channels
         self.push, self.is_loaded, self.held = "", False, ""
 
@@ -74,7 +73,7 @@ class PushState:
         self.is_loaded, self.sums = True, sums
 
     def finish_push(self, push: str) -> None:
-        """From now on the weights count as those of `push`, if it is the last and is loaded."""
+        """Count the weights as those of `push`, if it is the last and is loaded."""
         if push == self.push and self.is_loaded:
             self.held = push
 

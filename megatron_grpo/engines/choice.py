@@ -1,4 +1,4 @@
-"""What an engine answers to a request for a completion."""
+"""An engine's answer to a request for a completion."""
 
 import io
 from typing import Annotated
@@ -9,7 +9,7 @@ import numpy as np
 CUT = "abort"
 """`finish_reason` of a completion that an engine gave up."""
 NOT_FINITE = -9999.0
-"""What an engine sends instead of a log-probability that is not finite."""
+"""Substitute that engines send for a log-probability that is not finite."""
 
 
 class Token(msgspec.Struct, gc=False):
@@ -69,7 +69,7 @@ class Choice(msgspec.Struct):
         self.routed_experts = chunk.routed_experts
 
     def followed_by(self, rest: "Choice") -> "Choice":
-        """This completion, which was cut, and what was sampled after it; without their text.
+        """Join this cut completion and what was sampled after it; without their text.
 
         Neither is changed, so that another thread may read them.
         """
@@ -122,7 +122,7 @@ class Choice(msgspec.Struct):
 
 
 def smallest(routes: np.ndarray) -> np.ndarray:
-    """The same numbers in the smallest type of `Choice.routes`."""
+    """Cast to the smallest type that holds all numbers: uint8, int16 or int32."""
     least, most = routes.min(initial=0), routes.max(initial=0)
     limits = [np.iinfo(each) for each in (np.uint8, np.int16, np.int32)]
     return routes.astype(
@@ -131,11 +131,10 @@ def smallest(routes: np.ndarray) -> np.ndarray:
 
 
 def fault_of_chosen(routes: np.ndarray, start: int, index_topk: int) -> str:
-    """What is wrong with the tokens that indexers chose for those from `start` on; empty if all lie
-    before the token, or are itself.
+    """Describe the first fault of the tokens chosen by indexers, from position `start` on.
 
-    A token with no more than `index_topk` before it attends to all of them, and what is returned of
-    it is not looked at.
+    Empty if each token has chosen itself and earlier ones only. Rows of the first `index_topk`
+    positions are not read: these tokens attend to all before them.
     """
     if routes.ndim != 3 or routes.shape[2] < index_topk:
         return (
@@ -169,13 +168,13 @@ class Answer(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """What an engine streams of a completion; the fields are those of vLLM's."""
+    """Part of a streamed completion; vLLM's names of fields."""
 
     token_ids: list[int]
     logprobs: Logprobs
     text: str
     weight_versions: list[WeightVersion]
-    """Of all tokens so far."""
+    """Versions of all tokens so far."""
     finish_reason: str | None
     """None before the last chunk."""
     routed_experts: bytes | None = None
@@ -186,7 +185,7 @@ class Failure(msgspec.Struct):
 
     message: str
     code: int
-    """As that of an HTTP answer."""
+    """HTTP status code of the failure."""
 
 
 class Event(msgspec.Struct):

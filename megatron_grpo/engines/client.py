@@ -279,7 +279,7 @@ async def _describe(engine: Engine) -> list[EngineReport]:
 def meanwhile(
     engines: RolloutClient | None, action: Callable[[RolloutClient, Callable[[], bool]], None]
 ) -> Iterator[None]:
-    """On rank 0, which holds `engines`, run `action` on them concurrently with the block.
+    """Run `action` on rank 0's `engines` concurrently with the block.
 
     `action` gets a function that tells whether the block is still running. Its error replaces that
     of the block, which sees only a broken channel when an engine dies.

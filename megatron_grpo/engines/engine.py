@@ -52,7 +52,7 @@ GENERATE = "/inference/v1/generate"
 ROUTES_START = "routed_experts_prompt_start"
 """The sampling parameter that asks for the routes of all tokens from that one on."""
 INDEX_TOPK = "index_topk"
-"""And the one that asks for the positions of the tokens that indexers chose: how many these are."""
+"""The sampling parameter that asks for the positions of so many tokens chosen by indexers."""
 STREAM_INTERVAL = 256
 """Tokens in a chunk of a streamed answer: at most so many of a completion are lost with its engine.
 
@@ -88,7 +88,7 @@ class Engine:
     health_timeout: float
     """Seconds without an answer to a health probe, after which it counts as hung."""
     stall_timeout: float
-    """The same without a sign of progress."""
+    """Seconds without a sign of progress, after which it counts as hung."""
     serves_adapter: bool = False
     """Whether its weights stay as they were loaded, and pushes are of an adapter."""
     keeps_caches: bool = False
@@ -189,7 +189,7 @@ class Engine:
                 )
 
     async def counts(self, limit: float | None = None) -> Counts:
-        """What the engine has counted since its start, told within `limit` seconds."""
+        """Read the engine's counters since its start, within `limit` seconds."""
         page = await self.metrics(limit)
         return Counts(**{name: sum(map(float, COUNTS[name].findall(page))) for name in COUNTS})
 

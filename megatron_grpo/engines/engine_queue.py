@@ -108,6 +108,7 @@ class EngineQueue:
         requests. Errors are raised by `serve`."""
         await self.has_started_or_failed.wait()
         if self._is_working:
+            # Not awaited itself: that would raise here, and `serve` is to raise it.
             await asyncio.wait([self._in_group(self._check_push)])
         self._next_version, self._is_held = next_version, True
 
@@ -225,7 +226,7 @@ class EngineQueue:
         try:
             return await self._engine.complete(
                 request.rest,
-                lambda: range(first, self._next_version + 1),
+                lambda: range(first, self._next_version + 1),  # pushes since then add versions
                 self._is_over.is_set,
                 begun,
             )

@@ -85,7 +85,7 @@ class CompletionGroup(Group):
         try:
             await self._complete.wait()
         finally:
-            for request in self._requests.values():
+            for request in self._requests.values():  # only if this was cancelled
                 request.answer.cancel()
         return self.so_far()
 
@@ -152,7 +152,7 @@ async def features_of(prompts: Sequence[Prompt]) -> dict[PromptSources | None, J
 async def sample_alone(
     router: RequestRouter, sampling: "Sequence[asyncio.Task[list[Sample]]]", policy_version: int
 ) -> list[Sample]:
-    """All samples of groups, in their order, made while the engines do nothing else.
+    """Make all samples of groups, in their order, while the engines do nothing else.
 
     Raises the first failure. After NoServingEngine, a call with the same tasks continues.
     """

@@ -40,15 +40,15 @@ TERMINATE_SECONDS = 10.0
 
 
 class JoinedEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the file of an engine says."""
+    """Contents of an engine's file in the folder."""
 
     url: str
     settings: dict[str, Any]
-    """Those of `settings_of`."""
+    """Settings as returned by `settings_of`."""
 
 
 def settings_of(model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig) -> dict[str, Any]:
-    """What all engines of a run must have in common, by name, as JSON.
+    """Settings that all engines of a run must share, by name, as JSON.
 
     The shapes and dtypes of their weights are compared as well, before a push.
     """

@@ -24,9 +24,9 @@ class State(Enum):
     STALE = auto()
     """Healthy, waiting for a push."""
     DOWN = auto()
-    """It died, hung or failed, and has not answered again yet."""
+    """Dead, hung or failed, and has not answered again yet."""
     GIVEN_UP = auto()
-    """It was lost too often."""
+    """Lost too often."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class EngineRecord:
     url: str
     state: State = State.STALE
     reason: str = "has not received weights yet"
-    """Why it does not serve, if it does not."""
+    """Reason why it does not serve, if it does not."""
     is_missed: bool = False
     """Whether it was lost or left out since it last served."""
     num_recent_losses: int = 0
@@ -44,9 +44,9 @@ class EngineRecord:
     num_losses: int = 0
     """Losses in all."""
     since: float = field(default_factory=running_time)
-    """When it was last started or lost."""
+    """Time of its last start or loss."""
     file_changed: int = 0
-    """When the file of an engine that has joined changed; see `JoinFolder.joined`."""
+    """Time of the last change of a joined engine's file; see `JoinFolder.joined`."""
     unanswered: int = 0
     """`file_changed` when it was last asked in vain whether it answers."""
 
@@ -88,7 +88,7 @@ class EnginePool:
 
     @property
     def starting(self) -> list[tuple[str, int]]:
-        """The same of each engine that was lost, and may be starting again."""
+        """Address and number of losses of each engine that may be starting again."""
         down = map(self._records.__getitem__, self._urls_in(State.DOWN))
         return [self.life(record.url) for record in down if not self._is_late(record)]
 

@@ -72,7 +72,7 @@ class ServerProcesses:
     """
 
     kind = "rollout engine"
-    """What messages call a server."""
+    """A server's name in messages."""
 
     def __init__(self, base_urls: tuple[str, ...], log_dir: Path) -> None:
         self.base_urls = base_urls
@@ -91,7 +91,7 @@ class ServerProcesses:
 
     @property
     def awaited(self) -> str:
-        """What `wait_ready` waits for."""
+        """Servers that `wait_ready` waits for, as messages name them."""
         if self.are_ours:
             return f"{self.kind}s start, logs in {self._log_dir}"
         return f"{self.kind}s at {', '.join(self.base_urls)}"
@@ -125,7 +125,7 @@ class ServerProcesses:
         return bool(self._engines)
 
     def end(self, url: str) -> str:
-        """How the server at `url` ended; empty while it runs or if it was not started here."""
+        """Describe the exit of the server at `url`; empty while it runs or if it is not ours."""
         return self._engine(url).end() if self.are_ours else ""
 
     def log_tail(self, url: str) -> str:

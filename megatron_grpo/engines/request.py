@@ -12,7 +12,7 @@ Decode = Callable[[Sequence[int]], str]
 """The text of sampled tokens, without special ones."""
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What an incomplete character is decoded to."""
+"""Decoded text of an incomplete character."""
 
 
 def _new_answer() -> "asyncio.Future[tuple[Choice, str]]":
@@ -29,7 +29,7 @@ class Request:
     """
 
     body: Json
-    """For `engine.GENERATE`."""
+    """Body of a request to `engine.GENERATE`."""
     priority: int
     """Lower numbers go first, in the router's queue and at the engine."""
     stop: Sequence[str] = ()
@@ -113,6 +113,7 @@ def num_until_stop(
     # The engine has not looked for a stop string in an incomplete character.
     num_seen = len(decode(begun).rstrip(INCOMPLETE)) if stop else 0
     for num_tokens in range(len(begun) + 1, len(begun) + len(rest) + 1) if stop else ():
+        # From the first token on: parts decoded each by itself may join to another text.
         text = decode([*begun, *rest][:num_tokens])
         if _stop_ends(text, stop, num_seen):
             return num_tokens
@@ -122,6 +123,6 @@ def num_until_stop(
 
 
 def _stop_ends(text: str, stop: Sequence[str], num_seen: int = 0) -> list[int]:
-    """Where each stop string ends that is found to end after `num_seen` characters."""
+    """Ends of the stop strings in `text` that end after `num_seen` characters."""
     starts = [(text.find(each, max(0, num_seen + 1 - len(each))), len(each)) for each in stop]
     return [start + length for start, length in starts if start >= 0]

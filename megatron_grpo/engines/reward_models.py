@@ -50,8 +50,8 @@ MOST_TOGETHER = 0.95
 """Maximum fraction of a GPU for an engine and a reward model together: the CUDA context of each,
 0.6 to 1.1 GB, is outside of its share, and vLLM starts only where its share is free."""
 MOST_BESIDE_SGLANG = 0.85
-"""The same beside an engine of SGLang, whose share is for weights and cache: activations, CUDA
-graphs and buffers come on top."""
+"""Maximum fraction beside an engine of SGLang, whose share excludes activations, CUDA graphs and
+buffers."""
 
 
 class RewardModels(ServerProcesses):
@@ -102,7 +102,7 @@ class RewardModels(ServerProcesses):
 
     @property
     def awaited(self) -> str:
-        """What `restart_dead` waits for the first time; empty if there is nothing to wait for."""
+        """Servers that the first `restart_dead` waits for, as messages name them; empty if none."""
         return super().awaited if self.are_ours and not self._is_ready else ""
 
     def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:

@@ -59,7 +59,7 @@ class RequestRouter:
         self._queues: dict[str, EngineQueue] = {}
         self._lives: dict[str, tuple[str, int]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Of each engine that is not lost, by address."""
+        """Calls of `_serve` by address, one for each engine that is not lost."""
         self._is_held = self._is_feeding = False
         self._guard: asyncio.Task[None] | None = None
 
@@ -157,6 +157,7 @@ class RequestRouter:
 
         Soon, not now: all that is submitted at the same time is dealt in order of priority.
         """
+        # The batch number breaks ties: lists of requests cannot be compared.
         heappush(self._waiting, (requests[0].priority, requests[0].batch, [*requests]))
         if not self._is_feeding:
             self._is_feeding = True
@@ -174,7 +175,7 @@ class RequestRouter:
         if self._is_held or not queues:
             return None
         if len(queues) == 1:
-            return queues[0]
+            return queues[0]  # without regard to its room, whose figure depends on timing
         best = max(queues, key=lambda queue: queue.room)
         return best if best.room > 0 else None
 
@@ -190,7 +191,7 @@ class RequestRouter:
         try:
             await queue.serve(self._client.engine(url))
         except EngineStale as error:
-            if not self._is_held:
+            if not self._is_held:  # a push marks its engines itself
                 pool.mark_stale(url, str(error))
         except (EngineDown, TimeoutError) as error:  # late with an answer other than completions
             if not self._is_held:
@@ -198,14 +199,15 @@ class RequestRouter:
         except Exception as error:  # of any kind: who waits must learn of it
             failure = error
         finally:
-            queue.has_started_or_failed.set()
+            queue.has_started_or_failed.set()  # or a push would wait for this engine forever
             del self._queues[url], self._lives[url], self._tasks[url]
+            # One entry for each batch: its requests share a prompt, which one engine caches.
             left = sorted(filter(lambda each: each.is_open, queue.open), key=_batch)
             for _, requests in groupby(left, key=_batch):
                 self._enqueue([*requests])
         if failure:
             self._fail(failure)
-        elif not queue.is_aborted:
+        elif not queue.is_aborted:  # after `abort`, having no engine is no failure
             self._fail_if_alone()
 
     def _fail_if_alone(self) -> None:
@@ -214,6 +216,7 @@ class RequestRouter:
             self._fail(NoServingEngine(f"no rollout engine serves:\n{report}"))
 
     def _fail(self, failure: Exception) -> None:
+        # The first failure is the cause of later ones; Preempted is for good, so it replaces any.
         if self.failure is None or isinstance(failure, Preempted):
             self.failure = failure
         for queue in self._queues.values():

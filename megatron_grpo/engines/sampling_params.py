@@ -1,4 +1,4 @@
-"""What a generation asks of the engines."""
+"""Sampling parameters of a generation, and the requests made from them."""
 
 from base64 import b64encode
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class SamplingParams:
     top_k: int = -1
     """-1: all tokens."""
     max_completion_length: int
-    """In a dialogue, with observations."""
+    """Limit of sampled tokens; in a dialogue, of observations, too."""
     stop_token_ids: Sequence[int]
     stop: Sequence[str] = ()
     router_replay: bool = False
@@ -90,7 +90,7 @@ class SamplingParams:
 
 
 def image_features(images: "PromptImages") -> Json:
-    """What vLLM 0.32 takes in the place of images: the patches of each, and where its tokens are.
+    """Encode images for vLLM 0.32: the patches of each, and the places of its tokens.
 
     Like ``vllm.entrypoints.scale_out.token_in_token_out.mm_serde``: MessagePack in base64. Bytes
     are scaled and shifted on the engine's device, as by its ``mm_device_do_normalize``. The engine

@@ -29,7 +29,7 @@ PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STDOUT, STDERR = 1, 2
 
 SPINNER_END = "\r\033[2K\033[?25h"
-"""On a terminal, clears the line of a spinner and shows the cursor, which it has hidden."""
+"""Escape codes that clear a spinner's line, and show the cursor that it has hidden."""
 
 START_SIGNALS = {signal.SIGINT, *PREEMPTION_SIGNALS}
 """Signals that wait while the process that starts a run becomes its torchrun."""
@@ -37,7 +37,7 @@ START_SIGNALS = {signal.SIGINT, *PREEMPTION_SIGNALS}
 
 @contextmanager
 def exit_when_preempted() -> Iterator[None]:
-    """In the block, the signals end this process with EXIT_PREEMPTED: there is nothing to save."""
+    """Let the signals exit with EXIT_PREEMPTED in the block: there is nothing to save."""
     before = {
         number: signal.signal(number, lambda _, frame: _end(EXIT_PREEMPTED, frame))
         for number in PREEMPTION_SIGNALS
@@ -50,7 +50,7 @@ def exit_when_preempted() -> Iterator[None]:
 
 
 def exit_when_interrupted(text: Callable[[], str] | None) -> None:
-    """From now on Ctrl-C prints the line `text()` and ends this process, closing what is open.
+    """Let Ctrl-C print the line `text()` and end this process, closing what is open.
 
     None: it ends at once, without a word. Nothing changes where it was started to ignore Ctrl-C.
     """
@@ -68,7 +68,7 @@ def exit_when_interrupted(text: Callable[[], str] | None) -> None:
 
 
 def _end(code: int, frame: FrameType | None, line: str = "") -> None:
-    """In a handler: print `line`, and exit. `frame` is what the signal has interrupted."""
+    """Print `line` in a handler, and exit. `frame` is what the signal has interrupted."""
     end_of_spinner = SPINNER_END if os.isatty(STDERR) else ""
     os.write(STDERR, f"{end_of_spinner}{line}".encode())  # print may be at work already
     if _is_importing(frame):  # C code that imports may drop an exception, and fail later

@@ -66,7 +66,7 @@ def interrupted_text(run_dir: Path) -> str:
 
 
 def resume_text(run_dir: Path) -> str:
-    """From which step the same command goes on: that of the newest checkpoint."""
+    """Say at which step the same command goes on: that of the newest checkpoint."""
     pointer = run_dir / "checkpoints" / POINTER
     if not pointer.is_file():
         return "run the same command to begin from the start"

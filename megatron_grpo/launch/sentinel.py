@@ -54,7 +54,7 @@ class Sentinel:
             os.write(self._pipe.fileno(), b".")
 
     def close(self) -> None:
-        """In a forked child: it must not keep the pipe open."""
+        """Close the pipe in a forked child, which must not keep it open."""
         self._pipe.close()
 
     def end(self) -> None:

@@ -37,7 +37,7 @@ class RolloutBatch:
 
 @dataclass
 class Generation:
-    """What is counted of a generation in progress; with over-sampling, of the next one.
+    """Counters of a generation in progress; with over-sampling, of the next one.
 
     `record` is called with each phase that is over, the time at which it began, and its seconds.
     """
@@ -50,7 +50,7 @@ class Generation:
     num_dropped: int = 0
     """Groups that became too old."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By phase that is over."""
+    """Seconds of each phase that is over."""
     phase: str = IDLE
     """`generate` while groups are sampled, then `score` while some have no scores."""
     _since: float = field(default_factory=time.time)
@@ -120,8 +120,8 @@ class Runner:
         """Continue with weights of that version."""
 
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
-        """What a checkpoint holds: the groups of unfinished generations, their samples so far, and
-        the finished generations. Empty if the checkpoint waits for generations (`may_be_saved`)."""
+        """Contents for a checkpoint: groups of unfinished generations, their samples so far, and
+        finished generations. Empty if the checkpoint waits for generations (`may_be_saved`)."""
         return None, None, {}
 
     def restore(self, saved: OpenGroups, samples: Experience) -> None:

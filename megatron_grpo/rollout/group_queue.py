@@ -1,4 +1,4 @@
-"""Which groups are at the engines, and which of them make up a generation.
+"""Queue of groups: opens them for the engines, and takes generations from the complete ones.
 
 In order (without `rollout.over_sampling`), a generation is made of the groups of its own prompts.
 Those that dynamic sampling rejects are replaced in rounds, each as soon as all groups of the last
@@ -60,9 +60,9 @@ class GroupQueue:
     def __post_init__(self) -> None:
         self._open: dict[GroupKey, int] = {}
         self._complete: dict[GroupKey, int] = {}
-        """By key, the generation at which it was opened."""
+        """Complete groups, with the generation at which each was opened."""
         self._rejected: dict[int, list[GroupKey]] = defaultdict(list)
-        """By generation, in order: they fill it up if no round finds enough."""
+        """Rejected groups by generation, in order: they fill it up if no round finds enough."""
         self._rounds: dict[int, int] = defaultdict(int)
 
     def key_of(self, number: int) -> GroupKey:
@@ -77,7 +77,7 @@ class GroupQueue:
 
     @property
     def untaken(self) -> list[GroupKey]:
-        """All groups that were opened, or are to be, and that no generation has taken."""
+        """Groups that were opened, or are to be, and that no generation has taken."""
         return sorted([*self._open, *self._complete, *self.reopened])
 
     @property
@@ -91,7 +91,7 @@ class GroupQueue:
         return self._opened(((generation, 0, n) for n in range(self.size)), now)
 
     def num_missing(self, generation: int) -> int:
-        """How many groups the next round of a generation is to open; 0 while the last one goes on,
+        """Number of groups that a generation's next round is to open; 0 while the last one goes on,
         and when the generation is complete. In order only."""
         is_over = not any(key.generation == generation for key in self._open)
         missing = self.size - len(self._complete_of(generation))
@@ -141,6 +141,7 @@ class GroupQueue:
     def reject(self, key: GroupKey) -> bool:
         """An open group is scored, and is to be replaced; it is `complete` instead, and False
         returned, if as many were replaced as may be."""
+        # -1: with over-sampling, groups belong to no generation until one takes them.
         generation = key.generation if self.num_wanted is None else -1
         if self.num_wanted and len(self._rejected[generation]) >= self.most_rounds * self.size:
             self.complete(key)
@@ -160,6 +161,7 @@ class GroupQueue:
             found = [*self._complete_of(generation), *sorted(self._rejected[generation])]
             return found[: self.size] if len(found) >= self.size else None
         taken: dict[int, GroupKey] = {}
+        # Oldest first: they would be the next to be dropped as too old.
         for key in sorted(self._complete, key=lambda each: (self._complete[each], each)):
             taken.setdefault(self.row_of(key), key)
         return sorted([*taken.values()][: self.size]) if len(taken) >= self.size else None
@@ -171,6 +173,7 @@ class GroupQueue:
         assert keys is not None, "it was looked at"
         rejected = self._rejected.pop(generation if self.num_wanted is None else -1, [])
         spare = self._complete_of(generation) if self.num_wanted is None else []
+        # `keys` may have rejected groups, and a widened round leaves spare ones.
         for key in {*keys, *spare} & self._complete.keys():
             del self._complete[key]
         self._rounds.pop(generation, None)

@@ -33,7 +33,7 @@ another expert. The bounds leave a factor of ten over the average, for deeper mo
 flips. Wrong weights or positions differ by more: stale prefixes alone by 4 to 5.
 """
 QUANTIZED_BOUND = 0.6
-"""The same for quantised engines, with the trainer's weights quantised alike. With 8-bit weights
+"""Bound for quantised engines, with the trainer's weights quantised alike. With 8-bit weights
 more tokens change their experts: 0.22 on average with random routers and FP8 per row, where other
 weights differ by 3 (tests/megatron_grpo/engines/test_vllm_worker.py)."""
 

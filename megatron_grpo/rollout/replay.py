@@ -28,7 +28,7 @@ FACTS_FILE = "generation.json"
 
 
 def generation_folder(run_dir: Path, generation: int) -> Path:
-    """Where the run in `run_dir` writes a generation, counted from 0."""
+    """Folder in which the run in `run_dir` writes a generation, counted from 0."""
     return run_dir / "generations" / str(generation)
 
 
@@ -81,7 +81,7 @@ def _sizes(cfg: Config) -> dict[str, int]:
 
 
 def _facts(folder: Path, stream: PromptStream) -> dict[str, Any]:
-    """What is known of a generation; raises ValueError if it was drawn from other prompts."""
+    """Read a generation's facts; raises ValueError if it was drawn from other prompts."""
     facts: dict[str, Any] = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
     if facts["prompts"] != (now := stream.fingerprint):
         raise ValueError(

@@ -89,9 +89,9 @@ class GenerationRunner(Runner):
         """The attempt at each group that no generation has taken."""
         self._saved: dict[GroupKey, ScoredGroup | Unscored] = {}
         self._saved_engines: dict[GroupKey, tuple[str, ...]] = {}
-        """Of a checkpoint, until their groups are opened."""
+        """Engines of a checkpoint's groups, until these are opened."""
         self._generations: dict[int, Generation] = {}
-        """Those in progress, by number; with over-sampling, the next one to be taken."""
+        """Generations in progress, by number; with over-sampling, the next one to be taken."""
         self._num_opened: dict[int, int] = defaultdict(int)
         """Groups that a generation has opened; with over-sampling, all are of generation 0."""
         self._policy_version = state.step
@@ -132,7 +132,7 @@ class GenerationRunner(Runner):
             self._call(self._resume(policy_version))
 
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
-        """What a checkpoint holds of the groups that no generation has taken."""
+        """Groups that no generation has taken, for a checkpoint."""
         if not may_be_saved(self._cfg):
             return super().open_groups()
         return self._call(self._open_groups())
@@ -271,10 +271,10 @@ class GenerationRunner(Runner):
         try:
             samples = await group.sample(self._router)
             self._generation_of(key).end_sampling()
-            self._router.changed.give()
+            self._router.changed.give()  # `_wait` looks at the phase
             scored = attempt.scored = await self._services.scorer.score(samples, group.priority)
             attempt.ended = time.time()
-            generation = self._generation_of(key)
+            generation = self._generation_of(key)  # over-sampling: maybe a later one than above
             generation.end_scoring()
             if not generation.tally.add(scored, cfg.grpo):
                 self._queue.complete(key)
@@ -288,11 +288,12 @@ class GenerationRunner(Runner):
         self._router.changed.give()
 
     async def _end_round(self, number: int) -> None:
-        """All groups of a round are scored: open the next one, if groups are missing."""
+        """Open the next round, if groups are missing; all groups of the last one are scored."""
         generation, stream = self._generations[number], self._services.stream
         generation.tally.check_failed(self._cfg.reward)
         if count := self._queue.num_missing(number):
             tried = {self._prompt(key).index for key in self._attempts if key.generation == number}
+            # A generator of its own: a resumed run must try the same prompts.
             order = Random(f"resampled {stream.seed} {number} {self._queue.round_of(number) + 1}")
             prompts = stream.others(tried, count, order)
             keys = self._queue.open_round(number, len(prompts), number)
@@ -307,8 +308,7 @@ class GenerationRunner(Runner):
             generation.end()
 
     def _wait(self, number: int, timer: PhaseTimer) -> None:
-        """Wait until a generation can be taken, in the phases that it is in: the watchdog has a
-        limit for each."""
+        """Wait for a generation, in the phases for which the watchdog has limits of their own."""
         generation = self._generations[number]
 
         def is_ready() -> bool:

@@ -1,4 +1,4 @@
-"""Which generation the engines make, when, and from which weights.
+"""Schedule of generations: when each is requested, and from which weights it is made.
 
 In a synchronous run a generation is requested when its first step begins, and all ranks wait. With
 `rollout.max_staleness` K, generations g + 1 to g + K are requested as soon as the engines serve the
@@ -27,7 +27,7 @@ Z = TypeVar("Z")
 T = TypeVar("T")
 
 STOPS = (Preempted, NoServingEngine, RolloutAborted)
-"""What all ranks raise together when rank 0 does."""
+"""Errors of rank 0 that all ranks raise together."""
 
 
 def ask_engines(zero: Z | None, ask: Callable[[Z], T], push: Callable[[], None]) -> T | None:

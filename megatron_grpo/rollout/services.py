@@ -124,7 +124,7 @@ class RolloutServices:
                 raise ValueError(f"rollout engine {url}: {error}") from None
 
     def params(self, key: GroupKey, policy_version: int) -> SamplingParams:
-        """How the samples of a group are made."""
+        """Sampling parameters of a group."""
         rollout, seed = self.cfg.rollout, self.cfg.train.seed
         return SamplingParams(
             num_generations=self.cfg.grpo.num_generations,

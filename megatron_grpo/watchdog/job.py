@@ -57,7 +57,7 @@ class Limits:
 
     @classmethod
     def from_config(cls, cfg: Config, *, on_gpu: bool) -> "Limits":
-        """From the time-outs of the config; see docs/cluster.md."""
+        """Derive the limits from the time-outs of the config; see docs/cluster.md."""
         rollout = cfg.rollout
         # A channel without traffic for TIMEOUT is given up; then its engine is waited for until it
         # counts as lost, and the push is repeated.
@@ -109,7 +109,7 @@ class Intervals:
     kill: float = 30.0
     """Without a heartbeat of its own, until its sentinel kills the process."""
     grace: float = 0.5
-    """From the first fault reported to the verdict: effects may be reported before the cause."""
+    """Time from the first fault reported to the verdict: effects may come before the cause."""
     stacks: float = 2.0
     """Time for ranks to report their stacks."""
     unwind: float = 5.0
@@ -182,7 +182,7 @@ class End:
     code: int
     text: str = ""
     stacks: str = ""
-    """For the stacks file: the stacks of all ranks, or the traceback that `text` leaves out."""
+    """Text for the stacks file: stacks of all ranks, or the traceback that `text` leaves out."""
 
 
 @dataclass(frozen=True)

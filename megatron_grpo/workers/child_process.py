@@ -65,7 +65,7 @@ class ChildProcess:
 
     process: Popen[bytes]
     folder: Path
-    """Its TMPDIR, removed with it: a killed engine leaves sockets and the like there.
+    """TMPDIR of the process, removed with it: a killed engine leaves sockets and the like there.
 
     If this process is killed, the process that `parent_death` leaves waiting removes it."""
 

@@ -118,8 +118,8 @@ class Sandbox:
         return Outcome(_text(stdout), _text(stderr), code)
 
     async def _run(self, files: Sequence[int]) -> int | None:
-        """Its exit code; None if it was late. `files` are its stdin, stdout and stderr, itself, and
-        the launcher's word that it has begun."""
+        """Run the program, and return its exit code; None if it was late. `files` are its stdin,
+        stdout and stderr, itself, and the launcher's word that it has begun."""
         process = await asyncio.create_subprocess_exec(
             *self._command(files[3:]),
             stdin=files[0],

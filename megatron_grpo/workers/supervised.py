@@ -91,7 +91,7 @@ def load_seconds(timeout: float) -> float:
 
 
 def begin_worker() -> tuple[Connection, int]:
-    """In the worker: the connection to the trainer and the memory limit in megabytes.
+    """Connection of a worker to the trainer, and the memory limit in megabytes.
 
     Limits this process's memory to that, and makes it ignore the scheduler's signals.
     """
@@ -107,7 +107,7 @@ def begin_worker() -> tuple[Connection, int]:
 
 @contextmanager
 def forks_end_here() -> Iterator[None]:
-    """In the worker: run user code in the block; processes that it forks exit at its end.
+    """Run a worker's user code in the block; processes that it forks exit at its end.
 
     So they can neither return from it nor raise out of it.
     """
@@ -120,7 +120,7 @@ def forks_end_here() -> Iterator[None]:
 
 
 def attempt(call: Callable[[], Any], limit: str) -> tuple[bool, Any]:
-    """In the worker: (True, what user code returns), or (False, the text of its failure)."""
+    """Call user code in a worker: (True, what it returns), or (False, the text of its failure)."""
     try:
         with forks_end_here():
             return True, call()

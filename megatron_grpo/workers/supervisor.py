@@ -16,8 +16,8 @@ from contextlib import suppress
 from megatron_grpo.launch.parent_death import adopt_orphans, children, die_with_parent
 
 END = signal.SIGUSR2
-"""Not SIGHUP or SIGINT: a process started by `nohup` or with `&` in a script inherits that they are
-ignored, so they would be lost while this interpreter starts."""
+"""Signal to end. Not SIGHUP or SIGINT: a process started by `nohup`, or with `&` in a script,
+inherits that they are ignored, so they would be lost while this interpreter starts."""
 SIGNALS = (END, signal.SIGCHLD)
 SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
 """Slurm sends these to every process of a job step; only the trainer acts on them."""

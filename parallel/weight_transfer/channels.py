@@ -62,7 +62,7 @@ def synchronize(device: torch.device) -> None:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU, run this thread's copies in their own stream; call `synchronize` first.
+    """Run this thread's copies in their own stream, if on a GPU; call `synchronize` first.
 
     Also selects the device: a new thread starts on GPU 0, where restoring its stream would create a
     context of half a gigabyte.

@@ -1,4 +1,4 @@
-"""How one process opens its channels, and uses all of them at once.
+"""Channels of one process: opened, and used all at once.
 
 Every receiver publishes which memory its buffers are in. The sender of a channel then chooses the
 best kind of channel that both support, and publishes the address at which it waits for the
@@ -131,7 +131,7 @@ class Peer:
     device: torch.device
     """The device of its channels' buffers."""
     timeout: timedelta
-    """How long it waits for another process."""
+    """Most time to wait for another process."""
 
     def open_channels(
         self, channels: ChannelSet, receivers: Mapping[str, Worker], senders: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""How the two ends of a channel find each other: through a TCPStore on rank 0's host.
+"""Rendezvous of the two ends of a channel, through a TCPStore on rank 0's host.
 
 Its address comes to the workers of the engines by HTTP, with a token. The store itself has none:
 like torch's own, it trusts the job's network.
@@ -33,7 +33,7 @@ FAILURE = "failure"
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """Where the store of one set of channels listens; a retry opens another."""
+    """Address of the store for one set of channels; a retry opens another."""
 
     host: str
     port: int
@@ -193,14 +193,13 @@ class TransferInitInfo:
     """Size of each of the two buffers of a channel."""
     num_engines: PositiveInt
     network_only: bool
-    """If set, channels never share memory, even where they could."""
+    """Forbids shared memory, even where both ends could use it."""
     senders: list[list[NonNegativeInt]]
-    """By worker: the trainer ranks that send to it."""
+    """Trainer ranks that send to each worker."""
     zeros: list[list[tuple[str, list[NonNegativeInt], list[NonNegativeInt]]]]
-    """By worker: name, start and size of padding, which is not sent."""
+    """Padding of each worker, which is not sent: name, start and size."""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-serializable data."""
         return asdict(self)
 
     @classmethod

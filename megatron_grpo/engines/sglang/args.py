@@ -234,7 +234,7 @@ def full_interval(shape: ModelShape) -> int | None:
 
 
 def _of_node(node: EngineNode) -> dict[str, Any]:
-    """Where one of several nodes finds the others."""
+    """Arguments by which one of several nodes finds the others."""
     if node.nnodes == 1:
         return {}
     address = f"[{node.master_addr}]" if ":" in node.master_addr else node.master_addr
@@ -257,7 +257,7 @@ def _of_platform(on_gpu: bool) -> dict[str, Any]:
 
 
 def _of_attention(shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
-    """What sinks, linear and sparse attention need."""
+    """Arguments for sinks, linear and sparse attention."""
     if shape.linear is not None:  # what heads remember, as the trainer computes it
         return {"mamba_ssm_dtype": "float32"}
     if shape.indexer is not None:  # the default of some cards is 8 bits

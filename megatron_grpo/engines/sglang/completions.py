@@ -25,7 +25,7 @@ ABORTED: Json = msgspec.to_builtins(Choice.empty())
 """The completion of a request that was given up before SGLang had it."""
 
 router = APIRouter()
-"""Of our routes: `server.py` adds the others."""
+"""Router of completions; `server.py` adds the other routes."""
 
 
 class Gate:
@@ -196,10 +196,10 @@ def choice_of(answer: Json, body: Json, start: int | None = None) -> Json:
 
 
 def encoded_routes(meta: Json, params: Json) -> str | None:
-    """What SGLang tells of tokens, in the form of vLLM: experts, then tokens that indexers chose.
+    """Convert SGLang's routes to vLLM's form: experts, then tokens chosen by indexers.
 
-    It has both as base64 of int32 [tokens, layers, columns]; tokens from the first on, and for
-    those that see no more than `index_topk` whatever was in its buffer before.
+    SGLang sends both as base64 of int32 [tokens, layers, columns], from the first token on; the
+    rows of the first `index_topk` tokens hold whatever its buffer had before.
     """
     config, kinds = manager().model_config.hf_text_config, []
     for name, columns in (

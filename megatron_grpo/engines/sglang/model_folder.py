@@ -1,7 +1,7 @@
-"""What SGLang reads of a folder with other towers beside that of text, or with quantised weights.
+"""Prepare a folder for SGLang of a model with other towers than text, or with quantised weights.
 
 SGLang would build all towers, and layers that hold the weights as they are stored. It is given a
-folder that says neither, and its workers read the weights of text, dequantised, from the other one.
+folder that names neither, and its workers read the weights of text, dequantised, from the original.
 If prompts have images, it is given the folder of the whole model.
 """
 
@@ -26,7 +26,7 @@ CLASS_OF = {"kimi_k2": "deepseek_v3"}
 """Families without a class in transformers, and those whose class SGLang is to take."""
 LEFT_OUT = ("config.json", MODELOPT_FILE)
 WEIGHTS = (".safetensors", ".bin", ".index.json")
-"""How the names of files with weights end."""
+"""Endings of the names of files with weights."""
 
 
 def server_arguments(given: Sequence[str], own: Path) -> list[str]:

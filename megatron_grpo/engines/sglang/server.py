@@ -49,9 +49,9 @@ from megatron_grpo.engines.sglang.variables import (
 from megatron_grpo.engines.sglang.worker import call_of
 
 PARTS = [GPU_MEMORY_TYPE_WEIGHTS, GPU_MEMORY_TYPE_KV_CACHE]
-"""What sleeps."""
+"""Parts of GPU memory that sleep mode releases."""
 asleep: set[str] = set()
-"""Those of `PARTS` that do."""
+"""`PARTS` that are released now."""
 DRAIN_TRIES, DRAIN_SECONDS = 600, 0.05
 """How often, and how far apart, a request to sleep looks whether no other request is left."""
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from megatron_grpo.engines.arguments import reason
 
 QUANTIZATION_VARIABLE = "MEGATRON_GRPO_QUANTIZATION"
-"""By which scheme the workers quantise the weights that they load."""
+"""Scheme by which the workers quantise the weights that they load."""
 RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-"""Where the workers of one host meet: in a file, as torch's store would listen on all networks."""
+"""Rendezvous of one host's workers: a file, as torch's store would listen on all networks."""
 
 TOLD_TOKENS = 16
 """How many tokens of a request SGLang's scheduler tells at once: the trainer sees from these that
@@ -26,7 +26,7 @@ VARIABLES = {
     # On GPUs it would have two matrices of some indexers as one.
     "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1",
 }
-"""Of every engine; our server sets them."""
+"""Variables of every engine; our server sets them."""
 
 _PORT = "its port would ask for no token"
 _ELSEWHERE = "workers would hold other parts of weights than those that are pushed to them"

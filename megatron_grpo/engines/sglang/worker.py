@@ -32,9 +32,9 @@ from parallel.checksum import checksums
 FAILED = "failed"
 """The key of an answer that is an error."""
 CALL = "megatron_grpo "
-"""How the action of a request starts that is a call of ours; its arguments follow."""
+"""Prefix of the action of a request that is a call of ours; its arguments follow."""
 OF_CACHE = (".k_scale", ".v_scale")
-"""How the names of scales for keys and values end."""
+"""Endings of the names of scales for keys and values."""
 
 
 def call_of(arguments: Json) -> str:
@@ -104,7 +104,7 @@ def unlink_queues() -> None:
 
 
 _workers: list[SchedulerWorker] = []
-"""The one of this process, from the first call on."""
+"""The worker of this process, from the first call on."""
 
 
 def answer_calls(

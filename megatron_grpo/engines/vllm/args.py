@@ -57,7 +57,7 @@ vLLM's default on CPUs with AMX packs a weight and deletes it, so that it could 
 ADAPTER = "policy"
 """The name by which requests choose the adapter that is pushed."""
 ADAPTER_ID = 1
-"""Its number in vLLM."""
+"""The adapter's number in vLLM."""
 
 LIMIT = "limit_mm_per_prompt"
 
@@ -216,7 +216,7 @@ def engine_flags(
 
 
 def adapter_arguments(model: ModelConfig, lora: LoraConfig, on_gpu: bool) -> dict[str, Any]:
-    """What makes vLLM hold one adapter, on the modules that have one and on no others.
+    """Arguments for one adapter in vLLM, on the modules that have one and on no others.
 
     Raises ValueError if vLLM cannot serve what the config asks for.
     """
@@ -249,10 +249,10 @@ def check_adapters(lora: LoraConfig, shape: ModelShape) -> None:
 def dequantizing_arguments(
     hf_overrides: Mapping[str, Any], table: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What makes vLLM build a quantised model as if it were not, and load what its weights mean.
+    """Arguments for vLLM to build a quantised model unquantised, and to dequantise what it loads.
 
-    Layers with 8-bit weights could not take what is pushed. Raises ValueError if `rollout.vllm`,
-    `table`, has another way to load than ours or none.
+    Layers with 8-bit weights could not take what is pushed. Raises ValueError if `table`, which is
+    `rollout.vllm`, sets another `load_format`.
     """
     _check_load_format(table, "the 8-bit weights of model.path without their scales")
     return {
@@ -264,7 +264,7 @@ def dequantizing_arguments(
 def quantizing_arguments(
     model: ModelConfig, rollout: RolloutConfig, hf_overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What makes vLLM build the model quantised, and quantise what it loads as pushes are.
+    """Arguments for vLLM to build the model quantised, and to quantise what it loads as pushes are.
 
     Raises ValueError if it could not.
     """

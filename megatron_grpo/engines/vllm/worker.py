@@ -192,7 +192,7 @@ class VllmWorker(PushWorker):
 
 
 class WorkerExtension:
-    """What vLLM adds to the base classes of its worker: calls over /collective_rpc reach it."""
+    """Mixin that vLLM adds to its worker's bases; /collective_rpc calls its methods."""
 
     push_worker = cached_property(VllmWorker)
 
