@@ -156,7 +156,8 @@ class Endpoint:
     async def _count(self, request: web.Request) -> web.StreamResponse:
         async def answer(asking: Asking) -> web.StreamResponse:
             session = asking.session
-            found = session.template.find(session.turns, *_chat_of(asking))
+            chat = await asyncio.to_thread(_chat_of, asking)
+            found = session.template.find(session.turns, *chat)
             return web.json_response({"input_tokens": session.num_tokens(found)})
 
         return await self._handle(request, anthropic_api.error_body, anthropic_api.as_chat, answer)
@@ -189,7 +190,7 @@ class Endpoint:
 
     async def _chat_turns(self, asking: Asking) -> list[Answered]:
         body, session = asking.body, asking.session
-        messages, tools, text = _chat_of(asking)
+        messages, tools, text = await asyncio.to_thread(_chat_of, asking)  # long chats take long
 
         async def take_turn() -> Answered:
             found = session.template.find(session.turns, messages, tools, text)

@@ -88,7 +88,7 @@ class TaskQueue:
         """Forget it."""
         if task in self._waiting:
             self._waiting.remove(task)
-        self._taken.pop(task.columns["key"], None)
+        self._taken.pop(task.columns.get("key", ""), None)
 
     def serve(self, application: web.Application) -> None:
         """Add the routes."""

@@ -15,7 +15,7 @@ from parallel.clock import running_time
 POLL_INTERVAL = 0.05
 RESUME_SECONDS = 2.0
 ABANDONED_SECONDS = 2.0
-LEAST_ROOM = 128
+LEAST_ROOM = 64
 """Requests that any engine gets at once. One that can run more shows it within two seconds; for one
 that cannot, the rest of them wait."""
 
@@ -28,7 +28,13 @@ class EngineQueue:
     """
 
     def __init__(
-        self, policy_version: int, decode: Decode, changed: Callable[[], None], *, streams: bool
+        self,
+        policy_version: int,
+        decode: Decode,
+        changed: Callable[[], None],
+        *,
+        streams: bool,
+        limit: float = LEAST_ROOM,
     ) -> None:
         self.open: dict[Request, None] = {}
         """Requests that are not answered, in the order in which they came."""
@@ -46,15 +52,15 @@ class EngineQueue:
         self._is_sending = self._is_held = False
         self._is_working = False
         """Whether the engine has started and has not failed."""
-        self._limit: float = LEAST_ROOM
-        self._last_sent = 0, 0.0
-        """`_num_notes` and the tokens that the engine had generated when it last got a request."""
-        self._generated = 0.0
+        self.limit = limit
+        """Requests that it gets at most while other engines have room, too."""
+        self._last_note = 0.0, 0
+        """Tokens that the engine had generated, and requests that it had, at the last note."""
 
     @property
     def room(self) -> float:
         """How many more requests the engine may get while other engines have room, too."""
-        return self._limit - len(self.open)
+        return self.limit - len(self.open)
 
     async def serve(self, engine: Engine) -> None:
         """Have the engine answer what it is sent, until it is told to abort.
@@ -67,6 +73,8 @@ class EngineQueue:
             await self._note_push()
             async with task_group() as self._group:
                 try:
+                    if not self.open:  # it may have been aborted, and is paused since
+                        await engine.post("/resume")
                     if self.open:
                         await self._start()
                     self._is_working = self._is_sending = True
@@ -86,7 +94,6 @@ class EngineQueue:
             for request in requests:
                 ask = self._asks[request] = self._group.create_task(self._ask(request))
                 ask.add_done_callback(partial(self._forget, request))
-        self._last_sent = self._num_notes, self._generated
 
     def withdraw(self, request: Request) -> None:
         """Forget a request, which the engine gives up when its connection closes."""
@@ -146,16 +153,16 @@ class EngineQueue:
     def _note(self, counts: Counts) -> None:
         """Adapt the limit: as much again while nothing waits, less if a quarter of it waits."""
         self._num_notes += 1
-        self._generated = counts.generated
-        num_notes, generated = self._last_sent
-        # The first note may have been asked for before, and vLLM counts when a step is computed.
-        is_later = self._num_notes - num_notes > 1 and counts.generated > generated
-        if not (self._is_working and (is_later or not self.open)):
+        (generated, num_open), num_now = self._last_note, len(self.open)
+        self._last_note = counts.generated, num_now
+        # vLLM counts when a step is computed: without one, the counts are those of before.
+        if not self._is_working or (self.open and counts.generated == generated):
             return
         if not counts.waiting:
-            self._limit = max(self._limit, 2 * len(self.open))
-        elif counts.waiting > self._limit // 4:
-            self._limit = max(LEAST_ROOM // 8, len(self.open) - counts.waiting // 2)
+            # Of requests that came since the last note, the counts may not know yet.
+            self.limit = max(self.limit, 2 * min(num_open, num_now))
+        elif counts.waiting > self.limit // 4:
+            self.limit = max(LEAST_ROOM // 8, num_now - counts.waiting // 2)
         self._changed()
 
     async def _note_push(self) -> None:

@@ -68,6 +68,7 @@ class CompletionGroup(Group):
         }
         """The open requests, by the number of their sample."""
         self._complete = asyncio.Event()
+        self._failure: Exception | None = None
 
     @property
     def num_open(self) -> int:
@@ -87,6 +88,8 @@ class CompletionGroup(Group):
         finally:
             for request in self._requests.values():  # only if this was cancelled
                 request.answer.cancel()
+        if self._failure:
+            raise self._failure
         return self.so_far()
 
     def so_far(self) -> list[Sample]:
@@ -110,7 +113,12 @@ class CompletionGroup(Group):
         if answer.cancelled():
             return
         choice, url = answer.result()
-        self._samples[index] = self._sample(index, choice)
+        try:
+            self._samples[index] = self._sample(index, choice)
+        except ValueError as error:  # `sample` must raise it: nobody sees that of a callback
+            self._failure = error
+            self._complete.set()
+            return
         del self._requests[index]
         self.engines.add(url)
         if not self._requests:

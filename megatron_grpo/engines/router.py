@@ -24,7 +24,7 @@ from itertools import count, groupby
 from typing import Any
 
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.engine_queue import EngineQueue
+from megatron_grpo.engines.engine_queue import LEAST_ROOM, EngineQueue
 from megatron_grpo.engines.http import EngineDown, EngineStale, NoServingEngine
 from megatron_grpo.engines.request import Decode, Request
 from megatron_grpo.launch.process import Preempted
@@ -60,6 +60,9 @@ class RequestRouter:
         self._lives: dict[str, tuple[str, int]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Calls of `_serve` by address, one for each engine that is not lost."""
+        self._limits: dict[str, float] = {}
+        """Limits of engines that were found so far: a generation begins with those of the last."""
+        self._losing = asyncio.Lock()
         self._is_held = self._is_feeding = False
         self._guard: asyncio.Task[None] | None = None
 
@@ -109,8 +112,15 @@ class RequestRouter:
             queue.resume()
         if serving.keys() - self._queues.keys():  # deal all anew, with the tokens sampled so far
             await self.abort()
+            serving = {url: pool.life(url) for url in pool.serving}
         for url in serving.keys() - self._queues.keys():
-            queue = EngineQueue(policy_version, self._decode, self._feed, streams=self._streams)
+            queue = EngineQueue(
+                policy_version,
+                self._decode,
+                self._feed,
+                streams=self._streams,
+                limit=self._limits.get(url, LEAST_ROOM),
+            )
             self._queues[url], self._lives[url] = queue, serving[url]
             self._tasks[url] = asyncio.create_task(self._serve(url, queue))
         self._feed()
@@ -127,10 +137,10 @@ class RequestRouter:
 
     async def abort(self) -> None:
         """Return when no engine has a request; what was sampled of each is kept until `resume`."""
-        for queue in self._queues.values():
-            queue.abort()
-        while self._tasks:
-            await asyncio.wait(self._tasks.values())
+        while self._tasks:  # a round of dynamic sampling may resume meanwhile
+            for queue in self._queues.values():
+                queue.abort()
+            await asyncio.wait([*self._tasks.values()])
         self._is_held = False
 
     async def run_alone(self, policy_version: int, is_reached: Callable[[], object]) -> None:
@@ -195,11 +205,13 @@ class RequestRouter:
                 pool.mark_stale(url, str(error))
         except (EngineDown, TimeoutError) as error:  # late with an answer other than completions
             if not self._is_held:
-                pool.mark_dead(url, str(error))
+                async with self._losing:  # to kill it takes seconds
+                    await asyncio.to_thread(pool.mark_dead, url, str(error))
         except Exception as error:  # of any kind: who waits must learn of it
             failure = error
         finally:
             queue.has_started_or_failed.set()  # or a push would wait for this engine forever
+            self._limits[url] = queue.limit
             del self._queues[url], self._lives[url], self._tasks[url]
             # One entry for each batch: its requests share a prompt, which one engine caches.
             left = sorted(filter(lambda each: each.is_open, queue.open), key=_batch)

@@ -185,7 +185,7 @@ class Engine:
 def simulate(loop: Loop, mode: Mode, num_generations: int | None = None) -> Forecast:
     """The mean of `num_generations`, or of enough, after the first ones; the same in every call.
 
-    The order of events is that of `rollout.rollouts.RolloutScheduler`.
+    The order of events is that of `rollout.schedule.RolloutScheduler`.
     """
     first = mode.max_staleness + 2
     count = num_generations or max(4, min(64, ENOUGH // loop.batch))

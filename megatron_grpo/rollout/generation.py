@@ -1,5 +1,6 @@
 """A generation: what training asks for, what it gets, and what is counted while it is made."""
 
+import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from megatron_grpo.agents.fork_pool import EnvironmentsLost
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
+from megatron_grpo.engines.group import Group
 from megatron_grpo.engines.http import EngineError, NoServingEngine, RolloutAborted
 from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.rollout.scored_group import ScoredGroup, Tally
@@ -33,6 +35,17 @@ class RolloutBatch:
     """Metrics of how it was made, logged by the first step that trains on it."""
     replaced: Sequence[ScoredGroup] = ()
     """The groups that dynamic sampling replaced; not known of a generation from a checkpoint."""
+
+
+@dataclass(eq=False)
+class Attempt:
+    """A group on its way through engines and rewards."""
+
+    group: Group
+    task: "asyncio.Task[None] | None" = None
+    began: float = field(default_factory=time.time)
+    ended: float = 0.0
+    scored: ScoredGroup | None = None
 
 
 @dataclass
@@ -71,6 +84,11 @@ class Generation:
     def end_scoring(self) -> None:
         """A group has its scores."""
         self._num_unscored -= 1
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether all groups that were asked for have all samples."""
+        return not self._num_unanswered
 
     @property
     def has_open_groups(self) -> bool:

@@ -58,7 +58,7 @@ def sample_probe(services: RolloutServices, policy_version: int) -> Experience:
 
 
 async def _sample(services: RolloutServices, policy_version: int) -> list[Sample]:
-    prompts, router = services.stream.batch(0), services.router
+    prompts, router = services.stream.batch(0), services.eval_router
     features = await features_of(prompts)
     length = min(PROBE_LENGTH, services.cfg.rollout.max_completion_length)
     groups = []

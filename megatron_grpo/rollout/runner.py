@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from random import Random
 
@@ -12,9 +11,10 @@ from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.engines.group import CompletionGroup, Group, features_of, print_failures
+from megatron_grpo.engines.group import CompletionGroup, features_of, print_failures
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rollout.generation import (
+    Attempt,
     Generation,
     RolloutBatch,
     RolloutRequest,
@@ -32,17 +32,6 @@ NUM_READ_AT_ONCE = 64
 """Number of groups whose images are read together before they are requested, with over-sampling."""
 PRIORITIES = 1 << 32
 """Priorities of a generation: more than it has samples."""
-
-
-@dataclass(eq=False)
-class Attempt:
-    """A group on its way through engines and rewards."""
-
-    group: Group
-    task: "asyncio.Task[None] | None" = None
-    began: float = field(default_factory=time.time)
-    ended: float = 0.0
-    scored: ScoredGroup | None = None
 
 
 class GenerationRunner(Runner):
@@ -90,6 +79,8 @@ class GenerationRunner(Runner):
         self._saved: dict[GroupKey, ScoredGroup | Unscored] = {}
         self._saved_engines: dict[GroupKey, tuple[str, ...]] = {}
         """Engines of a checkpoint's groups, until these are opened."""
+        self._restored: list[GroupKey] = []
+        """Groups of a checkpoint that the queue has opened; the first `resume` begins them."""
         self._generations: dict[int, Generation] = {}
         """Generations in progress, by number; with over-sampling, the next one to be taken."""
         self._num_opened: dict[int, int] = defaultdict(int)
@@ -145,8 +136,7 @@ class GenerationRunner(Runner):
         if self._over_samples:
             opened_at = {key_of(number): then for number, then in saved.asked_at}
             self._queue.restore(opened_at)
-            keys = sorted(opened_at, key=lambda key: (opened_at[key], key))
-            self._call(self._open(keys))
+            self._restored = sorted(opened_at, key=lambda key: (opened_at[key], key))
 
     def close(self) -> None:
         """Cancel the groups in progress."""
@@ -173,6 +163,8 @@ class GenerationRunner(Runner):
             self._drop(dropped)
         await self._router.resume(policy_version)
         if self._over_samples:
+            restored, self._restored = self._restored, []
+            await self._open(restored)
             await self._open_new()
 
     async def _take(self, number: int) -> RolloutBatch:
@@ -180,9 +172,10 @@ class GenerationRunner(Runner):
         # Before a generation takes them: the checkpoint at the end of the run has the groups.
         generation.tally.check_failed(self._cfg.reward)
         keys, replaced = self._queue.pop_generation(number)
-        print_failures(self._attempts[key].group for key in [*keys, *replaced])
         batch = self._batch(number, keys, replaced)
-        self._drop([*keys, *replaced])
+        for key in (*keys, *replaced):  # the task of a replaced one may be about to open others
+            del self._attempts[key]
+            self._replacements.pop(key, None)
         del self._generations[number]
         self._num_taken += 1
         if self._over_samples:
@@ -222,14 +215,18 @@ class GenerationRunner(Runner):
     async def _open_new(self) -> None:
         """Open as many groups as there is room for, with over-sampling."""
         limit = (self._num_generations - self._num_taken) * self._schedule.num_prompts
-        keys = self._queue.open_new(self._now, limit)
-        # Images are read for a few groups at a time, so that the first need not wait for all.
-        for i in range(0, len(keys), NUM_READ_AT_ONCE):
-            await self._open(keys[i : i + NUM_READ_AT_ONCE])
+        await self._open(self._queue.open_new(self._now, limit))
 
     async def _open(self, keys: Sequence[GroupKey]) -> None:
-        """Begin groups that the queue has opened, all at the same time."""
-        features = await features_of([self._prompt(key) for key in keys])
+        """Begin groups that the queue has opened, in order all at the same time."""
+        # With over-sampling, the first need not wait until the images of all are read.
+        step = NUM_READ_AT_ONCE if self._over_samples else max(1, len(keys))
+        for i in range(0, len(keys), step):
+            await self._begin_groups(keys[i : i + step])
+
+    async def _begin_groups(self, keys: Sequence[GroupKey]) -> None:
+        unscored = [key for key in keys if not isinstance(self._saved.get(key), ScoredGroup)]
+        features = await features_of([self._prompt(key) for key in unscored])
         for key in keys:
             # While images were read, it may have become too old, and been opened again.
             if key in self._attempts or key not in self._queue.opened_at:
@@ -272,6 +269,8 @@ class GenerationRunner(Runner):
             samples = await group.sample(self._router)
             self._generation_of(key).end_sampling()
             self._router.changed.give()  # `_wait` looks at the phase
+            if not self._is_ahead:  # as servers of reward models may sleep between two rounds
+                await self._router.changed.until(lambda: self._generation_of(key).is_sampled)
             scored = attempt.scored = await self._services.scorer.score(samples, group.priority)
             attempt.ended = time.time()
             generation = self._generation_of(key)  # over-sampling: maybe a later one than above
@@ -290,15 +289,21 @@ class GenerationRunner(Runner):
     async def _end_round(self, number: int) -> None:
         """Open the next round, if groups are missing; all groups of the last one are scored."""
         generation, stream = self._generations[number], self._services.stream
+        last = self._queue.round_of(number)
+        print_failures(
+            attempt.group
+            for key, attempt in self._attempts.items()
+            if (key.generation, key.round) == (number, last)
+        )
         generation.tally.check_failed(self._cfg.reward)
         if count := self._queue.num_missing(number):
             tried = {self._prompt(key).index for key in self._attempts if key.generation == number}
             # A generator of its own: a resumed run must try the same prompts.
-            order = Random(f"resampled {stream.seed} {number} {self._queue.round_of(number) + 1}")
+            order = Random(f"resampled {stream.seed} {number} {last + 1}")
             prompts = stream.others(tried, count, order)
             keys = self._queue.open_round(number, len(prompts), number)
             self._replacements |= zip(keys, prompts, strict=True)
-            is_alone = not self._cfg.rollout.in_flight_updates
+            is_alone = bool(keys) and not self._cfg.rollout.in_flight_updates
             if is_alone:  # engines begin each round paused: then its batches are repeatable
                 await self._router.abort()
             await self._open(keys)
@@ -309,22 +314,24 @@ class GenerationRunner(Runner):
 
     def _wait(self, number: int, timer: PhaseTimer) -> None:
         """Wait for a generation, in the phases for which the watchdog has limits of their own."""
-        generation = self._generations[number]
-
-        def is_ready() -> bool:
-            has_groups = self._queue.next_generation(number) is not None
-            return has_groups or generation.failure is not None
-
-        def has_changed(phase: str) -> bool:
-            return is_ready() or generation.phase not in (phase, IDLE)
-
-        while not is_ready():
-            phase = "generate" if self._over_samples else generation.phase or "score"
+        phase = self._call(self._phase_after(number, None))
+        while phase:
             name = (WAIT, phase) if self._is_ahead else (phase,)
             with timer.phase(*name):
-                self._call(self._router.until(partial(has_changed, phase)))
-        if generation.failure:
-            raise generation.failure
+                phase = self._call(self._phase_after(number, phase))
+        if failure := self._generations[number].failure:
+            raise failure
+
+    async def _phase_after(self, number: int, last: str | None) -> str:
+        """Wait until a generation is in another phase than the `last`; IDLE: it can be taken."""
+        await self._router.until(lambda: self._phase(number) != last)
+        return self._phase(number)
+
+    def _phase(self, number: int) -> str:
+        generation = self._generations[number]
+        if generation.failure or self._queue.next_generation(number) is not None:
+            return IDLE
+        return "generate" if self._over_samples else generation.phase or "score"
 
     def _drop(self, keys: Sequence[GroupKey]) -> None:
         """Forget groups; what they have asked for is withdrawn."""

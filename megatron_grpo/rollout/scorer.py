@@ -37,9 +37,10 @@ class GroupScorer:
     def __init__(self, cfg: Config, rewards: RewardsBySource, decode: Decode) -> None:
         self._cfg, self._rewards, self._decode = cfg, rewards, decode
         rewards_of = [view.reward for view in cfg.by_source.values()]
-        self._most = max(max(each.max_concurrent_calls, each.num_workers) for each in rewards_of)
+        most = max(max(each.max_concurrent_calls, each.num_workers) for each in rewards_of)
+        self._most = most if cfg.rollout.max_staleness else cfg.grpo.generation_batch_size
         """Most groups scored together: few, so that those of an earlier generation soon have their
-        turn."""
+        turn, unless all of a synchronous generation come at the same time."""
         self._jobs: list[ScoreJob] = []
         self._failure: Exception | None = None
         self._scoring: asyncio.Task[None] | None = None

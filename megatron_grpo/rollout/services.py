@@ -80,9 +80,11 @@ class RolloutServices:
         replayed = shape.indexer if cfg.rollout.indexer_replay else None
         self._index_topk = replayed.topk if replayed else 0
         self.stream = load_stream(cfg, shape, tokenizer)
-        # The other one is aborted while held-out sets are sampled.
-        apart = RequestRouter(self.engines, decode, streams=False)
-        self.evaluations = Evaluations(cfg, shape, tokenizer, apart, self.pools, self.partners)
+        self.eval_router = RequestRouter(self.engines, decode, streams=False)
+        """For the probe and held-out sets, which are sampled while the other one is aborted."""
+        self.evaluations = Evaluations(
+            cfg, shape, tokenizer, self.eval_router, self.pools, self.partners
+        )
 
     def wait_for_partners(self) -> None:
         """Wait until sessions can begin; raises ValueError if they cannot. Not in the loop."""
@@ -155,5 +157,6 @@ class RolloutServices:
             stack.callback(self.engines.close)
             stack.callback(self.pools.close)
             stack.callback(self.partners.close)
-            # First: it would start ended engines again.
+            # First: they would start ended engines again.
+            stack.callback(lambda: self.loop.call(self.eval_router.close()))
             stack.callback(lambda: self.loop.call(self.router.close()))

