@@ -12,31 +12,32 @@ from bench_code import lines_of_rooms, trace_step
 
 ROOT = Path(__file__).parents[1]
 LINES = {
-    "megatron_grpo": 2951,
-    "megatron_grpo/agents": 3283,
-    "megatron_grpo/algorithm": 669,
-    "megatron_grpo/batch": 1176,
-    "megatron_grpo/checkpoints": 1481,
-    "megatron_grpo/config": 3497,
-    "megatron_grpo/data": 1634,
-    "megatron_grpo/doctor": 944,
-    "megatron_grpo/engines": 8586,
-    "megatron_grpo/environments": 1057,
-    "megatron_grpo/evaluation": 343,
-    "megatron_grpo/launch": 1224,
-    "megatron_grpo/planning": 5418,
-    "megatron_grpo/policy": 5660,
-    "megatron_grpo/reporting": 2011,
-    "megatron_grpo/rewards": 1970,
-    "megatron_grpo/rollout": 1653,
-    "megatron_grpo/viewer": 355,
-    "megatron_grpo/watchdog": 1003,
-    "megatron_grpo/workers": 879,
-    "checkpoint_convert": 5989,
-    "checkpoint_convert/families": 1931,
-    "checkpoint_convert/formats": 1488,
-    "parallel": 5450,
-    "parallel/weight_transfer": 1716,
+    "megatron_grpo": 3065,
+    "megatron_grpo/agents": 3380,
+    "megatron_grpo/algorithm": 665,
+    "megatron_grpo/batch": 1069,
+    "megatron_grpo/checkpoints": 1471,
+    "megatron_grpo/config": 3474,
+    "megatron_grpo/data": 1643,
+    "megatron_grpo/doctor": 943,
+    "megatron_grpo/engine_weights": 783,
+    "megatron_grpo/engines": 6254,
+    "megatron_grpo/evaluation": 358,
+    "megatron_grpo/integrations": 491,
+    "megatron_grpo/launch": 1192,
+    "megatron_grpo/planning": 5407,
+    "megatron_grpo/policy": 5654,
+    "megatron_grpo/reporting": 1898,
+    "megatron_grpo/rewards": 1967,
+    "megatron_grpo/rollout": 1607,
+    "megatron_grpo/viewer": 300,
+    "megatron_grpo/watchdog": 988,
+    "megatron_grpo/workers": 990,
+    "checkpoint_convert": 5987,
+    "checkpoint_convert/families": 1930,
+    "checkpoint_convert/formats": 1484,
+    "parallel": 5322,
+    "parallel/weight_transfer": 1643,
 }
 
 
@@ -50,7 +51,7 @@ def test_no_room_is_larger_than_its_ceiling() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("has_agents", "most_files", "most_functions"), [(False, 118, 590), (True, 132, 715)]
+    ("has_agents", "most_files", "most_functions"), [(False, 113, 620), (True, 126, 695)]
 )
 def test_a_step_enters_no_more_code_than_its_ceiling(
     has_agents: bool, most_files: int, most_functions: int

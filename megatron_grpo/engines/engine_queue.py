@@ -16,8 +16,7 @@ POLL_INTERVAL = 0.05
 RESUME_SECONDS = 2.0
 ABANDONED_SECONDS = 2.0
 LEAST_ROOM = 64
-"""Requests that any engine gets at once. One that can run more shows it within two seconds; for one
-that cannot, the rest of them wait."""
+"""Requests that any engine gets at once; one where nothing waits gets twice as many each second."""
 
 
 class EngineQueue:
