@@ -35,7 +35,7 @@ from helpers.quantized import FORMATS, dequantized_copy, quantized_copy, rounded
 from helpers.ranks import run_ranks
 from helpers.runs import finish_run, read_metrics
 from helpers.sglang_sums import all_differ, own_checksums, push
-from megatron_grpo.engines import layouts
+from megatron_grpo.engine_weights import layouts
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.sglang import args
 from parallel import ParallelDims
