@@ -29,7 +29,7 @@ LINES = {
     "megatron_grpo/policy": 5654,
     "megatron_grpo/reporting": 1898,
     "megatron_grpo/rewards": 1967,
-    "megatron_grpo/rollout": 1607,
+    "megatron_grpo/rollout": 1615,
     "megatron_grpo/viewer": 300,
     "megatron_grpo/watchdog": 988,
     "megatron_grpo/workers": 990,

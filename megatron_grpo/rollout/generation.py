@@ -69,15 +69,19 @@ class Generation:
     _since: float = field(default_factory=time.time)
     _num_unanswered: int = 0
     _num_unscored: int = 0
+    _sampled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin_group(self) -> None:
         """A group is asked for."""
         self._num_unanswered += 1
+        self._sampled.clear()
         self._enter()
 
     def end_sampling(self) -> None:
         """A group has all samples, and waits for its scores."""
         self._num_unanswered -= 1
+        if not self._num_unanswered:
+            self._sampled.set()
         self._num_unscored += 1
         self._enter()
 
@@ -85,10 +89,9 @@ class Generation:
         """A group has its scores."""
         self._num_unscored -= 1
 
-    @property
-    def is_sampled(self) -> bool:
-        """Whether all groups that were asked for have all samples."""
-        return not self._num_unanswered
+    async def until_sampled(self) -> None:
+        """Wait until all groups that were asked for have all samples."""
+        await self._sampled.wait()
 
     @property
     def has_open_groups(self) -> bool:

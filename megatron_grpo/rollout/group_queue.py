@@ -120,7 +120,7 @@ class GroupQueue:
         new = []
         rows = {self.row_of(key) for key in self.opened_at}
         most = min(limit, self.num_wanted)
-        while limit and (len(self.opened_at) < most or len(rows) < self.size):
+        while limit and (len(self._open) + len(self._complete) < most or len(rows) < self.size):
             if self.reopened:
                 key = self.reopened.pop(0)
             else:

@@ -227,9 +227,10 @@ class GenerationRunner(Runner):
     async def _begin_groups(self, keys: Sequence[GroupKey]) -> None:
         unscored = [key for key in keys if not isinstance(self._saved.get(key), ScoredGroup)]
         features = await features_of([self._prompt(key) for key in unscored])
+        opened = self._queue.opened_at
         for key in keys:
             # While images were read, it may have become too old, and been opened again.
-            if key in self._attempts or key not in self._queue.opened_at:
+            if key in self._attempts or key not in opened:
                 continue
             prompt, params = self._prompt(key), self._services.params(key, self._policy_version)
             group = self._services.groups.new(
@@ -270,7 +271,7 @@ class GenerationRunner(Runner):
             self._generation_of(key).end_sampling()
             self._router.changed.give()  # `_wait` looks at the phase
             if not self._is_ahead:  # as servers of reward models may sleep between two rounds
-                await self._router.changed.until(lambda: self._generation_of(key).is_sampled)
+                await self._generation_of(key).until_sampled()
             scored = attempt.scored = await self._services.scorer.score(samples, group.priority)
             attempt.ended = time.time()
             generation = self._generation_of(key)  # over-sampling: maybe a later one than above
@@ -329,9 +330,13 @@ class GenerationRunner(Runner):
 
     def _phase(self, number: int) -> str:
         generation = self._generations[number]
-        if generation.failure or self._queue.next_generation(number) is not None:
+        if generation.failure:
             return IDLE
-        return "generate" if self._over_samples else generation.phase or "score"
+        if generation.phase and not self._over_samples:  # every group asks: do not walk over all
+            return generation.phase
+        if self._queue.next_generation(number) is not None:
+            return IDLE
+        return "generate" if self._over_samples else "score"
 
     def _drop(self, keys: Sequence[GroupKey]) -> None:
         """Forget groups; what they have asked for is withdrawn."""
@@ -365,7 +370,7 @@ class GenerationRunner(Runner):
         was_running = self._router.is_running
         await self._router.abort()
         complete = self._complete_generations()
-        queue, attempts = self._queue, self._attempts
+        queue, attempts, opened_at = self._queue, self._attempts, self._queue.opened_at
         found: dict[int, ScoredGroup | Unscored] = {}
         for key in queue.untaken:
             if key.generation not in complete and (attempt := attempts.get(key)):
@@ -376,7 +381,7 @@ class GenerationRunner(Runner):
             untaken=tuple(
                 queue.number_of(k) for k in queue.untaken if k.generation not in complete
             ),
-            asked_at=tuple((n, queue.opened_at[queue.key_of(n)]) for n in found if found[n]),
+            asked_at=tuple((n, opened_at[queue.key_of(n)]) for n in found if found[n]),
             engines=tuple(
                 (n, tuple(sorted(attempts[queue.key_of(n)].group.engines))) for n in found
             ),

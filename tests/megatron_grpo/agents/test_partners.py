@@ -1,7 +1,6 @@
 """Partners of several sources: each makes the groups of its own rows."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -49,9 +48,12 @@ def test_each_source_has_groups_of_its_own_kind(monkeypatch):
     assert group is pool.groups.return_value.return_value
     new_group = pool.groups.return_value
     assert new_group.call_args.args[1:] == (sampling_params(), 3)
-    monkeypatch.setattr(partners_module, "CompletionGroup", SimpleNamespace)
-    with pytest.raises(TypeError):  # a group of a single turn
-        groups.new(replace(second, source="two"), sampling_params(), 5)
+    single_turn = Mock()
+    monkeypatch.setattr(partners_module, "CompletionGroup", single_turn)
+    prompt = replace(second, source="two")
+    group = groups.new(prompt, sampling_params(), 5, {"an": "image"})
+    assert group is single_turn.return_value
+    single_turn.assert_called_once_with(prompt, sampling_params(), 5, {"an": "image"})
 
 
 def test_those_that_were_opened_are_closed_when_the_next_cannot_be_opened(monkeypatch):
