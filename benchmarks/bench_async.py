@@ -196,6 +196,7 @@ def receive_seconds(engine: TestEngine) -> float:
 
     rows = [more(number) for number in range(4)]
     router.close()
+    router.client.close()
     return median(rows[1:])
 
 

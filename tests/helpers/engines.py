@@ -185,7 +185,11 @@ class TestEngine:
             "policy_version": self.version,
         }
         params = sampling_params(**settings | overrides)
-        return generate(self.client(), Completions(prompts, params))
+        client = self.client()
+        try:
+            return generate(client, Completions(prompts, params))
+        finally:
+            client.close()
 
 
 def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:
