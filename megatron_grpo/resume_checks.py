@@ -73,12 +73,15 @@ CHANGEABLE = (
     "reward.memory_megabytes",
     "environment.timeout",
     "environment.memory_megabytes",
+    "agent.listen",
+    "agent.timeout",
+    "agent.memory_megabytes",
     "eval.",
     "wandb.",
     "trackio.",
     "swanlab.",
 )
-OF_SOURCE = re.compile(r"^sources\.by_name\..+?\.(?=(reward|environment)\.)")
+OF_SOURCE = re.compile(r"^sources\.by_name\..+?\.(?=(reward|environment|agent)\.)")
 """Prefix of a source's keys before those of the run: `sources.by_name.math.`."""
 
 DATE = "data.date"

@@ -16,19 +16,22 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megatron_grpo.config.config import Config
+from megatron_grpo.resume_checks import CHANGEABLE
 
 ROOT = Path(__file__).parents[1]
 
 
 def key_table() -> str:
-    """Every key of the config as a Markdown table: key, default or other values, meaning."""
+    """Every key of the config as a Markdown table: key, default or other values, meaning. A star is
+    at the keys that a resumed run may change."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for section, field in Config.model_fields.items():
         assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
         for name, key in field.annotation.model_fields.items():
             assert key.description, f"{section}.{name} has no docstring"
             meaning = " ".join(key.description.split())
-            rows.append(f"| `{section}.{name}` | {default_of(key)} | {meaning} |")
+            star = " *" if f"{section}.{name}".startswith(CHANGEABLE) else ""
+            rows.append(f"| `{section}.{name}`{star} | {default_of(key)} | {meaning} |")
     return "\n".join(rows)
 
 
