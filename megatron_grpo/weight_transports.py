@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -88,14 +89,14 @@ class WeightChannels:
             ],
         )
 
-        def open_channels(engines: RolloutClient, is_sending: Callable[[], bool]) -> None:
+        def open_channels(client: RolloutClient, is_sending: Callable[[], bool]) -> None:
             try:
-                engines.open_channels(init_info.to_json(), is_sending)
+                client.open_channels(init_info.to_json(), is_sending)
             except OSError as error:
                 join(init_info.rendezvous, TIMEOUT).publish_failure(str(error))
                 raise
 
-        with meanwhile(engines, open_channels):
+        with meanwhile(partial(open_channels, engines) if engines else None):
             self._sender = WeightSender(
                 init_info,
                 self._rendezvous or join(init_info.rendezvous, TIMEOUT),
@@ -116,8 +117,7 @@ class WeightChannels:
         """Send this rank's share of `parameters`; returns the checksums of what it has sent, by
         worker. Raises ConnectionError."""
         assert self._sender is not None
-
-        with meanwhile(engines, lambda engines, is_sending: engines.receive_push(push, is_sending)):
+        with meanwhile(partial(engines.receive_push, push) if engines else None):
             return self._sender.send_weights(parameters)
 
     def finish(self) -> None:
@@ -189,7 +189,7 @@ class WeightFolder:
         Returns the checksums of this rank's share of what each worker reads. Raises
         ConnectionError.
         """
-        with meanwhile(engines, lambda engines, _: engines.receive_push(push, lambda: True)):
+        with meanwhile((lambda _: engines.receive_push(push, lambda: True)) if engines else None):
             return sums_of_copies(parameters, self._sends, self._workers, self._dtypes)
 
     def finish(self) -> None:

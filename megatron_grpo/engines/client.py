@@ -1,13 +1,13 @@
 """The trainer's client of the rollout engines: requests samples and pushes new weights."""
 
-import asyncio
 import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from operator import methodcaller
+from typing import Any, TypeVar
 
 from checkpoint_convert.vllm import EngineReport
 from megatron_grpo.config.lora import LoraConfig
@@ -52,8 +52,10 @@ class RolloutClient:
     ) -> None:
         self.pool, self.loop = pool, loop
         self._rollout, self._lora, self._keeps_features = rollout, lora, keeps_features
-        self._is_cancelled = False
+        self.is_cancelled = False
         self._chain: list[tuple[str, int]] = []
+        self._urls: list[str] = []
+        """Addresses of the engines of the push."""
         self._num_chains = 0
         self._awake: set[str] = set()
         """Addresses of engines to which channels were opened: no earlier run left these asleep."""
@@ -63,13 +65,7 @@ class RolloutClient:
 
     def cancel(self) -> None:
         """Soon end what engines do for the routers, and `await_engines`; safe from any thread."""
-        self._is_cancelled = True
-
-    async def raise_when_cancelled(self) -> NoReturn:
-        """Raise Preempted soon after `cancel` was called."""
-        while not self._is_cancelled:
-            await asyncio.sleep(POLL_SECONDS)
-        raise Preempted("the generation was given up")
+        self.is_cancelled = True
 
     def update_health(self, check: Callable[[list[EngineReport]], None]) -> None:
         """Drop engines that have failed, died, hang or leave; add those that join or came back.
@@ -84,7 +80,7 @@ class RolloutClient:
         self.pool.join_and_leave()
         for url in self.pool.check_engines():
             try:
-                [workers] = self._on([url], _describe, {})
+                [workers] = self._on_all(_describe, urls=[url])
                 check(workers)
             except (EngineError, ValueError) as error:  # whatever answers there now is unusable
                 self.pool.mark_dead(url, str(error))
@@ -102,20 +98,21 @@ class RolloutClient:
         """
         deadline = running_time() + self._rollout.startup_timeout
         while not self.pool.up:
-            if self._is_cancelled:
+            if self.is_cancelled:
                 raise Preempted("the wait for an engine was given up")
             self.pool.raise_if_all_dead(deadline)
             time.sleep(POLL_SECONDS)
             self.update_health(check)
         if self._chain != self.pool.up:
             self._chain = self.pool.up
+            self._urls = [url for url, _ in self._chain]
             self._num_chains += 1
         return len(self._chain), self._num_chains
 
     def describe_parameters(self) -> dict[str, list[EngineReport]]:
         """Parameter shapes and dtypes of every worker, by engine address."""
         urls = [url for url, _ in self.pool.up]
-        return dict(zip(urls, self._on(urls, _describe, {}), strict=True))
+        return dict(zip(urls, self._on_all(_describe, urls=urls), strict=True))
 
     def open_channels(self, transfer: Json, is_sending: Callable[[], bool]) -> None:
         """Make every worker of every engine open the channels described by `transfer`.
@@ -141,12 +138,12 @@ class RolloutClient:
         """Pause the engines, drop their caches and mark their weights as having no version."""
         self.pool.lose_weights(self._urls)
         if self._rollout.enable_sleep_mode:
-            self._on_all(lambda engine: engine.wake("weights"))
-        self._on_all(lambda engine: engine.begin_push(push, self._channels))
+            self._on_all(methodcaller("wake", "weights"))
+        self._on_all(methodcaller("begin_push", push, self._channels))
 
     def receive_push(self, push: str, is_sending: Callable[[], bool]) -> None:
         """Make every worker receive its shard; returns when all have finished or failed."""
-        self._on_all(lambda engine: engine.ask_workers("receive_push", push=push), is_sending)
+        self._on_all(methodcaller("ask_workers", "receive_push", push=push), is_sending)
 
     def check_push(self, push: str, expected: Sequence[WorkerSums] | None) -> None:
         """Raise PushFailed unless every worker of every engine has loaded `push`.
@@ -155,7 +152,7 @@ class RolloutClient:
         weights must match it, too. An engine that has joined with other weights is lost: the run
         can do without it.
         """
-        reports = self._on_all(lambda engine: engine.ask_workers("push_report"))
+        reports = self._on_all(methodcaller("ask_workers", "push_report"))
         try:
             check_reports(self._urls, reports, push, expected)
         except PushFailed as failure:
@@ -165,10 +162,10 @@ class RolloutClient:
 
     def finish_push(self, push: str, policy_version: int) -> None:
         """Make every engine serve `push` as `policy_version`."""
-        self._on_all(lambda engine: engine.finish_push(push, policy_version))
+        self._on_all(methodcaller("finish_push", push, policy_version))
         if self._rollout.enable_sleep_mode:
-            self._on_all(lambda engine: engine.wake("kv_cache"))
-        self._on_all(lambda engine: engine.post("/resume"))
+            self._on_all(methodcaller("wake", "kv_cache"))
+        self._on_all(methodcaller("post", "/resume"))
         self.pool.finish_push(self._urls)
 
     def sleep(self) -> None:
@@ -188,7 +185,7 @@ class RolloutClient:
             ]
             sleeps = self.loop.call(gather_all(self._put_to_sleep(url) for url, _ in lives))
             asleep.update(life for life, is_asleep in zip(lives, sleeps, strict=True) if is_asleep)
-            if self._is_cancelled or asleep.issuperset(self.pool.starting):
+            if self.is_cancelled or asleep.issuperset(self.pool.starting):
                 return
             time.sleep(POLL_SECONDS)
 
@@ -205,39 +202,28 @@ class RolloutClient:
 
     def serve_loaded(self) -> None:
         """Make every engine serve the weights that it loaded itself, as LOADED_VERSION."""
-        self._on_all(lambda engine: engine.serve_loaded())
+        self._on_all(methodcaller("serve_loaded"))
         self.pool.finish_push(self._urls)
-
-    @property
-    def _urls(self) -> list[str]:
-        return [url for url, _ in self._chain]
 
     def _on_all(
         self,
         action: Callable[[Engine], Coroutine[Any, Any, T]],
         is_sending: Callable[[], bool] = lambda: False,
+        urls: Sequence[str] | None = None,
     ) -> list[T]:
         """Run `action` on all engines of the push; the first failure cancels the others.
 
         While `is_sending`, a busy engine does not count as hung: transfers have their own limit.
+        With `urls`, on these engines, whose failures are no failures of the push.
         """
-        for error in self._failed.values():
+        failed = self._failed if urls is None else {}
+        for error in failed.values():
             raise error
-        return self._on(self._urls, action, self._failed, is_sending)
-
-    def _on(
-        self,
-        urls: Sequence[str],
-        action: Callable[[Engine], Coroutine[Any, Any, T]],
-        failed: dict[str, EngineDown],
-        is_sending: Callable[[], bool] = lambda: False,
-    ) -> list[T]:
-        def progress() -> float:
-            return running_time() if is_sending() else 0.0
 
         async def on(url: str) -> T:
             try:
                 engine = self.engine(url)
+                progress = lambda: running_time() if is_sending() else 0.0  # noqa: E731
                 async with run_with(engine.watch(progress)):
                     return await action(engine)
             except TimeoutError as error:
@@ -247,7 +233,7 @@ class RolloutClient:
                 failed[url] = error
                 raise
 
-        return self.loop.call(gather_all(map(on, urls)))
+        return self.loop.call(gather_all(map(on, self._urls if urls is None else urls)))
 
     def engine(self, url: str) -> Engine:
         """The engine at `url`, with its connections; to be called in the loop."""
@@ -276,20 +262,18 @@ async def _describe(engine: Engine) -> list[EngineReport]:
 
 
 @contextmanager
-def meanwhile(
-    engines: RolloutClient | None, action: Callable[[RolloutClient, Callable[[], bool]], None]
-) -> Iterator[None]:
-    """Run `action` on rank 0's `engines` concurrently with the block.
+def meanwhile(action: Callable[[Callable[[], bool]], None] | None) -> Iterator[None]:
+    """Run rank 0's `action` on the engines concurrently with the block.
 
     `action` gets a function that tells whether the block is still running. Its error replaces that
     of the block, which sees only a broken channel when an engine dies.
     """
-    if engines is None:
+    if action is None:
         yield
         return
     is_over = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(action, engines, lambda: not is_over.is_set())
+        done = pool.submit(action, lambda: not is_over.is_set())
         try:
             yield
         finally:

@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 from itertools import count, groupby
 from typing import Any
 
-from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.client import POLL_SECONDS, RolloutClient
 from megatron_grpo.engines.engine_queue import LEAST_ROOM, EngineQueue
 from megatron_grpo.engines.http import EngineDown, EngineStale, NoServingEngine
 from megatron_grpo.engines.request import Decode, Request
@@ -243,14 +243,13 @@ class RequestRouter:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stop_when_cancelled(self) -> None:
-        try:
-            await self._client.raise_when_cancelled()
-        except Preempted as reason:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ABORT_SECONDS):
-                    await self.abort()
-            self._fail(reason)
-            await self._end([*self._tasks])  # an engine that hangs
+        while not self._client.is_cancelled:
+            await asyncio.sleep(POLL_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ABORT_SECONDS):
+                await self.abort()
+        self._fail(Preempted("the generation was given up"))
+        await self._end([*self._tasks])  # an engine that hangs
 
 
 def _batch(request: Request) -> int:
