@@ -72,8 +72,9 @@ class FolderEvaluation:
             sets = [as_evaluated(cfg, name) for name in cfg.eval.named_sets]
             rewards = [view.reward for each in sets for view in each.by_source.values()]
             models = served_here(rewards)
-            servers = RewardModels(models, cfg.rollout, out / "logs", engines=self.servers)
-            pools = stack.enter_context(closing(RewardPools(servers)))
+            logs = out / "logs"
+            servers = RewardModels(models, cfg.rollout, logs, engines=self.servers)
+            pools = stack.enter_context(closing(RewardPools(servers if models else None)))
             ends = end_tokens(shape, tokenizer, cfg.rollout)
             partners = stack.enter_context(closing(Partners(cfg, tokenizer, ends, self._client)))
             decode = partial(tokenizer.decode, skip_special_tokens=True)

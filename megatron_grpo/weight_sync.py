@@ -36,9 +36,9 @@ from parallel.weight_transfer import bucket_bytes_for
 class WeightSync:
     """Pushes weights to the engines; every rank makes one, and all call `push` together.
 
-    `sender` describes what this rank can send, by the local names of its parameters; `loaded` has
-    the `loaded_sums` of what engines hold besides. Only rank 0 has `engines`. Ranks coordinate over
-    the CPU: a GPU that waits in a collective is busy, and an engine may share it.
+    `sender` describes what this rank can send; `loaded` has the `loaded_sums` of what engines hold
+    besides. Only rank 0 has `engines`. Ranks coordinate over the CPU: a GPU that waits in a
+    collective is busy, and an engine may share it.
     """
 
     def __init__(
@@ -92,12 +92,11 @@ class WeightSync:
 
         On return, every worker of every serving engine is verified to hold the same weights as the
         ranks, and the engines have dropped their caches. A push that fails is repeated once from
-        the start, over new channels. If an engine has failed, the push goes to the others, and may
-        again be repeated once.
+        the start, over new channels, and once more if the engines have changed.
 
-        Raises on all ranks: RolloutAborted, when the push fails twice with the same engines or no
-        engine is back within `rollout.startup_timeout` (its text on rank 0 names the engine, worker
-        and parameters; no engine ever serves weights that failed verification); Preempted, when
+        Raises on all ranks: RolloutAborted, when the push fails twice with the same engines (its
+        text on rank 0 names the engine, worker and parameters; no engine ever serves weights that
+        failed verification) or no engine is back within `rollout.startup_timeout`; Preempted, when
         rank 0 was told to stop while waiting for an engine.
         """
         with timer.phase("await_engines"):
@@ -114,7 +113,6 @@ class WeightSync:
                 print(f"a push of weights failed and is repeated: {failure}", file=sys.stderr)
 
     def close(self) -> None:
-        """Close this rank's channels."""
         self._transport.close()
 
     def _agree_on_engines(self) -> bool:

@@ -132,10 +132,7 @@ class WeightChannels:
 
 
 class WeightFolder:
-    """A rank's end of the folder `pushed` in the run directory, which is there during a push.
-
-    It takes the place of `WeightChannels`.
-    """
+    """A rank's end of the folder `pushed` in the run directory, which is there during a push."""
 
     def __init__(
         self,
@@ -170,10 +167,8 @@ class WeightFolder:
         self._is_known = True
 
     def prepare(self, parameters: Mapping[str, Tensor]) -> None:
-        """Write `parameters`, this rank's shard; on return all ranks have written. Collective.
-
-        Raises RolloutAborted on all ranks if one could not write, such as when the disk is full.
-        """
+        """Write `parameters`, this rank's shard; on return all ranks have written. Collective;
+        RolloutAborted on all ranks if one cannot write, as when the disk is full."""
         try:
             raise_first_failure(self._create, RolloutAborted)
             raise_first_failure(lambda: self._fill(parameters), RolloutAborted)
@@ -184,11 +179,8 @@ class WeightFolder:
     def send(
         self, engines: RolloutClient | None, push: str, parameters: Mapping[str, Tensor]
     ) -> Mapping[int, WorkerSums]:
-        """Let the workers read the folder.
-
-        Returns the checksums of this rank's share of what each worker reads. Raises
-        ConnectionError.
-        """
+        """Let the workers read the folder; returns the checksums of this rank's share. Raises
+        ConnectionError."""
         with meanwhile((lambda _: engines.receive_push(push, lambda: True)) if engines else None):
             return sums_of_copies(parameters, self._sends, self._workers, self._dtypes)
 

@@ -55,13 +55,8 @@ def sums_of_all_ranks(
     workers: Sequence[Layout],
     loaded: Mapping[int, WorkerSums] = NOTHING,
 ) -> Sequence[WorkerSums]:
-    """The checksums of each worker's parameters, from those of what each rank has `sent` to it.
-
-    `loaded` are those that its engine has loaded itself, also as this rank's part of the sums.
-
-    Padding is zero and adds nothing. Collective over all ranks of the default group: one all-reduce
-    with an int64 for each parameter of each worker.
-    """
+    """Add up the checksums of each worker's parameters over what each rank has `sent` to it, and
+    over its part of those `loaded` by engines. Padding is zero. Collective: one all-reduce."""
     names = [(number, name) for number, worker in enumerate(workers) for name in worker.shapes]
     own = [{**loaded.get(n, {}), **sent.get(n, {})} for n in range(len(workers))]
     sums = torch.tensor([own[number].get(name, 0) for number, name in names], dtype=torch.int64)
@@ -75,10 +70,8 @@ def sums_of_all_ranks(
 def loaded_sums(
     cfg: Config, shape: ModelShape, sender: Sender, weights: Mapping[str, Tensor]
 ) -> dict[int, WorkerSums]:
-    """This rank's part of the checksums of the weights that engines load themselves, by worker.
-
-    `sender` and `weights` are the rank's. Empty if pushes bring all weights.
-    """
+    """This rank's part of the checksums of weights that engines load themselves, by worker, from
+    its own `weights`; empty if pushes bring all."""
     if not (cfg.lora.is_served and cfg.num_engines):
         return {}
     shards = worker_shards(cfg, shape)

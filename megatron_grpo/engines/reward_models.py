@@ -58,7 +58,7 @@ class RewardModels(ServerProcesses):
     """One server for each `reward_model` with a `path`, in training and evaluations, on a host with
     `num_ranks` trainer ranks.
 
-    vLLM measures how much of a GPU is free when it starts. So those that share GPUs start when all
+    vLLM measures how much of a GPU is free when it starts: those that share GPUs start when all
     `engines` answer, and sleep when the constructor returns.
     """
 
@@ -116,11 +116,10 @@ class RewardModels(ServerProcesses):
         return function.model_copy(update={"arguments": own | address})
 
     def restart_dead(self, show: Show) -> bool:
-        """Wake the servers that sleep, and restart those that have died; returns whether any had
-        died.
+        """Wake the servers, restart dead ones, and return when all answer: whether any was dead.
 
-        Returns when all answer. Raises EngineError, which names the server, if one dies as it
-        starts, or twice before completions are scored.
+        Raises EngineError, which names the server, if one dies as it starts, or twice before
+        completions are scored.
         """
         self._post_to_all(self._asleep, "wake_up")
         self._asleep.clear()
@@ -139,17 +138,14 @@ class RewardModels(ServerProcesses):
         return bool(dead)
 
     def end_round(self) -> None:
-        """Record that completions were scored: each server may be started again.
-
-        Those that share GPUs have given back their memory when this returns.
-        """
+        """Record that completions were scored: each server may be started again, and has given back
+        the memory of shared GPUs."""
         self._restarted.clear()
         self._post_to_all(self._sharing, "sleep?level=1")
         self._asleep = {*self._sharing}
 
     def _post_to_all(self, urls: Iterable[str], route: str) -> None:
-        """Have servers sleep or wake, all at once; one that does not is killed and counts as
-        dead."""
+        """Have servers sleep or wake, all at once; one that does not is killed."""
 
         def tell(url: str) -> str:
             """The reason if it does not; empty if it does."""
@@ -173,11 +169,9 @@ def reward_devices(
     num_ranks: int,
     environ: Mapping[str, str],
 ) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of these models: the GPUs after those of ranks and engines.
-
-    Those that share GPUs have one after the other from the first GPU on. On a machine without GPUs,
-    None for each. Raises ValueError if there are too few.
-    """
+    """CUDA_VISIBLE_DEVICES of these models: GPUs after those of ranks and engines, or for those
+    that share them, one after the other from the first on; None without GPUs. ValueError if too
+    few."""
     if num_devices == 0:
         return [None] * len(models)
     num_used = num_ranks
@@ -268,10 +262,8 @@ def check_served(cfg: Config) -> None:
 
 
 def gpu_share(model: RewardFunction, rollout: RolloutConfig) -> float:
-    """The fraction of each GPU that a reward model takes of ranks while it scores.
-
-    Raises ValueError if it cannot share GPUs, or is not told how much.
-    """
+    """The fraction of each GPU of ranks that a reward model takes while it scores; ValueError if it
+    cannot share GPUs, or is not told how much."""
     if not model.shares_gpus:
         return 0.0
     if not rollout.enable_sleep_mode:

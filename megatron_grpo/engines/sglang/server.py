@@ -67,7 +67,6 @@ UNGUARDED = {
 
 @router.get("/load")
 async def load() -> Json:
-    """Number of requests accepted but not answered."""
     return {"server_load": gate.num_requests}
 
 
@@ -102,7 +101,6 @@ async def pause(mode: str) -> Json:
 
 @router.post("/resume")
 async def resume() -> Json:
-    """Let requests run."""
     await manager().continue_generation(ContinueGenerationReqInput())
     await gate.open()
     return {}
@@ -127,11 +125,8 @@ async def update_weight_version(request: Request) -> Json:
 
 @router.post("/sleep")
 async def sleep() -> Json:
-    """Give requests up, and the memory of weights and cache back with what is in it.
-
-    Of CUDA graphs it stays, as in vLLM. 503 if requests do not end, or the engine was paused or
-    resumed meanwhile, as by a push.
-    """
+    """Give requests up, and the memory of weights and cache back; that of CUDA graphs stays, as in
+    vLLM. 503 if requests do not end, or the engine was paused or resumed meanwhile."""
     await pause("abort")
     paused = gate.num_turns
     for _ in range(DRAIN_TRIES):  # SGLang ends at once if it has requests
@@ -159,7 +154,6 @@ async def wake_up(tags: Annotated[list[str], Query()] = PARTS) -> Json:
 
 @router.get("/is_sleeping")
 async def is_sleeping() -> Json:
-    """Whether any part sleeps."""
     return {"is_sleeping": bool(asleep)}
 
 
@@ -175,10 +169,8 @@ async def collective_rpc(request: Request) -> Json:
 
 
 def launch(arguments: ServerArgs, folder: str) -> None:
-    """Run an engine with our workers until it ends, or those of a further node of one.
-
-    `folder` is for a file in which the workers of one host meet.
-    """
+    """Run an engine with our workers until it ends, or those of a further node of one. The workers
+    of one host meet in a file in `folder`."""
     if arguments.nnodes == 1:
         os.environ[RENDEZVOUS_VARIABLE] = f"file://{folder}/workers"
     if arguments.node_rank == 0:
