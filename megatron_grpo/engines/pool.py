@@ -74,7 +74,7 @@ class JoinFolder:
     def __init__(
         self, folder: Path, settings: Mapping[str, Any], base_urls: Sequence[str], refusal: str
     ) -> None:
-        self._folder, self._settings, self._refusal = folder, settings, refusal
+        self.folder, self._settings, self._refusal = folder, settings, refusal
         self._is_local = all(map(_is_loopback, base_urls))
         self._told: set[tuple[str, str]] = set()
 
@@ -93,11 +93,7 @@ class JoinFolder:
     def joined(self) -> dict[str, int]:
         """Address of each engine that takes part, and when its file changed, in nanoseconds; says
         once of each other why it does not."""
-        return dict(filter(None, map(self._read, sorted(self._folder.glob(f"*{JOINED}")))))
-
-    def leavers(self) -> list[Path]:
-        """The files of the engines that wait until the run has dropped them."""
-        return [*self._folder.glob(f"*{LEAVING}")]
+        return dict(filter(None, map(self._read, sorted(self.folder.glob(f"*{JOINED}")))))
 
     def _read(self, file: Path) -> tuple[str, int] | None:
         """An item of `joined`; None if the engine has no part in the run."""
@@ -175,14 +171,15 @@ class EnginePool:
     @property
     def has_leavers(self) -> bool:
         """Whether an engine is to leave at the next push."""
-        return self._joining is not None and bool(self._joining.leavers())
+        return self._joining is not None and any(self._joining.folder.glob(f"*{LEAVING}"))
 
     def join_and_leave(self) -> None:
         """Take in the engines that have joined, and drop those that leave, which have no requests.
         One that has joined is down until it answers."""
         if self._joining is None:
             return
-        leavers, joined = self._joining.leavers(), self._joining.joined()
+        leavers = [*self._joining.folder.glob(f"*{LEAVING}")]
+        joined = self._joining.joined()
         for url, file_changed in joined.items():
             if url not in self._records:
                 self._records[url] = EngineRecord(url, State.DOWN, "has not answered yet")

@@ -74,7 +74,8 @@ class ServerProcesses:
         self.base_urls = base_urls
         self.are_ours = False
         """Whether the servers were started here, and so can be restarted."""
-        self._engines: list[ServerProcess] = []
+        self.processes: dict[str, ServerProcess] = {}
+        """Servers that were started here, by their addresses."""
         self._log_dir = log_dir
         self._ports: list[socket.socket] = []
 
@@ -84,9 +85,8 @@ class ServerProcesses:
         for reserved, (name, command) in zip(self._ports, commands.items(), strict=True):
             port = reserved.getsockname()[1]
             url, log = f"http://{LOOPBACK}:{port}", self._log_dir / f"{name}.log"
-            self._engines.append(ServerProcess.serve(*command(port), url, log))
-        self.base_urls = tuple(engine.url for engine in self._engines)
-        self.are_ours = bool(self._engines)
+            self.processes[url] = ServerProcess.serve(*command(port), url, log)
+        self.base_urls, self.are_ours = tuple(self.processes), bool(self.processes)
 
     @property
     def awaited(self) -> str:
@@ -117,37 +117,33 @@ class ServerProcesses:
 
     def end(self, url: str) -> str:
         """Describe the exit of the server at `url`; empty while it runs or if it is not ours."""
-        return self._engine(url).end() if self.are_ours else ""
+        return self.processes[url].end() if self.are_ours else ""
 
     def log_tail(self, url: str) -> str:
         """The end of the log of a server started here, to be appended to an error message."""
-        return f"; {self._engine(url).log_tail()}" if self.are_ours else ""
+        return f"; {self.processes[url].log_tail()}" if self.are_ours else ""
 
     def kill(self, url: str) -> str:
         """Kill a server of ours and all that it started; returns how it ended by itself, if so."""
-        engine = self._engine(url)
+        engine = self.processes[url]
         end = engine.end(within=EXIT_SECONDS)
         engine.kill()
         return end
 
     def restart(self, url: str) -> None:
         """Restart a killed server of ours at the same address; returns before it answers."""
-        old = self._engine(url)
-        new = ServerProcess.serve(old.command, old.environment, url, old.log)
-        self._engines[self.base_urls.index(url)] = new
-
-    def _engine(self, url: str) -> ServerProcess:
-        return self._engines[self.base_urls.index(url)]
+        old = self.processes[url]
+        self.processes[url] = ServerProcess.serve(old.command, old.environment, url, old.log)
 
     def close(self) -> None:
         """Terminate all servers, or after some seconds kill them with what they started; one that
         still starts is killed at once."""
         # Threads: one that hangs holds up no other.
-        with ThreadPoolExecutor(len(self._engines) or 1) as pool:
-            list(pool.map(_end, self._engines))
+        with ThreadPoolExecutor(len(self.processes) or 1) as pool:
+            list(pool.map(_end, self.processes.values()))
         for reserved in self._ports:
             reserved.close()
-        self._engines.clear()
+        self.processes.clear()
         self.are_ours = False
 
 

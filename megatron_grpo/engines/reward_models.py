@@ -82,8 +82,6 @@ class RewardModels(ServerProcesses):
         self._sharing: list[str] = []
         """Addresses of the servers that share GPUs."""
         self._asleep: set[str] = set()
-        if not functions:
-            return
         devices = reward_devices(rollout, functions, num_gpus(), num_ranks, os.environ)
         if engines and any(function.shares_gpus for function in functions):
             with waiting(engines.awaited, "answer") as show:
@@ -103,17 +101,20 @@ class RewardModels(ServerProcesses):
     @property
     def awaited(self) -> str:
         """Servers that the first `restart_dead` waits for, as messages name them; empty if none."""
-        return super().awaited if self.are_ours and not self._is_ready else ""
+        return "" if self._is_ready else super().awaited
 
     def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
         """The functions, with the address of its server in place of the path of each model."""
-        return tuple(self._addressed(each) if each.is_served_here else each for each in functions)
-
-    def _addressed(self, function: RewardFunction) -> RewardFunction:
-        url = self.base_urls[self._models.index(function.arguments)]
-        own = {name: value for name, value in function.arguments.items() if name.startswith("step")}
-        address = {"base_url": url, "api_key": SecretStr(self._token)}
-        return function.model_copy(update={"arguments": own | address})
+        found = []
+        for function in functions:
+            if function.is_served_here:
+                given = function.arguments
+                own = {name: value for name, value in given.items() if name.startswith("step")}
+                own["base_url"] = self.base_urls[self._models.index(given)]
+                own["api_key"] = SecretStr(self._token)
+                function = function.model_copy(update={"arguments": own})
+            found.append(function)
+        return tuple(found)
 
     def restart_dead(self, show: Show) -> bool:
         """Wake the servers, restart dead ones, and return when all answer: whether any was dead.
@@ -147,19 +148,19 @@ class RewardModels(ServerProcesses):
     def _post_to_all(self, urls: Iterable[str], route: str) -> None:
         """Have servers sleep or wake, all at once; one that does not is killed."""
 
-        def tell(url: str) -> str:
-            """The reason if it does not; empty if it does."""
-            limit = self._rollout.request_timeout
-            status, told = status_of("POST", url, route, limit, self._token)
-            return "" if is_success(status) else told
-
+        limit = self._rollout.request_timeout
         with ThreadPoolExecutor() as threads:
-            answers = [*zip(urls, threads.map(tell, urls), strict=True)]
-        for url, error in answers:
-            if error and not self.end(url):
-                print(f"{self.kind} {url}: no {route}: {error}", file=sys.stderr, flush=True)
-            if error:
-                self.kill(url)
+            answers = [
+                (url, threads.submit(status_of, "POST", url, route, limit, self._token))
+                for url in urls
+            ]
+        for url, answer in answers:
+            status, told = answer.result()
+            if is_success(status):
+                continue
+            if not self.end(url):
+                print(f"{self.kind} {url}: no {route}: {told}", file=sys.stderr, flush=True)
+            self.kill(url)
 
 
 def reward_devices(

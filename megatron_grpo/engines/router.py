@@ -21,6 +21,7 @@ from contextlib import suppress
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count, groupby
+from operator import attrgetter
 from typing import Any
 
 from megatron_grpo.engines.client import POLL_SECONDS, RolloutClient
@@ -30,6 +31,7 @@ from megatron_grpo.engines.request import Decode, Request
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.workers.event_loop import Notice
 
+BATCH = attrgetter("batch")
 ABORT_SECONDS = 5.0
 """How long a run that is to stop waits for the tokens that engines have sampled."""
 
@@ -208,8 +210,8 @@ class RequestRouter:
             self._limits[url] = queue.limit
             del self._queues[url], self._lives[url], self._tasks[url]
             # One entry for each batch: its requests share a prompt, which one engine caches.
-            left = sorted(filter(lambda each: each.is_open, queue.open), key=_batch)
-            for _, requests in groupby(left, key=_batch):
+            left = sorted((each for each in queue.open if each.is_open), key=BATCH)
+            for _, requests in groupby(left, key=BATCH):
                 self._enqueue([*requests])
         if failure:
             self._fail(failure)
@@ -244,7 +246,3 @@ class RequestRouter:
                 await self.abort()
         self._fail(Preempted("the generation was given up"))
         await self._end([*self._tasks])  # an engine that hangs
-
-
-def _batch(request: Request) -> int:
-    return request.batch

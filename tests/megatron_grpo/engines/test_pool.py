@@ -174,9 +174,9 @@ def test_an_engine_that_dies_whenever_it_starts_stops_the_run(tied_model, tmp_pa
     """And the message says of each engine how it ended, with the error in its log."""
     rollout = RolloutConfig(max_completion_length=16)
     with closing(EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, None)) as servers:
-        [engine] = servers._engines
+        [engine] = servers.processes.values()
         broken = [sys.executable, "-c", "raise MemoryError('planted')"]
-        servers._engines[0] = replace(engine, command=broken)
+        servers.processes[engine.url] = replace(engine, command=broken)
         engine.process.kill()
         with (
             trainer(tied_model, servers, rollout) as ours,

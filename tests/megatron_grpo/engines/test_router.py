@@ -128,7 +128,7 @@ def test_completions_of_an_engine_that_is_killed_go_on_at_another_with_what_it_h
             return
         begun.set()
         if choice.finish_reason == CUT and len(choice.weight_versions) == 2:
-            os.kill(pair.servers._engine(self.url).process.pid, signal.SIGKILL)
+            os.kill(pair.servers.processes[self.url].process.pid, signal.SIGKILL)
             killed.set()
         told.update(span.version for span in choice.weight_versions)
 
