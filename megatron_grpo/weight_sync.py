@@ -83,10 +83,7 @@ class WeightSync:
         self._num_engines, self._chain_number = 0, 0
 
     def push(
-        self,
-        parameters: Mapping[str, Tensor],
-        policy_version: int,
-        timer: PhaseTimer,
+        self, parameters: Mapping[str, Tensor], policy_version: int, timer: PhaseTimer
     ) -> None:
         """Make every healthy engine serve `parameters`, this rank's shard, as `policy_version`.
 
@@ -146,10 +143,7 @@ class WeightSync:
         return has_changed
 
     def _try_push(
-        self,
-        parameters: Mapping[str, Tensor],
-        policy_version: int,
-        timer: PhaseTimer,
+        self, parameters: Mapping[str, Tensor], policy_version: int, timer: PhaseTimer
     ) -> ConnectionError | None:
         """Returns on all ranks the error of the first rank that failed; None if none did."""
         engines, transport = self._engines, self._transport

@@ -39,11 +39,7 @@ Receiver = WeightReceiver | FolderReceiver
 
 
 def open_receiver(
-    transfer: Json,
-    engine: int,
-    worker: int,
-    parameters: Mapping[str, Tensor],
-    device: torch.device,
+    transfer: Json, engine: int, worker: int, parameters: Mapping[str, Tensor], device: torch.device
 ) -> Receiver:
     """The receiver for `transfer`: a `TransferInitInfo`, or `WeightFolder.init_info`. Raises
     ValueError or ChannelError."""

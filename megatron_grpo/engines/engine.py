@@ -302,11 +302,7 @@ class Engine:
         return answer
 
     async def _request(
-        self,
-        method: str,
-        route: str,
-        body: Json | None = None,
-        limit: float | None = None,
+        self, method: str, route: str, body: Json | None = None, limit: float | None = None
     ) -> bytes:
         async with answer_to(self.http, self.url, method, route, body, limit) as response:
             return await response.read()

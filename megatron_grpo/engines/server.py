@@ -19,19 +19,8 @@ from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engine_weights.layouts import engine_dims
 from megatron_grpo.engines.access import check_host
-from megatron_grpo.engines.arguments import (
-    ONE_NODE,
-    PLANNED,
-    EngineNode,
-    engine_table,
-)
-from megatron_grpo.engines.joining import (
-    FOLDER,
-    JoinedEngine,
-    refusal,
-    serve_joined,
-    settings_of,
-)
+from megatron_grpo.engines.arguments import ONE_NODE, PLANNED, EngineNode, engine_table
+from megatron_grpo.engines.joining import FOLDER, JoinedEngine, refusal, serve_joined, settings_of
 from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
 from megatron_grpo.engines.sglang.args import (
     check_folder_loaded,

@@ -41,11 +41,7 @@ from megatron_grpo.engines.sglang.args import REFUSED
 from megatron_grpo.engines.sglang.completions import gate, manager, router
 from megatron_grpo.engines.sglang.model_folder import server_arguments
 from megatron_grpo.engines.sglang.patches import PATCHES, run_scheduler_process
-from megatron_grpo.engines.sglang.variables import (
-    RENDEZVOUS_VARIABLE,
-    VARIABLES,
-    check_variables,
-)
+from megatron_grpo.engines.sglang.variables import RENDEZVOUS_VARIABLE, VARIABLES, check_variables
 from megatron_grpo.engines.sglang.worker import call_of
 
 PARTS = [GPU_MEMORY_TYPE_WEIGHTS, GPU_MEMORY_TYPE_KV_CACHE]
