@@ -206,8 +206,8 @@ class RolloutClient:
         async def on(url: str) -> T:
             try:
                 engine = self.engine(url)
-                progress = lambda: running_time() if is_sending() else 0.0  # noqa: E731
-                async with run_with(engine.watch(progress)):
+                watch = engine.watch(lambda: running_time() if is_sending() else 0.0)
+                async with run_with(watch):
                     return await action(engine)
             except TimeoutError as error:
                 failed[url] = EngineDown(str(error))

@@ -33,9 +33,9 @@ class SpecDecodeMetrics:
         self._before: dict[str, Counter[int]] = {}
 
     def metrics(self) -> dict[str, float]:
-        """Of drafts since the last call, by vLLM's names: mean acceptance length (with the token
-        that the model adds), and acceptance rate by position. Empty without drafts; engines that do
-        not answer or are new are left out."""
+        """Mean acceptance length (with the token that the model adds) and acceptance rate by
+        position of drafts since the last call, by vLLM's names. Empty without drafts; engines that
+        do not answer or are new are left out."""
         urls = [*self._client.pool.up]
         pages = self._client.loop.call(gather_all(map(self._page, urls)))
         metrics = self.compare(dict(zip(urls, pages, strict=True)))
