@@ -33,21 +33,18 @@ def pushed_sender(policy: Policy, sender: Sender, cfg: Config, groups: Groups) -
 
 
 def pushed_weights(policy: Policy, cfg: Config, groups: Groups) -> Mapping[str, Tensor]:
-    """The local tensors of `pushed_sender`; collective over all ranks."""
-    weights = with_engine_values(policy.served(cfg.lora), policy.shape)
+    """The local tensors of `pushed_sender`; collective over all ranks. `A_LOG` is as vLLM holds it
+    after loading: -exp of it, in float32."""
+    weights = policy.served(cfg.lora)
+    if policy.shape.has_mamba:
+        wide = {name: weights[name].detach().float() for name in weights if name.endswith(A_LOG)}
+        changed = {name: -value.exp() for name, value in wide.items()}
+        weights = ChainMap(changed, weights)  # type: ignore[arg-type]  # of which nothing is written
+    if cfg.rollout.quantization == "none":
+        return weights
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
-    if model is None:
-        return weights
+    assert model is not None, "rollout.quantization is not none"
     return quantized_shard(weights, policy.layout, model, groups)
-
-
-def with_engine_values(weights: Mapping[str, Tensor], shape: ModelShape) -> Mapping[str, Tensor]:
-    """A rank's weights, with `A_LOG` as vLLM holds it after loading: -exp of it, in float32."""
-    if not shape.has_mamba:
-        return weights
-    wide = {name: weights[name].detach().float() for name in weights if name.endswith(A_LOG)}
-    changed = {name: -value.exp() for name, value in wide.items()}
-    return ChainMap(changed, weights)  # type: ignore[arg-type]  # of which nothing is written
 
 
 def sums_of_all_ranks(
