@@ -26,7 +26,7 @@ from PIL import Image
 from helpers.images import IMAGE_LIMITS, tiny_vision_model
 from helpers.policies import tiny_config
 from megatron_grpo.data.images import ImageReader, ImageSource, PromptSources
-from megatron_grpo.engines.sampling_params import image_features
+from megatron_grpo.engines.request import image_features
 from parallel import ParallelDims
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")

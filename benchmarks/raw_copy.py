@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +30,8 @@ def push_raw(sync: WeightSync, rank: int, plain: Tensor, engines: WorkerEngines)
         partial(_send, stream.channel, buckets)
         for stream, buckets in zip(streams, _buckets(streams, plain), strict=True)
     ]
-    source: Any = WorkerClient(engines) if rank == 0 else None
-    with meanwhile(source, lambda client, is_sending: client.workers.call(_receive_all)):
+    source = WorkerClient(engines) if rank == 0 else None
+    with meanwhile((lambda _: source.workers.call(_receive_all)) if source else None):
         sender._channels.run_all(jobs)
 
 

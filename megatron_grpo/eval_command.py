@@ -71,9 +71,10 @@ class FolderEvaluation:
             self._client = stack.enter_context(closing(RolloutClient(pool, cfg.rollout, loop)))
             sets = [as_evaluated(cfg, name) for name in cfg.eval.named_sets]
             rewards = [view.reward for each in sets for view in each.by_source.values()]
-            models = served_here(rewards)
-            servers = RewardModels(models, cfg.rollout, out / "logs", engines=self.servers)
-            pools = stack.enter_context(closing(RewardPools(servers)))
+            models = None
+            if served := served_here(rewards):
+                models = RewardModels(served, cfg.rollout, out / "logs", engines=self.servers)
+            pools = stack.enter_context(closing(RewardPools(models)))
             ends = end_tokens(shape, tokenizer, cfg.rollout)
             partners = stack.enter_context(closing(Partners(cfg, tokenizer, ends, self._client)))
             decode = partial(tokenizer.decode, skip_special_tokens=True)

@@ -9,7 +9,7 @@ checksums of every parameter that are summed over the ranks.
 
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -36,9 +36,9 @@ from parallel.weight_transfer import bucket_bytes_for
 class WeightSync:
     """Pushes weights to the engines; every rank makes one, and all call `push` together.
 
-    `sender` describes what this rank can send, by the local names of its parameters; `loaded` has
-    the `loaded_sums` of what engines hold besides. Only rank 0 has `engines`. Ranks coordinate over
-    the CPU: a GPU that waits in a collective is busy, and an engine may share it.
+    `sender` describes what this rank can send; `loaded` has the `loaded_sums` of what engines hold
+    besides. Only rank 0 has `engines`. Ranks coordinate over the CPU: a GPU that waits in a
+    collective is busy, and an engine may share it.
     """
 
     def __init__(
@@ -83,21 +83,17 @@ class WeightSync:
         self._num_engines, self._chain_number = 0, 0
 
     def push(
-        self,
-        parameters: Mapping[str, Tensor],
-        policy_version: int,
-        timer: PhaseTimer,
+        self, parameters: Mapping[str, Tensor], policy_version: int, timer: PhaseTimer
     ) -> None:
         """Make every healthy engine serve `parameters`, this rank's shard, as `policy_version`.
 
         On return, every worker of every serving engine is verified to hold the same weights as the
         ranks, and the engines have dropped their caches. A push that fails is repeated once from
-        the start, over new channels. If an engine has failed, the push goes to the others, and may
-        again be repeated once.
+        the start, over new channels, and once more if the engines have changed.
 
-        Raises on all ranks: RolloutAborted, when the push fails twice with the same engines or no
-        engine is back within `rollout.startup_timeout` (its text on rank 0 names the engine, worker
-        and parameters; no engine ever serves weights that failed verification); Preempted, when
+        Raises on all ranks: RolloutAborted, when the push fails twice with the same engines (its
+        text on rank 0 names the engine, worker and parameters; no engine ever serves weights that
+        failed verification) or no engine is back within `rollout.startup_timeout`; Preempted, when
         rank 0 was told to stop while waiting for an engine.
         """
         with timer.phase("await_engines"):
@@ -114,15 +110,24 @@ class WeightSync:
                 print(f"a push of weights failed and is repeated: {failure}", file=sys.stderr)
 
     def close(self) -> None:
-        """Close this rank's channels."""
         self._transport.close()
 
     def _agree_on_engines(self) -> bool:
         """Tell all ranks how many engines the push is for; returns whether the engines changed.
 
-        If they did, the channels to the earlier ones are closed.
+        If they did, the channels to the earlier ones are closed. If an engine is starting again,
+        the ranks move their state away, as before a generation: it may share their GPUs, and vLLM
+        ends unless all of its share is free. Collective.
         """
-        self._make_room()
+        needs_room = torch.tensor(False)
+        if self._engines is not None:
+            self._engines.update_health(self._check_engine)
+            pool = self._engines.pool
+            needs_room.fill_(bool(pool.starting) or not pool.up)
+        dist.broadcast(needs_room, src=0)
+        if needs_room:
+            self._residency.enter("generate")
+            torch.cuda.empty_cache()
         assembled = on_rank_0(
             self._engines,
             lambda engines: engines.await_engines(self._check_engine),
@@ -137,74 +142,43 @@ class WeightSync:
             self.close()
         return has_changed
 
-    def _make_room(self) -> None:
-        """Find lost engines, and free GPU memory if one is starting again. Collective.
-
-        That engine may share GPUs with the ranks, and vLLM ends unless all of its share is free. So
-        the ranks release unused memory and move their state away, as before a generation.
-        """
-        needs_room = torch.tensor(False)
-        if self._engines is not None:
-            self._engines.update_health(self._check_engine)
-            pool = self._engines.pool
-            needs_room.fill_(bool(pool.starting) or not pool.up)
-        dist.broadcast(needs_room, src=0)
-        if needs_room:
-            self._residency.enter("generate")
-            torch.cuda.empty_cache()
-
     def _try_push(
-        self,
-        parameters: Mapping[str, Tensor],
-        policy_version: int,
-        timer: PhaseTimer,
+        self, parameters: Mapping[str, Tensor], policy_version: int, timer: PhaseTimer
     ) -> ConnectionError | None:
         """Returns on all ranks the error of the first rank that failed; None if none did."""
+        engines, transport = self._engines, self._transport
         push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
-        self._sleep_engines(timer)
+        if "weights" in self._residency.away:  # caches of engines may be where they go
+            with timer.phase("sleep"):
+                if engines is not None:
+                    engines.sleep()
+                wait_for_rank_0()
         with timer.phase("push"):
             self._residency.enter("push")
             self._residency.copy_ahead("generate")  # a push only reads what leaves after it
-            failure = first_failure(lambda: self._begin(push), ConnectionError)
-            if failure is not None:
+            if failure := _first(lambda: transport.open(engines, self._num_engines)):
                 return failure
-            self._transport.prepare(parameters)
+            if failure := _first(lambda: engines.begin_push(push) if engines else None):
+                return failure
+            transport.prepare(parameters)
             sent: dict[int, WorkerSums] = {}
-            broken = first_failure(
-                lambda: sent.update(self._transport.send(self._engines, push, parameters)),
-                ConnectionError,
-            )
+            broken = _first(lambda: sent.update(transport.send(engines, push, parameters)))
         # Ask the engines in any case: only the other end of a broken channel may know why it broke.
         with timer.phase("verify_weights"):
             expected = None if broken else sums_of_all_ranks(sent, self._held, self._loaded)
-            failure = self._ask_engines(lambda engines: engines.check_push(push, expected))
+            failure = _first(lambda: engines.check_push(push, expected) if engines else None)
         if failure is None and broken is None:
             with timer.phase("push"):
                 self._residency.enter("generate")  # engines in sleep mode now wake their caches
-                failure = self._ask_engines(
-                    lambda engines: engines.finish_push(push, policy_version)
+                failure = _first(
+                    lambda: engines.finish_push(push, policy_version) if engines else None
                 )
-            self._transport.finish()
+            transport.finish()
         return failure or broken
 
-    def _sleep_engines(self, timer: PhaseTimer) -> None:
-        """Let engines sleep if their caches may be where this rank's weights go. Collective."""
-        if "weights" not in self._residency.away:
-            return
-        with timer.phase("sleep"):
-            if self._engines is not None:
-                self._engines.sleep()
-            wait_for_rank_0()
 
-    def _ask_engines(self, ask: Callable[[RolloutClient], None]) -> ConnectionError | None:
-        """`ask` the engines on rank 0; returns on all ranks the error, if any."""
-        engines = self._engines
-        return first_failure(lambda: ask(engines) if engines else None, ConnectionError)
-
-    def _begin(self, push: str) -> None:
-        self._transport.open(self._engines, self._num_engines)
-        if self._engines is not None:
-            self._engines.begin_push(push)
+_first = partial(first_failure, kind=ConnectionError)
+"""The action of a phase, after which all ranks know the error of the first that failed."""
 
 
 def _all_senders(own: set[int], num_workers: int) -> list[list[int]]:

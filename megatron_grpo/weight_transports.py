@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -88,14 +89,14 @@ class WeightChannels:
             ],
         )
 
-        def open_channels(engines: RolloutClient, is_sending: Callable[[], bool]) -> None:
+        def open_channels(client: RolloutClient, is_sending: Callable[[], bool]) -> None:
             try:
-                engines.open_channels(init_info.to_json(), is_sending)
+                client.open_channels(init_info.to_json(), is_sending)
             except OSError as error:
                 join(init_info.rendezvous, TIMEOUT).publish_failure(str(error))
                 raise
 
-        with meanwhile(engines, open_channels):
+        with meanwhile(partial(open_channels, engines) if engines else None):
             self._sender = WeightSender(
                 init_info,
                 self._rendezvous or join(init_info.rendezvous, TIMEOUT),
@@ -116,8 +117,7 @@ class WeightChannels:
         """Send this rank's share of `parameters`; returns the checksums of what it has sent, by
         worker. Raises ConnectionError."""
         assert self._sender is not None
-
-        with meanwhile(engines, lambda engines, is_sending: engines.receive_push(push, is_sending)):
+        with meanwhile(partial(engines.receive_push, push) if engines else None):
             return self._sender.send_weights(parameters)
 
     def finish(self) -> None:
@@ -132,10 +132,7 @@ class WeightChannels:
 
 
 class WeightFolder:
-    """A rank's end of the folder `pushed` in the run directory, which is there during a push.
-
-    It takes the place of `WeightChannels`.
-    """
+    """A rank's end of the folder `pushed` in the run directory, which is there during a push."""
 
     def __init__(
         self,
@@ -170,10 +167,8 @@ class WeightFolder:
         self._is_known = True
 
     def prepare(self, parameters: Mapping[str, Tensor]) -> None:
-        """Write `parameters`, this rank's shard; on return all ranks have written. Collective.
-
-        Raises RolloutAborted on all ranks if one could not write, such as when the disk is full.
-        """
+        """Write `parameters`, this rank's shard; on return all ranks have written. Collective;
+        RolloutAborted on all ranks if one cannot write, as when the disk is full."""
         try:
             raise_first_failure(self._create, RolloutAborted)
             raise_first_failure(lambda: self._fill(parameters), RolloutAborted)
@@ -184,12 +179,9 @@ class WeightFolder:
     def send(
         self, engines: RolloutClient | None, push: str, parameters: Mapping[str, Tensor]
     ) -> Mapping[int, WorkerSums]:
-        """Let the workers read the folder.
-
-        Returns the checksums of this rank's share of what each worker reads. Raises
-        ConnectionError.
-        """
-        with meanwhile(engines, lambda engines, _: engines.receive_push(push, lambda: True)):
+        """Let the workers read the folder; returns the checksums of this rank's share. Raises
+        ConnectionError."""
+        with meanwhile((lambda _: engines.receive_push(push, lambda: True)) if engines else None):
             return sums_of_copies(parameters, self._sends, self._workers, self._dtypes)
 
     def finish(self) -> None:

@@ -25,8 +25,8 @@ from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.group import Group
 from megatron_grpo.engines.http import EngineDown, EngineError
+from megatron_grpo.engines.request import SamplingParams
 from megatron_grpo.engines.router import RequestRouter
-from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.unicode import as_unicode
 from megatron_grpo.workers.proxies import proxy_hint
 from megatron_grpo.workers.tasks import gather_all

@@ -40,9 +40,8 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, extend_spans
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.group import Group
-from megatron_grpo.engines.request import Request
+from megatron_grpo.engines.request import Request, SamplingParams
 from megatron_grpo.engines.router import RequestRouter
-from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.workers.tasks import gather_all
 
 

@@ -14,7 +14,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.group import CompletionGroup, Group
-from megatron_grpo.engines.sampling_params import SamplingParams
+from megatron_grpo.engines.request import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

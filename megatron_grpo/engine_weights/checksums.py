@@ -33,21 +33,18 @@ def pushed_sender(policy: Policy, sender: Sender, cfg: Config, groups: Groups) -
 
 
 def pushed_weights(policy: Policy, cfg: Config, groups: Groups) -> Mapping[str, Tensor]:
-    """The local tensors of `pushed_sender`; collective over all ranks."""
-    weights = with_engine_values(policy.served(cfg.lora), policy.shape)
+    """The local tensors of `pushed_sender`; collective over all ranks. `A_LOG` is as vLLM holds it
+    after loading: -exp of it, in float32."""
+    weights = policy.served(cfg.lora)
+    if policy.shape.has_mamba:
+        wide = {name: weights[name].detach().float() for name in weights if name.endswith(A_LOG)}
+        changed = {name: -value.exp() for name, value in wide.items()}
+        weights = ChainMap(changed, weights)  # type: ignore[arg-type]  # of which nothing is written
+    if cfg.rollout.quantization == "none":
+        return weights
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
-    if model is None:
-        return weights
+    assert model is not None, "rollout.quantization is not none"
     return quantized_shard(weights, policy.layout, model, groups)
-
-
-def with_engine_values(weights: Mapping[str, Tensor], shape: ModelShape) -> Mapping[str, Tensor]:
-    """A rank's weights, with `A_LOG` as vLLM holds it after loading: -exp of it, in float32."""
-    if not shape.has_mamba:
-        return weights
-    wide = {name: weights[name].detach().float() for name in weights if name.endswith(A_LOG)}
-    changed = {name: -value.exp() for name, value in wide.items()}
-    return ChainMap(changed, weights)  # type: ignore[arg-type]  # of which nothing is written
 
 
 def sums_of_all_ranks(
@@ -55,13 +52,8 @@ def sums_of_all_ranks(
     workers: Sequence[Layout],
     loaded: Mapping[int, WorkerSums] = NOTHING,
 ) -> Sequence[WorkerSums]:
-    """The checksums of each worker's parameters, from those of what each rank has `sent` to it.
-
-    `loaded` are those that its engine has loaded itself, also as this rank's part of the sums.
-
-    Padding is zero and adds nothing. Collective over all ranks of the default group: one all-reduce
-    with an int64 for each parameter of each worker.
-    """
+    """Add up the checksums of each worker's parameters over what each rank has `sent` to it, and
+    over its part of those `loaded` by engines. Padding is zero. Collective: one all-reduce."""
     names = [(number, name) for number, worker in enumerate(workers) for name in worker.shapes]
     own = [{**loaded.get(n, {}), **sent.get(n, {})} for n in range(len(workers))]
     sums = torch.tensor([own[number].get(name, 0) for number, name in names], dtype=torch.int64)
@@ -75,10 +67,8 @@ def sums_of_all_ranks(
 def loaded_sums(
     cfg: Config, shape: ModelShape, sender: Sender, weights: Mapping[str, Tensor]
 ) -> dict[int, WorkerSums]:
-    """This rank's part of the checksums of the weights that engines load themselves, by worker.
-
-    `sender` and `weights` are the rank's. Empty if pushes bring all weights.
-    """
+    """This rank's part of the checksums of weights that engines load themselves, by worker, from
+    its own `weights`; empty if pushes bring all."""
     if not (cfg.lora.is_served and cfg.num_engines):
         return {}
     shards = worker_shards(cfg, shape)

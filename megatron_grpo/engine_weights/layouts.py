@@ -114,10 +114,7 @@ def worker_shards(cfg: Config, shape: ModelShape) -> WorkerShards:
 def quantized_engine(
     rollout: RolloutConfig, shape: ModelShape, dtype: str
 ) -> QuantizedModel | None:
-    """How engines hold a model of `dtype`; None if its weights are not quantised.
-
-    Raises ValueError if they could not.
-    """
+    """How engines hold a model of `dtype`; None if unquantised. ValueError if they could not."""
     ignore = tuple(rollout.quantization_ignore)
     return _quantized(
         rollout.quantization, ignore, rollout.engine, engine_dims(rollout), shape, dtype
@@ -171,18 +168,14 @@ def engine_dims(rollout: RolloutConfig) -> EngineDims:
 
 
 def served_shape(shape: ModelShape, rollout: RolloutConfig) -> ModelShape:
-    """The part of a model that engines have: the layer that it is trained to draft with, if they
-    draft."""
+    """The model without the layer that drafts, unless engines draft with it."""
     return replace(shape, trains_mtp=shape.trains_mtp and rollout.drafts_with_mtp)
 
 
 def worker_layouts(
     shape: ModelShape, rollout: RolloutConfig, model: QuantizedModel | None = None
 ) -> list[Layout]:
-    """The layout of each worker of an engine, in rank order; the same for all engines.
-
-    With the scales of `model`, if its weights are quantised.
-    """
+    """The layout of each worker of an engine, in rank order, with the scales of `model`, if any."""
     shape, dims = served_shape(shape, rollout), engine_dims(rollout)
     layouts = engine_layouts(shape, dims)
     if model is not None:
@@ -193,8 +186,7 @@ def worker_layouts(
 
 
 def first_worker(shape: ModelShape, rollout: RolloutConfig) -> Layout:
-    """The layout of an engine's first worker, in a fraction of the time of `worker_layouts`; no
-    other worker holds more."""
+    """The layout of the first worker, which no other exceeds; far faster than `worker_layouts`."""
     dims = engine_dims(rollout)
     layout = first_worker_layout(served_shape(shape, rollout), dims)
     return _sglang_layout(layout, shape, dims, 0) if rollout.engine == "sglang" else layout
@@ -215,11 +207,9 @@ def worker_dtypes(
 
 
 def _sglang_layout(layout: Layout, shape: ModelShape, dims: EngineDims, number: int) -> Layout:
-    """Turn the layout of a worker of vLLM into that of worker `number` of SGLang.
-
-    SGLang's layers come from vLLM's: the same parts, fused and padded alike, but for names, for
-    `IN_ONE_MATRIX`, for `WITH_WHOLE_EMBEDDING`, and for vision towers.
-    """
+    """Turn the layout of a worker of vLLM into that of worker `number` of SGLang: the same parts,
+    fused and padded alike, but for names, `IN_ONE_MATRIX`, `WITH_WHOLE_EMBEDDING`, and vision
+    towers."""
     layout = _with_own_tower(_in_own_matrices(layout), shape, dims, number)
     names = {name: _sglang_name(name, shape.family) for name in layout.shapes}
     shapes = {names[name]: size for name, size in layout.shapes.items()}
@@ -289,8 +279,8 @@ def _num_quantized(model: QuantizedModel, ending: str) -> int:
 
 
 def num_copied_latents(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> int:
-    """Number of layers whose up-projections of latents workers hold twice, for decode steps.
-    In vLLM these are views of weights that are not quantised."""
+    """Number of layers whose up-projections of latents workers hold twice; vLLM has views instead
+    where they are not quantised."""
     if shape.latent is None or (rollout.engine, rollout.quantization) == ("vllm", "none"):
         return 0
     if rollout.engine != "vllm" or not rollout.quantization_ignore:

@@ -57,9 +57,8 @@ class PushState:
     def begin_push(self, push: str, channels: str) -> None:
         """Begin a push: until it is complete, the weights have no version.
 
-        An earlier push that is still open ends. Nothing happens if another trainer has connected
-        since: the last one owns the engine, and reports tell the others. `error` is kept: it
-        belongs to the channels, which were made before.
+        Nothing happens if another trainer has connected since: the last one owns the engine, and
+        reports tell the others. `error` stays: it is of the channels, which were made before.
         """
         if channels == self.channels:
             self.push, self.is_loaded, self.held = push, False, ""
@@ -69,7 +68,6 @@ class PushState:
         self.push, self.is_loaded, self.held = DROPPED, False, ""
 
     def mark_loaded(self, sums: Mapping[str, int]) -> None:
-        """Record that every parameter is written, with these checksums."""
         self.is_loaded, self.sums = True, sums
 
     def finish_push(self, push: str) -> None:
@@ -78,7 +76,6 @@ class PushState:
             self.held = push
 
     def held_push(self) -> Json:
-        """The push whose weights the worker holds."""
         return {"push": self.held}
 
     def hold_loaded(self) -> None:
@@ -148,11 +145,8 @@ def pushable_parameters(model: "Module", with_vision: bool = False) -> dict[str,
 def drafter_parameters(
     drafter: "Module", model: "Module", *, is_apart: bool
 ) -> dict[str, "Tensor"]:
-    """Parameters of an engine's layer for multi-token prediction, by their names in the model.
-
-    Without the embedding and the head, which it shares with the model. If it `is_apart` in weight
-    files, vLLM names its parameters as if it were a whole model.
-    """
+    """Parameters of an engine's layer for multi-token prediction, by their names in the model,
+    without the shared embedding and head; `is_apart`: vLLM names them as a whole model's."""
     shared = {each.untyped_storage().data_ptr() for each in model.parameters()}
 
     def own_name(name: str) -> str:
@@ -196,11 +190,10 @@ def check_reports(
     push: str,
     expected: Sequence[WorkerSums] | None,
 ) -> None:
-    """Compare `PushState.push_report` of every worker of every engine with what was pushed.
+    """Compare `PushState.push_report` of every worker with what was pushed.
 
-    `expected` are the checksums of each worker; None if sending failed, when only the errors of the
-    workers are of interest. Raises a PushFailed that names engine, worker and parameters of every
-    difference.
+    `expected`: the checksums of each worker; None if sending failed, when only errors of workers
+    are of interest. Raises a PushFailed that names engine, worker and parameters.
     """
     faults: dict[str, list[str]] = {}
     for url, workers in zip(base_urls, reports, strict=True):

@@ -25,10 +25,8 @@ class FolderReceiver:
         self._folder, self._layout = folder, layout
 
     def receive_weights(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
-        """Fill `parameters` in place; returns the checksum of each.
-
-        Raises OSError or ValueError if the folder cannot be seen from here, or is not complete.
-        """
+        """Fill `parameters` in place; returns their checksums. OSError or ValueError if the folder
+        is not seen from here, or not complete."""
         read_weights(self._folder, read_shape(self._folder), self._layout, parameters)
         return checksums(parameters)
 
@@ -41,16 +39,10 @@ Receiver = WeightReceiver | FolderReceiver
 
 
 def open_receiver(
-    transfer: Json,
-    engine: int,
-    worker: int,
-    parameters: Mapping[str, Tensor],
-    device: torch.device,
+    transfer: Json, engine: int, worker: int, parameters: Mapping[str, Tensor], device: torch.device
 ) -> Receiver:
-    """The receiver for `transfer`: a `TransferInitInfo`, or `WeightFolder.init_info`.
-
-    Raises ValueError or ChannelError as `WeightReceiver` does.
-    """
+    """The receiver for `transfer`: a `TransferInitInfo`, or `WeightFolder.init_info`. Raises
+    ValueError or ChannelError."""
     if "folder" not in transfer:
         info = TransferInitInfo.from_json(transfer)
         return WeightReceiver(info, engine, worker, parameters, device)
@@ -92,7 +84,7 @@ class PushWorker(ABC):
         """The tensors that a push fills, by name."""
 
     def can_sleep(self) -> bool:
-        """Whether the engine was started so that it can give the memory of its weights away."""
+        """Whether the engine can give the memory of its weights away."""
         return False
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
@@ -100,15 +92,11 @@ class PushWorker(ABC):
         return receiver.receive_weights(received)
 
     def answer(self, call: str, question: str, **arguments: Any) -> Json:
-        """The answer to a `call` of the client, one of `_calls`: plain data.
-
-        It repeats `question`, which the client makes up anew for every call, so that it recognizes
-        an answer to a different one.
-        """
+        """The answer to a `call`, one of `_calls`: plain data. It repeats `question`, which is new
+        for every call, so that the client recognizes an answer to another one."""
         return {"question": question, **(self._calls[call](**arguments) or {})}
 
     def close(self) -> None:
-        """Close the channels."""
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
@@ -124,7 +112,6 @@ class PushWorker(ABC):
             )
 
     def describe_parameters(self) -> Json:
-        """Shapes and dtypes, which the ranks compare with the layout that they push into."""
         return {"parameters": parameter_table(self.tensors())}
 
     def receive_push(self, push: str) -> None:

@@ -67,7 +67,6 @@ def check_host(host: str, port: int = 0) -> None:
 
 
 def is_allowed(method: str, route: str, authorization: bytes, token: str) -> bool:
-    """Whether to serve a request with the header `authorization` (empty if it has none)."""
     if (method, route) == ("GET", "/health"):
         return True
     return hmac.compare_digest(authorization, bearer(token)["Authorization"].encode())

@@ -17,7 +17,7 @@ from megatron_grpo.config.train import ModelConfig
 
 
 def reason(name: str, refused: Mapping[str, str]) -> str | None:
-    """The reason for which a table, by regular expressions, refuses a name; None: it does not."""
+    """Why a table of regular expressions refuses a name; None if it does not."""
     return next((why for names, why in refused.items() if re.fullmatch(names, name)), None)
 
 
@@ -53,10 +53,8 @@ def check_parser(title: str, parser: str | None, known: Collection[str]) -> None
 
 
 def fields_of(source: Path, classes: Collection[str] | None = None) -> frozenset[str]:
-    """The public fields of these classes, or of all classes, read from their source.
-
-    That takes a tenth of a second; to import it takes many.
-    """
+    """The public fields of these or all classes, read from their source: importing it takes
+    seconds."""
     found = [
         node
         for node in ast.parse(source.read_text(encoding="utf-8")).body
@@ -128,17 +126,13 @@ PLANNED = {
 
 
 def engine_table(rollout: RolloutConfig) -> Mapping[str, Any]:
-    """The arguments that a config passes on to its engine."""
     return {"vllm": rollout.vllm, "sglang": rollout.sglang}[rollout.engine]
 
 
 def engine_number(rollout: RolloutConfig, name: str) -> int | None:
-    """The number that a config sets for an argument of its engine, parsed as on vLLM's command line
-    (25.6k, 2M).
-
-    Lower-case suffixes are powers of 1,000, upper-case ones of 1,024. None if the engine is
-    left to decide (unset, auto or -1). Raises ValueError for another value.
-    """
+    """An argument of the engine as a number, parsed as on vLLM's command line (25.6k, 2M):
+    lower-case suffixes are powers of 1,000, upper-case ones of 1,024. None if the engine decides
+    (unset, auto or -1). Raises ValueError for another value."""
     words = str(engine_table(rollout).get(name)).strip()
     if words.lower() in ("none", "auto", "-1"):
         return None

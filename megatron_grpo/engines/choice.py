@@ -45,7 +45,6 @@ class Choice(msgspec.Struct):
 
     @property
     def token_logprobs(self) -> list[float]:
-        """The log-probability of each token."""
         return [token.logprob for token in self.logprobs.content]
 
     @property
@@ -59,8 +58,7 @@ class Choice(msgspec.Struct):
         return cls([], Logprobs([]), CUT, "", [])
 
     def append(self, chunk: "Choice") -> None:
-        """Append the next chunk of the stream; its `weight_versions` are those of all tokens so
-        far."""
+        """Append the next chunk of the stream; its `weight_versions` are of all tokens so far."""
         self.token_ids += chunk.token_ids
         self.logprobs.content += chunk.logprobs.content
         self.finish_reason = chunk.finish_reason
@@ -69,10 +67,7 @@ class Choice(msgspec.Struct):
         self.routed_experts = chunk.routed_experts
 
     def followed_by(self, rest: "Choice") -> "Choice":
-        """Join this cut completion and what was sampled after it; without their text.
-
-        Neither is changed, so that another thread may read them.
-        """
+        """Join this cut completion and what was sampled after it, without text; changes neither."""
         spans, start = [*self.weight_versions], len(self.token_ids)
         for span in rest.weight_versions:
             begin = start + span.start
@@ -107,12 +102,10 @@ class Choice(msgspec.Struct):
 
     @property
     def routes(self) -> np.ndarray:
-        """[tokens, layers, columns] uint8, int16 or int32: the experts that processed each token of
-        prompt and completion, except the last token, when the next one was sampled; then, if the
-        engine returns them, the positions of the tokens that its indexers chose.
+        """[tokens, layers, columns] uint8, int16 or int32: the experts of each token of prompt and
+        completion but the last, then the positions of tokens that indexers chose, if returned.
 
-        Decoded at each access: of a completion that was cut, only the file is kept. Raises
-        ValueError if the engine did not return them.
+        Decoded at each access, to keep the file alone. Raises ValueError if there are none.
         """
         if not self.routed_experts:
             raise ValueError("the answer does not have the routes of its tokens")
@@ -131,11 +124,9 @@ def smallest(routes: np.ndarray) -> np.ndarray:
 
 
 def fault_of_chosen(routes: np.ndarray, start: int, index_topk: int) -> str:
-    """Describe the first fault of the tokens chosen by indexers, from position `start` on.
-
-    Empty if each token has chosen itself and earlier ones only. Rows of the first `index_topk`
-    positions are not read: these tokens attend to all before them.
-    """
+    """Describe the first fault of the tokens chosen by indexers, from position `start` on; empty if
+    each token has chosen itself and earlier ones only. The first `index_topk` tokens attend to
+    all."""
     if routes.ndim != 3 or routes.shape[2] < index_topk:
         return (
             f"an array of shape {routes.shape}, and not [tokens, layers, {index_topk} tokens that "
@@ -202,18 +193,16 @@ _EVENT_DECODER = msgspec.json.Decoder(Event)
 def decode_choice(answer: bytes) -> Choice:
     """The completion in the body of an answer; raises msgspec.MsgspecError if there is none.
 
-    An answer has some 200 bytes per token, and decoding it holds the interpreter's lock, for which
-    a training thread would wait: this takes a twentieth of the time of `json.loads`.
+    Answers have some 200 bytes per token: `json.loads` would hold the interpreter's lock twenty
+    times as long, and a training thread would wait.
     """
     [choice] = _DECODER.decode(answer).choices
     return choice
 
 
 def decode_event(data: bytes | bytearray) -> Choice | Failure:
-    """The chunk in an event of a stream, cut unless it is the last; or why the stream ends.
-
-    Raises msgspec.MsgspecError if there is neither.
-    """
+    """The chunk in an event of a stream, cut unless it is the last; or why the stream ends. Raises
+    msgspec.MsgspecError if there is neither."""
     event = _EVENT_DECODER.decode(data)
     if event.error:
         return event.error

@@ -1,13 +1,13 @@
 """The trainer's client of the rollout engines: requests samples and pushes new weights."""
 
-import asyncio
 import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from operator import methodcaller
+from typing import Any, TypeVar
 
 from checkpoint_convert.vllm import EngineReport
 from megatron_grpo.config.lora import LoraConfig
@@ -30,15 +30,11 @@ T = TypeVar("T")
 class RolloutClient:
     """Talks to all engines of a pool at once, over vLLM's HTTP routes: health and pushes.
 
-    Completions are asked for by a `RequestRouter`, in the same `loop`, over the same connections.
+    A `RequestRouter` asks for completions in the same `loop`, over the same connections.
 
-    When an engine fails, or does not answer within `rollout.request_timeout` what is no request for
-    a completion, the pool loses it and the others carry on: a generation continues at once, a push
-    starts over. An answer that is not what was asked for, which another engine would not mend, is
-    an EngineError that names the engine.
-
-    A push goes to the engines found by `await_engines`. An engine that fails during a push gets no
-    more requests and is counted as lost by the next `update_health`.
+    An engine that fails or answers late (`rollout.request_timeout`) is lost: a generation goes on
+    with the others, a push starts over; it gets no more of that push, and the next `update_health`
+    counts its loss. A wrong answer, which another engine would give as well, is an EngineError.
     """
 
     def __init__(
@@ -52,8 +48,9 @@ class RolloutClient:
     ) -> None:
         self.pool, self.loop = pool, loop
         self._rollout, self._lora, self._keeps_features = rollout, lora, keeps_features
-        self._is_cancelled = False
-        self._chain: list[tuple[str, int]] = []
+        self.is_cancelled = False
+        self._chain: dict[str, int] = {}
+        """The engines of the push: `EnginePool.up` when it began."""
         self._num_chains = 0
         self._awake: set[str] = set()
         """Addresses of engines to which channels were opened: no earlier run left these asleep."""
@@ -63,20 +60,11 @@ class RolloutClient:
 
     def cancel(self) -> None:
         """Soon end what engines do for the routers, and `await_engines`; safe from any thread."""
-        self._is_cancelled = True
-
-    async def raise_when_cancelled(self) -> NoReturn:
-        """Raise Preempted soon after `cancel` was called."""
-        while not self._is_cancelled:
-            await asyncio.sleep(POLL_SECONDS)
-        raise Preempted("the generation was given up")
+        self.is_cancelled = True
 
     def update_health(self, check: Callable[[list[EngineReport]], None]) -> None:
-        """Drop engines that have failed, died, hang or leave; add those that join or came back.
-
-        An engine is added if `check` accepts the parameters of its workers, that is, does not raise
-        ValueError.
-        """
+        """Drop engines that have failed, died, hang or leave; add those that join or came back, if
+        `check` accepts the parameters of their workers (raises no ValueError)."""
         self.pool.finish_generation()  # engines that have served since the last push
         for url, error in self._failed.items():
             self.pool.mark_dead(url, str(error))
@@ -84,7 +72,7 @@ class RolloutClient:
         self.pool.join_and_leave()
         for url in self.pool.check_engines():
             try:
-                [workers] = self._on([url], _describe, {})
+                [workers] = self._on_all(_describe, urls=[url])
                 check(workers)
             except (EngineError, ValueError) as error:  # whatever answers there now is unusable
                 self.pool.mark_dead(url, str(error))
@@ -94,37 +82,35 @@ class RolloutClient:
     def await_engines(self, check: Callable[[list[EngineReport]], None]) -> tuple[int, int]:
         """The engines for the next push: all that are healthy by the last `update_health`.
 
-        As long as there is one, no other is waited for. Otherwise, wait up to
-        `rollout.startup_timeout` seconds for one, then raise RolloutAborted, which says how each
-        ended.
-
-        Returns the number of engines, and an id that changes when one joins, leaves or restarts.
+        Without one, waits for one up to `rollout.startup_timeout` seconds, then raises
+        RolloutAborted. Returns their number, and an id that changes when one joins, leaves or
+        restarts.
         """
         deadline = running_time() + self._rollout.startup_timeout
         while not self.pool.up:
-            if self._is_cancelled:
+            if self.is_cancelled:
                 raise Preempted("the wait for an engine was given up")
             self.pool.raise_if_all_dead(deadline)
             time.sleep(POLL_SECONDS)
             self.update_health(check)
-        if self._chain != self.pool.up:
+        if [*self._chain.items()] != [*self.pool.up.items()]:  # in order
             self._chain = self.pool.up
             self._num_chains += 1
         return len(self._chain), self._num_chains
 
     def describe_parameters(self) -> dict[str, list[EngineReport]]:
         """Parameter shapes and dtypes of every worker, by engine address."""
-        urls = [url for url, _ in self.pool.up]
-        return dict(zip(urls, self._on(urls, _describe, {}), strict=True))
+        urls = [*self.pool.up]
+        return dict(zip(urls, self._on_all(_describe, urls=urls), strict=True))
 
     def open_channels(self, transfer: Json, is_sending: Callable[[], bool]) -> None:
         """Make every worker of every engine open the channels described by `transfer`.
 
-        Returns when all workers have connected or failed; `check_push` reports failures. The
-        senders must connect at the same time, and `is_sending` returns True until they are done.
+        Returns when all have connected or failed, as `check_push` reports. The senders connect at
+        the same time; `is_sending` returns True until they are done.
         """
         self._channels = channels = uuid.uuid4().hex
-        urls = self._urls
+        urls = [*self._chain]
 
         async def open_channels(engine: Engine) -> None:
             # The first time only: an earlier run may have left it asleep. Waking an engine that is
@@ -139,25 +125,24 @@ class RolloutClient:
 
     def begin_push(self, push: str) -> None:
         """Pause the engines, drop their caches and mark their weights as having no version."""
-        self.pool.lose_weights(self._urls)
+        self.pool.lose_weights(self._chain)
         if self._rollout.enable_sleep_mode:
-            self._on_all(lambda engine: engine.wake("weights"))
-        self._on_all(lambda engine: engine.begin_push(push, self._channels))
+            self._on_all(methodcaller("wake", "weights"))
+        self._on_all(methodcaller("begin_push", push, self._channels))
 
     def receive_push(self, push: str, is_sending: Callable[[], bool]) -> None:
         """Make every worker receive its shard; returns when all have finished or failed."""
-        self._on_all(lambda engine: engine.ask_workers("receive_push", push=push), is_sending)
+        self._on_all(methodcaller("ask_workers", "receive_push", push=push), is_sending)
 
     def check_push(self, push: str, expected: Sequence[WorkerSums] | None) -> None:
-        """Raise PushFailed unless every worker of every engine has loaded `push`.
+        """Raise PushFailed unless every worker of every engine has loaded `push`, with the
+        checksums `expected` of each worker, if given.
 
-        If `expected` is given, one entry for each worker of an engine, the checksums of their
-        weights must match it, too. An engine that has joined with other weights is lost: the run
-        can do without it.
+        An engine that has joined with other weights is lost: the run can do without it.
         """
-        reports = self._on_all(lambda engine: engine.ask_workers("push_report"))
+        reports = self._on_all(methodcaller("ask_workers", "push_report"))
         try:
-            check_reports(self._urls, reports, push, expected)
+            check_reports([*self._chain], reports, push, expected)
         except PushFailed as failure:
             for url in filter(self.pool.has_joined, failure.faults if expected else ()):
                 self._failed[url] = EngineDown(failure.faults[url][0])
@@ -165,35 +150,30 @@ class RolloutClient:
 
     def finish_push(self, push: str, policy_version: int) -> None:
         """Make every engine serve `push` as `policy_version`."""
-        self._on_all(lambda engine: engine.finish_push(push, policy_version))
+        self._on_all(methodcaller("finish_push", push, policy_version))
         if self._rollout.enable_sleep_mode:
-            self._on_all(lambda engine: engine.wake("kv_cache"))
-        self._on_all(lambda engine: engine.post("/resume"))
-        self.pool.finish_push(self._urls)
+            self._on_all(methodcaller("wake", "kv_cache"))
+        self._on_all(methodcaller("post", "/resume"))
+        self.pool.finish_push(self._chain)
 
     def sleep(self) -> None:
         """Make every engine that answers give its memory to the trainer, until the next push.
 
-        One that does not is lost. Engines that were lost are waited for while they may be starting
-        again, unless `cancel` was called: they would take their memory when the trainer needs it.
-        Raises ValueError if an engine was not started for that.
+        Lost engines that may be starting are waited for, unless `cancel` was called: they would
+        take their memory when the trainer needs it. Raises ValueError if an engine cannot sleep.
         """
         asleep: set[tuple[str, int]] = set()
         while True:
             came_back = self.pool.check_engines()
-            up = [url for url, _ in self.pool.up]
-            self.pool.lose_weights(up)
-            lives = [
-                life for url in (*came_back, *up) if (life := self.pool.life(url)) not in asleep
-            ]
+            self.pool.lose_weights(self.pool.up)
+            lives = [life for life in (came_back | self.pool.up).items() if life not in asleep]
             sleeps = self.loop.call(gather_all(self._put_to_sleep(url) for url, _ in lives))
             asleep.update(life for life, is_asleep in zip(lives, sleeps, strict=True) if is_asleep)
-            if self._is_cancelled or asleep.issuperset(self.pool.starting):
+            if self.is_cancelled or asleep.issuperset(self.pool.starting.items()):
                 return
             time.sleep(POLL_SECONDS)
 
     async def _put_to_sleep(self, url: str) -> bool:
-        """Let an engine sleep; returns whether it does."""
         try:
             engine = self.engine(url)
             async with run_with(engine.watch(lambda: None)):
@@ -205,40 +185,29 @@ class RolloutClient:
 
     def serve_loaded(self) -> None:
         """Make every engine serve the weights that it loaded itself, as LOADED_VERSION."""
-        self._on_all(lambda engine: engine.serve_loaded())
-        self.pool.finish_push(self._urls)
-
-    @property
-    def _urls(self) -> list[str]:
-        return [url for url, _ in self._chain]
+        self._on_all(methodcaller("serve_loaded"))
+        self.pool.finish_push(self._chain)
 
     def _on_all(
         self,
         action: Callable[[Engine], Coroutine[Any, Any, T]],
         is_sending: Callable[[], bool] = lambda: False,
+        urls: Sequence[str] | None = None,
     ) -> list[T]:
         """Run `action` on all engines of the push; the first failure cancels the others.
 
         While `is_sending`, a busy engine does not count as hung: transfers have their own limit.
+        Failures of given `urls` are none of the push.
         """
-        for error in self._failed.values():
+        failed = self._failed if urls is None else {}
+        for error in failed.values():
             raise error
-        return self._on(self._urls, action, self._failed, is_sending)
-
-    def _on(
-        self,
-        urls: Sequence[str],
-        action: Callable[[Engine], Coroutine[Any, Any, T]],
-        failed: dict[str, EngineDown],
-        is_sending: Callable[[], bool] = lambda: False,
-    ) -> list[T]:
-        def progress() -> float:
-            return running_time() if is_sending() else 0.0
 
         async def on(url: str) -> T:
             try:
                 engine = self.engine(url)
-                async with run_with(engine.watch(progress)):
+                watch = engine.watch(lambda: running_time() if is_sending() else 0.0)
+                async with run_with(watch):
                     return await action(engine)
             except TimeoutError as error:
                 failed[url] = EngineDown(str(error))
@@ -247,7 +216,7 @@ class RolloutClient:
                 failed[url] = error
                 raise
 
-        return self.loop.call(gather_all(map(on, urls)))
+        return self.loop.call(gather_all(map(on, self._chain if urls is None else urls)))
 
     def engine(self, url: str) -> Engine:
         """The engine at `url`, with its connections; to be called in the loop."""
@@ -265,7 +234,6 @@ class RolloutClient:
         return self._engines[url]
 
     def close(self) -> None:
-        """Close all connections."""
         engines, self._engines = [*self._engines.values()], {}
         self.loop.call(gather_all(engine.http.close() for engine in engines))
 
@@ -276,20 +244,18 @@ async def _describe(engine: Engine) -> list[EngineReport]:
 
 
 @contextmanager
-def meanwhile(
-    engines: RolloutClient | None, action: Callable[[RolloutClient, Callable[[], bool]], None]
-) -> Iterator[None]:
-    """Run `action` on rank 0's `engines` concurrently with the block.
+def meanwhile(action: Callable[[Callable[[], bool]], None] | None) -> Iterator[None]:
+    """Run rank 0's `action` on the engines concurrently with the block.
 
-    `action` gets a function that tells whether the block is still running. Its error replaces that
-    of the block, which sees only a broken channel when an engine dies.
+    `action` gets a function that tells whether the block still runs. Its error replaces that of the
+    block, which sees only a broken channel when an engine dies.
     """
-    if engines is None:
+    if action is None:
         yield
         return
     is_over = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(action, engines, lambda: not is_over.is_set())
+        done = pool.submit(action, lambda: not is_over.is_set())
         try:
             yield
         finally:

@@ -106,13 +106,13 @@ class Engine:
         """The answer to a request for a completion, made by weights of these `versions`.
 
         Its `finish_reason` is CUT if the engine gave it up while `is_cut()`. With `begun`, an empty
-        completion, the answer is streamed into that, so that it has what has arrived when this
-        raises.
+        completion, the answer is streamed into that, which has what arrived even if this raises.
         """
-        # It is answered at its end, after all that wait before it; `watch` notices if all hang.
         if self.serves_adapter:
             request = {**request, "model": ADAPTER}
+        has_routes = ROUTES_START in request["sampling_params"]
         try:
+            # No limit: it is answered after all that wait before it; `watch` notices if all hang.
             if begun is None:
                 choice = decode_choice(await self._request("POST", GENERATE, request, math.inf))
             else:
@@ -124,16 +124,16 @@ class Engine:
             ) from error
         if choice.finish_reason == CUT and is_cut():
             self._check_tokens(choice, versions())
-            if ROUTES_START in request["sampling_params"] and not choice.routed_experts:
+            if has_routes and not choice.routed_experts:
                 return Choice.empty()  # SGLang was about to compute its tokens anew, after a push
         else:
             self._check(choice, versions(), request["sampling_params"]["max_tokens"])
-        self._check_routes(choice, request)
+        if has_routes:
+            self._check_routes(choice, request)
         return choice
 
     async def _stream(self, request: Json, versions: Callable[[], range], begun: Choice) -> Choice:
-        """The answer to a request, streamed into `begun`; an engine that cannot stream sends it
-        whole."""
+        """Stream the answer into `begun`; an engine that cannot stream sends it whole."""
         params = {**request["sampling_params"], "stream_interval": STREAM_INTERVAL}
         request = {**request, "stream": True, "sampling_params": params}
         answer = answer_to(self.http, self.url, "POST", GENERATE, request, math.inf)
@@ -159,10 +159,9 @@ class Engine:
     ) -> NoReturn:
         """Raise EngineDown once the engine hangs; meanwhile, `note` its counts.
 
-        It hangs when a probe stays unanswered for `health_timeout` seconds, or when for
-        `stall_timeout` seconds it generates no token and `progress()` does not change. A server may
-        be too busy sending answers to respond to a probe: an unanswered probe is ignored if
-        `progress()` changed meanwhile.
+        It hangs when a probe stays unanswered for `health_timeout` seconds and `progress()` did not
+        change meanwhile (a server may be busy sending answers), or when for `stall_timeout` seconds
+        it generates no token and `progress()` does not change.
         """
         seen, since = None, running_time()
         while True:
@@ -189,27 +188,21 @@ class Engine:
                 )
 
     async def counts(self, limit: float | None = None) -> Counts:
-        """Read the engine's counters since its start, within `limit` seconds."""
         page = await self.metrics(limit)
         return Counts(**{name: sum(map(float, COUNTS[name].findall(page))) for name in COUNTS})
 
     async def metrics(self, limit: float | None = None) -> str:
-        """The page that Prometheus reads."""
         return (await self._request("GET", "/metrics", limit=limit)).decode()
 
     async def open_channels(self, transfer: Json, index: int, channels: str) -> None:
-        """Make its workers open `channels` to all ranks that send to engine `index`.
-
-        Failures show in the report of the push.
-        """
+        """Make its workers open `channels` to all ranks that send to engine `index`; the report of
+        the push shows failures."""
         info = {"transfer": transfer, "engine": index, "channels": channels}
         await self.ask_workers("open_channels", **info)
 
     async def begin_push(self, push: str, channels: str) -> None:
-        """Pause the engine, so that nothing runs or gets cached, and clear the weight version.
-
-        The workers begin only if `channels` are still current: another trainer may have connected.
-        """
+        """Pause the engine, and clear the weight version. Workers begin only if `channels` are
+        still current: another trainer may have connected."""
         await self.pause()
         await self.post("/update_weight_version", {"new_version": NO_VERSION})
         await self.ask_workers("begin_push", push=push, channels=channels)
@@ -218,19 +211,16 @@ class Engine:
         """Mark the weights as those of `push`, and label samples with `policy_version`."""
         await self.ask_workers("finish_push", push=push)
         if self.serves_adapter:
-            named = [each["id"] for each in (await self.get("/v1/models"))["data"]]
+            named = json.loads(await self._request("GET", "/v1/models"))["data"]
             # vLLM numbers adapters from `ADAPTER_ID`, and reads no file for one that workers have.
-            if ADAPTER not in named:
+            if ADAPTER not in [each["id"] for each in named]:
                 body = {"lora_name": ADAPTER, "lora_path": ADAPTER}
                 await self._request("POST", "/v1/load_lora_adapter", body)
         await self.post("/update_weight_version", {"new_version": str(policy_version)})
 
     async def sleep(self) -> None:
-        """Give back the memory of weights and cache until `wake`.
-
-        The weights are lost, or wait in the host's memory if a push brings no others.
-        Raises ValueError if the engine was not started for that.
-        """
+        """Give back the memory of weights and cache until `wake`; weights are lost, or wait in host
+        memory if a push brings none. Raises ValueError if the engine was not started for that."""
         await self.post("/update_weight_version", {"new_version": NO_VERSION})
         if not all(answer["can_sleep"] for answer in await self.ask_workers("drop_weights")):
             raise ValueError(
@@ -244,10 +234,8 @@ class Engine:
         await self.post("/wake_up?" + "&".join(f"tags={part}" for part in parts))
 
     async def serve_loaded(self) -> None:
-        """Serve the weights that the engine loaded itself; samples get the version LOADED_VERSION.
-
-        Raises EngineStale if a push has changed these weights.
-        """
+        """Serve the weights that the engine loaded itself, as LOADED_VERSION; raises EngineStale if
+        a push has changed them."""
         await self.ask_workers("hold_loaded")
         if await self.held_push() != LOADED:
             raise EngineStale(
@@ -257,16 +245,13 @@ class Engine:
         await self.post("/update_weight_version", {"new_version": str(LOADED_VERSION)})
 
     async def ask_workers(self, call: str, **arguments: Any) -> list[Json]:
-        """Have the `PushWorker` of every worker answer a call; their answers are in rank order.
-
-        vLLM itself is given no timeout: after one, it would return the late answers to the next
-        call.
-        """
+        """Have the `PushWorker` of every worker answer a call; answers in rank order. No timeout of
+        vLLM's own: after one, it would return late answers to the next call."""
         question = uuid.uuid4().hex
         asked = {"call": call, "question": question, **arguments}
         body = {"method": "answer_push", "kwargs": asked}
         answers: list[Any] = (await self.post("/collective_rpc", body))["results"]
-        if not all(isinstance(a, dict) and a["question"] == question for a in answers):
+        if [a for a in answers if not isinstance(a, dict) or a["question"] != question]:
             raise EngineDown(
                 f"rollout engine {self.url}: its workers answered an earlier call than {call}, "
                 "as happens after a call failed in one of them: restart it"
@@ -295,8 +280,7 @@ class Engine:
         return pushes.pop() if len(pushes) == 1 else ""
 
     async def num_open_requests(self) -> int:
-        """Number of requests that the engine has accepted but not answered."""
-        count: int = (await self.get("/load"))["server_load"]
+        count: int = json.loads(await self._request("GET", "/load"))["server_load"]
         return count
 
     async def cut(self) -> None:
@@ -304,8 +288,8 @@ class Engine:
         await self.post("/pause?mode=abort&clear_cache=false")
 
     async def pause(self) -> None:
-        """Hold all requests until /resume, and drop all keys and values; those of requests in
-        progress only if they are to be recomputed. Sampling then continues."""
+        """Hold all requests until /resume, and drop keys and values; those of requests in progress
+        only if they are to be recomputed when sampling continues."""
         await self.post("/pause?mode=keep&clear_cache=false")  # the call below reports success
         drop = "false" if self.keeps_caches else "true"
         if not (await self.post(f"/reset_prefix_cache?reset_running_requests={drop}"))["success"]:
@@ -313,30 +297,18 @@ class Engine:
         if not self.keeps_features:
             await self._request("POST", "/reset_encoder_cache")
 
-    async def get(self, route: str) -> Json:
-        """The answer of a GET route."""
-        answer: Json = json.loads(await self._request("GET", route))
-        return answer
-
     async def post(self, route: str, body: Json | None = None) -> Json:
-        """The answer of a POST route."""
         answer: Json = json.loads(await self._request("POST", route, body))
         return answer
 
     async def _request(
-        self,
-        method: str,
-        route: str,
-        body: Json | None = None,
-        limit: float | None = None,
+        self, method: str, route: str, body: Json | None = None, limit: float | None = None
     ) -> bytes:
         async with answer_to(self.http, self.url, method, route, body, limit) as response:
             return await response.read()
 
     def _check_routes(self, choice: Choice, request: Json) -> None:
-        start = request["sampling_params"].get(ROUTES_START)
-        if start is None:  # no routes were asked for
-            return
+        start = request["sampling_params"][ROUTES_START]
         index_topk = request["sampling_params"].get(INDEX_TOPK, 0)
         if not choice.routed_experts:
             told = ("the experts of tokens", "router_replay", "routed-experts")
@@ -367,7 +339,7 @@ class Engine:
                 f"rollout engine {self.url} sampled from weights of version "
                 f"{', '.join(found)}, but version {' or '.join(allowed)} was requested"
             )
-        if any(logprob <= NOT_FINITE for logprob in choice.token_logprobs):
+        if min(choice.token_logprobs, default=0.0) <= NOT_FINITE:
             raise EngineError(
                 f"rollout engine {self.url} returned a log-probability that is not finite"
             )

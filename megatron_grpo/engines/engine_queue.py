@@ -20,7 +20,7 @@ LEAST_ROOM = 64
 
 
 class EngineQueue:
-    """The requests of one engine, until it is lost or told to `abort`.
+    """The requests of one engine, until it is lost or `aborted`.
 
     `changed` is called when the engine may have room for more. With `streams`, answers arrive in
     parts, so that the next engine continues those of an engine that is lost.
@@ -45,7 +45,8 @@ class EngineQueue:
         """The push that the weights came with."""
         self._turn = asyncio.Lock()
         """Held while the engine is asked which push it holds."""
-        self._is_over = asyncio.Event()
+        self.aborted = asyncio.Event()
+        """Set to have the engine give up its requests, and `serve` return; they stay `open`."""
         self.has_started_or_failed = asyncio.Event()
         self._num_at_engine = self._num_arrived = self._num_answered = self._num_notes = 0
         self._is_sending = self._is_held = False
@@ -62,14 +63,14 @@ class EngineQueue:
         return self.limit - len(self.open)
 
     async def serve(self, engine: Engine) -> None:
-        """Have the engine answer what it is sent, until it is told to abort.
+        """Have the engine answer what it is sent, until it is `aborted`. Raises what `Engine` does.
 
-        It must hold complete weights of the version at the start, and those of the same push at the
-        end and before the next push, so that it held them throughout. Raises what `Engine` does.
+        It must hold weights of the version at the start, and those of the same push at the end and
+        before the next push, so that it held them throughout.
         """
         self._engine = engine
         async with run_with(engine.watch(self._progress, self._note)):
-            await self._note_push()
+            self._push = await engine.push_of(self._policy_version)
             async with task_group() as self._group:
                 try:
                     if not self.open:  # it may have been aborted, and is paused since
@@ -78,7 +79,7 @@ class EngineQueue:
                         await self._start()
                     self._is_working = self._is_sending = True
                     self.has_started_or_failed.set()
-                    await self._is_over.wait()
+                    await self.aborted.wait()
                     while self._asks:  # again for those that arrived since
                         await engine.cut()
                         await asyncio.sleep(POLL_INTERVAL)
@@ -89,10 +90,10 @@ class EngineQueue:
     def send(self, requests: Sequence[Request]) -> None:
         """Give the engine more requests; one that has not started gets them when it does."""
         self.open |= dict.fromkeys(requests)
-        if self._is_sending and not self._is_over.is_set():
+        if self._is_sending and not self.aborted.is_set():
             for request in requests:
                 ask = self._asks[request] = self._group.create_task(self._ask(request))
-                ask.add_done_callback(partial(self._forget, request))
+                ask.add_done_callback(partial(self._asks.pop, request))
 
     def withdraw(self, request: Request) -> None:
         """Forget a request, which the engine gives up when its connection closes."""
@@ -100,18 +101,9 @@ class EngineQueue:
         if ask := self._asks.get(request):
             ask.cancel()
 
-    def abort(self) -> None:
-        """Have the engine give up its requests, and `serve` return; they stay `open`."""
-        self._is_over.set()
-
-    @property
-    def is_aborted(self) -> bool:
-        """Whether it was told to abort."""
-        return self._is_over.is_set()
-
     async def hold(self, next_version: int) -> None:
         """Return when a push of that version may begin, through which the engine keeps its
-        requests. Errors are raised by `serve`."""
+        requests."""
         await self.has_started_or_failed.wait()
         if self._is_working:
             # Not awaited itself: that would raise here, and `serve` is to raise it.
@@ -119,13 +111,11 @@ class EngineQueue:
         self._next_version, self._is_held = next_version, True
 
     def resume(self) -> None:
-        """Continue after that push. Errors are raised by `serve`.
-
-        Nobody waits: the engine answers when it has recomputed what it continues with.
-        """
+        """Continue after that push; errors are raised by `serve`. Nobody waits: the engine answers
+        when it has recomputed what it continues with."""
         self._policy_version = self._next_version
         if self._is_working:
-            self._in_group(self._note_next_push)
+            self._in_group(self._note_push)
         else:
             self._is_held = False
 
@@ -166,9 +156,6 @@ class EngineQueue:
 
     async def _note_push(self) -> None:
         self._push = await self._engine.push_of(self._policy_version)
-
-    async def _note_next_push(self) -> None:
-        await self._note_push()
         self._is_held = False
 
     async def _check_push(self) -> None:
@@ -179,11 +166,8 @@ class EngineQueue:
             )
 
     async def _start(self) -> None:
-        """Make the engine hold requests back until all have arrived.
-
-        If it started with whatever had arrived by then, batches would differ from run to run: sums
-        would round differently, and now and then a different token would be sampled.
-        """
+        """Make the engine hold requests back until all have arrived. Batches of what had arrived by
+        then would differ from run to run, and sums would round differently."""
         engine = self._engine
         try:
             await engine.pause()
@@ -193,7 +177,7 @@ class EngineQueue:
                 await asyncio.sleep(POLL_INTERVAL)
             self._is_sending = True
             self.send([*self.open])
-            while self._num_arrived < len(self.open) and not self._is_over.is_set():
+            while self._num_arrived < len(self.open) and not self.aborted.is_set():
                 await asyncio.sleep(POLL_INTERVAL)
                 self._num_arrived = await engine.num_open_requests() - before
             # A counted request may not have reached vLLM's core yet: an engine's first requests ask
@@ -207,39 +191,30 @@ class EngineQueue:
                     await engine.post("/resume")
             raise
 
-    def _forget(self, request: Request, ask: asyncio.Task[None]) -> None:
-        del self._asks[request]
-
     async def _ask(self, request: Request) -> None:
-        try:
-            choice = await self._complete(request)
-            self._num_answered += 1
-            if request in self.open:
-                request.take(choice, self._engine.url, self._decode)
-        except asyncio.CancelledError:
-            if request in self.open:  # else it was withdrawn
-                raise
-        except BaseException:
-            self._is_working = self._is_sending = False  # the group takes no more tasks
-            raise
-        if not request.is_open:
-            self.open.pop(request, None)
-        self._changed()
-
-    async def _complete(self, request: Request) -> Choice:
         first, begun = self._policy_version, Choice.empty() if self._streams else None
         self._num_at_engine += 1
         try:
-            return await self._engine.complete(
+            choice = await self._engine.complete(
                 request.rest,
                 lambda: range(first, self._next_version + 1),  # pushes since then add versions
-                self._is_over.is_set,
+                self.aborted.is_set,
                 begun,
             )
-        except BaseException:  # also if it is cancelled because the engine is lost
+            self._num_answered += 1
+            if request in self.open:
+                request.take(choice, self._engine.url, self._decode)
+        except BaseException as error:
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            if not is_cancelled:
+                self._is_working = self._is_sending = False  # the group takes no more tasks
             if begun and begun.finish_reason == CUT and request in self.open:
-                # Another engine continues what this one has sampled.
+                # The engine is lost: another one continues what it has sampled.
                 request.take(begun, self._engine.url, self._decode)
-            raise
+            if not is_cancelled or request in self.open:  # else it was withdrawn
+                raise
         finally:
             self._num_at_engine -= 1
+        if not request.is_open:
+            self.open.pop(request, None)
+        self._changed()

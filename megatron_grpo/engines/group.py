@@ -12,9 +12,8 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, first_seed
 from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion, npy_of
 from megatron_grpo.engines.engine import Json
-from megatron_grpo.engines.request import Request
+from megatron_grpo.engines.request import Request, SamplingParams, image_features
 from megatron_grpo.engines.router import RequestRouter
-from megatron_grpo.engines.sampling_params import SamplingParams, image_features
 
 
 class Group(ABC):
@@ -37,12 +36,8 @@ class Group(ABC):
 
 
 class CompletionGroup(Group):
-    """Completions of a single turn.
-
-    Each is a request of its own, so that a long one does not wait for the others of its prompt, nor
-    is lost with them. Each has its own seed (`first_seed`), independent of when and where it is
-    generated.
-    """
+    """Completions of a single turn, each a request of its own: a long one does not hold up the
+    others, nor is lost with them. Each has its own seed, whenever and wherever it is generated."""
 
     def __init__(
         self, prompt: Prompt, params: SamplingParams, priority: int, features: Json | None = None
@@ -72,7 +67,6 @@ class CompletionGroup(Group):
 
     @property
     def num_open(self) -> int:
-        """Number of samples that are not complete."""
         return len(self._requests)
 
     async def sample(self, router: RequestRouter) -> list[Sample]:
@@ -93,8 +87,7 @@ class CompletionGroup(Group):
         return self.so_far()
 
     def so_far(self) -> list[Sample]:
-        """The samples received, and of aborted ones what was sampled so far, with the
-        `finish_reason` CUT."""
+        """The samples received, and what aborted ones have, with the `finish_reason` CUT."""
         begun = {index: request.begun for index, request in self._requests.items()}
         parts = {index: self._sample(index, part) for index, part in begun.items() if part}
         return [sample for _, sample in sorted((parts | self._samples).items())]
@@ -149,8 +142,7 @@ def print_failures(groups: Iterable[Group]) -> None:
 
 
 async def features_of(prompts: Sequence[Prompt]) -> dict[PromptSources | None, Json]:
-    """The `image_features` of prompts that have images, by their images; several are read at a
-    time."""
+    """The `image_features` of prompts that have images, by their images."""
     images = [prompt.images for prompt in prompts if prompt.images]
     if not images:
         return {}
@@ -160,10 +152,8 @@ async def features_of(prompts: Sequence[Prompt]) -> dict[PromptSources | None, J
 async def sample_alone(
     router: RequestRouter, sampling: "Sequence[asyncio.Task[list[Sample]]]", policy_version: int
 ) -> list[Sample]:
-    """Make all samples of groups, in their order, while the engines do nothing else.
-
-    Raises the first failure. After NoServingEngine, a call with the same tasks continues.
-    """
+    """Make all samples of groups, in their order, while the engines do nothing else; raises the
+    first failure. After NoServingEngine, a call with the same tasks continues."""
 
     def has_failed() -> bool:
         ended = (task for task in sampling if task.done())

@@ -34,10 +34,7 @@ def is_healthy(url: str, timeout: float = HEALTH_TIMEOUT) -> bool:
 def status_of(
     method: str, url: str, route: str, timeout: float, token: str = ""
 ) -> tuple[int, str]:
-    """The status of a server's answer, as number and text; 0 and the reason if there is no answer.
-
-    For threads without an event loop.
-    """
+    """A server's status as number and text; 0 and the reason without an answer. Not in a loop."""
 
     async def ask() -> tuple[int, str]:
         try:
@@ -64,7 +61,7 @@ async def answer_to(
     """The answer of the engine at `url`, whose body is not read yet; `body` None sends none.
 
     Neither it nor a part of its body may take longer than `limit`, by default that of `http`.
-    Raises EngineDown, EngineError and TimeoutError as `Engine` does.
+    Raises EngineDown, EngineError and TimeoutError.
     """
     engine = f"rollout engine {url}"
     limit = limit or http.timeout.sock_read or math.inf
@@ -137,8 +134,5 @@ class NoServingEngine(EngineError):
 
 
 class RolloutAborted(EngineError):
-    """Generations have ended for good, on all ranks, which save and stop.
-
-    Mostly because no engine serves and none came back in time; but also when rewards or
-    environments fail. The message says why.
-    """
+    """Generations have ended for good, on all ranks, which save and stop; the message says why: no
+    engine came back in time, or rewards or environments fail."""

@@ -1,11 +1,10 @@
-"""Engines that join a run while it trains, and leave it: each has a file in the run directory.
+"""An engine that joins a run while it trains, and leaves it: its file in the run directory.
 
 `megatron-grpo serve --join` writes `engines/HOST_PORT.json` once its engine answers; from its next
-push on, the run uses the engine like one of `rollout.base_urls`. The file is renamed to
-`HOST_PORT.leaving` when the engine is to leave: the run gives it no more requests from the next
-push on and removes the file, whereupon the engine ends. It also ends when the run is complete; an
-interrupted run finds its engines again. The file is touched now and then: one that stays as it is
-may be left by a host that is gone.
+push on, the run uses the engine like one of `rollout.base_urls`. To leave, the file is renamed to
+`HOST_PORT.leaving`: at the next push the run drops the engine and removes the file, and the engine
+ends, as it does when the run is complete. The file is touched now and then: one that is not may be
+left by a host that is gone.
 """
 
 import hashlib
@@ -48,10 +47,8 @@ class JoinedEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def settings_of(model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig) -> dict[str, Any]:
-    """Settings that all engines of a run must share, by name, as JSON.
-
-    The shapes and dtypes of their weights are compared as well, before a push.
-    """
+    """Settings that all engines of a run must share, by name, as JSON; shapes and dtypes of weights
+    are compared before a push."""
     shape = (model.path / "config.json").read_bytes()
     table = engine_table(rollout).items()
     arguments = {name: value for name, value in table if name not in OF_EACH_HOST}
@@ -84,81 +81,6 @@ def refusal(cfg: Config) -> str:
     return ""
 
 
-class JoinFolder:
-    """The files of the engines that have joined a run, as rank 0 reads them before each push.
-
-    `refusal` says why none can join, if so. The ranks listen for the engines of `base_urls` only:
-    where these are all on rank 0's host by a loopback address, engines of other hosts are refused.
-    """
-
-    def __init__(
-        self, folder: Path, settings: Mapping[str, Any], base_urls: Sequence[str], refusal: str
-    ) -> None:
-        self._folder, self._settings, self._refusal = folder, settings, refusal
-        self._is_local = all(map(_is_loopback, base_urls))
-        self._told: set[tuple[str, str]] = set()
-
-    @classmethod
-    def of_run(cls, cfg: Config) -> "JoinFolder":
-        """The folder of the run of `cfg`."""
-        urls, reason = cfg.rollout.base_urls, refusal(cfg)
-        if not urls:
-            reason = reason or (
-                "the run starts its engines itself, with a token that no other has: start them by "
-                "`megatron-grpo serve` and give rollout.base_urls, as the jobs in slurm/ do"
-            )
-        settings = settings_of(cfg.model, cfg.rollout, cfg.lora)
-        return cls(cfg.train.run_dir / FOLDER, settings, urls, reason)
-
-    def joined(self) -> dict[str, int]:
-        """Address of each engine that takes part, and when its file changed, in nanoseconds; says
-        once of each other file why its engine does not."""
-        return dict(filter(None, map(self._read, sorted(self._folder.glob(f"*{JOINED}")))))
-
-    def leavers(self) -> list[Path]:
-        """The files of the engines that wait until the run has dropped them."""
-        return [*self._folder.glob(f"*{LEAVING}")]
-
-    def _read(self, file: Path) -> tuple[str, int] | None:
-        """An item of `joined`; None if the engine has no part in the run."""
-        try:
-            changed = file.stat().st_mtime_ns
-            engine = msgspec.json.decode(file.read_bytes(), type=JoinedEngine)
-        except FileNotFoundError:  # it has left since
-            return None
-        except (OSError, msgspec.MsgspecError) as error:
-            fault = f"the file cannot be read: {error}"
-        else:
-            fault = self._fault(engine)
-            if not fault:
-                return engine.url, changed
-        if (file.name, fault) not in self._told:
-            self._told.add((file.name, fault))
-            print(f"the engine of {file} cannot join: {fault}", file=sys.stderr, flush=True)
-        return None
-
-    def _fault(self, engine: JoinedEngine) -> str:
-        if self._refusal:
-            return self._refusal
-        parts = urlsplit(engine.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            return f"{engine.url!r} is not an address like http://host:8000"
-        if self._is_local and not _is_loopback(engine.url):
-            return (
-                f"{engine.url} is on another network than rollout.base_urls, for which the ranks "
-                "listen on loopback alone: give these the address of their host, too"
-            )
-        for name, ours in self._settings.items():
-            if (theirs := engine.settings.get(name)) != ours:
-                return f"its {name} is {theirs}, the run's {ours}: start it with the run's config"
-        return ""
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 def serve_joined(
     command: list[str],
     environment: Mapping[str, str],
@@ -168,8 +90,8 @@ def serve_joined(
 ) -> NoReturn:
     """Run an engine, with its file in `folder` from when it answers until it leaves or ends.
 
-    A signal makes it leave, a second one ends it at once; so does `is_complete`, which says whether
-    the run is. The exit code is 1 if it has ended by itself.
+    A signal, or `is_complete` of the run, makes it leave; a second signal ends it at once. The exit
+    code is 1 if it has ended by itself.
     """
     signals: list[int] = []
     for number in LEAVE_SIGNALS:

@@ -1,14 +1,27 @@
-"""The rollout engines of a run as rank 0 sees them: serving, lost, or coming back."""
+"""The rollout engines of a run as rank 0 sees them: serving, lost, coming back, or joining."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+import msgspec
+
+from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.http import HEALTH_TIMEOUT, RolloutAborted, is_healthy
-from megatron_grpo.engines.joining import JoinFolder
+from megatron_grpo.engines.joining import (
+    FOLDER,
+    JOINED,
+    LEAVING,
+    JoinedEngine,
+    refusal,
+    settings_of,
+)
 from megatron_grpo.engines.server import EngineServers
 from parallel.clock import running_time
 
@@ -29,7 +42,7 @@ class State(Enum):
     """Lost too often."""
 
 
-@dataclass
+@dataclass(eq=False)
 class EngineRecord:
     """One engine of the pool."""
 
@@ -50,16 +63,75 @@ class EngineRecord:
     unanswered: int = 0
     """`file_changed` when it was last asked in vain whether it answers."""
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether it has joined, does not answer, and has not touched its file since."""
-        return self.state is State.DOWN and 0 < self.file_changed == self.unanswered
+
+class JoinFolder:
+    """The files of the engines that have joined a run, as rank 0 reads them before each push.
+
+    `refusal`: why none can join, if so. Where all `base_urls` are loopback addresses, the ranks
+    listen there alone, and engines of other hosts are refused.
+    """
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], base_urls: Sequence[str], refusal: str
+    ) -> None:
+        self.folder, self._settings, self._refusal = folder, settings, refusal
+        self._is_local = all(map(_is_loopback, base_urls))
+        self._told: set[tuple[str, str]] = set()
+
+    @classmethod
+    def of_run(cls, cfg: Config) -> "JoinFolder":
+        """The folder of the run of `cfg`."""
+        urls, reason = cfg.rollout.base_urls, refusal(cfg)
+        if not urls:
+            reason = reason or (
+                "the run starts its engines itself, with a token that no other has: start them by "
+                "`megatron-grpo serve` and give rollout.base_urls, as the jobs in slurm/ do"
+            )
+        settings = settings_of(cfg.model, cfg.rollout, cfg.lora)
+        return cls(cfg.train.run_dir / FOLDER, settings, urls, reason)
+
+    def joined(self) -> dict[str, int]:
+        """Address of each engine that takes part, and when its file changed, in nanoseconds; says
+        once of each other why it does not."""
+        return dict(filter(None, map(self._read, sorted(self.folder.glob(f"*{JOINED}")))))
+
+    def _read(self, file: Path) -> tuple[str, int] | None:
+        """An item of `joined`; None if the engine has no part in the run."""
+        try:
+            changed = file.stat().st_mtime_ns
+            engine = msgspec.json.decode(file.read_bytes(), type=JoinedEngine)
+        except FileNotFoundError:  # it has left since
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            fault = f"the file cannot be read: {error}"
+        else:
+            fault = self._fault(engine)
+            if not fault:
+                return engine.url, changed
+        if (file.name, fault) not in self._told:
+            self._told.add((file.name, fault))
+            print(f"the engine of {file} cannot join: {fault}", file=sys.stderr, flush=True)
+        return None
+
+    def _fault(self, engine: JoinedEngine) -> str:
+        if self._refusal:
+            return self._refusal
+        parts = urlsplit(engine.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            return f"{engine.url!r} is not an address like http://host:8000"
+        if self._is_local and not _is_loopback(engine.url):
+            return (
+                f"{engine.url} is on another network than rollout.base_urls, for which the ranks "
+                "listen on loopback alone: give these the address of their host, too"
+            )
+        for name, ours in self._settings.items():
+            if (theirs := engine.settings.get(name)) != ours:
+                return f"its {name} is {theirs}, the run's {ours}: start it with the run's config"
+        return ""
 
 
 class EnginePool:
     """The engines, each in one of four states, and the transitions between these.
-
-    With a folder `joining`, others may join.
 
     Only a successful push makes an engine serve. A lost engine that the run started itself is
     killed and started again; one of `rollout.base_urls`, or one that has joined, is waited for.
@@ -77,24 +149,20 @@ class EnginePool:
         self._records = {url: EngineRecord(url) for url in servers.base_urls}
 
     @property
-    def serving(self) -> list[str]:
-        """Addresses of the engines that serve the current weights."""
-        return self._urls_in(State.SERVING)
+    def serving(self) -> dict[str, int]:
+        """How often each engine was lost that serves the current weights, by its address."""
+        return {each.url: each.num_losses for each in self._in(State.SERVING)}
 
     @property
-    def up(self) -> list[tuple[str, int]]:
-        """Address of each healthy engine, and how often it was lost."""
-        return [self.life(url) for url in self._urls_in(State.SERVING, State.STALE)]
+    def up(self) -> dict[str, int]:
+        """How often each healthy engine was lost, by its address."""
+        return {each.url: each.num_losses for each in self._in(State.SERVING, State.STALE)}
 
     @property
-    def starting(self) -> list[tuple[str, int]]:
-        """Address and number of losses of each engine that may be starting again."""
-        down = map(self._records.__getitem__, self._urls_in(State.DOWN))
-        return [self.life(record.url) for record in down if not self._is_late(record)]
-
-    def life(self, url: str) -> tuple[str, int]:
-        """Address of an engine, and how often it was lost."""
-        return url, self._records[url].num_losses
+    def starting(self) -> dict[str, int]:
+        """How often each engine was lost that may be starting again, by its address."""
+        down = self._in(State.DOWN)
+        return {each.url: each.num_losses for each in down if not self._is_late(each)}
 
     def has_joined(self, url: str) -> bool:
         """Whether an engine is none of those that the run began with."""
@@ -103,17 +171,15 @@ class EnginePool:
     @property
     def has_leavers(self) -> bool:
         """Whether an engine is to leave at the next push."""
-        return self._joining is not None and bool(self._joining.leavers())
+        return self._joining is not None and any(self._joining.folder.glob(f"*{LEAVING}"))
 
     def join_and_leave(self) -> None:
         """Take in the engines that have joined, and drop those that leave, which have no requests.
-
-        One that has joined is down until it answers, as `check_engines` finds out. One that does
-        not is asked again when its file has changed: it may have been killed and left its file.
-        """
+        One that has joined is down until it answers."""
         if self._joining is None:
             return
-        leavers, joined = self._joining.leavers(), self._joining.joined()
+        leavers = [*self._joining.folder.glob(f"*{LEAVING}")]
+        joined = self._joining.joined()
         for url, file_changed in joined.items():
             if url not in self._records:
                 self._records[url] = EngineRecord(url, State.DOWN, "has not answered yet")
@@ -126,19 +192,22 @@ class EnginePool:
         for file in leavers:  # only now may the engine end
             file.unlink(missing_ok=True)
 
-    def check_engines(self) -> list[str]:
-        """Lose engines that have died or hang; returns those that answer again."""
-        able = self._urls_in(State.SERVING, State.STALE, State.DOWN)
-        asked = [url for url in able if not self._records[url].is_silent]
+    def check_engines(self) -> dict[str, int]:
+        """Lose engines that have died or hang; returns those that answer again, as `up` does."""
+        able, down = self._in(State.SERVING, State.STALE, State.DOWN), self._in(State.DOWN)
+        # One that has joined is asked again when it has touched its file.
+        silent = [each for each in down if 0 < each.file_changed == each.unanswered]
+        asked = [each for each in able if each not in silent]
+        limits = [HEALTH_TIMEOUT if each in down else self._health_timeout for each in asked]
         with ThreadPoolExecutor(len(asked) or 1) as pool:
-            answers = dict(zip(asked, pool.map(self._answers, asked), strict=True))
-        came_back = []
-        for record in map(self._records.__getitem__, asked):
+            answers = [*pool.map(is_healthy, [each.url for each in asked], limits)]
+        came_back = {}
+        for record, has_answered in zip(asked, answers, strict=True):
             if end := self._servers.end(record.url):
                 self.mark_dead(record.url, end)
             elif record.state is State.DOWN:
-                if answers[record.url]:
-                    came_back.append(record.url)
+                if has_answered:
+                    came_back[record.url] = record.num_losses
                 elif self._servers.are_ours and self._is_late(record):
                     self.mark_dead(
                         record.url,
@@ -151,7 +220,7 @@ class EnginePool:
                         f"rollout engine {record.url} does not answer: it is asked again when its "
                         "file in engines/ has changed"
                     )
-            elif not answers[record.url]:
+            elif not has_answered:
                 self.mark_dead(
                     record.url,
                     f"did not answer within {self._health_timeout:g} s (rollout.health_timeout)",
@@ -159,10 +228,8 @@ class EnginePool:
         return came_back
 
     def mark_dead(self, url: str, reason: str) -> None:
-        """Take out an engine that is dead, hangs or is broken, and restart it if it is ours.
-
-        Call this from one thread at a time.
-        """
+        """Take out an engine that is dead, hangs or is broken, and restart it if it is ours; by one
+        thread at a time."""
         record = self._records[url]
         end = self._servers.kill(url) if self._servers.are_ours else ""
         reason = (end or reason).removeprefix(f"rollout engine {url} ")
@@ -209,12 +276,12 @@ class EnginePool:
 
     def finish_generation(self) -> None:
         """Reset the loss counts of the engines that served a whole generation."""
-        for url in self.serving:
-            self._records[url].num_recent_losses = 0
+        for record in self._in(State.SERVING):
+            record.num_recent_losses = 0
 
     def raise_if_all_dead(self, deadline: float) -> None:
         """Raise RolloutAborted if no engine can come back, or after `deadline` (`running_time`)."""
-        if running_time() > deadline or not self._urls_in(State.STALE, State.DOWN):
+        if running_time() > deadline or not self._in(State.STALE, State.DOWN):
             raise RolloutAborted(f"no rollout engine serves any more:\n{self.status_report()}")
 
     def status_report(self) -> str:
@@ -222,15 +289,16 @@ class EnginePool:
         out = [record for record in self._records.values() if record.state is not State.SERVING]
         return "\n".join(f"rollout engine {record.url} {record.reason}" for record in out)
 
-    def _urls_in(self, *states: State) -> list[str]:
-        return [record.url for record in self._records.values() if record.state in states]
-
-    def _answers(self, url: str) -> bool:
-        is_down = self._records[url].state is State.DOWN
-        return is_healthy(url, HEALTH_TIMEOUT if is_down else self._health_timeout)
+    def _in(self, *states: State) -> list[EngineRecord]:
+        return [record for record in self._records.values() if record.state in states]
 
     def _is_late(self, record: EngineRecord) -> bool:
         return running_time() - record.since > self._startup_timeout
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _log(line: str) -> None:

@@ -53,10 +53,8 @@ class ServerProcess(ChildProcess):
 
 
 def log_tail(log: Path, start: int) -> str:
-    """The first error in the log from byte `start` on, and the last lines.
-
-    A process that dies takes others down, each with its own traceback: the first is the cause.
-    """
+    """The first error in the log from byte `start` on, which is the cause of others, and the last
+    lines."""
     try:
         lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
     except OSError as error:  # such as a log that somebody removed: its engine can go on
@@ -66,17 +64,18 @@ def log_tail(log: Path, start: int) -> str:
 
 
 class ServerProcesses:
-    """Servers at `base_urls`; those that were started here listen on the loopback interface.
-
-    None of these outlives this process.
-    """
+    """Servers at `base_urls`; those started here listen on loopback, and do not outlive this
+    process."""
 
     kind = "rollout engine"
     """A server's name in messages."""
 
     def __init__(self, base_urls: tuple[str, ...], log_dir: Path) -> None:
         self.base_urls = base_urls
-        self._engines: list[ServerProcess] = []
+        self.are_ours = False
+        """Whether the servers were started here, and so can be restarted."""
+        self.processes: dict[str, ServerProcess] = {}
+        """Servers that were started here, by their addresses."""
         self._log_dir = log_dir
         self._ports: list[socket.socket] = []
 
@@ -86,8 +85,8 @@ class ServerProcesses:
         for reserved, (name, command) in zip(self._ports, commands.items(), strict=True):
             port = reserved.getsockname()[1]
             url, log = f"http://{LOOPBACK}:{port}", self._log_dir / f"{name}.log"
-            self._engines.append(ServerProcess.serve(*command(port), url, log))
-        self.base_urls = tuple(engine.url for engine in self._engines)
+            self.processes[url] = ServerProcess.serve(*command(port), url, log)
+        self.base_urls, self.are_ours = tuple(self.processes), bool(self.processes)
 
     @property
     def awaited(self) -> str:
@@ -97,10 +96,8 @@ class ServerProcesses:
         return f"{self.kind}s at {', '.join(self.base_urls)}"
 
     def wait_ready(self, timeout: float, show: Show = lambda done, total: None) -> None:
-        """Wait until all servers answer; raise if one is dead or `timeout` seconds have passed.
-
-        `show` is called with the numbers of servers that answer and of all.
-        """
+        """Wait until all servers answer, and `show` how many do of how many; raise if one is dead
+        or `timeout` seconds have passed."""
         deadline = running_time() + timeout
         waiting = list(self.base_urls)
         while waiting := [url for url in waiting if not is_healthy(url)]:
@@ -114,51 +111,40 @@ class ServerProcesses:
             time.sleep(0.1)
 
     def check(self) -> None:
-        """Raise EngineError if a server is dead, naming it and showing the end of its log."""
         for url in self.base_urls:
             if end := self.end(url):
                 raise EngineError(f"{self.kind} {url} {end}{self.log_tail(url)}")
 
-    @property
-    def are_ours(self) -> bool:
-        """Whether the servers were started here, and so can be restarted."""
-        return bool(self._engines)
-
     def end(self, url: str) -> str:
         """Describe the exit of the server at `url`; empty while it runs or if it is not ours."""
-        return self._engine(url).end() if self.are_ours else ""
+        return self.processes[url].end() if self.are_ours else ""
 
     def log_tail(self, url: str) -> str:
         """The end of the log of a server started here, to be appended to an error message."""
-        return f"; {self._engine(url).log_tail()}" if self.are_ours else ""
+        return f"; {self.processes[url].log_tail()}" if self.are_ours else ""
 
     def kill(self, url: str) -> str:
         """Kill a server of ours and all that it started; returns how it ended by itself, if so."""
-        engine = self._engine(url)
+        engine = self.processes[url]
         end = engine.end(within=EXIT_SECONDS)
         engine.kill()
         return end
 
     def restart(self, url: str) -> None:
         """Restart a killed server of ours at the same address; returns before it answers."""
-        old = self._engine(url)
-        new = ServerProcess.serve(old.command, old.environment, url, old.log)
-        self._engines[self.base_urls.index(url)] = new
-
-    def _engine(self, url: str) -> ServerProcess:
-        return self._engines[self.base_urls.index(url)]
+        old = self.processes[url]
+        self.processes[url] = ServerProcess.serve(old.command, old.environment, url, old.log)
 
     def close(self) -> None:
-        """Terminate all servers; kill them after some seconds, and whatever they left running.
-
-        One that still starts is killed at once: it would not listen for seconds.
-        """
+        """Terminate all servers, or after some seconds kill them with what they started; one that
+        still starts is killed at once."""
         # Threads: one that hangs holds up no other.
-        with ThreadPoolExecutor(len(self._engines) or 1) as pool:
-            list(pool.map(_end, self._engines))
+        with ThreadPoolExecutor(len(self.processes) or 1) as pool:
+            list(pool.map(_end, self.processes.values()))
         for reserved in self._ports:
             reserved.close()
-        self._engines.clear()
+        self.processes.clear()
+        self.are_ours = False
 
 
 def _end(engine: ServerProcess) -> None:
@@ -169,11 +155,9 @@ def _end(engine: ServerProcess) -> None:
 
 
 def reserve_port() -> socket.socket:
-    """Reserve a free port of the loopback interface by binding a socket to it.
-
-    An engine binds its port only after seconds of imports. On Linux it can do so while this socket
-    is bound, since both set SO_REUSEADDR and only the engine listens.
-    """
+    """Reserve a free port of the loopback interface by binding a socket to it. Both this socket and
+    the engine's set SO_REUSEADDR, so that the engine, which alone listens, can bind it seconds
+    later."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((LOOPBACK, 0))

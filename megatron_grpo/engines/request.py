@@ -1,12 +1,23 @@
-"""One completion that engines are asked for."""
+"""Requests for completions: their sampling parameters, their bodies, and the rest of those that
+were cut."""
 
 import asyncio
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING
 
-from megatron_grpo.data.samples import seed_after
+import msgspec
+
+from megatron_grpo.data.samples import seed_after, turn_seed
 from megatron_grpo.engines.choice import CUT, Choice
-from megatron_grpo.engines.engine import ROUTES_START, Json
+from megatron_grpo.engines.engine import INDEX_TOPK, ROUTES_START, Json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parallel.images import PromptImages
 
 Decode = Callable[[Sequence[int]], str]
 """The text of sampled tokens, without special ones."""
@@ -15,17 +26,81 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Decoded text of an incomplete character."""
 
 
-def _new_answer() -> "asyncio.Future[tuple[Choice, str]]":
-    return asyncio.get_running_loop().create_future()
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How many samples a prompt of a generation gets, from which weights, how, and its seeds."""
+
+    num_generations: int
+    policy_version: int
+    """Version of the weights that engines must hold."""
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1: all tokens."""
+    max_completion_length: int
+    """Limit of sampled tokens; in a dialogue, of observations, too."""
+    stop_token_ids: Sequence[int]
+    stop: Sequence[str] = ()
+    router_replay: bool = False
+    """Whether samples have the experts that processed their tokens."""
+    index_topk: int = 0
+    """Tokens that an indexer chooses for each token, if samples are to have their positions in
+    `routes`; else 0."""
+    seed: int
+    series: int
+    """The generation's number: its seeds differ from those of others with the same `seed`."""
+    position: int = 0
+    """Place of the prompt in its generation."""
+
+    @property
+    def has_routes(self) -> bool:
+        return self.router_replay or self.index_topk > 0
+
+    def request(
+        self,
+        token_ids: list[int],
+        *,
+        seed: int,
+        max_tokens: int,
+        routes_start: int,
+        features: Json | None = None,
+    ) -> Json:
+        """A request to /inference/v1/generate that continues `token_ids`, with `image_features`;
+        routes, if any, are those of the tokens from `routes_start` on."""
+        sampling: Json = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "max_tokens": max_tokens,
+            "logprobs": 0,  # only of the sampled token
+            "stop_token_ids": [*self.stop_token_ids],
+            "stop": [*self.stop],
+            "include_stop_str_in_output": bool(self.stop),
+            "ignore_eos": True,  # the tokenizer's; all of the model's are stop tokens above
+            "seed": seed,
+        }
+        if self.has_routes:
+            sampling[ROUTES_START] = routes_start
+        if self.index_topk:
+            sampling[INDEX_TOPK] = self.index_topk
+        return {
+            "token_ids": token_ids,
+            "output_mode": "text",
+            "sampling_params": sampling,
+            **({"features": features} if features else {}),
+        }
+
+    def turn_seed(self, sample_index: int, turn: int) -> int:
+        """Seed of a turn of a sample; -1 is the turn before the first, of its partner."""
+        return turn_seed(self.seed, self.series, self.position, sample_index, turn)
 
 
 @dataclass(eq=False)
 class Request:
-    """A completion, from the request until some engine has answered all of it.
+    """A completion, from the request until some engine has answered all of it; made in the loop.
 
-    Engines may abort it at any token, for a checkpoint or because they are lost: the partial
-    completion is `begun`, and the next engine is asked for the rest. Made in the event loop.
-    Cancelling `answer` withdraws the request.
+    Engines may abort it at any token, for a checkpoint or because they are lost: the next one is
+    asked for what follows `begun`. Cancelling `answer` withdraws the request.
     """
 
     body: Json
@@ -37,14 +112,13 @@ class Request:
     url: str = ""
     """The engine to ask, if it serves: it has the session's last turn cached."""
     begun: Choice | None = None
-    answer: "asyncio.Future[tuple[Choice, str]]" = field(default_factory=_new_answer)
+    answer: "asyncio.Future[tuple[Choice, str]]" = field(default_factory=asyncio.Future)
     """The whole completion, and the address of the engine that ended it."""
     batch: int = 0
     """Requests of one batch share their prompt, and stay together."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it is neither answered nor withdrawn."""
         return not self.answer.done()
 
     @property
@@ -87,8 +161,7 @@ def rest_of(request: Json, begun: Choice) -> Json:
 def joined(begun: Choice, rest: Choice, decode: Decode, stop: Sequence[str]) -> Choice:
     """The completion that was cut after `begun` and continued with `rest`; it may be cut again.
 
-    It ends earlier if one of the strings `stop` spans the cut: an engine looks for them in what it
-    samples, not in its prompt.
+    It ends earlier if a string of `stop` spans the cut: engines look for these in what they sample.
     """
     found = begun.followed_by(rest)
     if num_tokens := num_until_stop(begun.token_ids, rest.token_ids, decode, stop):
@@ -106,10 +179,8 @@ def joined(begun: Choice, rest: Choice, decode: Decode, stop: Sequence[str]) -> 
 def num_until_stop(
     begun: Sequence[int], rest: Sequence[int], decode: Decode, stop: Sequence[str]
 ) -> int:
-    """Number of tokens until a stop string is complete that began in `begun`; 0 if none is.
-
-    Looks after each token, as an engine does, but no further than such a string can reach.
-    """
+    """Number of tokens until a stop string is complete that began in `begun`; 0 if none is. Looks
+    after each token, as an engine does."""
     # The engine has not looked for a stop string in an incomplete character.
     num_seen = len(decode(begun).rstrip(INCOMPLETE)) if stop else 0
     for num_tokens in range(len(begun) + 1, len(begun) + len(rest) + 1) if stop else ():
@@ -126,3 +197,45 @@ def _stop_ends(text: str, stop: Sequence[str], num_seen: int = 0) -> list[int]:
     """Ends of the stop strings in `text` that end after `num_seen` characters."""
     starts = [(text.find(each, max(0, num_seen + 1 - len(each))), len(each)) for each in stop]
     return [start + length for start, length in starts if start >= 0]
+
+
+def image_features(images: "PromptImages") -> Json:
+    """Encode images for vLLM 0.32, as its ``token_in_token_out.mm_serde`` does: the patches of
+    each, and the places of its tokens. Bytes are scaled on the engine's device
+    (``mm_device_do_normalize``); images are told apart by their hashes."""
+    sizes = images.grids.prod(1)
+    counts = (sizes * len(images.tokens) // sizes.sum()).tolist()
+    parts = images.patches.split(sizes.tolist())
+    hashes = [blake2b(part.numpy().tobytes(), digest_size=16) for part in parts]
+    for each, grid in zip(hashes, images.grids, strict=True):
+        each.update(grid.numpy().tobytes())
+    starts = [int(places[0]) for places in images.tokens.split(counts)]
+    items = [
+        {
+            "pixel_values": {"data": _tensor(part), "field": ("flat", _WHOLE)},
+            "image_grid_thw": {"data": _tensor(grid), "field": ("batched", {"keep_on_cpu": True})},
+        }
+        for part, grid in zip(parts, images.grids, strict=True)
+    ]
+    return {
+        "mm_hashes": {"image": [each.hexdigest() for each in hashes]},
+        "mm_placeholders": {
+            "image": [
+                {"offset": start, "length": count}
+                for start, count in zip(starts, counts, strict=True)
+            ]
+        },
+        "kwargs_data": {
+            "image": [b64encode(msgspec.msgpack.encode(item)).decode() for item in items]
+        },
+    }
+
+
+_WHOLE = {"slices": [(None, None, None)], "dim": 0, "keep_on_cpu": False}
+_RAW = 3
+"""vLLM's code for the bytes of a tensor."""
+
+
+def _tensor(values: "Tensor") -> tuple[str, list[int], msgspec.msgpack.Ext]:
+    raw = msgspec.msgpack.Ext(_RAW, values.numpy().tobytes())
+    return str(values.dtype).removeprefix("torch."), [*values.shape], raw

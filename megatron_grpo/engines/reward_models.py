@@ -58,7 +58,7 @@ class RewardModels(ServerProcesses):
     """One server for each `reward_model` with a `path`, in training and evaluations, on a host with
     `num_ranks` trainer ranks.
 
-    vLLM measures how much of a GPU is free when it starts. So those that share GPUs start when all
+    vLLM measures how much of a GPU is free when it starts: those that share GPUs start when all
     `engines` answer, and sleep when the constructor returns.
     """
 
@@ -82,8 +82,6 @@ class RewardModels(ServerProcesses):
         self._sharing: list[str] = []
         """Addresses of the servers that share GPUs."""
         self._asleep: set[str] = set()
-        if not functions:
-            return
         devices = reward_devices(rollout, functions, num_gpus(), num_ranks, os.environ)
         if engines and any(function.shares_gpus for function in functions):
             with waiting(engines.awaited, "answer") as show:
@@ -103,24 +101,26 @@ class RewardModels(ServerProcesses):
     @property
     def awaited(self) -> str:
         """Servers that the first `restart_dead` waits for, as messages name them; empty if none."""
-        return super().awaited if self.are_ours and not self._is_ready else ""
+        return "" if self._is_ready else super().awaited
 
     def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
         """The functions, with the address of its server in place of the path of each model."""
-        return tuple(self._addressed(each) if each.is_served_here else each for each in functions)
-
-    def _addressed(self, function: RewardFunction) -> RewardFunction:
-        url = self.base_urls[self._models.index(function.arguments)]
-        own = {name: value for name, value in function.arguments.items() if name.startswith("step")}
-        address = {"base_url": url, "api_key": SecretStr(self._token)}
-        return function.model_copy(update={"arguments": own | address})
+        found = []
+        for function in functions:
+            if function.is_served_here:
+                given = function.arguments
+                own = {name: value for name, value in given.items() if name.startswith("step")}
+                own["base_url"] = self.base_urls[self._models.index(given)]
+                own["api_key"] = SecretStr(self._token)
+                function = function.model_copy(update={"arguments": own})
+            found.append(function)
+        return tuple(found)
 
     def restart_dead(self, show: Show) -> bool:
-        """Wake the servers that sleep, and restart those that have died; returns whether any had
-        died.
+        """Wake the servers, restart dead ones, and return when all answer: whether any was dead.
 
-        Returns when all answer. Raises EngineError, which names the server, if one dies as it
-        starts, or twice before completions are scored.
+        Raises EngineError, which names the server, if one dies as it starts, or twice before
+        completions are scored.
         """
         self._post_to_all(self._asleep, "wake_up")
         self._asleep.clear()
@@ -139,31 +139,28 @@ class RewardModels(ServerProcesses):
         return bool(dead)
 
     def end_round(self) -> None:
-        """Record that completions were scored: each server may be started again.
-
-        Those that share GPUs have given back their memory when this returns.
-        """
+        """Record that completions were scored: each server may be started again, and has given back
+        the memory of shared GPUs."""
         self._restarted.clear()
         self._post_to_all(self._sharing, "sleep?level=1")
         self._asleep = {*self._sharing}
 
     def _post_to_all(self, urls: Iterable[str], route: str) -> None:
-        """Have servers sleep or wake, all at once; one that does not is killed and counts as
-        dead."""
+        """Have servers sleep or wake, all at once; one that does not is killed."""
 
-        def tell(url: str) -> str:
-            """The reason if it does not; empty if it does."""
-            limit = self._rollout.request_timeout
-            status, told = status_of("POST", url, route, limit, self._token)
-            return "" if is_success(status) else told
-
+        limit = self._rollout.request_timeout
         with ThreadPoolExecutor() as threads:
-            answers = [*zip(urls, threads.map(tell, urls), strict=True)]
-        for url, error in answers:
-            if error and not self.end(url):
-                print(f"{self.kind} {url}: no {route}: {error}", file=sys.stderr, flush=True)
-            if error:
-                self.kill(url)
+            answers = [
+                (url, threads.submit(status_of, "POST", url, route, limit, self._token))
+                for url in urls
+            ]
+        for url, answer in answers:
+            status, told = answer.result()
+            if is_success(status):
+                continue
+            if not self.end(url):
+                print(f"{self.kind} {url}: no {route}: {told}", file=sys.stderr, flush=True)
+            self.kill(url)
 
 
 def reward_devices(
@@ -173,11 +170,9 @@ def reward_devices(
     num_ranks: int,
     environ: Mapping[str, str],
 ) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of these models: the GPUs after those of ranks and engines.
-
-    Those that share GPUs have one after the other from the first GPU on. On a machine without GPUs,
-    None for each. Raises ValueError if there are too few.
-    """
+    """CUDA_VISIBLE_DEVICES of these models: GPUs after those of ranks and engines, or for those
+    that share them, one after the other from the first on; None without GPUs. ValueError if too
+    few."""
     if num_devices == 0:
         return [None] * len(models)
     num_used = num_ranks
@@ -268,10 +263,8 @@ def check_served(cfg: Config) -> None:
 
 
 def gpu_share(model: RewardFunction, rollout: RolloutConfig) -> float:
-    """The fraction of each GPU that a reward model takes of ranks while it scores.
-
-    Raises ValueError if it cannot share GPUs, or is not told how much.
-    """
+    """The fraction of each GPU of ranks that a reward model takes while it scores; ValueError if it
+    cannot share GPUs, or is not told how much."""
     if not model.shares_gpus:
         return 0.0
     if not rollout.enable_sleep_mode:

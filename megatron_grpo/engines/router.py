@@ -21,15 +21,17 @@ from contextlib import suppress
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count, groupby
+from operator import attrgetter
 from typing import Any
 
-from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.client import POLL_SECONDS, RolloutClient
 from megatron_grpo.engines.engine_queue import LEAST_ROOM, EngineQueue
 from megatron_grpo.engines.http import EngineDown, EngineStale, NoServingEngine
 from megatron_grpo.engines.request import Decode, Request
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.workers.event_loop import Notice
 
+BATCH = attrgetter("batch")
 ABORT_SECONDS = 5.0
 """How long a run that is to stop waits for the tokens that engines have sampled."""
 
@@ -40,9 +42,9 @@ class RequestRouter:
     All methods belong to the event loop. Unless it `streams`, a completion whose engine is lost
     starts anew.
 
-    It stops, with the reason in `failure`, when no engine serves any more (NoServingEngine: abort,
-    push, and resume), when an engine answers nonsense (EngineError), and when the client is
-    cancelled (Preempted, for good). Its requests stay open: who waits by `until` is told.
+    It stops, with the reason in `failure`, when no engine serves (NoServingEngine: abort, push, and
+    resume), an engine answers nonsense (EngineError), or the client is cancelled (Preempted, for
+    good). Its requests stay open: who waits by `until` is told.
     """
 
     def __init__(self, client: RolloutClient, decode: Decode, *, streams: bool = True) -> None:
@@ -57,7 +59,8 @@ class RequestRouter:
         self._waiting: list[tuple[int, int, list[Request]]] = []
         """A heap of batches, by priority and number."""
         self._queues: dict[str, EngineQueue] = {}
-        self._lives: dict[str, tuple[str, int]] = {}
+        self._lives: dict[str, int] = {}
+        """How often each of these engines had been lost before it started."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Calls of `_serve` by address, one for each engine that is not lost."""
         self._limits: dict[str, float] = {}
@@ -68,15 +71,11 @@ class RequestRouter:
 
     @property
     def is_running(self) -> bool:
-        """Whether engines have its requests."""
         return bool(self._tasks)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests that share their prompt, or one turn of a session.
-
-        A turn goes to the engine that had the last one, if it serves, as that has its tokens
-        cached.
-        """
+        """Queue requests that share their prompt, or one turn of a session, which goes to the
+        engine that has cached the last one, if it serves."""
         batch = next(self._batches)
         for request in requests:
             request.batch = batch
@@ -88,8 +87,8 @@ class RequestRouter:
             self._enqueue(requests)
 
     async def until(self, is_reached: Callable[[], object]) -> None:
-        """Return when `is_reached()`, which is looked at after each of the notices `changed`;
-        raises the `failure` if that comes before."""
+        """Return when `is_reached()`, looked at after each of the notices `changed`; raises the
+        `failure` if that comes before."""
         await self.changed.until(lambda: self.failure or is_reached())
         if self.failure and not is_reached():
             raise self.failure
@@ -104,15 +103,16 @@ class RequestRouter:
         if self.failure:  # the end of the run
             return
         pool = self._client.pool
-        serving = {url: pool.life(url) for url in pool.serving}
-        # Those that were lost in a push, which alone decides about it, or have come back since.
-        await self._end([url for url, life in self._lives.items() if serving.get(url) != life])
+        serving = pool.serving
+        # Lost in a push, which alone decides about it, or since come back.
+        if lost := [url for url, life in self._lives.items() if serving.get(url) != life]:
+            await self._end(lost)
         self._is_held = False
         for queue in self._queues.values():
             queue.resume()
         if serving.keys() - self._queues.keys():  # deal all anew, with the tokens sampled so far
             await self.abort()
-            serving = {url: pool.life(url) for url in pool.serving}
+            serving = pool.serving
         for url in serving.keys() - self._queues.keys():
             queue = EngineQueue(
                 policy_version,
@@ -139,15 +139,13 @@ class RequestRouter:
         """Return when no engine has a request; what was sampled of each is kept until `resume`."""
         while self._tasks:  # a round of dynamic sampling may resume meanwhile
             for queue in self._queues.values():
-                queue.abort()
+                queue.aborted.set()
             await asyncio.wait([*self._tasks.values()])
         self._is_held = False
 
     async def run_alone(self, policy_version: int, is_reached: Callable[[], object]) -> None:
         """Have the engines work until `is_reached()`, with weights that do not change meanwhile.
-
-        Raises the `failure`, as `until` does; call it again after a push of the same weights.
-        """
+        After the `failure` that this raises, call it again after a push of the same weights."""
         try:
             await self.resume(policy_version)
             await self.until(is_reached)
@@ -163,10 +161,8 @@ class RequestRouter:
         await self._end([*self._tasks])
 
     def _enqueue(self, requests: Sequence[Request]) -> None:
-        """Queue requests of one batch, and have the engines that have room take them.
-
-        Soon, not now: all that is submitted at the same time is dealt in order of priority.
-        """
+        """Queue requests of one batch. Engines take them soon, not now: all that is submitted at
+        the same time is dealt in order of priority."""
         # The batch number breaks ties: lists of requests cannot be compared.
         heappush(self._waiting, (requests[0].priority, requests[0].batch, [*requests]))
         if not self._is_feeding:
@@ -214,12 +210,12 @@ class RequestRouter:
             self._limits[url] = queue.limit
             del self._queues[url], self._lives[url], self._tasks[url]
             # One entry for each batch: its requests share a prompt, which one engine caches.
-            left = sorted(filter(lambda each: each.is_open, queue.open), key=_batch)
-            for _, requests in groupby(left, key=_batch):
+            left = sorted((each for each in queue.open if each.is_open), key=BATCH)
+            for _, requests in groupby(left, key=BATCH):
                 self._enqueue([*requests])
         if failure:
             self._fail(failure)
-        elif not queue.is_aborted:  # after `abort`, having no engine is no failure
+        elif not queue.aborted.is_set():  # after `abort`, having no engine is no failure
             self._fail_if_alone()
 
     def _fail_if_alone(self) -> None:
@@ -232,7 +228,7 @@ class RequestRouter:
         if self.failure is None or isinstance(failure, Preempted):
             self.failure = failure
         for queue in self._queues.values():
-            queue.abort()
+            queue.aborted.set()
         self.changed.give()
 
     async def _end(self, urls: Sequence[str]) -> None:
@@ -243,15 +239,10 @@ class RequestRouter:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stop_when_cancelled(self) -> None:
-        try:
-            await self._client.raise_when_cancelled()
-        except Preempted as reason:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ABORT_SECONDS):
-                    await self.abort()
-            self._fail(reason)
-            await self._end([*self._tasks])  # an engine that hangs
-
-
-def _batch(request: Request) -> int:
-    return request.batch
+        while not self._client.is_cancelled:
+            await asyncio.sleep(POLL_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ABORT_SECONDS):
+                await self.abort()
+        self._fail(Preempted("the generation was given up"))
+        await self._end([*self._tasks])  # an engine that hangs

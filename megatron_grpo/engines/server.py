@@ -19,19 +19,8 @@ from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engine_weights.layouts import engine_dims
 from megatron_grpo.engines.access import check_host
-from megatron_grpo.engines.arguments import (
-    ONE_NODE,
-    PLANNED,
-    EngineNode,
-    engine_table,
-)
-from megatron_grpo.engines.joining import (
-    FOLDER,
-    JoinedEngine,
-    refusal,
-    serve_joined,
-    settings_of,
-)
+from megatron_grpo.engines.arguments import ONE_NODE, PLANNED, EngineNode, engine_table
+from megatron_grpo.engines.joining import FOLDER, JoinedEngine, refusal, serve_joined, settings_of
 from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
 from megatron_grpo.engines.sglang.args import (
     check_folder_loaded,
@@ -66,12 +55,9 @@ RANK_VARIABLES = re.compile(
 
 
 class EngineServers(ServerProcesses):
-    """The engines of a run: those in `rollout.base_urls`, or else processes started here.
-
-    `token` gives access to those in `rollout.base_urls`. Engines started here get a fresh token,
-    and use the GPUs after those of the `num_ranks` trainer ranks of this host; if there are too few
-    left, they share the ranks' GPUs.
-    """
+    """The engines of a run: those in `rollout.base_urls`, to which `token` gives access, or else
+    processes started here, with a fresh token, on the GPUs after those of the `num_ranks` trainer
+    ranks of this host, or on the ranks' if too few are left."""
 
     def __init__(
         self,
@@ -124,12 +110,11 @@ def share_gpus(rollout: RolloutConfig, num_devices: int, num_ranks: int) -> bool
 def engine_devices(
     rollout: RolloutConfig, num_devices: int, num_ranks: int, environ: Mapping[str, str]
 ) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of every engine: the GPUs after those of `num_ranks` trainer ranks.
+    """CUDA_VISIBLE_DEVICES of every engine: GPUs after those of `num_ranks` trainer ranks, or if
+    too few, those of the ranks from the first on; None without GPUs.
 
-    If these are too few, engines share the ranks' GPUs, from the first one on. On a machine without
-    GPUs, None for each engine. Raises ValueError if there are too few GPUs in all, if generations
-    would be made ahead on GPUs that could be divided, or if vLLM is not told how much of a shared
-    GPU it may take.
+    Raises ValueError if there are too few in all, if generations would be made ahead on GPUs that
+    could be divided, or if vLLM is not told how much of a shared GPU it may take.
     """
     size, num_engines = rollout.gpus_per_engine, rollout.num_engines
     if num_devices == 0:
@@ -160,10 +145,8 @@ def engine_devices(
 def engine_environment(
     environ: Mapping[str, str], devices: str | None, host: str = LOOPBACK
 ) -> dict[str, str]:
-    """`environ` without the variables of a trainer rank, and with the engine's devices.
-
-    No proxy stands before `host`: SGLang asks itself there before it serves.
-    """
+    """`environ` without the variables of a trainer rank, and with the engine's devices. No proxy
+    stands before `host`: SGLang asks itself there before it serves."""
     environment = {k: v for k, v in environ.items() if not RANK_VARIABLES.match(k)}
     environment |= direct(environ, host)
     if devices is not None:
@@ -208,8 +191,8 @@ def serve(
 ) -> NoReturn:
     """Become an engine on `host`:`port`, or a further `node` of it, whose address is `host`.
 
-    With `join`, the engine is a process of its own, which this one lets the run of `cfg` know until
-    `join` says that the run is complete.
+    With `join`, the engine is a process, which the run of `cfg` is let know of until `join` says
+    that the run is complete.
     """
     model, rollout = cfg.model, cfg.rollout
     if join and (reason := refusal(cfg)):

@@ -16,8 +16,8 @@ _ACCEPTED = re.compile(
 
 
 def draft_counts(page: str) -> Counter[int]:
-    """Counts since an engine's start, from its metrics page: of drafts at key 0, and at key n of
-    those whose n-th token was accepted."""
+    """Counts of a metrics page: of drafts at key 0, and at key n of those with n-th token
+    accepted."""
     counts = Counter({0: sum(int(float(count)) for count in _DRAFTS.findall(page))})
     for position, count in _ACCEPTED.findall(page):
         counts[int(position) + 1] += int(float(count))
@@ -33,13 +33,10 @@ class SpecDecodeMetrics:
         self._before: dict[str, Counter[int]] = {}
 
     def metrics(self) -> dict[str, float]:
-        """By vLLM's names, of the drafts since the last call: the mean acceptance length (accepted
-        tokens of a draft, plus the one that the model adds), and the acceptance rate at each
-        position.
-
-        Empty without drafts. Engines that do not answer, or that have joined since, are left out.
-        """
-        urls = [url for url, _ in self._client.pool.up]
+        """Mean acceptance length (with the token that the model adds) and acceptance rate by
+        position of drafts since the last call, by vLLM's names. Empty without drafts; engines that
+        do not answer or are new are left out."""
+        urls = [*self._client.pool.up]
         pages = self._client.loop.call(gather_all(map(self._page, urls)))
         metrics = self.compare(dict(zip(urls, pages, strict=True)))
         self._are_new = False

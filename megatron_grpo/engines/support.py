@@ -49,7 +49,6 @@ SGLANG_SPARSE = {
 
 
 def num_gpus() -> int:
-    """GPUs that this process sees."""
     import torch  # takes seconds, and checks of config do not need it
 
     return torch.cuda.device_count()
@@ -91,8 +90,8 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
 
 
 def _check_sglang(rollout: RolloutConfig, shape: ModelShape) -> None:
-    """Raise ValueError for a mixture that SGLang does not serve in several groups of workers or
-    with whole experts, and for arguments that make sparse attention dense, or end an engine."""
+    """Raise ValueError for a mixture that SGLang does not serve in several groups or with whole
+    experts, and for arguments that make sparse attention dense, or end an engine."""
     family, moe = shape.family, shape.moe
     groups, experts = rollout.data_parallel_size, rollout.sglang.get("ep_size", 1)
     if groups > 1:
@@ -228,8 +227,8 @@ def _check_images_of_sglang(model: ModelConfig, rollout: RolloutConfig) -> None:
 
 
 def check_kernels(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> None:
-    """Raise ValueError if an engine, started here, would need kernels that it lacks for the GPUs,
-    or without any for the CPU. `dtype`: of the model."""
+    """Raise ValueError if an engine, started here, would lack kernels for the GPUs or the CPU, for
+    a model of `dtype`."""
     if rollout.base_urls:
         return
     if num_gpus():
@@ -269,10 +268,8 @@ def check_card(
 
 
 def _check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
-    """Raise ValueError for what engines do not compute on this CPU, or not with pushed weights.
-
-    An engine would start all the same, and die at its first request or compute other numbers.
-    """
+    """Raise ValueError for what engines do not compute on this CPU, or not with pushed weights:
+    they would start all the same, and die at the first request or compute other numbers."""
     import torch  # see above
 
     engine, quantization = rollout.engine, rollout.quantization

@@ -17,8 +17,8 @@ from megatron_grpo.config.eval import EvalSet, section_of
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
 from megatron_grpo.data.samples import Sample, columns_by_prompt
 from megatron_grpo.engines.group import Group, features_of, print_failures, sample_alone
+from megatron_grpo.engines.request import SamplingParams
 from megatron_grpo.engines.router import RequestRouter
-from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rewards.pool import RewardPools
 from megatron_grpo.rewards.scoring import RewardError, check_failed

@@ -15,11 +15,10 @@ from megatron_grpo.data.samples import first_seed
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engine_weights.layouts import worker_shards
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.joining import JoinFolder
-from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.engines.pool import EnginePool, JoinFolder
+from megatron_grpo.engines.request import SamplingParams
 from megatron_grpo.engines.reward_models import RewardModels
 from megatron_grpo.engines.router import RequestRouter
-from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.evaluation.evaluation import Evaluations
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
@@ -58,8 +57,9 @@ class RolloutServices:
         logs = cfg.train.run_dir / "logs"
         self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks, cfg.lora)
         served = served_here(cfg.rewards.values())
-        models = RewardModels(served, cfg.rollout, logs, num_ranks, self.servers)
-        self.pools = RewardPools(models)
+        self.pools = RewardPools(
+            RewardModels(served, cfg.rollout, logs, num_ranks, self.servers) if served else None
+        )
         self.rewards = RewardsBySource(cfg.by_source, self.pools)
         tokenizer = load_tokenizer(cfg.model.path)
         pool = EnginePool(self.servers, cfg.rollout, JoinFolder.of_run(cfg))

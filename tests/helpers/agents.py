@@ -22,7 +22,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.engine import Json
-from megatron_grpo.engines.sampling_params import SamplingParams
+from megatron_grpo.engines.request import SamplingParams
 
 END_IDS = (EOS_ID, *range(20, 60))  # of 250: a turn is some six tokens long
 MCP_SERVER = '''

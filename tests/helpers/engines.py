@@ -37,7 +37,7 @@ from megatron_grpo.engines.arguments import command_flags
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.engine import COUNTS
 from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
-from megatron_grpo.engines.sampling_params import SamplingParams
+from megatron_grpo.engines.request import SamplingParams
 from megatron_grpo.engines.server import EngineServers, engine_environment
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, new_token
 from parallel import intersect

@@ -13,8 +13,8 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.group import CompletionGroup, Group, features_of, sample_alone
+from megatron_grpo.engines.request import SamplingParams
 from megatron_grpo.engines.router import RequestRouter
-from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.rollout.runner import PRIORITIES
 from megatron_grpo.workers.event_loop import EventLoop
 

@@ -56,7 +56,7 @@ class Trainer:
         return generate(self.client, self.ask(prompts, **overrides))
 
     def pid(self, url: str) -> int:
-        return self.servers._engine(url).process.pid
+        return self.servers.processes[url].process.pid
 
 
 @contextmanager

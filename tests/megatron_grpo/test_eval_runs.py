@@ -209,7 +209,7 @@ def test_an_engine_that_dies_is_started_again_and_asked_for_the_rest(
         return {k: v for k, v in metrics.items() if k.startswith("eval/")}
 
     def killing(evaluation: FolderEvaluation) -> Any:
-        engine = evaluation.servers._engine(evaluation.servers.base_urls[0])
+        engine = evaluation.servers.processes[evaluation.servers.base_urls[0]]
         [held_out] = evaluation._evaluations._evaluations.values()
         return as_soon_as(lambda: held_out._samples, engine.process.kill)
 

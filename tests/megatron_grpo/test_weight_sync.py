@@ -116,6 +116,9 @@ class RecordedEngines:
     def __init__(self, events: list[str]) -> None:
         self._events, self._fails = events, True
 
+    def begin_push(self, push: str) -> None:
+        self._events.append("engine: weights")
+
     def check_push(self, push: str, expected: object) -> None:
         self._events.append("verified")
 
@@ -141,7 +144,7 @@ def test_weights_leave_before_engines_take_their_cache_and_are_back_before_they_
     residency = Recorded(events)
     sync = WeightSync(cfg, read_shape(tied_model), sender, cpu, 1, engines, residency)
     monkeypatch.setattr(sync, "_agree_on_engines", lambda: False)
-    monkeypatch.setattr(sync, "_begin", lambda push: events.append("engine: weights"))
+    monkeypatch.setattr(sync._transport, "open", lambda engines, num_engines: None)
     monkeypatch.setattr(sync._transport, "prepare", lambda parameters: None)
     monkeypatch.setattr(sync._transport, "send", lambda engines, push, parameters: {})
     sync.push(weights, 1, PhaseTimer(lambda name: None))

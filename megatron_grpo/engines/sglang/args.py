@@ -116,10 +116,8 @@ def sglang_command(
     on_gpu: bool,
     node: EngineNode = ONE_NODE,
 ) -> list[str]:
-    """The command of an engine on `host`:`port`, or of a further `node` of it.
-
-    Raises ValueError if SGLang cannot do what the config asks for.
-    """
+    """The command of an engine on `host`:`port`, or of a further `node` of it. Raises ValueError if
+    SGLang cannot do what the config asks for."""
     check_folder_loaded(model, rollout)
     shape = read_shape(model.path)
     overrides = _of_config(shape)
@@ -170,8 +168,8 @@ def is_plain(model: Path) -> bool:
 
 
 def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
-    """Raise ValueError if an engine would load weights of another dtype than it is to have, or
-    could not load them."""
+    """Raise ValueError if an engine could not load weights, or only in another dtype than it is to
+    have."""
     config = read_json(path := model.path / "config.json")
     family, stored = config.get("model_type"), config.get("dtype") or config.get("torch_dtype")
     chosen = rollout.sglang.get("load_format")
@@ -196,9 +194,9 @@ def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
 def _of_config(shape: ModelShape) -> dict[str, Any]:
     """Values that SGLang looks for in config.json under other keys than those of transformers 5.
 
-    The frequency of layers of experts with latent attention; RoPE of OLMo-3 and of linear
-    attention, and the interval of full attention beside that; YaRN's factor of attention. And those
-    of indexers: it has no defaults, and without them attention would not be sparse.
+    Frequency of layers of experts with latent attention; RoPE of OLMo-3 and linear attention, and
+    its interval of full attention; YaRN's factor of attention; sizes of indexers, without which
+    attention would not be sparse.
     """
     if shape.latent is not None:
         found: dict[str, Any] = {"moe_layer_freq": 1}  # no family here has another value
@@ -294,9 +292,8 @@ def sglang_environment(model: ModelConfig, rollout: RolloutConfig, on_gpu: bool)
 
 
 def check_sglang_arguments(rollout: RolloutConfig) -> None:
-    """Raise ValueError for a name in `rollout.sglang` that is reserved or that SGLang lacks, a
-    parser that it does not have, a variable of the environment that breaks runs, or if it is not
-    installed."""
+    """Raise ValueError for a name in `rollout.sglang` that is reserved or unknown, a parser or
+    variable that will not do, or if SGLang is not installed."""
     python = str(rollout.python or sys.executable)
     help_text = "`python -m sglang.launch_server --help` has all"
     own = own_arguments("", rollout, {}, on_gpu=True) | _of_node(EngineNode(2, 0, "", 0)) | NEEDED
@@ -313,26 +310,19 @@ def check_sglang_arguments(rollout: RolloutConfig) -> None:
 
 
 def sglang_argument_names(python: str) -> frozenset[str]:
-    """The fields of SGLang's ServerArgs, as installed for the interpreter `python`.
-
-    Raises ValueError when it is not.
-    """
+    """The fields of the installed ServerArgs; ValueError if there is none."""
     files = (_installed(python) / "arg_groups" / "fields").glob("*.py")
     return frozenset[str]().union(*map(fields_of, files))
 
 
 def tool_call_parsers(python: str) -> frozenset[str]:
-    """The names of its parsers of calls of tools, read from its source."""
     source = (_installed(python) / PARSERS).read_text(encoding="utf-8")
     return frozenset(re.findall(r'^        "(\S+)": \w+Detector,', source, re.MULTILINE))
 
 
 @cache
 def _installed(python: str) -> Path:
-    """The folder of SGLang's runtime, as installed for the interpreter `python`.
-
-    Raises ValueError when it is not.
-    """
+    """The folder of SGLang's runtime, as installed for the interpreter `python`; or ValueError."""
     find = (
         "from importlib.util import find_spec as f; s = f('sglang'); print(s.origin if s else '')"
     )

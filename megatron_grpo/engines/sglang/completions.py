@@ -98,7 +98,6 @@ async def generate(request: Request) -> Response:
 
 
 async def disconnected(request: Request) -> None:
-    """Return when its client is gone."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -144,7 +143,6 @@ async def events(body: Json) -> AsyncIterator[bytes]:
 
 
 def event(**fields: Any) -> bytes:
-    """One server-sent event with these fields."""
     return b"data: " + msgspec.json.encode(fields) + b"\n\n"
 
 
@@ -176,8 +174,7 @@ def sglang_request(body: Json) -> GenerateReqInput:
 
 
 def choice_of(answer: Json, body: Json, start: int | None = None) -> Json:
-    """SGLang's answer to a request as vLLM's; of a stream, the chunk that begins with the token at
-    `start`."""
+    """SGLang's answer as vLLM's; of a stream, the chunk that begins with the token at `start`."""
     meta = answer["meta_info"]
     end = meta["finish_reason"]
     if start is None and not meta.get("weight_versions"):
@@ -198,8 +195,8 @@ def choice_of(answer: Json, body: Json, start: int | None = None) -> Json:
 def encoded_routes(meta: Json, params: Json) -> str | None:
     """Convert SGLang's routes to vLLM's form: experts, then tokens chosen by indexers.
 
-    SGLang sends both as base64 of int32 [tokens, layers, columns], from the first token on; the
-    rows of the first `index_topk` tokens hold whatever its buffer had before.
+    SGLang sends both as base64 of int32 [tokens, layers, columns]; the rows of the first
+    `index_topk` tokens hold whatever its buffer had before.
     """
     config, kinds = manager().model_config.hf_text_config, []
     for name, columns in (

@@ -1,8 +1,8 @@
-"""Prompts with images in an SGLang engine.
+"""Prompts with images in an SGLang engine, which would read images once more, by code of its own.
 
-SGLang would read images once more, by code of its own. Here requests bring patches as the trainer
-has made them, and tokens with one for each feature (`image_features` in sampling_params.py). They
-travel to the workers as bytes, where the vision tower scales and shifts them.
+Here requests bring patches as the trainer has made them, and tokens with one for each feature
+(`image_features` in request.py). They travel to the workers as bytes, where the vision tower scales
+and shifts them.
 """
 
 from base64 import b64decode
@@ -39,7 +39,7 @@ class PromptReader:
         self, *, image_data: Sequence[Json], input_text: list[int], **others: Any
     ) -> MultimodalProcessorOutput:
         """SGLang's method: `image_data` are the `features` of a request, `input_text` its tokens,
-        behind the prompt those that were sampled before it was cut."""
+        also those sampled before it was cut."""
         [features] = image_data
         parts = (features[key]["image"] for key in ("kwargs_data", "mm_hashes", "mm_placeholders"))
         items = [_item(*part) for part in zip(*parts, strict=True)]
@@ -64,8 +64,8 @@ class PromptReader:
 
 
 def _item(encoded: str, digest: str, place: Json) -> MultimodalDataItem:
-    """An image. Tokens of others have other cached keys and values: these are found by a hash of
-    `digest`, that of pixels and sizes, in the places of its tokens."""
+    """An image. Cached keys and values are found by `digest`, the hash of pixels and sizes, in the
+    places of its tokens."""
     tensors = msgspec.msgpack.decode(b64decode(encoded))
     start, count = place["offset"], place["length"]
     item = MultimodalDataItem(
@@ -85,11 +85,9 @@ def _tensor(dtype: str, size: list[int], raw: msgspec.msgpack.Ext) -> Tensor:
 
 
 def scale(folder: str) -> Callable[[Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
-    """A hook that makes of bytes what the image processor in `folder` makes of them, by the same
-    operations as the trainer's `VisionTower`.
-
-    SGLang has them in the dtype of the tower by then, which has all integers up to 256.
-    """
+    """A hook that makes of bytes what the image processor in `folder` would, by the operations of
+    the trainer's `VisionTower`. SGLang has bytes in the tower's dtype, which has all integers to
+    256."""
     from transformers import AutoImageProcessor  # noqa: PLC0415 - takes seconds
 
     processor = AutoImageProcessor.from_pretrained(folder)

@@ -1,8 +1,8 @@
-"""Prepare a folder for SGLang of a model with other towers than text, or with quantised weights.
+"""A folder for SGLang of a model with other towers than text, or with quantised weights.
 
-SGLang would build all towers, and layers that hold the weights as they are stored. It is given a
-folder that names neither, and its workers read the weights of text, dequantised, from the original.
-If prompts have images, it is given the folder of the whole model.
+SGLang would build all towers, and layers that hold weights as they are stored. It gets a folder
+that names neither, and its workers read the weights of text, dequantised, from the original; if
+prompts have images, it gets the whole model.
 """
 
 import json
@@ -30,10 +30,8 @@ WEIGHTS = (".safetensors", ".bin", ".index.json")
 
 
 def server_arguments(given: Sequence[str], own: Path) -> list[str]:
-    """The arguments of SGLang's server: those `given`, and those that every engine needs.
-
-    `own` is a path for a folder, which may become the model's.
-    """
+    """The arguments of SGLang's server: those `given`, and those that every engine needs. `own` is
+    a path for a folder, which may become the model's."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", type=Path, required=True)
     parser.add_argument("--" + LIMIT.replace("_", "-"), type=json.loads)
@@ -44,11 +42,8 @@ def server_arguments(given: Sequence[str], own: Path) -> list[str]:
 
 
 def plain_folder(model: Path, own: Path) -> Path:
-    """`model`, if it is plain, or else `own`, made with its config as one of text and with links
-    to its tokenizer.
-
-    The workers of this process are told where the weights are.
-    """
+    """`model`, if it is plain, or else `own`, made with its config of text and links to its
+    tokenizer. The workers of this process are told where the weights are."""
     if is_plain(model):
         return model
     config = read_json(file := model / "config.json")

@@ -46,7 +46,6 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
 
 def _scheme() -> str | None:
-    """The scheme by which workers quantise the weights that they load."""
     scheme = os.environ.get(QUANTIZATION_VARIABLE, "none")
     return None if scheme == "none" else scheme
 
@@ -73,8 +72,8 @@ def read_weights(
 
 
 def text_tensors(folder: Path) -> Weights:
-    """Name and values of every tensor of text in a folder, each expert by itself if the folder has
-    stacks of transposes, as Qwen3-VL is published: SGLang's class of text does not read them."""
+    """Name and values of every tensor of text in a folder; each expert by itself where SGLang's
+    class of text cannot read stacks of transposes (Qwen3-VL)."""
     shape = read_shape(folder)
     if shape.moe is not None and shape.moe.stacks == "transposed":
         return _tensors_apart(folder, file_layout(shape))
@@ -127,7 +126,6 @@ def make_tokenizer_alone(prepare: Callable[[Any], None], process: Any) -> None:
 
 
 def read_prompts(prepare: Callable[[Any], None], manager: TokenizerManager) -> None:
-    """Read prompts with images by `PromptReader`."""
     make_tokenizer_alone(prepare, manager)
     if manager.model_config.is_multimodal:
         manager.mm_processor = PromptReader(manager.model_config.hf_config)
@@ -195,7 +193,6 @@ def collect_kept_routes(
 
 
 def lock_on_gpus(register: Callable[..., None], *args: Any) -> None:
-    """Page-lock memory of the host where there is a GPU."""
     if not is_cpu():
         register(*args)
 

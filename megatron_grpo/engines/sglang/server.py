@@ -41,11 +41,7 @@ from megatron_grpo.engines.sglang.args import REFUSED
 from megatron_grpo.engines.sglang.completions import gate, manager, router
 from megatron_grpo.engines.sglang.model_folder import server_arguments
 from megatron_grpo.engines.sglang.patches import PATCHES, run_scheduler_process
-from megatron_grpo.engines.sglang.variables import (
-    RENDEZVOUS_VARIABLE,
-    VARIABLES,
-    check_variables,
-)
+from megatron_grpo.engines.sglang.variables import RENDEZVOUS_VARIABLE, VARIABLES, check_variables
 from megatron_grpo.engines.sglang.worker import call_of
 
 PARTS = [GPU_MEMORY_TYPE_WEIGHTS, GPU_MEMORY_TYPE_KV_CACHE]
@@ -67,7 +63,6 @@ UNGUARDED = {
 
 @router.get("/load")
 async def load() -> Json:
-    """Number of requests accepted but not answered."""
     return {"server_load": gate.num_requests}
 
 
@@ -102,7 +97,6 @@ async def pause(mode: str) -> Json:
 
 @router.post("/resume")
 async def resume() -> Json:
-    """Let requests run."""
     await manager().continue_generation(ContinueGenerationReqInput())
     await gate.open()
     return {}
@@ -127,11 +121,8 @@ async def update_weight_version(request: Request) -> Json:
 
 @router.post("/sleep")
 async def sleep() -> Json:
-    """Give requests up, and the memory of weights and cache back with what is in it.
-
-    Of CUDA graphs it stays, as in vLLM. 503 if requests do not end, or the engine was paused or
-    resumed meanwhile, as by a push.
-    """
+    """Give requests up, and the memory of weights and cache back; that of CUDA graphs stays, as in
+    vLLM. 503 if requests do not end, or the engine was paused or resumed meanwhile."""
     await pause("abort")
     paused = gate.num_turns
     for _ in range(DRAIN_TRIES):  # SGLang ends at once if it has requests
@@ -159,7 +150,6 @@ async def wake_up(tags: Annotated[list[str], Query()] = PARTS) -> Json:
 
 @router.get("/is_sleeping")
 async def is_sleeping() -> Json:
-    """Whether any part sleeps."""
     return {"is_sleeping": bool(asleep)}
 
 
@@ -175,10 +165,8 @@ async def collective_rpc(request: Request) -> Json:
 
 
 def launch(arguments: ServerArgs, folder: str) -> None:
-    """Run an engine with our workers until it ends, or those of a further node of one.
-
-    `folder` is for a file in which the workers of one host meet.
-    """
+    """Run an engine with our workers until it ends, or those of a further node of one. The workers
+    of one host meet in a file in `folder`."""
     if arguments.nnodes == 1:
         os.environ[RENDEZVOUS_VARIABLE] = f"file://{folder}/workers"
     if arguments.node_rank == 0:

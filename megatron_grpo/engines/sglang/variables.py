@@ -58,10 +58,7 @@ REFUSED = {
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Raise ValueError for a variable that is one of `REFUSED`, whatever its value.
-
-    SGLang still follows former names, which begin with SGL_.
-    """
+    """Raise ValueError for a variable of `REFUSED`, or its former name, which begins with SGL_."""
     for name in environ:
         if why := reason(re.sub("^SGL_", "SGLANG_", name), REFUSED):
             raise ValueError(

@@ -43,10 +43,8 @@ def call_of(arguments: Json) -> str:
 
 
 class SchedulerWorker(PushWorker):
-    """The weights of a worker of SGLang.
-
-    ValueError if SGLang keeps values made of them at its start that updates do not reach.
-    """
+    """The weights of a worker of SGLang; ValueError if it keeps values made of them at its start
+    that updates do not reach."""
 
     def __init__(self, manager: SchedulerWeightUpdaterManager) -> None:
         self.runner = manager.tp_worker.model_runner
@@ -57,17 +55,14 @@ class SchedulerWorker(PushWorker):
         unlink_queues()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters of its part of the model.
-
-        Quantised ones have scales for keys and values besides, which are ones: these are cached as
-        they are.
-        """
+        """The parameters of its part of the model, without scales for keys and values, which are
+        ones: these are cached as they are."""
         held = pushable_parameters(self.runner.model, VISION_VARIABLE in os.environ)
         return {name: each for name, each in held.items() if not name.endswith(OF_CACHE)}
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
-        """Between what SGLang does before and after weights change: layers that rearrange theirs
-        do so anew. Sums of 8-bit weights are taken after it: it must leave these as they came."""
+        """Receive between what SGLang does before and after weights change. Sums of 8-bit weights
+        are taken after it: it must leave these as they came."""
         self.runner.weight_updater.begin_weight_update()
         sums = super().receive(receiver, received)
         self.runner.weight_updater.end_weight_update(run_post_load=True)
@@ -83,21 +78,16 @@ class SchedulerWorker(PushWorker):
 
 
 def refresh_norms(model: Module) -> None:
-    """Let norms that multiply by 1 + their weights keep the new sums, which some kernels read.
-
-    SGLang does so only where it loads these weights itself.
-    """
+    """Let norms that multiply by 1 + their weights keep the new sums, which some kernels read:
+    SGLang does so only where it loads weights itself."""
     for module in model.modules():
         if isinstance(module, GemmaRMSNorm):
             module.refresh_gemma_weight()
 
 
 def unlink_queues() -> None:
-    """Unlink the shared memory by which this process sends to other workers.
-
-    All have mapped it by the time the model is loaded. Unlinked, it is freed with its last process;
-    SGLang leaves it behind.
-    """
+    """Unlink the shared memory by which this process sends to other workers, which SGLang leaves
+    behind: all have mapped it, and it is freed with its last process."""
     for file in Path("/dev/shm").glob(f"sgl_shm_mq_{os.getpid()}_*"):
         file.unlink(missing_ok=True)
         resource_tracker.unregister(f"/{file.name}", "shared_memory")

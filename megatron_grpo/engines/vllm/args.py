@@ -13,11 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_convert import ModelShape, read_shape
-from checkpoint_convert.hf_config import (
-    has_other_towers,
-    may_have_linear_attention,
-    read_scheme,
-)
+from checkpoint_convert.hf_config import has_other_towers, may_have_linear_attention, read_scheme
 from checkpoint_convert.quantization import CONFIG_KEYS, engine_config
 from checkpoint_convert.vllm_lora import adapted_modules, check_adapters_served, max_rank_for
 from megatron_grpo.config.lora import LoraConfig
@@ -114,10 +110,8 @@ def vllm_command(
     node: EngineNode = ONE_NODE,
     lora: LoraConfig = NO_ADAPTERS,
 ) -> list[str]:
-    """The command of one engine on `host`:`port`, or of a further `node` of it.
-
-    Raises ValueError if it cannot do what the config asks for.
-    """
+    """The command of one engine on `host`:`port`, or of a further `node` of it. Raises ValueError
+    if it cannot do what the config asks for."""
     # -P: files of the working directory must not be imported instead of vLLM's own.
     command = [sys.executable, "-P", "-m"]
     flags = [f"--model={model.path}", *engine_flags(model, rollout, on_gpu, lora)]
@@ -178,10 +172,8 @@ def own_arguments(
 def engine_flags(
     model: ModelConfig, rollout: RolloutConfig, on_gpu: bool, lora: LoraConfig = NO_ADAPTERS
 ) -> list[str]:
-    """The flags that are the same on all nodes of an engine, but for the model's folder.
-
-    Raises ValueError if vLLM cannot do what the config asks for.
-    """
+    """The flags that are the same on all nodes of an engine, but for the model's folder. Raises
+    ValueError if vLLM cannot do what the config asks for."""
     if rollout.router_replay and not on_gpu:
         raise ValueError(
             "rollout.router_replay true: vLLM tells the experts of tokens only on GPUs: leave it "
@@ -216,10 +208,8 @@ def engine_flags(
 
 
 def adapter_arguments(model: ModelConfig, lora: LoraConfig, on_gpu: bool) -> dict[str, Any]:
-    """Arguments for one adapter in vLLM, on the modules that have one and on no others.
-
-    Raises ValueError if vLLM cannot serve what the config asks for.
-    """
+    """Arguments for one adapter in vLLM, on the modules that have one and on no others; ValueError
+    if it cannot serve it."""
     shape = read_shape(model.path)
     check_adapters(lora, shape)
     if on_gpu and model.dtype == "float32":
@@ -249,11 +239,8 @@ def check_adapters(lora: LoraConfig, shape: ModelShape) -> None:
 def dequantizing_arguments(
     hf_overrides: Mapping[str, Any], table: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments for vLLM to build a quantised model unquantised, and to dequantise what it loads.
-
-    Layers with 8-bit weights could not take what is pushed. Raises ValueError if `table`, which is
-    `rollout.vllm`, sets another `load_format`.
-    """
+    """Arguments for vLLM to build a quantised model unquantised, as pushes are, and to dequantise
+    what it loads; ValueError if `rollout.vllm`, the `table`, sets another `load_format`."""
     _check_load_format(table, "the 8-bit weights of model.path without their scales")
     return {
         "load_format": DEQUANTIZED,
@@ -264,10 +251,8 @@ def dequantizing_arguments(
 def quantizing_arguments(
     model: ModelConfig, rollout: RolloutConfig, hf_overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments for vLLM to build the model quantised, and to quantise what it loads as pushes are.
-
-    Raises ValueError if it could not.
-    """
+    """Arguments for vLLM to build the model quantised, and to quantise what it loads as pushes are;
+    ValueError if it cannot."""
     quantized = quantized_engine(rollout, read_shape(model.path), model.dtype)
     assert quantized is not None, "rollout.quantization is not none"
     _check_load_format(rollout.vllm, "weights of another dtype than engines have")
@@ -335,8 +320,8 @@ def server_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
 
 
 def check_engine_arguments(table: Mapping[str, Any], parser: str | None = None) -> None:
-    """Raise ValueError for a name in `rollout.vllm` that is reserved or that vLLM does not know, a
-    parser that it does not have, or if it or what it needs for images is not installed."""
+    """Raise ValueError for a name in `rollout.vllm` that is reserved or unknown, a parser that is
+    not there, or if vLLM or what images need is not installed."""
     known = engine_argument_names()  # also without any name: it says if vLLM is missing
     own = own_arguments("", RolloutConfig(max_completion_length=1), {}, on_gpu=True)
     own |= server_arguments("", 0, None) | asdict(ONE_NODE)
@@ -351,16 +336,12 @@ def check_engine_arguments(table: Mapping[str, Any], parser: str | None = None) 
 
 @cache
 def engine_argument_names() -> frozenset[str]:
-    """The fields of the installed vLLM's EngineArgs.
-
-    Read from its source in a tenth of a second, as importing it takes many seconds. Raises
-    ValueError when vLLM is not installed.
-    """
+    """The fields of EngineArgs, from its source: to import it takes seconds. ValueError without
+    vLLM."""
     return fields_of(_installed() / "engine" / "arg_utils.py", ENGINE_CLASSES)
 
 
 def tool_call_parsers() -> frozenset[str]:
-    """The names of the installed vLLM's parsers of calls of tools, read from its source."""
     source = (_installed() / "tool_parsers" / "__init__.py").read_text(encoding="utf-8")
     return frozenset(re.findall(r'^    "(\w+)": \(', source, re.MULTILINE))
 

@@ -1,18 +1,31 @@
-"""Attributes of vLLM that our code in its processes replaces: `PATCHES`."""
+"""Attributes of vLLM that our code in its processes replaces: `PATCHES`, and without a GPU
+`CPU_PATCHES`."""
 
+import glob
+import multiprocessing
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from itertools import chain
+from multiprocessing.context import ForkContext, ForkProcess
+from pathlib import Path
 from typing import Any
 
+import torch
+import vllm._custom_ops
 from fastapi.responses import JSONResponse
+from torch import Tensor
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.outputs import CompletionOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.output_processor import RequestState
 
 from megatron_grpo.engines.patches import Patch
+from megatron_grpo.launch.parent_death import die_with_parent
 from megatron_grpo.unicode import as_unicode
 
 
@@ -24,7 +37,6 @@ async def answer_for_all_groups(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> list[Any]:
-    """Return the answers of the workers of all data-parallel groups."""
     call = "collective_rpc", method, timeout, args, kwargs
     return list(chain.from_iterable(await client.call_utility_all_async(*call)))
 
@@ -62,18 +74,75 @@ def keep_running_requests(
 def send_versions_of_chunks(
     new_output: Callable[..., CompletionOutput], state: RequestState, *args: Any
 ) -> CompletionOutput:
-    """Send with each chunk of a stream which weights have sampled the tokens so far."""
     output = new_output(state, *args)
     output.weight_versions = state._weight_version_spans()
     return output
 
 
 def send_only_unicode(render: Callable[..., bytes], response: JSONResponse, content: Any) -> bytes:
-    """Send `?` for each half of a surrogate pair."""
     try:
         return render(response, content)
     except UnicodeEncodeError:
         return render(response, as_unicode(content))
+
+
+def keep_unpacked(_: Callable[..., bool], *sizes: Any) -> bool:
+    return False
+
+
+def judge_drafts_at_temperatures(
+    _: Callable[..., None],
+    output: Tensor,
+    values: Tensor,
+    ends: Tensor,
+    replaced: int,
+    replacement: int,
+    max_tokens: int,
+) -> None:
+    """Give every draft token the value of its request, such as its temperature; `ends` [requests]
+    are those of their draft tokens."""
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    values = torch.where(values == replaced, replacement, values)
+    output.copy_(values.repeat_interleave(counts))
+
+
+def examine_here(_: Callable[..., Any], examine: Callable[[], Any]) -> Any:
+    return examine()
+
+
+def unlink_group_memory(join: Callable[..., int], group: _CPUSHMDistributed) -> int:
+    handle = join(group)  # returns when all workers of the group have mapped it
+    for file in Path("/dev/shm").glob(f"{glob.escape(group.group_name)}*"):
+        file.unlink(missing_ok=True)
+    return handle
+
+
+class _ForkedCore(ForkProcess):
+    """An engine core that is tied to its API server; as a fork it has our plugin already."""
+
+    def run(self) -> None:
+        parent = multiprocessing.parent_process()
+        die_with_parent()
+        # Not `is_alive()`: cores that are forked later hold the pipe that would tell.
+        if parent is None or os.getppid() != parent.pid:
+            sys.exit("the process that started this one has ended")
+        signal.set_wakeup_fd(-1)  # its signals are not for the API server's event loop
+        super().run()
+
+
+class _ForkingContext(ForkContext):
+    Process = _ForkedCore
+
+
+def set_up_cpu() -> None:
+    """Set what is no function: weights stay unpacked (see `CPU_PATCHES`), and cores are forked.
+
+    By default each core imports all of vLLM once more. With more than one thread of OpenMP, a fork
+    would hang if the API server had computed before; our engines on CPUs have one
+    (`engine_environment`). Workers are started as by default.
+    """
+    vllm._custom_ops._supports_onednn = False
+    engine_utils.get_mp_context = _ForkingContext
 
 
 PATCHES = (
@@ -105,5 +174,37 @@ PATCHES = (
         because_of="ensure_ascii=False",
         why="a model may write half of a surrogate pair in the arguments of a call, and its answer "
         "would be an error 500",
+    ),
+)
+
+CPU_PATCHES = (
+    Patch(
+        target="vllm.model_executor.layers.utils:check_cpu_sgl_kernel",
+        replacement=keep_unpacked,
+        because_of="if not torch.cpu._is_amx_tile_supported() or dtype not in (",
+        why="linear weights would be packed after loading, and an empty parameter left behind: "
+        "pushed ones would not reach the packed copies, nor that of a tied lm_head",
+    ),
+    Patch(
+        target="vllm.utils.cpu_triton_utils:_expand_kernel_impl",
+        replacement=judge_drafts_at_temperatures,
+        because_of="_ensure_int64(output),",
+        why="values go into a copy of `output` in integers, which is dropped: drafts would be "
+        "judged by whatever is in memory",
+    ),
+    Patch(
+        target="vllm.model_executor.models.registry:_run_in_subprocess",
+        replacement=examine_here,
+        because_of="_SUBPROCESS_COMMAND, input=input_bytes",
+        why="to look at a model's class, another process would import all of vLLM, lest CUDA be "
+        "initialized",
+    ),
+    Patch(
+        target="vllm.distributed.device_communicators.cpu_communicator:"
+        "_CPUSHMDistributed._init_cpu_shm",
+        replacement=unlink_group_memory,
+        because_of="handle = torch.ops._C.init_shm_manager(",
+        why="memory in which workers reduce tensors would stay if they are killed; unlinked, it is "
+        "freed with its last process",
     ),
 )

@@ -1,7 +1,7 @@
 """Our code inside the processes of a vLLM engine.
 
-vLLM calls `register` (entry point `vllm.general_plugins`) in the API server, the engine core and
-every worker, before the model is built. In a vLLM that this project did not start it does nothing.
+vLLM calls `register` (entry point `vllm.general_plugins`) in API server, engine core and workers,
+before the model is built. In a vLLM that this project did not start it does nothing.
 """
 
 import multiprocessing
@@ -45,14 +45,7 @@ from megatron_grpo.engines.vllm.args import (
     ENGINE_VARIABLE,
     QUANTIZED,
 )
-from megatron_grpo.engines.vllm.on_cpu import (
-    examine_models_here,
-    fork_cores,
-    judge_drafts_at_temperatures,
-    keep_weights_unpacked,
-    unlink_group_memory,
-)
-from megatron_grpo.engines.vllm.patches import PATCHES
+from megatron_grpo.engines.vllm.patches import CPU_PATCHES, PATCHES, set_up_cpu
 from megatron_grpo.launch.parent_death import die_with_parent
 from parallel.checksum import checksums
 
@@ -73,11 +66,8 @@ def register() -> None:
     for scheme in ENGINE_SCHEMES:
         register_model_loader(QUANTIZED + scheme)(QuantizingLoader)
     if current_platform.is_cpu():
-        keep_weights_unpacked()
-        judge_drafts_at_temperatures()
-        unlink_group_memory()
-        examine_models_here()
-        fork_cores()
+        apply(CPU_PATCHES)
+        set_up_cpu()
 
 
 class DequantizingLoader(DefaultModelLoader):
@@ -107,20 +97,16 @@ class QuantizingLoader(DefaultModelLoader):
 
 
 def absorb_latents(model: torch.nn.Module | None, dtype: torch.dtype) -> None:
-    """Let vLLM make anew, in place, what decode steps need of weights that project latents up.
-
-    Of a quantised weight these are copies in `dtype`, that of the model.
-    """
+    """Let vLLM make anew, in place, what decode steps need of weights that project latents up:
+    copies in `dtype`, where these are quantised."""
     for module in model.modules() if model is not None else ():
         if isinstance(module, MLAAttention):
             module.process_weights_after_loading(dtype)
 
 
 def adapter_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    """A and B of the only adapter, by the name of their module, kind and place in it.
-
-    Empty in an engine without adapters. vLLM multiplies each module's tokens by these buffers.
-    """
+    """A and B of the only adapter, by the name of their module, kind and place in it, by which vLLM
+    multiplies tokens; empty in an engine without adapters."""
     return {
         f"{text_name(name)}.lora_{x}.{number}": stacked[0, 0]
         for name, module in model.named_modules()
@@ -131,10 +117,8 @@ def adapter_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def register_adapter(model: torch.nn.Module) -> None:
-    """Let requests use the buffers as they are, under `ADAPTER_ID`.
-
-    For a number that it does not know vLLM would read a file, and write that to the buffers.
-    """
+    """Let requests use the buffers as they are, under `ADAPTER_ID`: for an unknown number vLLM
+    would read a file into the buffers."""
     manager: Any = getattr(model, "lora_manager", None)
     if manager is not None:
         manager._registered_adapters[ADAPTER_ID] = LoRAModel(ADAPTER_ID, 1, {})
@@ -170,7 +154,7 @@ class VllmWorker(PushWorker):
         sums of what is received, and with adapters those of the weights as well.
 
         vLLM's layerwise reload is for layouts that change after loading; ours do not (see
-        `moe_backend` in vllm/args.py).
+        `moe_backend` in args.py).
         """
         sums = {**super().receive(receiver, self.tensors())}
         for model in (self.model, self._drafter):
@@ -182,7 +166,6 @@ class VllmWorker(PushWorker):
         return sums
 
     def describe_parameters(self) -> Json:
-        """Describe the weights, and the adapter if the engine has one."""
         parameters = self.weights() | adapter_buffers(self.model)
         return {"parameters": parameter_table(parameters)}
 

@@ -393,7 +393,7 @@ def test_dialogue_goes_on_at_another_engine_and_no_step_is_taken_twice(pair, tmp
 
         def kill() -> None:
             for url in urls[:num_lost]:
-                pair.servers._engine(url).process.kill()
+                pair.servers.processes[url].process.kill()
 
         with as_soon_as(lambda: len(generation.engines) == 2, kill):
             if num_lost == 2:

@@ -199,7 +199,7 @@ def test_every_route_of_an_engine_wants_the_token(engine):
 
 
 def test_an_engine_listens_on_its_own_address_only(engine):
-    [process] = (running.process for running in engine.servers._engines)
+    [process] = (running.process for running in engine.servers.processes.values())
     tree = [psutil.Process(process.pid)]
     tree += tree[0].children(recursive=True)
     listening = [
@@ -214,7 +214,7 @@ def test_an_engine_listens_on_its_own_address_only(engine):
 def test_the_token_is_in_no_command_line_and_no_log(engine):
     token = engine.servers.token.encode()
     assert token not in b"".join(command_lines())
-    [log] = (running.log for running in engine.servers._engines)
+    [log] = (running.log for running in engine.servers.processes.values())
     assert log.exists() and token not in log.read_bytes()
 
 

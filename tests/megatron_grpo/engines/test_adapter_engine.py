@@ -35,8 +35,8 @@ from megatron_grpo.data.samples import Sample
 from megatron_grpo.engine_weights.checksums import loaded_sums
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import is_healthy
-from megatron_grpo.engines.joining import FOLDER, JoinedEngine, JoinFolder, settings_of
-from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.engines.joining import FOLDER, JoinedEngine, settings_of
+from megatron_grpo.engines.pool import EnginePool, JoinFolder
 from megatron_grpo.engines.processes import LOOPBACK, reserve_port
 from megatron_grpo.engines.server import EngineServers, engine_command
 from megatron_grpo.timing import PhaseTimer
@@ -175,14 +175,14 @@ def test_an_engine_that_joins_gets_the_adapter_and_one_of_another_base_is_left_o
         [own] = ours.client.pool.serving
         with ours.joined(other, tmp_path) as url:
             ours.push(adapter)
-            assert ours.client.pool.serving == [own]
+            assert [*ours.client.pool.serving] == [own]
             told = (
                 rf"rollout engine {url} is lost: worker 0: .* differ from what was pushed: model\."
             )
             assert re.search(told, capfd.readouterr().err)
         with ours.joined(tied_model, tmp_path) as url:
             ours.push(adapter)
-            assert ours.client.pool.serving == [own, url]
+            assert [*ours.client.pool.serving] == [own, url]
             samples = ours.generate()
             assert ours.num_generated(url) > 0
             assert largest_logprob_error(adapter / "merged", samples) < 1e-4

@@ -74,7 +74,7 @@ def generate(
         asked = Request(body, 0)
         queue = EngineQueue(7, str, lambda: None, streams=False)
         queue.send([asked])
-        asked.answer.add_done_callback(lambda _: queue.abort())
+        asked.answer.add_done_callback(lambda _: queue.aborted.set())
         await queue.serve(engine_of(answer))
         return asked.answer.result()[0]
 

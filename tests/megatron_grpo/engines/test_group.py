@@ -14,8 +14,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, first_seed
 from megatron_grpo.engines.choice import Choice, Logprobs, Token
 from megatron_grpo.engines.engine import ROUTES_START
-from megatron_grpo.engines.request import Request
-from megatron_grpo.engines.sampling_params import SamplingParams
+from megatron_grpo.engines.request import Request, SamplingParams
 
 PROMPTS = [Prompt(index=7 + i, token_ids=(i,), text="", row={}) for i in range(3)]
 NUM_GENERATIONS, LENGTH = 2, 5

@@ -97,14 +97,14 @@ def test_all_requests_are_open_at_once_and_idle_connections_are_given_up(monkeyp
 
         async with serving(serve) as url, http_client(url, "token", 30.0, 30.0) as http:
             engine = engine_of(url, http)
-            await asyncio.gather(*(engine.get("/load") for _ in range(NUM_REQUESTS)))
+            await asyncio.gather(*(engine._request("GET", "/load") for _ in range(NUM_REQUESTS)))
             kept = num_open
-            await engine.get("/load")
+            await engine._request("GET", "/load")
             assert num_open == kept  # over one of those that are open
             async with asyncio.timeout(30):
                 while num_open:
                     await asyncio.sleep(0.01)
-            await engine.get("/load")
+            await engine._request("GET", "/load")
         return most, kept
 
     assert run(ask_all()) == (NUM_REQUESTS, NUM_REQUESTS)

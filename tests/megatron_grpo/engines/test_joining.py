@@ -20,8 +20,7 @@ from helpers.policies import tiny_config
 from helpers.runs import steps_of
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.engine import COUNTS
-from megatron_grpo.engines.joining import JoinFolder
-from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.engines.pool import EnginePool, JoinFolder
 from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer
 from parallel import ParallelDims
@@ -59,14 +58,14 @@ def test_an_engine_joins_before_a_push_and_may_end_when_it_is_dropped(tmp_path, 
     pool.join_and_leave()
     write(file)
     pool.join_and_leave()
-    assert [url for url, _ in pool.starting] == [OTHER]  # until it answers
+    assert [*pool.starting] == [OTHER]  # until it answers
     pool.mark_recovered(OTHER)
     pool.finish_push([OWN, OTHER])
     pool.join_and_leave()
-    assert pool.serving == [OWN, OTHER]
+    assert [*pool.serving] == [OWN, OTHER]
     leaving = file.rename(file.with_suffix(".leaving"))
     pool.join_and_leave()
-    assert pool.serving == [OWN]
+    assert [*pool.serving] == [OWN]
     assert not leaving.exists()
     told = [f"rollout engine {OTHER} joins", f"rollout engine {OTHER} has left"]
     assert capfd.readouterr().err.splitlines() == told
@@ -81,7 +80,7 @@ def test_an_engine_whose_file_is_gone_has_left_and_one_of_the_run_stays(tmp_path
     for name in ("own.json", "other.json"):
         (tmp_path / name).unlink()
     pool.join_and_leave()
-    assert pool.serving == [OWN]
+    assert [*pool.serving] == [OWN]
 
 
 def test_an_engine_that_has_left_its_file_is_asked_once_until_that_changes(
@@ -94,7 +93,7 @@ def test_an_engine_that_has_left_its_file_is_asked_once_until_that_changes(
 
         def is_asked() -> bool:
             pool.join_and_leave()
-            assert pool.check_engines() == []
+            assert not pool.check_engines()
             with suppress(BlockingIOError):
                 mute.accept()[0].close()
                 return True

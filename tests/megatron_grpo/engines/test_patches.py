@@ -24,14 +24,15 @@ LINKS = {
 
 
 def patches(engine: str) -> list[dict[str, str]]:
-    """The table of an engine: the texts of each patch."""
+    """The tables of an engine: the texts of each patch."""
     tree = ast.parse((ROOM / engine / "patches.py").read_text())
-    [table] = [
+    tables = [
         each.value
         for each in tree.body
-        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "PATCHES"
+        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]).endswith("PATCHES")
     ]
-    texts = [[each for each in call.keywords if each.arg in TEXTS] for call in table.elts]
+    calls = [call for table in tables for call in table.elts]
+    texts = [[each for each in call.keywords if each.arg in TEXTS] for call in calls]
     return [{each.arg: ast.literal_eval(each.value) for each in call} for call in texts]
 
 

@@ -65,7 +65,7 @@ def bring_back(ours: Trainer) -> None:
     """Wait for engines that were started again, and push to all."""
     assert wait_until(lambda: all(map(is_healthy, ours.servers.base_urls)), seconds=60)
     ours.push()
-    assert ours.pool.serving == [*ours.servers.base_urls]
+    assert [*ours.pool.serving] == [*ours.servers.base_urls]
     generation = ours.ask(PROMPTS)
     generate(ours.client, generation)
     assert generation.engines == {*ours.servers.base_urls}
@@ -84,7 +84,7 @@ def test_a_killed_engines_requests_go_to_the_other_and_it_is_back_after_the_next
         samples = generate(pair.client, generation)
     assert tokens_of(samples) == undisturbed
     assert {s.policy_version for s in samples} == {pair.version}
-    assert pair.pool.serving == [first]
+    assert [*pair.pool.serving] == [first]
     pair.generate(PROMPTS[:2])  # nobody waits for the other one
     bring_back(pair)
     told = capfd.readouterr().err.splitlines()
@@ -102,7 +102,7 @@ def test_a_stopped_engine_is_killed_and_its_requests_go_to_the_other(pair, undis
     with as_soon_as(lambda: first in generation.engines, stopped.suspend):
         samples = generate(pair.client, generation)
     assert tokens_of(samples) == undisturbed
-    assert not is_alive(stopped) and pair.pool.serving == [second]
+    assert not is_alive(stopped) and [*pair.pool.serving] == [second]
     assert f"{first} is lost: did not answer within 3 s" in capfd.readouterr().err
     bring_back(pair)
 
@@ -118,7 +118,7 @@ def test_a_push_in_which_an_engine_dies_goes_to_the_other(pair, undisturbed, mon
 
     monkeypatch.setattr(LocalChannel, "send_bucket", dying)
     pair.push()
-    assert not victims and pair.pool.serving == [second]
+    assert not victims and [*pair.pool.serving] == [second]
     assert tokens_of(pair.generate(PROMPTS)) == undisturbed
     bring_back(pair)
 
@@ -134,7 +134,7 @@ def test_a_push_that_lasts_longer_than_an_engine_may_stall_loses_none(pair, monk
     monkeypatch.setattr(LocalChannel, "send_bucket", slow)
     monkeypatch.setattr(engine_module, "PROBE_INTERVAL", 0.1)
     pair.push()
-    assert not delays and pair.pool.serving == [*pair.servers.base_urls]
+    assert not delays and [*pair.pool.serving] == [*pair.servers.base_urls]
     assert "is lost" not in capfd.readouterr().err
 
 
@@ -164,7 +164,7 @@ def test_an_engine_without_weights_is_left_out_and_not_killed(pair, undisturbed,
     call = {"kwargs": {"call": "open_channels", "question": "", **channels}}
     httpx.post(f"{second}/collective_rpc", json=call, headers=bearer(pair.servers.token))
     assert tokens_of(pair.generate(PROMPTS)) == undisturbed
-    assert pair.pool.serving == [first]
+    assert [*pair.pool.serving] == [first]
     assert f"{second} is out until the next push: holds no complete" in capfd.readouterr().err
     bring_back(pair)
     assert [pair.pid(url) for url in (first, second)] == pids
@@ -174,9 +174,9 @@ def test_an_engine_that_dies_whenever_it_starts_stops_the_run(tied_model, tmp_pa
     """And the message says of each engine how it ended, with the error in its log."""
     rollout = RolloutConfig(max_completion_length=16)
     with closing(EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, None)) as servers:
-        [engine] = servers._engines
+        [engine] = servers.processes.values()
         broken = [sys.executable, "-c", "raise MemoryError('planted')"]
-        servers._engines[0] = replace(engine, command=broken)
+        servers.processes[engine.url] = replace(engine, command=broken)
         engine.process.kill()
         with (
             trainer(tied_model, servers, rollout) as ours,
@@ -225,10 +225,10 @@ def test_a_stranger_at_the_address_of_a_lost_engine_ends_nothing(
         servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, token)
         with trainer(tied_model, servers, rollout) as ours:
             ours.push()
-            assert ours.pool.serving == [well]
+            assert [*ours.pool.serving] == [well]
             with stranger(port, status):
                 ours.push()
-                assert ours.pool.serving == [well]
+                assert [*ours.pool.serving] == [well]
                 assert len(ours.generate(PROMPTS)) == 2 * len(PROMPTS)
     assert f"{lost} is lost: {reason}" in capfd.readouterr().err
 
@@ -307,7 +307,7 @@ def test_an_engine_of_the_run_that_is_late_is_started_once_more(
 ):
     pool = pool_of(NoServers(are_ours), startup_timeout)
     pool.mark_dead(URL, "died")
-    assert pool.check_engines() == []
+    assert not pool.check_engines()
     told = capfd.readouterr().err.splitlines()
     assert len(told) == num_losses and all(f"{URL} is lost: " in line for line in told)
     assert num_losses == 1 or "within 1e-09 s of its start (rollout.startup_timeout)" in told[1]

@@ -241,7 +241,7 @@ def test_workers_that_are_out_of_step_are_noticed(pair_engine, tied_model):
 def test_a_worker_killed_in_mid_push_is_named(engine_kind, tied_model, tmp_path):
     pair = {**engine_kind, "tensor_parallel_size": 2}
     with running_engine(folder=tied_model, log_dir=tmp_path, **pair) as engine:
-        [server] = (running.process for running in engine.servers._engines)
+        [server] = (running.process for running in engine.servers.processes.values())
         workers = [
             process
             for process in psutil.Process(server.pid).children(recursive=True)
@@ -260,7 +260,7 @@ def test_an_engine_that_starts_holds_no_version_and_one_killed_in_mid_push_is_na
     with running_engine(folder=tied_model, log_dir=tmp_path, **engine_kind) as engine:
         with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
             engine.generate(random_prompts(1), policy_version=0)
-        [process] = (running.process for running in engine.servers._engines)
+        [process] = (running.process for running in engine.servers.processes.values())
         start = time.monotonic()
         error = push_error(engine, tied_model, process.kill)
         assert engine.servers.base_urls[0] in error

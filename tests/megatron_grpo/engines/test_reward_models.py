@@ -113,7 +113,7 @@ def test_a_server_that_dies_is_started_again_once_and_scoring_goes_on(tmp_path, 
         deaths = []
 
         def die(*_) -> None:
-            deaths.append(models._engines[0].process.pid)
+            deaths.append(models.processes[models.base_urls[0]].process.pid)
             os.kill(deaths[-1], signal.SIGKILL)
 
         before = signal.signal(signal.SIGALRM, die)
@@ -122,12 +122,12 @@ def test_a_server_that_dies_is_started_again_once_and_scoring_goes_on(tmp_path, 
             assert scores(pool, batch) == pytest.approx(undisturbed, abs=1e-5)
         finally:
             signal.signal(signal.SIGALRM, before)
-        assert len(deaths) == 1 and models._engines[0].process.pid != deaths[0]
+        assert len(deaths) == 1 and models.processes[models.base_urls[0]].process.pid != deaths[0]
         assert "ended with signal SIGKILL" in capfd.readouterr().err
         assert scores(pool, batch[:3]) == pytest.approx(undisturbed[:3], abs=1e-5)
         # Neither can it be started again.
         (folder / "config.json").unlink()
-        os.kill(models._engines[0].process.pid, signal.SIGKILL)
+        os.kill(models.processes[models.base_urls[0]].process.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=rf"reward model {models.base_urls[0]} ended with"):
             pool.score(batch, num_completions=len(batch))
 
@@ -148,7 +148,7 @@ def test_a_server_that_shares_gpus_sleeps_unless_it_scores_and_is_started_again_
             return answer
 
         def pid() -> int:
-            return models._engines[0].process.pid
+            return models.processes[models.base_urls[0]].process.pid
 
         assert is_asleep() and models.awaited == ""
         first = pid()

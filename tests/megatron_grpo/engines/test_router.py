@@ -128,7 +128,7 @@ def test_completions_of_an_engine_that_is_killed_go_on_at_another_with_what_it_h
             return
         begun.set()
         if choice.finish_reason == CUT and len(choice.weight_versions) == 2:
-            os.kill(pair.servers._engine(self.url).process.pid, signal.SIGKILL)
+            os.kill(pair.servers.processes[self.url].process.pid, signal.SIGKILL)
             killed.set()
         told.update(span.version for span in choice.weight_versions)
 
@@ -384,7 +384,7 @@ def test_a_push_decides_which_engines_go_on_with_the_requests():
         router.resume(8)
         assert wait_until(lambda: len(other.asked) + len(late.asked) >= 24, seconds=30)
         assert len(late.asked) >= 8
-        assert client.pool.life("http://lost") == ("http://lost", 1)
+        assert client.pool._records["http://lost"].num_losses == 1
         for engine in (other, late):
             engine.answers.set()
         for each in answered:
@@ -469,7 +469,7 @@ def test_an_engine_at_which_requests_arrive_slowly_does_not_count_as_hung():
         assert wait_until(lambda: engine.num_accepted == 40, seconds=60)  # at least a second
         engine.answers.set()
         answered.result(timeout=30)
-        assert client.urls == client.pool.serving
+        assert client.urls == [*client.pool.serving]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_an_engine_that_sleeps_has_no_weights_until_a_push_wakes_it(
     client = live_engine.client(enable_sleep_mode=True)
     client.sleep()
     client.sleep()  # as good as once
-    assert is_asleep(live_engine) and client.pool.serving == []
+    assert is_asleep(live_engine) and [*client.pool.serving] == []
     with pytest.raises(NoServingEngine, match="holds no complete weights"):
         live_engine.generate(random_prompts(1))
     for folder in (other, tied_model):  # the second push finds it awake
@@ -61,7 +61,7 @@ def test_engines_that_do_not_sleep_are_lost_and_keep_no_other_awake(
     client = client_of([nobody, stranger, ours], token, enable_sleep_mode=True)
     client.sleep()
     assert is_asleep(live_engine)
-    assert client.pool.up == [(ours, 0)]
+    assert client.pool.up == {ours: 0}
     push_to_sleeping(live_engine, tied_model)
 
 
