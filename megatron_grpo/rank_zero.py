@@ -75,16 +75,18 @@ class RankZero:
         return self.services
 
     def wait_ready(self) -> None:
-        """Return when all engines and reward models answer.
+        """Return when all engines and reward models answer, and sessions can begin.
 
         From then on a preemption cancels what they do.
         """
-        with self.log.bar.waiting(self.with_engines.servers.awaited, "answer") as show:
-            self.with_engines.wait_ready(show)
-        if awaited := self.with_engines.pools.awaited:
+        services = self.with_engines
+        with self.log.bar.waiting(services.servers.awaited, "answer") as show:
+            services.wait_ready(show)
+        if awaited := services.pools.awaited:
             with self.log.bar.waiting(awaited, "answer") as show:
-                self.with_engines.pools.wait_ready(show)
-        self.watchdog.on_preempt(self.with_engines.cancel)
+                services.pools.wait_ready(show)
+        services.partners.wait_ready(self.stream.prompts)
+        self.watchdog.on_preempt(services.cancel)
 
     def enter(self, phase: str) -> None:
         """Record and show that the step enters `phase`; `timing.IDLE` between phases."""

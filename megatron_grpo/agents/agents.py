@@ -118,7 +118,7 @@ class Agents:
         """Wait until agents can be started; raises ValueError if they cannot."""
         self._pool.wait_ready(())  # an agent gets all columns
 
-    def groups(self, cfg: Config) -> "Callable[[Prompt, SamplingParams, int], AgentGroup]":
+    def groups(self, cfg: Config) -> "Callable[..., AgentGroup]":
         """Makes groups of sessions."""
         template = ChatTemplate.of(self._tokenizer, cfg, self._end_tokens)
         longest = cfg.data.max_prompt_length
@@ -208,6 +208,7 @@ class AgentGroup(Group):
         prompt: Prompt,
         params: SamplingParams,
         priority: int,
+        _: Json | None = None,
         *,
         agents: Agents,
         template: ChatTemplate,

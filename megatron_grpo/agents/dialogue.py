@@ -39,6 +39,7 @@ from megatron_grpo.agents.turns import Turns
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, extend_spans
 from megatron_grpo.engines.choice import Choice
+from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.group import Group
 from megatron_grpo.engines.request import Request
 from megatron_grpo.engines.router import RequestRouter
@@ -157,6 +158,7 @@ class DialogueGroup(Group):
         prompt: Prompt,
         params: SamplingParams,
         priority: int,
+        _: Json | None = None,
         *,
         environments: EnvironmentPool,
         turns: Turns,

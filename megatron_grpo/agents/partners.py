@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-NewGroup = Callable[[Prompt, SamplingParams, int], Group]
-"""Makes the group of a prompt, whose requests have priorities from that number on."""
+NewGroup = Callable[[Prompt, SamplingParams, int, Json | None], Group]
+"""Makes the group of a prompt, whose requests have priorities from that number on; the last are
+the `image_features` of a prompt that has images."""
 
 
 class Partner(Protocol):
@@ -89,14 +90,12 @@ class Partners:
             if partner:
                 partner.wait_ready([each.row for each in prompts if each.source == name])
 
-    def groups(self, cfg: Config) -> "Groups":
-        """Makes the groups of a run or, for the config of a held-out set, of its evaluation."""
-        return Groups(
-            {
-                name: partner.groups(view) if (partner := self._by_source[name]) else None
-                for name, view in cfg.by_source.items()
-            }
-        )
+    def groups(self, cfg: Config) -> dict[str, NewGroup]:
+        """By source, what makes its groups; `cfg` may be of an evaluation."""
+        return {
+            name: partner.groups(view) if (partner := self._by_source[name]) else CompletionGroup
+            for name, view in cfg.by_source.items()
+        }
 
     def close(self) -> None:
         """Kill what answers the model."""
@@ -104,18 +103,3 @@ class Partners:
             for partner in self._by_source.values():
                 if partner:
                     stack.enter_context(closing(partner))
-
-
-class Groups:
-    """Makes groups, each by the source of its prompt."""
-
-    def __init__(self, by_source: Mapping[str, NewGroup | None]) -> None:
-        self._by_source = by_source
-
-    def new(
-        self, prompt: Prompt, params: SamplingParams, priority: int, features: Json | None = None
-    ) -> Group:
-        """The group of a prompt; `features` are the `image_features` of one that has images."""
-        if of_source := self._by_source[prompt.source]:
-            return of_source(prompt, params, priority)
-        return CompletionGroup(prompt, params, priority, features)

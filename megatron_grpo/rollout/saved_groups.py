@@ -19,7 +19,7 @@ import torch
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rollout.scored_group import ScoredGroup
+from megatron_grpo.rollout.generation import ScoredGroup
 
 Unscored = Sequence[Sample]
 

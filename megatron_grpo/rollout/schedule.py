@@ -18,7 +18,7 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.http import NoServingEngine, RolloutAborted
 from megatron_grpo.launch.process import Preempted
-from megatron_grpo.rollout.generation import RolloutBatch, RolloutRequest, Runner
+from megatron_grpo.rollout.generation import RolloutBatch, Runner
 from megatron_grpo.rollout.saved_groups import may_be_saved
 from megatron_grpo.timing import PhaseTimer
 from parallel.collectives import on_rank_0
@@ -53,8 +53,8 @@ class RolloutScheduler:
     """
 
     def __init__(self, cfg: Config, runner: Runner | None, push: Callable[[int], None]) -> None:
-        self.pending: dict[int, RolloutRequest] = {}
-        """The generations in progress, by number."""
+        self.pending: dict[int, int] = {}
+        """The generations in progress, with the optimizer step of the weights at their request."""
         self.ready: dict[int, RolloutBatch | None] = {}
         """The finished generations that training has not begun, by number; None but on rank 0."""
         rollout, self._max_staleness = cfg.rollout, cfg.rollout.max_staleness
@@ -110,8 +110,8 @@ class RolloutScheduler:
         earlier weights: a resumed run does not have these, and could not request them again."""
         if self._saves_open or self._is_suspended:  # it has their samples, or none can finish
             return
-        for generation, request in [*self.pending.items()]:
-            if request.policy_version != step:
+        for generation, version in [*self.pending.items()]:
+            if version != step:
                 self._finish(generation, step, timer)
 
     def give_up(self) -> None:
@@ -120,9 +120,9 @@ class RolloutScheduler:
 
     def _request(self, generation: int, step: int) -> None:
         """Request a generation from the engines, which serve the weights after `step` steps."""
-        self.pending[generation] = RolloutRequest(generation, step)
+        self.pending[generation] = step
         if self._runner:
-            self._runner.begin(self.pending[generation])
+            self._runner.begin(generation, step)
 
     def _finish(self, generation: int, step: int, timer: PhaseTimer) -> None:
         """Wait for a generation in progress.

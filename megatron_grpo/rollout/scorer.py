@@ -2,28 +2,25 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards.by_source import RewardsBySource
 from megatron_grpo.rewards.scoring import Decode, with_steps
-from megatron_grpo.rollout.scored_group import ScoredGroup
+from megatron_grpo.rollout.generation import ScoredGroup
 
 GATHER_SECONDS = 0.01
 """Groups that end in one step of an engine arrive within this time, and are scored together."""
 
 
-@dataclass(frozen=True, eq=False)
-class ScoreJob:
-    """A group that waits for its scores."""
+class ScoreJob(NamedTuple):
+    """A group that waits for its scores; lower priorities go first."""
 
     priority: int
-    """Lower numbers go first."""
     samples: Sequence[Sample]
-    scored: "asyncio.Future[ScoredGroup]" = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    scored: "asyncio.Future[ScoredGroup]"
 
 
 class GroupScorer:
@@ -50,7 +47,7 @@ class GroupScorer:
 
         A group whose caller is cancelled before its turn is not scored.
         """
-        job = ScoreJob(priority, samples)
+        job = ScoreJob(priority, samples, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
         if self._scoring is None or self._scoring.done():
             self._scoring = asyncio.create_task(self._score_jobs())
@@ -98,7 +95,7 @@ class GroupScorer:
         """The groups to score next, and drop those that nobody waits for any more."""
         found: dict[int, ScoreJob] = {}
         left = []
-        for job in sorted(self._jobs, key=lambda job: job.priority):
+        for job in sorted(self._jobs, key=attrgetter("priority")):
             # Two groups of one prompt, from two generations, would be scored as one.
             index = job.samples[0].prompt.index
             if index in found or len(found) == self._most:

@@ -1,12 +1,12 @@
 """Engines, prompts, partners and rewards of a run, which rank 0 makes generations with."""
 
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
-from megatron_grpo.agents.partners import Groups, Partners
+from megatron_grpo.agents.partners import Partners
 from megatron_grpo.bars import Show, waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.reward import served_here
@@ -76,7 +76,7 @@ class RolloutServices:
         self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
         self.tokenizer = tokenizer
         self.partners = Partners(cfg, tokenizer, self._end_tokens, self.engines)
-        self._has_partners = False
+        self.groups = self.partners.groups(cfg)
         replayed = shape.indexer if cfg.rollout.indexer_replay else None
         self._index_topk = replayed.topk if replayed else 0
         self.stream = load_stream(cfg, shape, tokenizer)
@@ -85,17 +85,6 @@ class RolloutServices:
         self.evaluations = Evaluations(
             cfg, shape, tokenizer, self.eval_router, self.pools, self.partners
         )
-
-    def wait_for_partners(self) -> None:
-        """Wait until sessions can begin; raises ValueError if they cannot. Not in the loop."""
-        if not self._has_partners:
-            self.partners.wait_ready(self.stream.prompts)
-            self._has_partners = True
-
-    @cached_property
-    def groups(self) -> Groups:
-        """Makes the groups of training."""
-        return self.partners.groups(self.cfg)
 
     def wait_for_memory(self) -> None:
         """Return when engines that share GPUs with trainer ranks have allocated their memory.
