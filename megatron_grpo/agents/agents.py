@@ -115,11 +115,9 @@ class Agents:
         client.loop.call(self._endpoint.start(*cfg.agent.address))
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Wait until agents can be started; raises ValueError if they cannot."""
         self._pool.wait_ready(())  # an agent gets all columns
 
     def groups(self, cfg: Config) -> "Callable[..., AgentGroup]":
-        """Makes groups of sessions."""
         template = ChatTemplate.of(self._tokenizer, cfg, self._end_tokens)
         longest = cfg.data.max_prompt_length
         assert longest is not None
@@ -148,7 +146,7 @@ class Agents:
             session.end(None, failure=f"{failure}{hint}")
         finally:
             session.end(None, failure="it was given up")
-            self._endpoint.forget(key)
+            del self._endpoint.sessions[key]
             agent.end()
         if session.failure:
             where = f"prompt {prompt.index}, sample {sample_index}"
@@ -156,7 +154,6 @@ class Agents:
         return session.to_sample()
 
     def close(self) -> None:
-        """Kill all agents, and stop the endpoint."""
         self._pool.close()
         self._client.loop.call(self._endpoint.close())
 
@@ -219,10 +216,8 @@ class AgentGroup(Group):
         self.max_prompt_length = max_prompt_length
 
     async def sample(self, router: RequestRouter) -> list[Sample]:
-        """Let all agents act at the same time."""
-        return await gather_all(
-            self._agents.run(self, index, router) for index in range(self.params.num_generations)
-        )
+        samples = range(self.params.num_generations)
+        return await gather_all([self._agents.run(self, index, router) for index in samples])
 
 
 def _described(agent: AgentConfig) -> str:

@@ -87,7 +87,6 @@ class EnvironmentPool:
                 raise ValueError(f"reset of {self._what} requires {name!r}: {text}")
 
     def new_instance(self) -> "Instance":
-        """A new environment for one sample; nothing runs until it is reset."""
         return Instance(self, next(self._keys))
 
     def call(self, action: str, key: int, *what: Any) -> Future[Any]:
@@ -156,20 +155,17 @@ class Instance:
     pool: EnvironmentPool
     key: int
 
-    def reset(self, prompt: str, columns: Mapping[str, Any], seed: int) -> Future[str | None]:
-        """Get the first observation, or None. `seed` seeds the random generators of its process."""
+    def reset(self, prompt: str, columns: Mapping[str, Any], seed: int) -> Future[Any]:
+        """Get the first observation, or None; of an agent, the end of its episode
+        (`actors.checked`). `seed` seeds the random generators of its process."""
         return self.pool.call("reset", self.key, seed, prompt, dict(columns))
 
-    def run_episode(
-        self, prompt: str, columns: Mapping[str, Any], seed: int
-    ) -> "Future[dict[str, Any]]":
-        """How an agent's episode has ended (`actors.checked`), when it has."""
-        return self.pool.call("reset", self.key, seed, prompt, dict(columns))
+    run_episode = reset
 
     def step(self, text: str, **turn: Any) -> "Future[list[Any]]":
         """Answer a turn of the model with the fields of a `Step`.
 
-        `turn` has the values that the class may ask for besides the text (`worker.TURN`).
+        `turn` has the values that the class may ask for besides the text (`fork_server.TURN`).
         """
         return self.pool.call("step", self.key, text, turn)
 

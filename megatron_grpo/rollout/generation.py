@@ -140,15 +140,13 @@ class Runner:
     """
 
     def begin(self, generation: int, policy_version: int) -> None:
-        """Begin a generation, with the weights of that version; one that is in progress with them,
-        and whose engines were lost, continues."""
+        """Begin a generation with weights of that version; continue one that lost its engines."""
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
-        """Wait for a generation and return it.
+        """Wait for a generation.
 
-        Raises NoServingEngine if engines may come back, and RolloutAborted for any other failure,
-        so that the run saves what it has learnt before it ends; Preempted instead of these if the
-        cluster wants the machine back.
+        Raises NoServingEngine if engines may come back, RolloutAborted for any other failure, so
+        that the run saves before it ends, and Preempted instead if the job is preempted.
         """
         raise NotImplementedError
 
@@ -162,8 +160,8 @@ class Runner:
         """Continue with weights of that version."""
 
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
-        """Contents for a checkpoint: groups of unfinished generations, their samples so far, and
-        finished generations. Empty if the checkpoint waits for generations (`may_be_saved`)."""
+        """For a checkpoint: groups of unfinished generations, their samples so far, and finished
+        generations; nothing if the checkpoint waits for generations (`may_be_saved`)."""
         return None, None, {}
 
     def restore(self, saved: OpenGroups, samples: Experience) -> None:

@@ -67,18 +67,17 @@ class GroupQueue:
         """Rejected groups by generation, in order: they fill it up if no round finds enough."""
 
     def key_of(self, number: int) -> GroupKey:
-        """The group at a place in the stream of prompts."""
+        """The group of round 0 at a place in the stream of prompts."""
         generation, position = divmod(number, self.size)
         return GroupKey(generation, 0, position)
 
     def number_of(self, key: GroupKey) -> int:
-        """The place in the stream of a group of round 0."""
         assert key.round == 0, "replacements have no place in the stream"
         return key.generation * self.size + key.position
 
     @property
     def untaken(self) -> list[GroupKey]:
-        """Groups that were opened, or are to be, and that no generation has taken."""
+        """Groups, opened or to be opened, that no generation has taken."""
         return sorted([*self.opened_at, *self.reopened])
 
     def open_generation(self, generation: int, now: int) -> list[GroupKey]:
@@ -106,12 +105,8 @@ class GroupQueue:
         return new
 
     def open_new(self, now: int, limit: int) -> list[GroupKey]:
-        """Open groups until `num_wanted`, at most `limit`, are open or complete; with over-sampling
-        only. Returns the new ones.
-
-        More are opened where prompts repeat, so that a generation can always be filled; `limit` is
-        a multiple of `size`.
-        """
+        """Open groups until `num_wanted`, at most `limit`, are open or complete, or more where
+        prompts repeat, so that a generation can always be filled; with over-sampling only."""
         assert self.num_wanted is not None
         new = []
         rows = {self.row_of(key) for key in self.opened_at}
@@ -132,13 +127,12 @@ class GroupQueue:
         self.opened_at |= opened_at
 
     def complete(self, key: GroupKey) -> None:
-        """An open group is complete, and scored."""
         assert key in self.opened_at, "it is open"
         self._complete.add(key)
 
     def reject(self, key: GroupKey) -> bool:
-        """An open group is scored, and is to be replaced; it is `complete` instead, and False
-        returned, if as many were replaced as may be."""
+        """Have an open group replaced, or make it `complete` and return False if as many were
+        replaced as may be."""
         # -1: with over-sampling, groups belong to no generation until one takes them.
         generation = key.generation if self.num_wanted is None else -1
         if self.num_wanted and len(self._rejected[generation]) >= self.most_rounds * self.size:

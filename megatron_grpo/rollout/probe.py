@@ -37,7 +37,6 @@ QUANTIZED_BOUND = 0.6
 more tokens change their experts: 0.22 on average with random routers and FP8 per row, where other
 weights differ by 3 (tests/megatron_grpo/engines/test_vllm_worker.py)."""
 
-
 PROBE_LENGTH = 8
 """Most tokens per sample of the probe."""
 

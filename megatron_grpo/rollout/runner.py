@@ -194,11 +194,10 @@ class GenerationRunner(Runner):
 
     @property
     def _now(self) -> int:
-        """The generation that is trained on with the weights that the engines have."""
+        """Number of the generation that training with the engines' weights begins."""
         return self._schedule.cursor(self._policy_version).generation
 
     def _generation_of(self, key: GroupKey) -> Generation:
-        """The generation that counts a group."""
         return self._generations[self._num_taken if self._over_samples else key.generation]
 
     def _prompt(self, key: GroupKey) -> Prompt:

@@ -2,8 +2,7 @@
 
 With over-sampling, they are the samples of the groups that no generation has taken; otherwise,
 those of the generations that are not complete. They are stored as an `Experience` and may be cut:
-they have the tokens sampled so far, and the run that continues requests the rest, like one that
-resumes.
+the run that continues requests the rest of their tokens.
 
 Invariants of a checkpoint and the run that continues from it: a group has each sample at most once;
 a whole sample is never requested again. With over-sampling, every sample belongs to a group of
@@ -25,11 +24,8 @@ Unscored = Sequence[Sample]
 
 
 def may_be_saved(cfg: Config) -> bool:
-    """Whether a checkpoint holds unfinished samples, so that no save waits for them.
-
-    It cannot hold dialogues, whose environments or agents are processes, nor, without
-    over-sampling, the groups that earlier rounds of dynamic sampling have found.
-    """
+    """Whether a checkpoint holds unfinished samples, so that no save waits for them: no dialogues,
+    whose partners are processes, and no rounds of dynamic sampling."""
     one_round = cfg.rollout.over_sampling > 1 or not cfg.grpo.dynamic_sample
     return cfg.rollout.in_flight_updates and one_round and not cfg.has_dialogues
 

@@ -33,9 +33,8 @@ STOPS = (Preempted, NoServingEngine, RolloutAborted)
 def ask_engines(zero: Z | None, ask: Callable[[Z], T], push: Callable[[], None]) -> T | None:
     """Return what `ask(zero)` returns on rank 0, which alone has `zero`, and None on the others.
 
-    `ask` must use engines that hold the current weights. If none serves any more, all ranks `push`
-    these, which waits for an engine to come back, and rank 0 asks again. Collective; raises
-    Preempted and RolloutAborted on all ranks.
+    If no engine serves any more, all ranks `push` the current weights, which waits for one to come
+    back, and rank 0 asks again. Collective; raises Preempted and RolloutAborted on all ranks.
     """
     while True:
         try:
@@ -47,9 +46,8 @@ def ask_engines(zero: Z | None, ask: Callable[[Z], T], push: Callable[[], None])
 class RolloutScheduler:
     """The generations in progress, and those that are finished and await training.
 
-    Every rank has a scheduler and all call the same method at the same time, so that all know what
-    is in progress; only rank 0 has a `runner`. `push(step)` pushes the weights after `step`
-    optimizer steps to the engines.
+    All ranks call the same method at the same time, so that all know what is in progress; only rank
+    0 has a `runner`. `push(step)` pushes the weights after `step` optimizer steps.
     """
 
     def __init__(self, cfg: Config, runner: Runner | None, push: Callable[[int], None]) -> None:
@@ -100,7 +98,6 @@ class RolloutScheduler:
         self._is_suspended = self._in_flight
 
     def after_push(self, step: int) -> None:
-        """Go on, with the weights after `step` steps."""
         self._is_suspended = False
         if self._in_flight and self._runner:
             self._runner.resume(step)
@@ -119,7 +116,6 @@ class RolloutScheduler:
         self.pending = {}
 
     def _request(self, generation: int, step: int) -> None:
-        """Request a generation from the engines, which serve the weights after `step` steps."""
         self.pending[generation] = step
         if self._runner:
             self._runner.begin(generation, step)
@@ -127,8 +123,8 @@ class RolloutScheduler:
     def _finish(self, generation: int, step: int, timer: PhaseTimer) -> None:
         """Wait for a generation in progress.
 
-        If no engine is left, push the current weights, after `step` steps; the generation then
-        continues with them, or is requested again if its samples must have a single version.
+        If no engine is left, the current weights are pushed; the generation then continues with
+        them, or is requested again if its samples must have a single version.
         """
         if generation in self.ready:
             return

@@ -24,12 +24,8 @@ class ScoreJob(NamedTuple):
 
 
 class GroupScorer:
-    """Scores the groups that have become complete by its next turn together, as many as there can
-    be calls at a time.
-
-    Reward functions get one group in each call. After a failure, all later groups fail with the
-    same error.
-    """
+    """Scores all groups together that are complete by its next turn, as many as there can be calls
+    at a time. After a failure, all later groups fail with the same error."""
 
     def __init__(self, cfg: Config, rewards: RewardsBySource, decode: Decode) -> None:
         self._cfg, self._rewards, self._decode = cfg, rewards, decode
@@ -43,10 +39,8 @@ class GroupScorer:
         self._scoring: asyncio.Task[None] | None = None
 
     async def score(self, samples: Sequence[Sample], priority: int) -> ScoredGroup:
-        """Score the samples of a prompt, after those of a lower `priority`.
-
-        A group whose caller is cancelled before its turn is not scored.
-        """
+        """Score the samples of a prompt, after those of a lower `priority`; not at all if the
+        caller is cancelled before."""
         job = ScoreJob(priority, samples, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
         if self._scoring is None or self._scoring.done():
@@ -54,10 +48,7 @@ class GroupScorer:
         return await job.scored
 
     def score_now(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
-        """The groups of these samples, which are ordered by prompt; blocks while they are scored.
-
-        Raises RewardError if too many samples cannot be scored.
-        """
+        """Score samples, ordered by prompt; blocks. Raises RewardError if too many cannot be."""
         # The limit on failures is a share of a whole generation, also in a round that replaces a
         # few prompts.
         size = max(self._cfg.grpo.generation_batch_size, len(samples))
@@ -92,7 +83,7 @@ class GroupScorer:
                         job.scored.set_result(group)
 
     def _next_jobs(self) -> list[ScoreJob]:
-        """The groups to score next, and drop those that nobody waits for any more."""
+        """Take the groups to score next from the jobs, without those that nobody waits for."""
         found: dict[int, ScoreJob] = {}
         left = []
         for job in sorted(self._jobs, key=attrgetter("priority")):

@@ -44,8 +44,7 @@ def load_stream(
 class RolloutServices:
     """The rollout engines, the prompts, the model's partners and the rewards of a run.
 
-    Weights are pushed through its `engines`. Engines that it starts itself leave the first GPUs of
-    this host to the host's `num_ranks` trainer ranks.
+    Engines that it starts leave the first GPUs of this host to its `num_ranks` trainer ranks.
     """
 
     def __init__(self, cfg: Config, shape: ModelShape, token: str | None, num_ranks: int) -> None:
@@ -87,11 +86,8 @@ class RolloutServices:
         )
 
     def wait_for_memory(self) -> None:
-        """Return when engines that share GPUs with trainer ranks have allocated their memory.
-
-        Such engines measure how much is free, so the trainer must wait. In sleep mode they have
-        given it back when this returns. Other engines load while the trainer builds its model.
-        Raises what `wait_ready` raises.
+        """Return when engines that share GPUs with trainer ranks have measured how much memory is
+        free, and taken it; in sleep mode they have given it back. Raises what `wait_ready` raises.
         """
         with waiting(self.servers.awaited, "answer") as show:
             if self.cfg.rollout.enable_sleep_mode:
@@ -101,11 +97,8 @@ class RolloutServices:
                 self.servers.wait_ready(self.cfg.rollout.startup_timeout, show)
 
     def wait_ready(self, show: Show) -> None:
-        """Return when every engine answers; raises when one is dead or late.
-
-        `show` is called with the numbers of engines that answer and of all. Raises ValueError that
-        names the parameters of an engine that a push would not fill.
-        """
+        """Return when every engine answers; raises when one is dead or late, and ValueError that
+        names the parameters of an engine that a push would not fill."""
         self.servers.wait_ready(self.cfg.rollout.startup_timeout, show)
         held = worker_shards(self.cfg, self.shape)
         for url, workers in self.engines.describe_parameters().items():
@@ -115,7 +108,6 @@ class RolloutServices:
                 raise ValueError(f"rollout engine {url}: {error}") from None
 
     def params(self, key: GroupKey, policy_version: int) -> SamplingParams:
-        """Sampling parameters of a group."""
         rollout, seed = self.cfg.rollout, self.cfg.train.seed
         return SamplingParams(
             num_generations=self.cfg.grpo.num_generations,
@@ -138,7 +130,6 @@ class RolloutServices:
         self.pools.cancel()
 
     def close(self) -> None:
-        """Stop the reward workers, the model's partners, and the engines that were started here."""
         self.cancel()
         with ExitStack() as stack:
             stack.callback(self.loop.close)
