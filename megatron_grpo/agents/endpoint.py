@@ -186,8 +186,9 @@ class Endpoint:
             if not message.get("tool_calls") and not message.get("reasoning"):
                 message = {"role": "assistant", "content": text_of}
             [answer] = messages_of([message])
-            turn = replace(turn, history=digests(messages, tools), answer=answer)
-            session.turns.append(replace(turn, roles=roles_since_answer(messages)))
+            history, roles = digests(messages, tools), roles_since_answer(messages)
+            turn = replace(turn, history=history, answer=answer, roles=roles)
+            session.turns.append(turn)
             return self._answered(turn, choice, message, asking)
 
         return await asyncio.gather(*[take_turn() for _ in range(asking.asked.num)])

@@ -67,7 +67,7 @@ class EnvironmentPool:
         self._reader.start()
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Wait until the class is loaded, and check that the data has the columns it requires.
+        """Wait until the class is loaded.
 
         Raises ValueError, and closes the pool, if the class cannot be used, is not loaded within
         `load_seconds` from now, or requires a column that some row lacks.
@@ -163,12 +163,9 @@ class Instance:
     run_episode = reset
 
     def step(self, text: str, **turn: Any) -> "Future[list[Any]]":
-        """Answer a turn of the model with the fields of a `Step`.
-
-        `turn` has the values that the class may ask for besides the text (`fork_server.TURN`).
-        """
+        """Answer a turn of the model with the fields of a `Step`; `turn` has values for
+        `fork_server.TURN`."""
         return self.pool.call("step", self.key, text, turn)
 
     def end(self) -> None:
-        """Kill it, and all processes that it has started."""
         self.pool.send("end", self.key)

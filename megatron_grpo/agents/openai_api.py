@@ -140,7 +140,6 @@ class Route(NamedTuple):
     chunks: Callable[[int, Answered], Iterable[Json]]
 
     def answer(self, turns: Sequence[Answered], model: str, name: str) -> Json:
-        """The body of an answer."""
         choices = [self.choice(index, turn) for index, turn in enumerate(turns)]
         return {**_frame(self.kind, model, name), "choices": choices, "usage": _usage(turns)}
 
@@ -217,7 +216,6 @@ def _chat_logprobs(turn: Answered) -> Json | None:
 
 
 def error_body(text: str, kind: str, code: str | None = None) -> Json:
-    """The body of an answer that is an error."""
     return {"error": {"message": text, "type": kind, "param": None, "code": code}}
 
 

@@ -1,9 +1,9 @@
 """The model's partner in a session, by the source of a row: an environment, an agent, or nobody."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from megatron_grpo.agents.agents import Agents
 from megatron_grpo.agents.dialogue import DialogueGroup
@@ -25,22 +25,6 @@ NewGroup = Callable[[Prompt, SamplingParams, int, Json | None], Group]
 the `image_features` of a prompt that has images."""
 
 
-class Partner(Protocol):
-    """Answers the model in all sessions of one source, until `close`."""
-
-    def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Wait until sessions can begin with these rows of data; raises ValueError if they cannot.
-
-        It is to be closed all the same.
-        """
-
-    def groups(self, cfg: Config) -> NewGroup:
-        """Makes groups of sessions; `cfg` may be of an evaluation."""
-
-    def close(self) -> None:
-        """Kill what answers the model."""
-
-
 class Environments:
     """The environments of a source; their class is loaded in the background."""
 
@@ -52,7 +36,6 @@ class Environments:
         self.wait_ready, self.close = self._pool.wait_ready, self._pool.close
 
     def groups(self, cfg: Config) -> NewGroup:
-        """Makes groups of dialogues."""
         return partial(
             DialogueGroup,
             environments=self._pool,
@@ -62,7 +45,7 @@ class Environments:
 
 
 class Partners:
-    """The partners of all sources."""
+    """The partners of all sources, which answer the model in all sessions, until `close`."""
 
     def __init__(
         self,
@@ -72,11 +55,11 @@ class Partners:
         client: RolloutClient,
     ) -> None:
         """Agents ask through the `client`."""
-        self._by_source: dict[str, Partner | None] = {}
+        self._by_source: dict[str, Agents | Environments | None] = {}
         with ExitStack() as stack:
             stack.callback(self.close)
             for name, view in cfg.by_source.items():
-                partner: Partner | None = None
+                partner: Agents | Environments | None = None
                 if view.agent.is_used:
                     partner = Agents(view, tokenizer, end_tokens, client)
                 elif view.environment.name is not None:
@@ -98,7 +81,6 @@ class Partners:
         }
 
     def close(self) -> None:
-        """Kill what answers the model."""
         with ExitStack() as stack:
             for partner in self._by_source.values():
                 if partner:
