@@ -90,13 +90,11 @@ class Wait:
         self._bar.update(self._task, completed=done)
         if self._bar.disable and done < total and now - self._last_line >= LINE_SECONDS:
             self._last_line = now
-            line = f"{self._what}: {self._amount(done, total)}"
+            amount = f"{done} of {total} {self._unit}"
+            if self._unit is None:
+                amount = f"{decimal(done)} of {decimal(total)}"
+            line = f"{self._what}: {amount}"
             self._bar.console.print(line, soft_wrap=True, markup=False, emoji=False)
-
-    def _amount(self, done: int, total: int) -> str:
-        if self._unit is None:
-            return f"{decimal(done)} of {decimal(total)}"
-        return f"{done} of {total} {self._unit}"
 
     def close(self) -> None:
         if self._task is not None:

@@ -51,7 +51,8 @@ class EnvironmentPool:
         self.cfg = cfg
         self._what = what or f"environment {cfg.name}"
         self._keys = count()
-        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        """Of calls and failure, which the reader's thread changes; only one thread sends."""
         self._calls: dict[int, Future[Any]] = {LOAD_KEY: lasting_future()}
         self._loaded = self._calls[LOAD_KEY]
         self._failure = ""
@@ -107,8 +108,7 @@ class EnvironmentPool:
         If the worker is dead, this raises nothing: the futures of pending calls do.
         """
         try:
-            with self._sending:  # generations in progress have threads of their own
-                self._worker.connection.send(message)
+            self._worker.connection.send(message)
         except BlockingIOError:
             raise EnvironmentsLost(
                 f"the worker of the environments: it read nothing for {SEND_SECONDS} s"

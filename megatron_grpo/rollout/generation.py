@@ -8,7 +8,6 @@ most all-wrong groups different totals. ``grpo.dynamic_sample_reward`` names the
 import asyncio
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -83,7 +82,7 @@ class Generation:
     """Set while no group waits for samples."""
     phase: str = IDLE
     """`generate` while groups are sampled, then `score` while some have no scores."""
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase that is over."""
     totals: list[float] = field(default_factory=list)
     """Rewards of all samples that were scored, NaN for those that could not be; also of groups that
@@ -108,7 +107,7 @@ class Generation:
             self.sampled.set()
         now = time.time()
         if self.phase:
-            self.seconds[self.phase] += now - self._since
+            self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self._since
             if self.record:
                 self.record(self.phase, self._since, now - self._since)
         self.phase, self._since = phase, now
