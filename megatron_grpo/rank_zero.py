@@ -9,7 +9,6 @@ from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.spec_decode_metrics import SpecDecodeMetrics
-from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.policy.export import keep_export
 from megatron_grpo.reporting.metrics import StepReport
@@ -100,10 +99,8 @@ class RankZero:
         """
         if self.log.has_evaluation(step):
             return
-        with (
-            preempted_instead(lambda: self.watchdog.is_preempted),
-            as_rollout_aborted(f"the evaluation after step {step}"),
-        ):
+        what = f"the evaluation after step {step}"
+        with as_rollout_aborted(what, lambda: self.watchdog.is_preempted):
             evaluated = self.with_engines.evaluations.run(step, timer, self.log.bar.evaluation.show)
         with timer.phase("eval", "log"):
             self.log.evaluation(step, evaluated, timer.metrics()["time/eval"])

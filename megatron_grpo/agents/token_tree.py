@@ -45,12 +45,12 @@ class Sampled:
     """Parts that end to end are those of the path's tokens, but for the last."""
 
 
+@dataclass
 class TokenTree:
     """The branches of a session, in the order in which they began."""
 
-    def __init__(self) -> None:
-        self.branches: list[Sampled] = []
-        self.prompt_text = ""
+    branches: list[Sampled] = field(default_factory=list)
+    prompt_text: str = ""
 
     @property
     def num_sampled(self) -> int:

@@ -8,7 +8,7 @@ most all-wrong groups different totals. ``grpo.dynamic_sample_reward`` names the
 import asyncio
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -23,6 +23,7 @@ from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.group import Group
 from megatron_grpo.engines.http import EngineError, NoServingEngine, RolloutAborted
+from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.timing import IDLE, PhaseTimer, Record
 
@@ -171,11 +172,17 @@ class Runner:
 
 
 @contextmanager
-def as_rollout_aborted(what: str) -> Iterator[None]:
-    """Turn a failure of `what` in the block into RolloutAborted: all ranks save and stop."""
+def as_rollout_aborted(what: str, is_preempted: Callable[[], bool]) -> Iterator[None]:
+    """Turn a failure of `what` in the block into RolloutAborted, so that all ranks save and stop,
+    and any exception into Preempted if the run was told to stop."""
     try:
         yield
-    except (NoServingEngine, RolloutAborted):
+    except Exception as error:
+        # Slurm signals engines and processes of rewards at the same moment, so these fail, too.
+        if is_preempted():
+            raise Preempted(str(error)) from error
+        if isinstance(error, NoServingEngine | RolloutAborted):
+            raise
+        if isinstance(error, RewardError | TimeoutError | EngineError | EnvironmentsLost):
+            raise RolloutAborted(f"{what} failed: {error}") from error
         raise
-    except (RewardError, TimeoutError, EngineError, EnvironmentsLost) as error:
-        raise RolloutAborted(f"{what} failed: {error}") from error

@@ -17,7 +17,6 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.stream import PromptStream
-from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.rollout.generation import RolloutBatch, Runner, as_rollout_aborted
 from megatron_grpo.rollout.services import load_stream
@@ -110,11 +109,8 @@ class Replay(Runner):
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
         """Read a generation."""
         folder = generation_folder(self._run_dir, generation)
-        with (
-            preempted_instead(self._is_preempted),
-            as_rollout_aborted(f"reading generation {generation}"),
-            timer.phase("load"),
-        ):
+        what = f"reading generation {generation}"
+        with as_rollout_aborted(what, self._is_preempted), timer.phase("load"):
             facts = _facts(folder, self.stream)
             experience = read_experience(folder, self.stream.prompts, READY)
         assert experience is not None, "the preflight has found it"

@@ -13,7 +13,6 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.engines.group import CompletionGroup, features_of, print_failures
-from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rewards.scoring import check_failed
 from megatron_grpo.rollout.generation import (
     Attempt,
@@ -95,10 +94,7 @@ class GenerationRunner(Runner):
             self._call(self._begin(generation, policy_version))
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
-        with (
-            preempted_instead(lambda: self._watchdog.is_preempted),
-            as_rollout_aborted(f"generation {generation}"),
-        ):
+        with as_rollout_aborted(f"generation {generation}", lambda: self._watchdog.is_preempted):
             phase = self._call(self._phase_after(generation, None))
             while phase:  # the watchdog has limits for each
                 name = (WAIT, phase) if self._is_ahead else (phase,)
