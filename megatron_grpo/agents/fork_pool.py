@@ -52,7 +52,7 @@ class EnvironmentPool:
         self._what = what or f"environment {cfg.name}"
         self._keys = count()
         self._lock = threading.Lock()
-        """Of calls and failure, which the reader's thread changes; only one thread sends."""
+        """Guards calls and failure, which the reader's thread changes; only one thread sends."""
         self._calls: dict[int, Future[Any]] = {LOAD_KEY: lasting_future()}
         self._loaded = self._calls[LOAD_KEY]
         self._failure = ""

@@ -62,7 +62,7 @@ class LoadedClass:
     first: str
     """The method that is called first: `reset`, or `run_episode`, which is an agent's only one."""
     parameters: Mapping[str, inspect.Parameter]
-    """Those of the first method."""
+    """Parameters of the first method."""
 
     @classmethod
     def load(cls, name: str, arguments: Mapping[str, Any]) -> "LoadedClass":

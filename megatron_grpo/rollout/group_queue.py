@@ -106,7 +106,8 @@ class GroupQueue:
 
     def open_new(self, now: int, limit: int) -> list[GroupKey]:
         """Open groups until `num_wanted`, at most `limit`, are open or complete, or more where
-        prompts repeat, so that a generation can always be filled; with over-sampling only."""
+        prompts repeat, so that a generation can always be filled; with over-sampling only. `limit`
+        is a multiple of `size`."""
         assert self.num_wanted is not None
         new = []
         rows = {self.row_of(key) for key in self.opened_at}
