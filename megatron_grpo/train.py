@@ -151,23 +151,18 @@ class Trainer:
     def _restore_generations(self) -> None:
         """Restore the generations that were ready, but not trained on, when the run was saved, and
         the samples of those in progress."""
-        for number, ready in enumerate(self.state.ready):
-            experience = self._load_experience(ready_prefix(number))
-            assert experience or not self.zero, "the manifest of the checkpoint is right"
-            batch = RolloutBatch(experience, ready.metrics) if experience else None
-            self.rollouts.ready[ready.generation] = batch
-        if groups := self.state.groups:
-            samples = self._load_experience(OPEN)
-            if self.zero and samples:
-                with self.timer.phase("load"):
-                    self.zero.runner.restore(groups, samples)
-
-    def _load_experience(self, prefix: str) -> Experience | None:
-        """On rank 0, what the checkpoint of this step has in files of that prefix."""
-        if self.zero is None:
-            return None
-        with self.timer.phase("load"):
-            return self.checkpoints.load_experience(self.step, self.zero.stream.prompts, prefix)
+        state, zero = self.state, self.zero
+        if zero is None:
+            self.rollouts.ready = {ready.generation: None for ready in state.ready}
+        elif state.ready or state.groups:
+            load = partial(self.checkpoints.load_experience, self.step, zero.stream.prompts)
+            with self.timer.phase("load"):
+                for number, ready in enumerate(state.ready):
+                    experience = load(ready_prefix(number))
+                    assert experience, "the manifest of the checkpoint is right"
+                    self.rollouts.ready[ready.generation] = RolloutBatch(experience, ready.metrics)
+                if state.groups and (samples := load(OPEN)):
+                    zero.runner.restore(state.groups, samples)
 
     def next_minibatch(self) -> list[PackedBatch]:
         """This rank's microbatches of the next optimizer step.
