@@ -47,10 +47,8 @@ class _PhaseColumn(ProgressColumn):
 def progress_bar(
     console: Console, amount: ProgressColumn | None = None, *, transient: bool = False
 ) -> Progress:
-    """A bar per task, with its `amount` (default: a count); disabled if there is no terminal.
-
-    A `transient` one is gone when it stops.
-    """
+    """A bar per task, with its `amount` (default: a count); disabled if there is no terminal. A
+    `transient` one is gone when it stops."""
     return Progress(
         amount or MofNCompleteColumn(),
         BarColumn(bar_width=24),
@@ -72,10 +70,8 @@ def tracked(items: Sequence[T], what: str) -> Iterable[T]:
 
 
 class Wait:
-    """Progress of a wait: a task in `bar`, or occasional lines if the bar is disabled.
-
-    Counts `unit`, such as prompts; None: bytes.
-    """
+    """Progress of a wait: a task in `bar`, or occasional lines if the bar is disabled. Counts
+    `unit`, such as prompts; None: bytes."""
 
     def __init__(self, bar: Progress, what: str, unit: str | None) -> None:
         self._bar, self._what, self._unit = bar, what, unit

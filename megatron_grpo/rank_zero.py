@@ -44,11 +44,8 @@ class RankZero:
         state: TrainerState,
         stack: ExitStack,
     ) -> "RankZero":
-        """Continue the log after the step of `state`.
-
-        `source` is what generations come from. Raises ValueError if the state was saved with other
-        prompts.
-        """
+        """Continue the log after the step of `state`. `source` is what generations come from.
+        Raises ValueError if the state was saved with other prompts."""
         stream = source.stream
         state.check_prompts(stream.fingerprint)
         if state.wandb_id is not None:
@@ -74,10 +71,8 @@ class RankZero:
         return self.services
 
     def wait_ready(self) -> None:
-        """Return when all engines and reward models answer, and sessions can begin.
-
-        From then on a preemption cancels what they do.
-        """
+        """Return when all engines and reward models answer, and sessions can begin. From then on a
+        preemption cancels what they do."""
         services = self.with_engines
         with self.log.bar.waiting(services.servers.awaited, "answer") as show:
             services.wait_ready(show)
@@ -94,9 +89,7 @@ class RankZero:
 
     def evaluate(self, step: int, timer: PhaseTimer) -> None:
         """Evaluate the weights after `step` optimizer steps, and add the metrics to that step's.
-
-        Does nothing if they are there. Raises Preempted, NoServingEngine and RolloutAborted.
-        """
+        Does nothing if they are there. Raises Preempted, NoServingEngine and RolloutAborted."""
         if self.log.has_evaluation(step):
             return
         what = f"the evaluation after step {step}"

@@ -103,10 +103,8 @@ def _beginning(cfg: Config) -> str:
 
 @contextmanager
 def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator[Groups]:
-    """Process groups over all ranks, which rendezvous in `store`.
-
-    Not destroyed when training fails: the watchdog then ends the processes.
-    """
+    """Process groups over all ranks, which rendezvous in `store`. Not destroyed when training
+    fails: the watchdog then ends the processes."""
     store.set_timeout(COLLECTIVE_TIMEOUT)  # NCCL communicators rendezvous there on first use
     dist.init_process_group(
         communication_backend(),

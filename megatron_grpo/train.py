@@ -323,10 +323,8 @@ class Trainer:
         self.checkpoints.save(state, saved)
 
     def stop_if_preempted(self) -> None:
-        """Raise Preempted on all ranks if any rank was told to stop.
-
-        Ranks learn of a signal at different times: else one might stop a step before another.
-        """
+        """Raise Preempted on all ranks if any rank was told to stop. Ranks learn of a signal at
+        different times: else one might stop a step before another."""
         if any_rank(self.run.watchdog.is_preempted):
             raise Preempted
 

@@ -148,9 +148,7 @@ def load_function(name: str) -> Callable[..., Any]:
 
 def run_command(command: list[str], variables: Mapping[str, str], row: Mapping[str, Any]) -> Any:
     """Run a program; returns the last line that it writes, read as JSON, or None if there is none.
-
-    Raises ValueError if it fails, with the end of what it wrote to stderr.
-    """
+    Raises ValueError if it fails, with the end of what it wrote to stderr."""
     try:
         process = subprocess.Popen(
             command,
@@ -185,9 +183,7 @@ def run_command(command: list[str], variables: Mapping[str, str], row: Mapping[s
 
 def checked(told: Any) -> dict[str, Any]:
     """Check an agent's result: a reward, or an object with `reward` and `metrics`, numbers by name.
-
-    Raises ValueError for anything else.
-    """
+    Raises ValueError for anything else."""
     told = told if isinstance(told, Mapping) else {"reward": told}
     metrics, reward = told.get("metrics") or {}, told.get("reward")
     if not isinstance(metrics, Mapping):

@@ -62,9 +62,7 @@ def actor_pool(cfg: Config) -> EnvironmentPool:
 
 def try_agent(pool: EnvironmentPool, agent: AgentConfig, prompt: Prompt) -> None:
     """Start the agent on a row, until it first asks the endpoint, where nobody answers it here.
-
-    Raises ValueError if it fails or ends before, or has tools and does not get so far.
-    """
+    Raises ValueError if it fails or ends before, or has tools and does not get so far."""
     who = _described(agent)
     with socket.create_server((LOOPBACK, 0)) as endpoint, ExitStack() as stack:
         url = f"http://{LOOPBACK}:{endpoint.getsockname()[1]}"
@@ -124,10 +122,8 @@ class Agents:
         return partial(AgentGroup, agents=self, template=template, max_prompt_length=longest)
 
     async def run(self, group: "AgentGroup", sample_index: int, router: RequestRouter) -> Sample:
-        """Open a session, and let an agent of its own act in it to its end.
-
-        Raises EnvironmentsLost if no agent can be started any more.
-        """
+        """Open a session, and let an agent of its own act in it to its end. Raises EnvironmentsLost
+        if no agent can be started any more."""
         agent_cfg = self._cfg.agent
         session = Session(
             group, sample_index, router, group.template, agent_cfg, group.max_prompt_length
@@ -181,10 +177,8 @@ class Agents:
         return message
 
     async def _post(self, route: str, body: Json, url: str) -> Json:
-        """The answer of the engine at `url`, or of another one if that is lost.
-
-        Raises BadRequest if the engine refuses what the agent has sent (a tool without a name).
-        """
+        """The answer of the engine at `url`, or of another one if that is lost. Raises BadRequest
+        if the engine refuses what the agent has sent (a tool without a name)."""
         for address in (url, *(each for each in self._client.pool.serving if each != url)):
             try:
                 return await self._client.engine(address).post(route, body)

@@ -32,10 +32,8 @@ NO_CALL = "each of tool_calls must have a function with a name, and arguments in
 
 
 class BadRequest(ValueError):
-    """A request that the endpoint refuses; the text says why, for the agent's author.
-
-    If a limit of the session is reached, `code` is one of `config.agent.LIMITS`.
-    """
+    """A request that the endpoint refuses; the text says why, for the agent's author. If a limit of
+    the session is reached, `code` is one of `config.agent.LIMITS`."""
 
     def __init__(self, text: str, code: str | None = None) -> None:
         super().__init__(text)

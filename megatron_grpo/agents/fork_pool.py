@@ -41,9 +41,7 @@ class Step:
 
 class EnvironmentPool:
     """A worker that forks one process per environment; it loads in the background until `close`.
-
-    Messages name the keys of `section`, and `what` is loaded.
-    """
+    Messages name the keys of `section`, and `what` is loaded."""
 
     def __init__(
         self, cfg: EnvironmentConfig, section: str = "environment", what: str = ""
@@ -103,10 +101,8 @@ class EnvironmentPool:
         return future
 
     def send(self, *message: Any) -> None:
-        """Send the worker a message; raises EnvironmentsLost if it does not read.
-
-        If the worker is dead, this raises nothing: the futures of pending calls do.
-        """
+        """Send the worker a message; raises EnvironmentsLost if it does not read. If the worker is
+        dead, this raises nothing: the futures of pending calls do."""
         try:
             self._worker.connection.send(message)
         except BlockingIOError:

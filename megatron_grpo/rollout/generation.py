@@ -134,10 +134,8 @@ class Generation:
 
 
 class Runner:
-    """Makes the generations of a run, on rank 0; `RolloutScheduler` knows when.
-
-    A `GenerationRunner` has engines make them, and a `Replay` reads those of another run.
-    """
+    """Makes the generations of a run, on rank 0; `RolloutScheduler` knows when. A
+    `GenerationRunner` has engines make them, and a `Replay` reads those of another run."""
 
     def begin(self, generation: int, policy_version: int) -> None:
         """Begin a generation with weights of that version; continue one that lost its engines."""

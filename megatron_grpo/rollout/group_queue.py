@@ -21,10 +21,8 @@ from typing import NamedTuple
 
 
 class GroupKey(NamedTuple):
-    """Names a group: by its place in a generation, or in a round that replaces prompts of it.
-
-    Keys sort in the order in which groups are opened.
-    """
+    """Names a group: by its place in a generation, or in a round that replaces prompts of it. Keys
+    sort in the order in which groups are opened."""
 
     generation: int
     round: int

@@ -32,10 +32,8 @@ def generation_folder(run_dir: Path, generation: int) -> Path:
 
 
 def write_generation(cfg: Config, generation: int, batch: RolloutBatch, prompts: str) -> None:
-    """Write a generation as engines and rewards made it, bit for bit.
-
-    `prompts` is the fingerprint of the prompts that it was drawn from.
-    """
+    """Write a generation as engines and rewards made it, bit for bit. `prompts` is the fingerprint
+    of the prompts that it was drawn from."""
     folder = generation_folder(cfg.train.run_dir, generation)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FACTS_FILE).unlink(missing_ok=True)  # of a run that is resumed before it
@@ -91,10 +89,8 @@ def _facts(folder: Path, stream: PromptStream) -> dict[str, Any]:
 
 
 class Replay(Runner):
-    """Reads the generations of the run in `train.replay`, each when it is needed.
-
-    Raises ValueError if they were drawn from other prompts.
-    """
+    """Reads the generations of the run in `train.replay`, each when it is needed. Raises ValueError
+    if they were drawn from other prompts."""
 
     def __init__(self, cfg: Config, shape: ModelShape, is_preempted: Callable[[], bool]) -> None:
         # Imports transformers, which the other ranks make no use of.

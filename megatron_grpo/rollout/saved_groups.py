@@ -31,10 +31,8 @@ def may_be_saved(cfg: Config) -> bool:
 
 
 def experience_of(groups: Mapping[int, ScoredGroup | Unscored]) -> Experience | None:
-    """The samples of groups, given by the number of their prompt; None if there are none.
-
-    Samples without scores have no rewards and the total NaN. There are no advantages yet.
-    """
+    """The samples of groups, given by the number of their prompt; None if there are none. Samples
+    without scores have no rewards and the total NaN. There are no advantages yet."""
     scored = [
         each
         if isinstance(each, ScoredGroup)

@@ -42,10 +42,8 @@ def load_stream(
 
 
 class RolloutServices:
-    """The rollout engines, the prompts, the model's partners and the rewards of a run.
-
-    Engines that it starts leave the first GPUs of this host to its `num_ranks` trainer ranks.
-    """
+    """The rollout engines, the prompts, the model's partners and the rewards of a run. Engines that
+    it starts leave the first GPUs of this host to its `num_ranks` trainer ranks."""
 
     def __init__(self, cfg: Config, shape: ModelShape, token: str | None, num_ranks: int) -> None:
         # Imported here because transformers takes a second, which no other rank needs.
