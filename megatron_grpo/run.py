@@ -153,7 +153,7 @@ def build_models(run: Run, shape: ModelShape) -> tuple[Policy, Reference | None]
     reference = reference_of(policy, cfg, groups) if cfg.grpo.beta > 0 else None
     for model in (policy, reference):
         for chunk in model.chunks if model else ():
-            chunk.register_forward_pre_hook(lambda *_: run.watchdog.tick())
+            chunk.register_forward_pre_hook(run.watchdog.tick)
     return policy, reference
 
 

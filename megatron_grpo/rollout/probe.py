@@ -21,7 +21,6 @@ from megatron_grpo.engine_weights.layouts import quantized_engine
 from megatron_grpo.engines.group import CompletionGroup, features_of, sample_alone
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.quantized import quantized_weights
-from megatron_grpo.rollout.group_queue import GroupKey
 from megatron_grpo.rollout.services import RolloutServices
 
 BOUNDS = {"float32": 1e-2, "bfloat16": 0.15}
@@ -59,13 +58,17 @@ def sample_probe(services: RolloutServices, policy_version: int) -> Experience:
 async def _sample(services: RolloutServices, policy_version: int) -> list[Sample]:
     prompts, router = services.stream.batch(0), services.eval_router
     features = await features_of(prompts)
-    length = min(PROBE_LENGTH, services.cfg.rollout.max_completion_length)
-    groups = []
-    for position, prompt in enumerate(prompts):
-        params = services.params(GroupKey(0, 0, position), policy_version)
-        params = replace(params, max_completion_length=length)
-        priority = position * params.num_generations
-        groups.append(CompletionGroup(prompt, params, priority, features.get(prompt.images)))
+    length = min(PROBE_LENGTH, services.params.max_completion_length)
+    params = replace(services.params, policy_version=policy_version, max_completion_length=length)
+    groups = [
+        CompletionGroup(
+            prompt,
+            replace(params, position=position),
+            position * params.num_generations,
+            features.get(prompt.images),
+        )
+        for position, prompt in enumerate(prompts)
+    ]
     sampling = [asyncio.create_task(group.sample(router)) for group in groups]
     try:
         samples = await sample_alone(router, sampling, policy_version)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import count
 from random import Random
@@ -12,7 +13,9 @@ from megatron_grpo.batch.experience import Experience, compute_advantages
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.engines.group import CompletionGroup, features_of, print_failures
+from megatron_grpo.data.samples import first_seed
+from megatron_grpo.engines.engine import Json
+from megatron_grpo.engines.group import CompletionGroup, Group, features_of, print_failures
 from megatron_grpo.rewards.scoring import check_failed
 from megatron_grpo.rollout.generation import (
     Attempt,
@@ -218,21 +221,30 @@ class GenerationRunner(Runner):
                 # While images were read, it may have become too old, and been opened again.
                 if key in self._attempts or key not in self._queue.opened_at:
                     continue
-                # Earlier generations go first; with over-sampling, whatever was opened before.
-                of = 0 if self._over_samples else key.generation
-                place = next(self._places[of]) * self._cfg.grpo.num_generations
-                group = self._services.groups[prompt.source](
-                    prompt,
-                    self._services.params(key, self._policy_version),
-                    of * PRIORITIES + place,
-                    features.get(prompt.images),
-                )
+                group = self._new_group(key, prompt, features.get(prompt.images))
                 attempt = self._attempts[key] = Attempt(group)
                 if key not in self._saved or not self._is_restored(key, attempt):
                     generation = self._generation_of(key)
                     generation.num_sampling += 1
                     generation.enter_phase()
                     attempt.task = asyncio.create_task(self._make_group(key, attempt))
+
+    def _new_group(self, key: GroupKey, prompt: Prompt, features: Json | None) -> Group:
+        first = self._services.params
+        seed = first.seed
+        if key.round:  # no two rounds of a generation share seeds; no prompt has a position below 0
+            seed = first_seed(seed, key.generation, -key.round)
+        params = replace(
+            first,
+            policy_version=self._policy_version,
+            seed=seed,
+            series=key.generation,
+            position=key.position,
+        )
+        # Earlier generations go first; with over-sampling, whatever was opened before.
+        of = 0 if self._over_samples else key.generation
+        priority = of * PRIORITIES + next(self._places[of]) * params.num_generations
+        return self._services.groups[prompt.source](prompt, params, priority, features)
 
     def _is_restored(self, key: GroupKey, attempt: Attempt) -> bool:
         """Let a group of a checkpoint continue; returns whether it was scored there."""

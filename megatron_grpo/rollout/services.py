@@ -11,7 +11,6 @@ from megatron_grpo.bars import Show, waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.reward import served_here
 from megatron_grpo.data.prompts import end_tokens, load_prompts
-from megatron_grpo.data.samples import first_seed
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engine_weights.layouts import worker_shards
 from megatron_grpo.engines.client import RolloutClient
@@ -24,7 +23,6 @@ from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.evaluation.evaluation import Evaluations
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rewards.pool import RewardPools
-from megatron_grpo.rollout.group_queue import GroupKey
 from megatron_grpo.rollout.scorer import GroupScorer
 from megatron_grpo.workers.event_loop import EventLoop
 
@@ -70,12 +68,24 @@ class RolloutServices:
         streams = cfg.rollout.in_flight_updates and not cfg.rollout.router_replay
         self.router = RequestRouter(self.engines, decode, streams=streams)
         self.scorer = GroupScorer(cfg, self.rewards, decode)
-        self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
+        ends, rollout = end_tokens(shape, tokenizer, cfg.rollout), cfg.rollout
         self.tokenizer = tokenizer
-        self.partners = Partners(cfg, tokenizer, self._end_tokens, self.engines)
+        self.partners = Partners(cfg, tokenizer, ends, self.engines)
         self.groups = self.partners.groups(cfg)
-        replayed = shape.indexer if cfg.rollout.indexer_replay else None
-        self._index_topk = replayed.topk if replayed else 0
+        replayed = shape.indexer if rollout.indexer_replay else None
+        self.params = SamplingParams(
+            num_generations=cfg.grpo.num_generations,
+            policy_version=0,
+            temperature=rollout.temperature,
+            max_completion_length=rollout.max_completion_length,
+            stop_token_ids=ends,
+            stop=rollout.stop,
+            router_replay=rollout.router_replay,
+            index_topk=replayed.topk if replayed else 0,
+            seed=cfg.train.seed,
+            series=0,
+        )
+        """Parameters of the first group; those of others differ in version, seed and place."""
         self.stream = load_stream(cfg, shape, tokenizer)
         self.eval_router = RequestRouter(self.engines, decode, streams=False)
         """For the probe and held-out sets, which are sampled while the other one is aborted."""
@@ -104,23 +114,6 @@ class RolloutServices:
                 check_engine(held.all, workers, held.dtypes)
             except ValueError as error:
                 raise ValueError(f"rollout engine {url}: {error}") from None
-
-    def params(self, key: GroupKey, policy_version: int) -> SamplingParams:
-        rollout, seed = self.cfg.rollout, self.cfg.train.seed
-        return SamplingParams(
-            num_generations=self.cfg.grpo.num_generations,
-            policy_version=policy_version,
-            temperature=rollout.temperature,
-            max_completion_length=rollout.max_completion_length,
-            stop_token_ids=self._end_tokens,
-            stop=rollout.stop,
-            router_replay=rollout.router_replay,
-            index_topk=self._index_topk,
-            # No two rounds of a generation share seeds; no prompt has a position below 0.
-            seed=first_seed(seed, key.generation, -key.round) if key.round else seed,
-            series=key.generation,
-            position=key.position,
-        )
 
     def cancel(self) -> None:
         """Soon end a running rollout, evaluation or wait for engines; safe from any thread."""
