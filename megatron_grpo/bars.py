@@ -47,10 +47,8 @@ class _PhaseColumn(ProgressColumn):
 def progress_bar(
     console: Console, amount: ProgressColumn | None = None, *, transient: bool = False
 ) -> Progress:
-    """A bar per task, with its `amount` (default: a count); disabled if there is no terminal.
-
-    A `transient` one is gone when it stops.
-    """
+    """A bar per task, with its `amount` (default: a count); disabled if there is no terminal. A
+    `transient` one is gone when it stops."""
     return Progress(
         amount or MofNCompleteColumn(),
         BarColumn(bar_width=24),
@@ -72,10 +70,8 @@ def tracked(items: Sequence[T], what: str) -> Iterable[T]:
 
 
 class Wait:
-    """Progress of a wait: a task in `bar`, or occasional lines if the bar is disabled.
-
-    Counts `unit`, such as prompts; None: bytes.
-    """
+    """Progress of a wait: a task in `bar`, or occasional lines if the bar is disabled. Counts
+    `unit`, such as prompts; None: bytes."""
 
     def __init__(self, bar: Progress, what: str, unit: str | None) -> None:
         self._bar, self._what, self._unit = bar, what, unit
@@ -90,13 +86,11 @@ class Wait:
         self._bar.update(self._task, completed=done)
         if self._bar.disable and done < total and now - self._last_line >= LINE_SECONDS:
             self._last_line = now
-            line = f"{self._what}: {self._amount(done, total)}"
+            amount = f"{done} of {total} {self._unit}"
+            if self._unit is None:
+                amount = f"{decimal(done)} of {decimal(total)}"
+            line = f"{self._what}: {amount}"
             self._bar.console.print(line, soft_wrap=True, markup=False, emoji=False)
-
-    def _amount(self, done: int, total: int) -> str:
-        if self._unit is None:
-            return f"{decimal(done)} of {decimal(total)}"
-        return f"{done} of {total} {self._unit}"
 
     def close(self) -> None:
         if self._task is not None:

@@ -48,10 +48,8 @@ RESULT_FILE = "eval.json"
 
 
 class FolderEvaluation:
-    """An evaluation of the weights in `model.path`; `close` ends its engines.
-
-    Raises ValueError or OSError if `cfg` cannot be evaluated.
-    """
+    """An evaluation of the weights in `model.path`; `close` ends its engines. Raises ValueError or
+    OSError if `cfg` cannot be evaluated."""
 
     def __init__(self, cfg: Config, out: Path) -> None:
         # Nothing is trained on these completions.

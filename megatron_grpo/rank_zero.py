@@ -9,7 +9,6 @@ from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.spec_decode_metrics import SpecDecodeMetrics
-from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.policy.export import keep_export
 from megatron_grpo.reporting.metrics import StepReport
@@ -45,11 +44,8 @@ class RankZero:
         state: TrainerState,
         stack: ExitStack,
     ) -> "RankZero":
-        """Continue the log after the step of `state`.
-
-        `source` is what generations come from. Raises ValueError if the state was saved with other
-        prompts.
-        """
+        """Continue the log after the step of `state`. `source` is what generations come from.
+        Raises ValueError if the state was saved with other prompts."""
         stream = source.stream
         state.check_prompts(stream.fingerprint)
         if state.wandb_id is not None:
@@ -75,16 +71,16 @@ class RankZero:
         return self.services
 
     def wait_ready(self) -> None:
-        """Return when all engines and reward models answer.
-
-        From then on a preemption cancels what they do.
-        """
-        with self.log.bar.waiting(self.with_engines.servers.awaited, "answer") as show:
-            self.with_engines.wait_ready(show)
-        if awaited := self.with_engines.pools.awaited:
+        """Return when all engines and reward models answer, and sessions can begin. From then on a
+        preemption cancels what they do."""
+        services = self.with_engines
+        with self.log.bar.waiting(services.servers.awaited, "answer") as show:
+            services.wait_ready(show)
+        if awaited := services.pools.awaited:
             with self.log.bar.waiting(awaited, "answer") as show:
-                self.with_engines.pools.wait_ready(show)
-        self.watchdog.on_preempt(self.with_engines.cancel)
+                services.pools.wait_ready(show)
+        services.partners.wait_ready(self.stream.prompts)
+        self.watchdog.on_preempt(services.cancel)
 
     def enter(self, phase: str) -> None:
         """Record and show that the step enters `phase`; `timing.IDLE` between phases."""
@@ -93,15 +89,11 @@ class RankZero:
 
     def evaluate(self, step: int, timer: PhaseTimer) -> None:
         """Evaluate the weights after `step` optimizer steps, and add the metrics to that step's.
-
-        Does nothing if they are there. Raises Preempted, NoServingEngine and RolloutAborted.
-        """
+        Does nothing if they are there. Raises Preempted, NoServingEngine and RolloutAborted."""
         if self.log.has_evaluation(step):
             return
-        with (
-            preempted_instead(lambda: self.watchdog.is_preempted),
-            as_rollout_aborted(f"the evaluation after step {step}"),
-        ):
+        what = f"the evaluation after step {step}"
+        with as_rollout_aborted(what, lambda: self.watchdog.is_preempted):
             evaluated = self.with_engines.evaluations.run(step, timer, self.log.bar.evaluation.show)
         with timer.phase("eval", "log"):
             self.log.evaluation(step, evaluated, timer.metrics()["time/eval"])

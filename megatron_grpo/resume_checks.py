@@ -172,10 +172,8 @@ def check_start(cfg: Config) -> None:
 
 
 def _check_never_saved(run_dir: Path) -> None:
-    """Raise ValueError for records of more steps than a run can take without a checkpoint.
-
-    The first checkpoint is written in the background, and is complete before the second is begun.
-    """
+    """Raise ValueError for records of more steps than a run can take without a checkpoint. The
+    first checkpoint is written in the background, and is complete before the second is begun."""
     if (last := last_step(run_dir)) == 0:
         return
     cfg = _saved_config(run_dir)
@@ -199,9 +197,7 @@ def _saved_config(run_dir: Path) -> Config:
 
 def _check_same_model(kept: Path, folder: Path, but_for: Collection[str] = ()) -> None:
     """Raise ValueError if `folder` describes a different model from `kept`, a checkpoint's copy.
-
-    Weights are not compared: all but the reference's are read from the checkpoint.
-    """
+    Weights are not compared: all but the reference's are read from the checkpoint."""
     but_for = (*but_for, "num_mtp_layers")  # a checkpoint has only those that were trained
     differing = differing_fields(read_shape(kept), read_shape(folder), but_for=but_for)
     if differing:

@@ -103,10 +103,8 @@ def _beginning(cfg: Config) -> str:
 
 @contextmanager
 def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator[Groups]:
-    """Process groups over all ranks, which rendezvous in `store`.
-
-    Not destroyed when training fails: the watchdog then ends the processes.
-    """
+    """Process groups over all ranks, which rendezvous in `store`. Not destroyed when training
+    fails: the watchdog then ends the processes."""
     store.set_timeout(COLLECTIVE_TIMEOUT)  # NCCL communicators rendezvous there on first use
     dist.init_process_group(
         communication_backend(),
@@ -155,7 +153,7 @@ def build_models(run: Run, shape: ModelShape) -> tuple[Policy, Reference | None]
     reference = reference_of(policy, cfg, groups) if cfg.grpo.beta > 0 else None
     for model in (policy, reference):
         for chunk in model.chunks if model else ():
-            chunk.register_forward_pre_hook(lambda *_: run.watchdog.tick())
+            chunk.register_forward_pre_hook(run.watchdog.tick)
     return policy, reference
 
 

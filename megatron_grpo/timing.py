@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,16 +92,17 @@ class Timeline:
         is_new = not path.exists() or _cut(path) == 0
         self._file = path.open("ab", buffering=0)  # a full disk leaves nothing to write at the end
         if is_new:
-            self._append("[\n")
             more = (f"rollout {number}" for number in range(2, num_rollouts + 1))
-            for row, name in enumerate(["trainer", "rollout", *more]):
-                self._write(name="thread_name", ph="M", tid=row, args={"name": name})
+            rows = [
+                {"name": "thread_name", "ph": "M", "tid": row, "args": {"name": name}}
+                for row, name in enumerate(["trainer", "rollout", *more])
+            ]
+            self._append(rows, opening="[\n")
 
     def add(self, name: str, start: float, seconds: float, row: int, **about: int) -> None:
         """Add an event that began at `start` (`time.time()`) and is over; safe from any thread."""
-        self._write(
-            name=name, ph="X", ts=round(start * 1e6), dur=round(seconds * 1e6), tid=row, args=about
-        )
+        times = {"ts": round(start * 1e6), "dur": round(seconds * 1e6)}
+        self._append([{"name": name, "ph": "X", **times, "tid": row, "args": about}])
 
     def add_rollout(
         self, name: str, start: float, seconds: float, *, generation: int, policy_version: int
@@ -116,11 +117,9 @@ class Timeline:
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, **event: Any) -> None:
-        self._append(json.dumps({**event, "pid": 0}) + ",\n")
-
-    def _append(self, text: str) -> None:
-        data = text.encode()
+    def _append(self, events: Iterable[dict[str, Any]], opening: str = "") -> None:
+        lines = [json.dumps({**event, "pid": 0}) + ",\n" for event in events]
+        data = "".join([opening, *lines]).encode()
         with self._lock:
             if self._is_broken:
                 return

@@ -1,6 +1,7 @@
 """The training loop that every rank runs; `run` sets up what it runs on."""
 
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 
 import torch
 
@@ -83,7 +84,8 @@ class Trainer:
         run.watchdog.enter("load")  # a phase in which reading files may take long
         shape = trained_shape(cfg)
         source = open_rollouts(run, shape, stack)
-        self._engines_may_be_awake = False
+        self._engines_are_awake = False
+        """Whether engines that share GPUs have memory that the ranks need."""
         self.policy, self.reference = build_models(run, shape)
         models = self.policy, self.reference
         self.residency = build_residency(cfg, *models, run.device, run.ranks_per_host)
@@ -102,10 +104,11 @@ class Trainer:
         sync = open_weight_sync(run, self.policy, self.residency, engines)
         self.weight_sync = stack.enter_context(closing(sync))
         self.zero: RankZero | None = None
+        self._new_timer = partial(PhaseTimer, run.watchdog.enter)
         if source is not None:
-            self.zero = RankZero.open(cfg, run.watchdog, source, self.state, stack)
-        runner = self.zero.runner if self.zero else None
-        self.rollouts = RolloutScheduler(cfg, runner, self.push)
+            self.zero = zero = RankZero.open(cfg, run.watchdog, source, self.state, stack)
+            self._new_timer = partial(PhaseTimer, zero.enter, zero.log.timeline.add_step)
+        self.rollouts = RolloutScheduler(cfg, self.zero.runner if self.zero else None, self.push)
         self.experience: Experience | None = None
         self.minibatches: Minibatches = []
         self._unlogged: dict[str, float] = {}
@@ -117,7 +120,8 @@ class Trainer:
         self._restore_generations()  # while engines start
         if self.cfg.train.replay is None:
             self._probe_engines()
-        self._evaluate()  # one that an interrupted run did not get to, or before the first step
+        if self.step in self._due_steps:  # an interrupted run did not get to it, or has no step
+            self._evaluate()
         self.rollouts.after_push(self.step)
         self._begin_step()
 
@@ -130,7 +134,8 @@ class Trainer:
             lambda zero: sample_probe(zero.with_engines, self.step),
             lambda: self.push(self.step),
         )
-        self.sleep_engines()
+        if self._engines_are_awake:
+            self.sleep_engines()
         self._unlogged |= probe_logprobs(experience, self.preparation)
         if self.cfg.rollout.enable_sleep_mode:
             self.push(self.step)
@@ -143,31 +148,21 @@ class Trainer:
             self.zero.log.timeline.step = step
         self.timer = self._new_timer()
 
-    def _new_timer(self) -> PhaseTimer:
-        if self.zero is None:
-            return PhaseTimer(self.run.watchdog.enter)
-        return PhaseTimer(self.zero.enter, self.zero.log.timeline.add_step)
-
     def _restore_generations(self) -> None:
         """Restore the generations that were ready, but not trained on, when the run was saved, and
         the samples of those in progress."""
-        for number, ready in enumerate(self.state.ready):
-            experience = self._load_experience(ready_prefix(number))
-            assert experience or not self.zero, "the manifest of the checkpoint is right"
-            batch = RolloutBatch(experience, ready.metrics) if experience else None
-            self.rollouts.ready[ready.generation] = batch
-        if groups := self.state.groups:
-            samples = self._load_experience(OPEN)
-            if self.zero and samples:
-                with self.timer.phase("load"):
-                    self.zero.runner.restore(groups, samples)
-
-    def _load_experience(self, prefix: str) -> Experience | None:
-        """On rank 0, what the checkpoint of this step has in files of that prefix."""
-        if self.zero is None:
-            return None
-        with self.timer.phase("load"):
-            return self.checkpoints.load_experience(self.step, self.zero.stream.prompts, prefix)
+        state, zero = self.state, self.zero
+        if zero is None:
+            self.rollouts.ready = {ready.generation: None for ready in state.ready}
+        elif state.ready or state.groups:
+            load = partial(self.checkpoints.load_experience, self.step, zero.stream.prompts)
+            with self.timer.phase("load"):
+                for number, ready in enumerate(state.ready):
+                    experience = load(ready_prefix(number))
+                    assert experience, "the manifest of the checkpoint is right"
+                    self.rollouts.ready[ready.generation] = RolloutBatch(experience, ready.metrics)
+                if state.groups and (samples := load(OPEN)):
+                    zero.runner.restore(state.groups, samples)
 
     def next_minibatch(self) -> list[PackedBatch]:
         """This rank's microbatches of the next optimizer step.
@@ -177,24 +172,21 @@ class Trainer:
         """
         cursor, begins = self.schedule.cursor(self.step), not self._is_within_generation()
         if begins:
-            self._take_generation(cursor.generation)
+            self.rollouts.await_generation(cursor.generation, self.step, self.timer)
+            # Before the generation is taken: a checkpoint keeps one that training has not begun.
+            self.stop_if_preempted()
+            if batch := self.rollouts.ready.pop(cursor.generation):
+                self.experience = batch.experience
+                self._unlogged |= batch.metrics
+                if self.zero and (batch.replaced or self.cfg.train.save_generations):
+                    self.zero.record(self.step + 1, cursor.generation, batch, self.timer)
             self.rollouts.request_ahead(self.step)
             self.checkpoints.poll()  # finish a checkpoint that was written in the meantime
-        self.sleep_engines()  # an evaluation within a generation wakes them, too
+        if self._engines_are_awake:  # an evaluation within a generation wakes them, too
+            self.sleep_engines()
         if begins:
             self._prepare(cursor)
         return self.minibatches[cursor.minibatch]
-
-    def _take_generation(self, generation: int) -> None:
-        """Wait until the engines have made `generation`, requesting it if that was not done yet."""
-        self.rollouts.await_generation(generation, self.step, self.timer)
-        # Before the generation is taken: a checkpoint keeps one that training has not begun.
-        self.stop_if_preempted()
-        if batch := self.rollouts.ready.pop(generation):
-            self.experience = batch.experience
-            self._unlogged |= batch.metrics
-            if self.zero:
-                self.zero.record(self.step + 1, generation, batch, self.timer)
 
     def _prepare(self, cursor: Cursor) -> None:
         """Compute what is needed once for all steps that train on the generation."""
@@ -207,14 +199,12 @@ class Trainer:
 
     def sleep_engines(self) -> None:
         """Let engines that share GPUs give their memory to the ranks, until the next push."""
-        if not (self.cfg.rollout.enable_sleep_mode and self._engines_may_be_awake):
-            return
         with self.timer.phase("sleep"):
             if self.zero:
                 self.zero.with_engines.engines.sleep()
             wait_for_rank_0()
             self.residency.enter("log-probabilities")
-        self._engines_may_be_awake = False
+        self._engines_are_awake = False
 
     def update(self, minibatch: list[PackedBatch]) -> StepReport:
         """One optimizer step."""
@@ -262,7 +252,8 @@ class Trainer:
             return
         self.rollouts.before_push(self.step, self.timer, aborts=self.step in self._due_steps)
         self.push(self.step)
-        self._evaluate()
+        if self.step in self._due_steps:
+            self._evaluate()
         self.rollouts.after_push(self.step)
         if self.step < self.num_steps:
             self.rollouts.request_ahead(self.step)
@@ -273,14 +264,12 @@ class Trainer:
             return  # to no engines
         if self.cfg.rollout.enable_sleep_mode:
             torch.cuda.empty_cache()  # engines take their memory back once all ranks are here
-        self._engines_may_be_awake = True
+            self._engines_are_awake = True
         weights = pushed_weights(self.policy, self.cfg, self.run.groups)
         self.weight_sync.push(weights, policy_version, timer or self.timer)
 
     def _evaluate(self) -> None:
-        """Evaluate the engines' weights, if due. Its seconds count towards no step."""
-        if self.step not in self._due_steps:
-            return
+        """Evaluate the engines' weights. Its seconds count towards no step."""
         aside = self._new_timer()
         ask_engines(
             self.zero,
@@ -334,10 +323,8 @@ class Trainer:
         self.checkpoints.save(state, saved)
 
     def stop_if_preempted(self) -> None:
-        """Raise Preempted on all ranks if any rank was told to stop.
-
-        Ranks learn of a signal at different times: else one might stop a step before another.
-        """
+        """Raise Preempted on all ranks if any rank was told to stop. Ranks learn of a signal at
+        different times: else one might stop a step before another."""
         if any_rank(self.run.watchdog.is_preempted):
             raise Preempted
 

@@ -92,9 +92,7 @@ def accumulate_gradient(
     policy: Policy, batches: Sequence[PackedBatch], cfg: Config, groups: Groups, beta: float
 ) -> TrainMetrics:
     """Zero the policy's gradient buffers and accumulate the gradient of the optimizer batch.
-
-    Returns this rank's part of the metrics.
-    """
+    Returns this rank's part of the metrics."""
     schedule = BatchSchedule.of(cfg.grpo)
     trains_again = schedule.updates_per_generation > 1
     metrics = TrainMetrics(

@@ -13,22 +13,17 @@ def as_unicode(value: T) -> T:
     >>> as_unicode({"name": ["caf\\udce9"]})
     {'name': ['caf?']}
     """
-    replaced: T = _replaced(value)
-    return replaced
-
-
-def _replaced(value: Any) -> Any:
+    found: Any = value
     if isinstance(value, str):
-        return value if is_unicode(value) else value.encode(errors="replace").decode()
-    if isinstance(value, list):
-        return [_replaced(each) for each in value]
-    if isinstance(value, dict):
-        return {_replaced(name): _replaced(each) for name, each in value.items()}
-    return value
+        found = value.encode(errors="replace").decode()
+    elif isinstance(value, list):
+        found = [as_unicode(each) for each in value]
+    elif isinstance(value, dict):
+        found = {as_unicode(name): as_unicode(each) for name, each in value.items()}
+    return found
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text has a form in UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -92,7 +92,9 @@ class Actor:
     ) -> dict[str, Any]:
         """Act on a row, or answer its messages with tools; returns reward and metrics."""
         if self._command is not None:
-            return checked(run_command(shlex.split(self._command), variables_of(url, key), row))
+            addresses = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
+            keys = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), key)
+            return checked(run_command(shlex.split(self._command), addresses | keys, row))
         return checked(run(self._act(url, key, row, messages)))
 
     async def _act(
@@ -119,8 +121,7 @@ def client_of(url: str, key: str) -> "AsyncOpenAI":
 
 
 async def _ask_nobody() -> None:
-    """Import what the client imports at its first request, which takes longer than the request:
-    once, and not in the process of each sample."""
+    """Import once what the client imports at its first request, not in each sample's process."""
     from openai import APIConnectionError  # noqa: PLC0415
 
     with socket.socket() as nobody:  # does not listen
@@ -129,16 +130,6 @@ async def _ask_nobody() -> None:
         async with client_of(f"http://127.0.0.1:{port}", "none") as client:
             with suppress(APIConnectionError):
                 await client.chat.completions.create(model="policy", messages=[])
-
-
-def variables_of(url: str, key: str) -> dict[str, str]:
-    """Environment variables that OpenAI's and Anthropic's clients read."""
-    return {
-        "OPENAI_BASE_URL": f"{url}/v1",
-        "OPENAI_API_KEY": key,
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_API_KEY": key,
-    }
 
 
 @cache
@@ -156,10 +147,8 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def run_command(command: list[str], variables: Mapping[str, str], row: Mapping[str, Any]) -> Any:
-    """The last line that a program writes, read as JSON; None if it writes nothing.
-
-    Raises ValueError if it fails, with the end of what it wrote to stderr.
-    """
+    """Run a program; returns the last line that it writes, read as JSON, or None if there is none.
+    Raises ValueError if it fails, with the end of what it wrote to stderr."""
     try:
         process = subprocess.Popen(
             command,
@@ -194,9 +183,7 @@ def run_command(command: list[str], variables: Mapping[str, str], row: Mapping[s
 
 def checked(told: Any) -> dict[str, Any]:
     """Check an agent's result: a reward, or an object with `reward` and `metrics`, numbers by name.
-
-    Raises ValueError for anything else.
-    """
+    Raises ValueError for anything else."""
     told = told if isinstance(told, Mapping) else {"reward": told}
     metrics, reward = told.get("metrics") or {}, told.get("reward")
     if not isinstance(metrics, Mapping):

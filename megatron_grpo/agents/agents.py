@@ -62,9 +62,7 @@ def actor_pool(cfg: Config) -> EnvironmentPool:
 
 def try_agent(pool: EnvironmentPool, agent: AgentConfig, prompt: Prompt) -> None:
     """Start the agent on a row, until it first asks the endpoint, where nobody answers it here.
-
-    Raises ValueError if it fails or ends before, or has tools and does not get so far.
-    """
+    Raises ValueError if it fails or ends before, or has tools and does not get so far."""
     who = _described(agent)
     with socket.create_server((LOOPBACK, 0)) as endpoint, ExitStack() as stack:
         url = f"http://{LOOPBACK}:{endpoint.getsockname()[1]}"
@@ -115,21 +113,17 @@ class Agents:
         client.loop.call(self._endpoint.start(*cfg.agent.address))
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Wait until agents can be started; raises ValueError if they cannot."""
         self._pool.wait_ready(())  # an agent gets all columns
 
-    def groups(self, cfg: Config) -> "Callable[[Prompt, SamplingParams, int], AgentGroup]":
-        """Makes groups of sessions."""
+    def groups(self, cfg: Config) -> "Callable[..., AgentGroup]":
         template = ChatTemplate.of(self._tokenizer, cfg, self._end_tokens)
         longest = cfg.data.max_prompt_length
         assert longest is not None
         return partial(AgentGroup, agents=self, template=template, max_prompt_length=longest)
 
     async def run(self, group: "AgentGroup", sample_index: int, router: RequestRouter) -> Sample:
-        """Open a session, and let an agent of its own act in it to its end.
-
-        Raises EnvironmentsLost if no agent can be started any more.
-        """
+        """Open a session, and let an agent of its own act in it to its end. Raises EnvironmentsLost
+        if no agent can be started any more."""
         agent_cfg = self._cfg.agent
         session = Session(
             group, sample_index, router, group.template, agent_cfg, group.max_prompt_length
@@ -148,7 +142,7 @@ class Agents:
             session.end(None, failure=f"{failure}{hint}")
         finally:
             session.end(None, failure="it was given up")
-            self._endpoint.forget(key)
+            del self._endpoint.sessions[key]
             agent.end()
         if session.failure:
             where = f"prompt {prompt.index}, sample {sample_index}"
@@ -156,7 +150,6 @@ class Agents:
         return session.to_sample()
 
     def close(self) -> None:
-        """Kill all agents, and stop the endpoint."""
         self._pool.close()
         self._client.loop.call(self._endpoint.close())
 
@@ -184,10 +177,8 @@ class Agents:
         return message
 
     async def _post(self, route: str, body: Json, url: str) -> Json:
-        """The answer of the engine at `url`, or of another one if that is lost.
-
-        Raises BadRequest if the engine refuses what the agent has sent (a tool without a name).
-        """
+        """The answer of the engine at `url`, or of another one if that is lost. Raises BadRequest
+        if the engine refuses what the agent has sent (a tool without a name)."""
         for address in (url, *(each for each in self._client.pool.serving if each != url)):
             try:
                 return await self._client.engine(address).post(route, body)
@@ -208,6 +199,7 @@ class AgentGroup(Group):
         prompt: Prompt,
         params: SamplingParams,
         priority: int,
+        _: Json | None = None,
         *,
         agents: Agents,
         template: ChatTemplate,
@@ -218,10 +210,8 @@ class AgentGroup(Group):
         self.max_prompt_length = max_prompt_length
 
     async def sample(self, router: RequestRouter) -> list[Sample]:
-        """Let all agents act at the same time."""
-        return await gather_all(
-            self._agents.run(self, index, router) for index in range(self.params.num_generations)
-        )
+        samples = range(self.params.num_generations)
+        return await gather_all([self._agents.run(self, index, router) for index in samples])
 
 
 def _described(agent: AgentConfig) -> str:

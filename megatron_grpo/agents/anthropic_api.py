@@ -89,7 +89,6 @@ def _chat_messages(message: Json) -> Iterator[Json]:
 
 
 def answer(turn: Answered, model: str, name: str) -> Json:
-    """The body of an answer."""
     return {
         "id": name,
         "type": "message",
@@ -119,7 +118,6 @@ def events(turn: Answered, model: str, name: str) -> Iterator[Json]:
 
 
 def error_body(text: str, kind: str, code: str | None = None) -> Json:
-    """The body of an answer that is an error."""
     return {"type": "error", "error": {"type": kind, "message": text}}
 
 

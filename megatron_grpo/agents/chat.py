@@ -28,16 +28,12 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Arguments = dict[str, Any] | str
 """Arguments of a call: an object, or the text that the model wrote in its place."""
-
-
 NO_CALL = "each of tool_calls must have a function with a name, and arguments in JSON"
 
 
 class BadRequest(ValueError):
-    """A request that the endpoint refuses; the text says why, for the agent's author.
-
-    If a limit of the session is reached, `code` is one of `config.agent.LIMITS`.
-    """
+    """A request that the endpoint refuses; the text says why, for the agent's author. If a limit of
+    the session is reached, `code` is one of `config.agent.LIMITS`."""
 
     def __init__(self, text: str, code: str | None = None) -> None:
         super().__init__(text)
@@ -56,7 +52,6 @@ class Start(NamedTuple):
         return cls(len(text), _digest(text))
 
     def begins(self, text: str) -> bool:
-        """Whether a text begins with it."""
         return len(text) >= self.length and _digest(text[: self.length]) == self.digest
 
 
@@ -105,7 +100,6 @@ class ChatTemplate:
     def of(
         cls, tokenizer: "PreTrainedTokenizerBase", cfg: Config, end_tokens: Sequence[int]
     ) -> "ChatTemplate":
-        """The template that `data` says."""
         written = [token for token in end_of_turn(cfg.data, tokenizer) if token in end_tokens][:1]
         others = [token for token in end_tokens if token not in cfg.rollout.stop_token_ids]
         return cls(
@@ -194,7 +188,6 @@ class ChatTemplate:
 
 
 def roles_since_answer(messages: Sequence[Message]) -> tuple[str, ...]:
-    """The roles of the messages after the last one of the assistant."""
     since = [*takewhile(lambda each: each["role"] != "assistant", reversed(messages))]
     return tuple(message["role"] for message in reversed(since))
 
@@ -280,7 +273,6 @@ def as_object(arguments: Arguments) -> dict[str, Any]:
 
 
 def as_text(arguments: Arguments) -> str:
-    """Arguments in JSON, or what the model wrote."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
@@ -343,6 +335,5 @@ def _squashed(text: str) -> str:
 
 
 def _longer(one: Found, other: Found) -> Found:
-    """Choose the place with less text left to encode; `other` in a tie, since a turn may have no
-    text."""
+    # `other` in a tie, since a turn may have no text.
     return other if one.place is None or len(other.rest) <= len(one.rest) else one

@@ -39,6 +39,7 @@ from megatron_grpo.agents.turns import Turns
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, extend_spans
 from megatron_grpo.engines.choice import Choice
+from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.group import Group
 from megatron_grpo.engines.request import Request, SamplingParams
 from megatron_grpo.engines.router import RequestRouter
@@ -68,10 +69,6 @@ class Dialogue:
     """Empty until the dialogue ends."""
     _is_cut: bool = False
     """Whether the last turn has no end token."""
-
-    @property
-    def is_over(self) -> bool:
-        return bool(self.finish_reason)
 
     def add_turn(self, choice: Choice) -> None:
         """Append a turn of the model."""
@@ -112,11 +109,6 @@ class Dialogue:
                 extend_spans(self.spans, self.spans[-1][0], len(tokens))
                 self.text += text
 
-    @property
-    def failed_in(self) -> str:
-        """The environment's last call: `reset`, or the step of a turn."""
-        return f"turn {len(self.step_rewards) + 1}" if self.completion_ids else "reset"
-
     def to_sample(self, policy_version: int) -> Sample:
         """The sample of a dialogue that has ended; without any turn, it is of `policy_version`."""
         spans, routes = self.spans, self.routes
@@ -156,6 +148,7 @@ class DialogueGroup(Group):
         prompt: Prompt,
         params: SamplingParams,
         priority: int,
+        _: Json | None = None,
         *,
         environments: EnvironmentPool,
         turns: Turns,
@@ -165,10 +158,8 @@ class DialogueGroup(Group):
         self._environments, self._turns, self._max_turns = environments, turns, max_turns
 
     async def sample(self, router: RequestRouter) -> list[Sample]:
-        """Make all dialogues at the same time."""
-        return await gather_all(
-            self._sample(index, router) for index in range(self.params.num_generations)
-        )
+        samples = range(self.params.num_generations)
+        return await gather_all([self._sample(index, router) for index in samples])
 
     async def _sample(self, index: int, router: RequestRouter) -> Sample:
         params = self.params
@@ -176,8 +167,10 @@ class DialogueGroup(Group):
         try:
             await self._converse(dialogue, router)
         except EnvironmentFailed as failure:
+            has_begun = bool(dialogue.completion_ids)
+            call = f"turn {len(dialogue.step_rewards) + 1}" if has_begun else "reset"
             dialogue.finish_reason = "failed"
-            where = f"prompt {self.prompt.index}, sample {index}, {dialogue.failed_in}"
+            where = f"prompt {self.prompt.index}, sample {index}, {call}"
             self.failures.append(f"{where}: {failure}")
         return dialogue.to_sample(params.policy_version)
 
@@ -189,7 +182,7 @@ class DialogueGroup(Group):
             own_seed = params.turn_seed(dialogue.sample_index, turn=-1)
             first = await asyncio.wrap_future(environment.reset(prompt.text, prompt.row, own_seed))
             dialogue.add_first_observation(first, self._turns)
-            while not dialogue.is_over:
+            while not dialogue.finish_reason:
                 request = self._request(dialogue, url)
                 router.submit([request])
                 choice, url = await request.answer

@@ -45,7 +45,6 @@ NO_SESSION = "this is no key of a session that is going on"
 STOP_SECONDS = 2.0
 """Within which connections end when the server stops."""
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ErrorBody = Callable[[str, str, str | None], Json]
 Parse = Callable[[Choice, Json, str], Awaitable[Json]]
 """The assistant's message that a turn is, by the parsers of the engine at an address; the second
@@ -61,41 +60,37 @@ class Asking:
     asked: Asked
 
 
+Answer = Callable[[web.Request, Asking], Awaitable[web.StreamResponse]]
+
+
 class Endpoint:
     """The server. Agents that the run starts are on its host; those outside have a queue of tasks,
     and an address that the config names."""
 
-    def __init__(
-        self,
-        parse: Parse,
-        model: str,
-        tasks: TaskQueue | None = None,
-    ) -> None:
+    def __init__(self, parse: Parse, model: str, tasks: TaskQueue | None = None) -> None:
         self._parse, self._model, self._tasks = parse, model, tasks
-        self._sessions: dict[str, Session] = {}
+        self.sessions: dict[str, Session] = {}
+        """Sessions that are going on, by the key with which their requests come."""
         self.url = ""
         """Address without /v1, once it is started."""
 
     def admit(self, session: Session) -> str:
-        """The key with which the requests of this session come."""
+        """Let requests of this session come; returns its key."""
         key = secrets.token_urlsafe(24)
-        self._sessions[key] = session
+        self.sessions[key] = session
         return key
-
-    def forget(self, key: str) -> None:
-        """Know the key no more."""
-        self._sessions.pop(key, None)
 
     async def start(self, host: str = LOOPBACK, port: int = 0) -> None:
         """Listen; raises ValueError for an address that another run has."""
         application = web.Application(client_max_size=MAX_BODY)
-        routes: dict[str, Handler] = {
-            "/v1/chat/completions": partial(self._openai, CHAT, self._chat_turns),
-            "/v1/completions": partial(self._openai, TEXT, self._text_turns),
-            "/v1/messages": self._messages,
-            "/v1/messages/count_tokens": self._count,
-        }
-        for path, handler in routes.items():
+        openai = partial(self._handle, openai_api.error_body, None)
+        anthropic = partial(self._handle, anthropic_api.error_body, anthropic_api.as_chat)
+        for path, handler in (
+            ("/v1/chat/completions", partial(openai, partial(self._openai, CHAT))),
+            ("/v1/completions", partial(openai, partial(self._openai, TEXT))),
+            ("/v1/messages", partial(anthropic, self._messages)),
+            ("/v1/messages/count_tokens", partial(anthropic, self._count)),
+        ):
             application.router.add_post(path, handler)
             application.router.add_post(f"/{{key}}{path}", handler)
         if self._tasks:
@@ -127,47 +122,12 @@ class Endpoint:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "megatron-grpo"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _openai(
-        self,
-        route: Route,
-        take_turns: Callable[[Asking], Awaitable[list[Answered]]],
-        request: web.Request,
-    ) -> web.StreamResponse:
-        async def answer(asking: Asking) -> web.StreamResponse:
-            turns, name = await take_turns(asking), f"chatcmpl-{uuid4().hex}"
-            if not asking.asked.is_streamed:
-                return web.json_response(route.answer(turns, self._model, name))
-            chunks = route.stream(turns, self._model, name, asking.asked)
-            return await _stream(request, [("", part) for part in chunks], end="data: [DONE]\n\n")
-
-        return await self._handle(request, openai_api.error_body, lambda body: body, answer)
-
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
-        async def answer(asking: Asking) -> web.StreamResponse:
-            [turn] = await self._chat_turns(asking)
-            name = f"msg_{uuid4().hex}"
-            if not asking.asked.is_streamed:
-                return web.json_response(anthropic_api.answer(turn, self._model, name))
-            events = anthropic_api.events(turn, self._model, name)
-            return await _stream(request, [(event["type"], event) for event in events])
-
-        return await self._handle(request, anthropic_api.error_body, anthropic_api.as_chat, answer)
-
-    async def _count(self, request: web.Request) -> web.StreamResponse:
-        async def answer(asking: Asking) -> web.StreamResponse:
-            session = asking.session
-            chat = await asyncio.to_thread(_chat_of, asking)
-            found = session.template.find(session.turns, *chat)
-            return web.json_response({"input_tokens": session.num_tokens(found)})
-
-        return await self._handle(request, anthropic_api.error_body, anthropic_api.as_chat, answer)
-
     async def _handle(
         self,
-        request: web.Request,
         error_body: ErrorBody,
-        as_chat: Callable[[Json], Json],
-        answer: Callable[[Asking], Awaitable[web.StreamResponse]],
+        as_chat: Callable[[Json], Json] | None,
+        answer: Answer,
+        request: web.Request,
     ) -> web.StreamResponse:
         """Answer a request, or say in its API's form why not."""
         session = self._session_of(request)
@@ -175,7 +135,7 @@ class Endpoint:
             return _refused(error_body, 401, NO_SESSION)
         try:
             body, asked = await _read(request, as_chat)
-            return await answer(Asking(session, body, asked))
+            return await answer(request, Asking(session, body, asked))
         except BadRequest as error:
             return _refused(error_body, 400, str(error), error.code)
         except RecursionError:
@@ -183,10 +143,36 @@ class Endpoint:
         except SessionOver as error:
             return _refused(error_body, 403, str(error))
 
+    async def _openai(
+        self, route: Route, request: web.Request, asking: Asking
+    ) -> web.StreamResponse:
+        take_turns = self._chat_turns if route is CHAT else self._text_turns
+        turns, name = await take_turns(asking), f"chatcmpl-{uuid4().hex}"
+        if not asking.asked.is_streamed:
+            return web.json_response(route.answer(turns, self._model, name))
+        chunks = route.stream(turns, self._model, name, asking.asked)
+        return await _stream(request, [("", part) for part in chunks], end="data: [DONE]\n\n")
+
+    async def _messages(self, request: web.Request, asking: Asking) -> web.StreamResponse:
+        [turn] = await self._chat_turns(asking)
+        name = f"msg_{uuid4().hex}"
+        if not asking.asked.is_streamed:
+            return web.json_response(anthropic_api.answer(turn, self._model, name))
+        events = anthropic_api.events(turn, self._model, name)
+        return await _stream(request, [(event["type"], event) for event in events])
+
+    async def _count(self, request: web.Request, asking: Asking) -> web.StreamResponse:
+        session = asking.session
+        chat = await asyncio.to_thread(_chat_of, asking)
+        found = session.template.find(session.turns, *chat)
+        return web.json_response({"input_tokens": session.num_tokens(found)})
+
     def _session_of(self, request: web.Request) -> Session | None:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        keys = (request.match_info.get("key"), request.headers.get("x-api-key"), bearer)
-        return next((self._sessions[key] for key in keys if key in self._sessions), None)
+        for key in (request.match_info.get("key"), request.headers.get("x-api-key"), bearer):
+            if key in self.sessions:
+                return self.sessions[key]
+        return None
 
     async def _chat_turns(self, asking: Asking) -> list[Answered]:
         body, session = asking.body, asking.session
@@ -200,11 +186,12 @@ class Endpoint:
             if not message.get("tool_calls") and not message.get("reasoning"):
                 message = {"role": "assistant", "content": text_of}
             [answer] = messages_of([message])
-            turn = replace(turn, history=digests(messages, tools), answer=answer)
-            session.turns.append(replace(turn, roles=roles_since_answer(messages)))
+            history, roles = digests(messages, tools), roles_since_answer(messages)
+            turn = replace(turn, history=history, answer=answer, roles=roles)
+            session.turns.append(turn)
             return self._answered(turn, choice, message, asking)
 
-        return await asyncio.gather(*(take_turn() for _ in range(asking.asked.num)))
+        return await asyncio.gather(*[take_turn() for _ in range(asking.asked.num)])
 
     async def _text_turns(self, asking: Asking) -> list[Answered]:
         session, prompt = asking.session, asking.body.get("prompt")
@@ -221,7 +208,7 @@ class Endpoint:
             session.turns.append(turn)
             return self._answered(turn, choice, {"role": "assistant", "content": text}, asking)
 
-        return await asyncio.gather(*(take_turn() for _ in range(asking.asked.num)))
+        return await asyncio.gather(*[take_turn() for _ in range(asking.asked.num)])
 
     async def _sample(
         self, asking: Asking, found: Found, prompt_text: str
@@ -253,13 +240,13 @@ def _chat_of(asking: Asking) -> tuple[list[Message], Any, str]:
     return messages, tools, asking.session.template.render(messages, tools, is_asked=True)
 
 
-async def _read(request: web.Request, as_chat: Callable[[Json], Json]) -> tuple[Json, Asked]:
-    """The body of a request in the form of chats, and what it asks for."""
+async def _read(request: web.Request, as_chat: Callable[[Json], Json] | None) -> tuple[Json, Asked]:
+    """The body of a request, made OpenAI's by `as_chat`, and what it asks for."""
     try:
         body = json.loads(await request.text(), parse_constant=_refuse_constant)
         if not isinstance(body, dict):
             raise BadRequest("the body must be an object")
-        body = as_chat(body)
+        body = as_chat(body) if as_chat else body
         return as_unicode(body), Asked.of(body)
     except BadRequest:
         raise

@@ -41,9 +41,7 @@ class Step:
 
 class EnvironmentPool:
     """A worker that forks one process per environment; it loads in the background until `close`.
-
-    Messages name the keys of `section`, and `what` is loaded.
-    """
+    Messages name the keys of `section`, and `what` is loaded."""
 
     def __init__(
         self, cfg: EnvironmentConfig, section: str = "environment", what: str = ""
@@ -51,7 +49,8 @@ class EnvironmentPool:
         self.cfg = cfg
         self._what = what or f"environment {cfg.name}"
         self._keys = count()
-        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        """Guards calls and failure, which the reader's thread changes; only one thread sends."""
         self._calls: dict[int, Future[Any]] = {LOAD_KEY: lasting_future()}
         self._loaded = self._calls[LOAD_KEY]
         self._failure = ""
@@ -67,7 +66,7 @@ class EnvironmentPool:
         self._reader.start()
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Wait until the class is loaded, and check that the data has the columns it requires.
+        """Wait until the class is loaded.
 
         Raises ValueError, and closes the pool, if the class cannot be used, is not loaded within
         `load_seconds` from now, or requires a column that some row lacks.
@@ -87,7 +86,6 @@ class EnvironmentPool:
                 raise ValueError(f"reset of {self._what} requires {name!r}: {text}")
 
     def new_instance(self) -> "Instance":
-        """A new environment for one sample; nothing runs until it is reset."""
         return Instance(self, next(self._keys))
 
     def call(self, action: str, key: int, *what: Any) -> Future[Any]:
@@ -103,13 +101,10 @@ class EnvironmentPool:
         return future
 
     def send(self, *message: Any) -> None:
-        """Send the worker a message; raises EnvironmentsLost if it does not read.
-
-        If the worker is dead, this raises nothing: the futures of pending calls do.
-        """
+        """Send the worker a message; raises EnvironmentsLost if it does not read. If the worker is
+        dead, this raises nothing: the futures of pending calls do."""
         try:
-            with self._sending:  # generations in progress have threads of their own
-                self._worker.connection.send(message)
+            self._worker.connection.send(message)
         except BlockingIOError:
             raise EnvironmentsLost(
                 f"the worker of the environments: it read nothing for {SEND_SECONDS} s"
@@ -156,23 +151,17 @@ class Instance:
     pool: EnvironmentPool
     key: int
 
-    def reset(self, prompt: str, columns: Mapping[str, Any], seed: int) -> Future[str | None]:
-        """Get the first observation, or None. `seed` seeds the random generators of its process."""
+    def reset(self, prompt: str, columns: Mapping[str, Any], seed: int) -> Future[Any]:
+        """Get the first observation, or None; of an agent, the end of its episode
+        (`actors.checked`). `seed` seeds the random generators of its process."""
         return self.pool.call("reset", self.key, seed, prompt, dict(columns))
 
-    def run_episode(
-        self, prompt: str, columns: Mapping[str, Any], seed: int
-    ) -> "Future[dict[str, Any]]":
-        """How an agent's episode has ended (`actors.checked`), when it has."""
-        return self.pool.call("reset", self.key, seed, prompt, dict(columns))
+    run_episode = reset
 
     def step(self, text: str, **turn: Any) -> "Future[list[Any]]":
-        """Answer a turn of the model with the fields of a `Step`.
-
-        `turn` has the values that the class may ask for besides the text (`worker.TURN`).
-        """
+        """Answer a turn of the model with the fields of a `Step`; `turn` has values for
+        `fork_server.TURN`."""
         return self.pool.call("step", self.key, text, turn)
 
     def end(self) -> None:
-        """Kill it, and all processes that it has started."""
         self.pool.send("end", self.key)

@@ -61,6 +61,8 @@ class LoadedClass:
     arguments: Mapping[str, Any]
     first: str
     """The method that is called first: `reset`, or `run_episode`, which is an agent's only one."""
+    parameters: Mapping[str, inspect.Parameter]
+    """Parameters of the first method."""
 
     @classmethod
     def load(cls, name: str, arguments: Mapping[str, Any]) -> "LoadedClass":
@@ -89,31 +91,21 @@ class LoadedClass:
                     f"step of {name} requires {parameter!r}: besides the text it may take "
                     f"{', '.join(TURN)}"
                 )
-        return cls(found, arguments, methods[0])
-
-    @property
-    def wanted_columns(self) -> list[str]:
-        """Parameters of the first method without a default, other than `prompt`."""
-        return [name for name in required_parameters(self._first_parameters) if name != "prompt"]
+        parameters = _parameters(getattr(found, methods[0]), skip=1)
+        return cls(found, arguments, methods[0], parameters)
 
     def begin(self, prompt: str, columns: Mapping[str, Any]) -> tuple[Any, Any]:
         """A new environment with its first observation, or an agent with the end of its episode."""
-        given = select_accepted({**columns, "prompt": prompt}, self._first_parameters)
+        given = select_accepted({**columns, "prompt": prompt}, self.parameters)
         instance = self.make(**self.arguments)
         found = getattr(instance, self.first)(**given)
         is_text = self.first == "reset" and found is not None
         return instance, _text("reset", found) if is_text else found
 
-    @property
-    def _first_parameters(self) -> dict[str, inspect.Parameter]:
-        return _parameters(getattr(self.make, self.first), skip=1)
-
 
 def step(environment: Any, text: str, turn: Mapping[str, Any]) -> tuple[str, float, bool]:
-    """Observation, reward and done; raises ValueError for anything else.
-
-    `turn` has the values of `TURN`, of which `step` gets those that it takes.
-    """
+    """Observation, reward and done; raises ValueError for anything else. `step` gets those values
+    of `TURN` that it takes."""
     answer = environment.step(text, **select_accepted(turn, _parameters(environment.step, skip=1)))
     if not isinstance(answer, tuple | list) or len(answer) != 3:
         raise ValueError(
@@ -129,7 +121,6 @@ def step(environment: Any, text: str, turn: Mapping[str, Any]) -> tuple[str, flo
 
 
 def _parameters(method: Callable[..., Any], *, skip: int) -> dict[str, inspect.Parameter]:
-    """The parameters of a method by name, without the first `skip`."""
     return dict(islice(inspect.signature(method).parameters.items(), skip, None))
 
 
@@ -189,7 +180,8 @@ class EnvironmentWorker:
         if not is_loaded:
             self._answer(LOAD_KEY, False, loaded)
             return
-        self._answer(LOAD_KEY, True, loaded.wanted_columns)
+        columns = [name for name in required_parameters(loaded.parameters) if name != "prompt"]
+        self._answer(LOAD_KEY, True, columns)
         self.loaded: LoadedClass = loaded
         gc.freeze()  # so that the garbage collector of a fork does not copy shared pages
         with suppress(EOFError):
@@ -197,7 +189,6 @@ class EnvironmentWorker:
                 self._handle_events()
 
     def _handle_events(self) -> None:
-        """Wait for the next event, and handle it."""
         now = self.clock.now()
         wake_ups = [min(deadline - now, TICK) for deadline in islice(self.deadlines.values(), 1)]
         if self.killed:

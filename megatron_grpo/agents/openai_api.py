@@ -56,10 +56,14 @@ class Asked:
                 )
         if (body.get("response_format") or {"type": "text"}).get("type") != "text":
             raise BadRequest("response_format is not supported: constraints change what is sampled")
-        stop = body.get("stop") or ()
+        num, stop = body.get("n"), body.get("stop") or ()
+        if (max_tokens := body.get("max_completion_tokens")) is None:
+            max_tokens = body.get("max_tokens")
+        if [each for each in (num, max_tokens) if each is not None and each < 1]:
+            raise BadRequest("n and max_tokens must be at least 1")
         asked = cls(
-            num=_first(body, "n") or 1,
-            max_tokens=_first(body, "max_completion_tokens", "max_tokens"),
+            num=num or 1,
+            max_tokens=max_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             is_streamed=bool(body.get("stream")),
             has_usage=bool((body.get("stream_options") or {}).get("include_usage")),
@@ -67,7 +71,7 @@ class Asked:
         )
         if asked.num > MOST_CHOICES:
             raise BadRequest(f"n {asked.num} must be at most {MOST_CHOICES}")
-        if not all(isinstance(each, str) and each for each in asked.stop):
+        if [each for each in asked.stop if not (isinstance(each, str) and each)]:
             raise BadRequest("stop strings must be texts that are not empty")
         if not all(map(is_unicode, asked.stop)):
             raise BadRequest(
@@ -84,14 +88,6 @@ def _check_types(body: Json) -> None:
             is_right = isinstance(value, types) and (bool in types or not isinstance(value, bool))
             if value is not None and not is_right:
                 raise BadRequest(f"{name} must be {words}, not {reprlib.repr(value)}")
-
-
-def _first(body: Json, *names: str) -> int | None:
-    """The first of these numbers that a request has; raises BadRequest if it is below 1."""
-    found: int | None = next((body[name] for name in names if body.get(name) is not None), None)
-    if found is not None and found < 1:
-        raise BadRequest("n and max_tokens must be at least 1")
-    return found
 
 
 def tools_of(body: Json) -> Any:
@@ -144,7 +140,6 @@ class Route(NamedTuple):
     chunks: Callable[[int, Answered], Iterable[Json]]
 
     def answer(self, turns: Sequence[Answered], model: str, name: str) -> Json:
-        """The body of an answer."""
         choices = [self.choice(index, turn) for index, turn in enumerate(turns)]
         return {**_frame(self.kind, model, name), "choices": choices, "usage": _usage(turns)}
 
@@ -221,7 +216,6 @@ def _chat_logprobs(turn: Answered) -> Json | None:
 
 
 def error_body(text: str, kind: str, code: str | None = None) -> Json:
-    """The body of an answer that is an error."""
     return {"error": {"message": text, "type": kind, "param": None, "code": code}}
 
 

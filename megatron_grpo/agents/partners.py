@@ -1,9 +1,9 @@
 """The model's partner in a session, by the source of a row: an environment, an agent, or nobody."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from megatron_grpo.agents.agents import Agents
 from megatron_grpo.agents.dialogue import DialogueGroup
@@ -20,24 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-NewGroup = Callable[[Prompt, SamplingParams, int], Group]
-"""Makes the group of a prompt, whose requests have priorities from that number on."""
-
-
-class Partner(Protocol):
-    """Answers the model in all sessions of one source, until `close`."""
-
-    def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Wait until sessions can begin with these rows of data; raises ValueError if they cannot.
-
-        It is to be closed all the same.
-        """
-
-    def groups(self, cfg: Config) -> NewGroup:
-        """Makes groups of sessions; `cfg` may be of an evaluation."""
-
-    def close(self) -> None:
-        """Kill what answers the model."""
+NewGroup = Callable[[Prompt, SamplingParams, int, Json | None], Group]
+"""Makes the group of a prompt, whose requests have priorities from that number on; the last are
+the `image_features` of a prompt that has images."""
 
 
 class Environments:
@@ -51,7 +36,6 @@ class Environments:
         self.wait_ready, self.close = self._pool.wait_ready, self._pool.close
 
     def groups(self, cfg: Config) -> NewGroup:
-        """Makes groups of dialogues."""
         return partial(
             DialogueGroup,
             environments=self._pool,
@@ -61,7 +45,7 @@ class Environments:
 
 
 class Partners:
-    """The partners of all sources."""
+    """The partners of all sources, which answer the model in all sessions, until `close`."""
 
     def __init__(
         self,
@@ -71,11 +55,11 @@ class Partners:
         client: RolloutClient,
     ) -> None:
         """Agents ask through the `client`."""
-        self._by_source: dict[str, Partner | None] = {}
+        self._by_source: dict[str, Agents | Environments | None] = {}
         with ExitStack() as stack:
             stack.callback(self.close)
             for name, view in cfg.by_source.items():
-                partner: Partner | None = None
+                partner: Agents | Environments | None = None
                 if view.agent.is_used:
                     partner = Agents(view, tokenizer, end_tokens, client)
                 elif view.environment.name is not None:
@@ -89,33 +73,15 @@ class Partners:
             if partner:
                 partner.wait_ready([each.row for each in prompts if each.source == name])
 
-    def groups(self, cfg: Config) -> "Groups":
-        """Makes the groups of a run or, for the config of a held-out set, of its evaluation."""
-        return Groups(
-            {
-                name: partner.groups(view) if (partner := self._by_source[name]) else None
-                for name, view in cfg.by_source.items()
-            }
-        )
+    def groups(self, cfg: Config) -> dict[str, NewGroup]:
+        """By source, what makes its groups; `cfg` may be of an evaluation."""
+        return {
+            name: partner.groups(view) if (partner := self._by_source[name]) else CompletionGroup
+            for name, view in cfg.by_source.items()
+        }
 
     def close(self) -> None:
-        """Kill what answers the model."""
         with ExitStack() as stack:
             for partner in self._by_source.values():
                 if partner:
                     stack.enter_context(closing(partner))
-
-
-class Groups:
-    """Makes groups, each by the source of its prompt."""
-
-    def __init__(self, by_source: Mapping[str, NewGroup | None]) -> None:
-        self._by_source = by_source
-
-    def new(
-        self, prompt: Prompt, params: SamplingParams, priority: int, features: Json | None = None
-    ) -> Group:
-        """The group of a prompt; `features` are the `image_features` of one that has images."""
-        if of_source := self._by_source[prompt.source]:
-            return of_source(prompt, params, priority)
-        return CompletionGroup(prompt, params, priority, features)

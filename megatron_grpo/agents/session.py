@@ -91,7 +91,6 @@ class Session:
         return answer
 
     def num_tokens(self, found: Found) -> int:
-        """Number of tokens of a prompt that goes on from `found`."""
         return (found.place.length if found.place else 0) + len(self.template.encode(found.rest))
 
     def end(
@@ -139,11 +138,11 @@ class Session:
             completion_ids=[t for each in branches for t in each.path[each.first :]],
             logprobs=[p for each in branches for p in each.logprobs],
             finish_reason=self.finish_reason,
-            text="".join(each.text for each in branches),
+            text="".join([each.text for each in branches]),
             policy_version=spans[0][0] if spans else self._params.policy_version,
             versions=tuple(spans) if len(spans) > 1 else (),
             loss_mask=[m for each in branches for m in each.loss_mask],
-            routes=self._routes(),
+            routes=self._routes() if self._params.has_routes and branches else None,
             step_rewards=tuple(steps),
             heard=tuple(heard),
             branches=tree.sequences() if len(branches) > 1 else (),
@@ -199,11 +198,7 @@ class Session:
         return body
 
     def _keep(
-        self,
-        place: Place | None,
-        context: list[int],
-        text: str,
-        choice: Choice,
+        self, place: Place | None, context: list[int], text: str, choice: Choice
     ) -> tuple[Place, Place]:
         """Add an answered turn to the tree."""
         if place is None and self.tree.branches:  # another request has come first
@@ -225,9 +220,7 @@ class Session:
         codes = {"length": "context_length_exceeded", "max_turns": "limit_reached"}
         raise BadRequest(text, codes.get(finish_reason))
 
-    def _routes(self) -> np.ndarray | None:
-        if not (self._params.has_routes and self.tree.branches):
-            return None
+    def _routes(self) -> np.ndarray:
         found = []
         for branch in self.tree.branches:
             routes = np.concatenate(branch.routes)

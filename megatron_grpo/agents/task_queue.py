@@ -51,7 +51,6 @@ class ExternalTask:
         return self.done
 
     def end(self) -> None:
-        """Have nobody take it any more."""
         self._queue.cancel(self)
 
 
@@ -68,10 +67,9 @@ class TaskQueue:
         """When an agent last asked for a task or had one, or the first of the waiting ones came."""
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing to wait for: agents come when they like."""
+        """Return at once: agents come when they like."""
 
     def new_instance(self) -> ExternalTask:
-        """A sample's task."""
         return ExternalTask(self)
 
     def close(self) -> None:
@@ -79,19 +77,16 @@ class TaskQueue:
         self._file.unlink(missing_ok=True)
 
     def enqueue(self, task: ExternalTask) -> None:
-        """Append it to the tasks that wait."""
         if not self._waiting:
             self._last_asked = running_time()
         self._waiting.append(task)
 
     def cancel(self, task: ExternalTask) -> None:
-        """Forget it."""
         if task in self._waiting:
             self._waiting.remove(task)
         self._taken.pop(task.columns.get("key", ""), None)
 
     def serve(self, application: web.Application) -> None:
-        """Add the routes."""
         application.router.add_post("/tasks", self._take)
         application.router.add_post("/tasks/{key}", self._finish)
         application.cleanup_ctx.append(self._watching)

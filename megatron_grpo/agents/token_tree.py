@@ -45,28 +45,27 @@ class Sampled:
     """Parts that end to end are those of the path's tokens, but for the last."""
 
 
+@dataclass
 class TokenTree:
     """The branches of a session, in the order in which they began."""
 
-    def __init__(self) -> None:
-        self.branches: list[Sampled] = []
-        self.prompt_text = ""
+    branches: list[Sampled] = field(default_factory=list)
+    prompt_text: str = ""
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens that were sampled."""
         return sum(sum(branch.loss_mask) for branch in self.branches)
 
     @property
     def spans(self) -> list[tuple[int, int]]:
         """Version of the weights and number of tokens, of each part of all branches' own tokens."""
         spans: list[tuple[int, int]] = []
-        for version, num_tokens in (span for branch in self.branches for span in branch.spans):
-            extend_spans(spans, version, num_tokens)
+        for branch in self.branches:
+            for version, num_tokens in branch.spans:
+                extend_spans(spans, version, num_tokens)
         return spans
 
     def tokens(self, place: Place) -> "array[int]":
-        """The path to a place."""
         return self.branches[place.branch].path[: place.length]
 
     def shared(self, ids: Sequence[int]) -> Place | None:

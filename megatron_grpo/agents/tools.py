@@ -24,10 +24,8 @@ Call = Callable[..., Awaitable[Any]]
 
 @cache
 def load_tool(name: str) -> tuple[Callable[..., Any], Json]:
-    """The function of `file.py:function`, and how the model is told of it.
-
-    Raises ValueError if there is none, or if it does not say what its arguments are.
-    """
+    """The function of `file.py:function`, and how the model is told of it. Raises ValueError if
+    there is none, or if it does not say what its arguments are."""
     path, _, function_name = name.rpartition(":")
     if not path:
         raise ValueError(f"agent.tools: {name!r} is no tool: use {PYTHON}, or file.py:function")

@@ -43,10 +43,8 @@ class Turns:
     def from_config(
         cls, cfg: Config, tokenizer: "PreTrainedTokenizerBase", end_tokens: Sequence[int]
     ) -> "Turns":
-        """The turns of the chat template, or bare observations if none is applied.
-
-        Raises ValueError for a template with which a dialogue cannot be continued token by token.
-        """
+        """The turns of the chat template, or bare observations if none is applied. Raises
+        ValueError for a template with which a dialogue cannot be continued token by token."""
         if not cfg.data.apply_chat_template:
             return cls(cfg.data, tokenizer, end_tokens)
         role = cfg.environment.observation_role
@@ -80,10 +78,8 @@ class Turns:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _check(self, whole: str) -> int:
-        """The template's end token of a turn.
-
-        Raises ValueError unless the separately encoded pieces equal the end of the whole.
-        """
+        """The template's end token of a turn. Raises ValueError unless the separately encoded
+        pieces equal the end of the whole."""
         pieces = self._encode(f"{self.before}{OBSERVED}{self.after}")
         end = pieces[0] if pieces else None
         if end is None or end not in self.end_tokens:

@@ -207,7 +207,7 @@ class Evaluation:
         )
         features, groups = await features_of(prompts), self._partners.groups(self._view)
         return [
-            groups.new(
+            groups[prompt.source](
                 prompt,
                 replace(params, position=position),
                 position * own.num_generations,

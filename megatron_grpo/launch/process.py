@@ -88,18 +88,6 @@ class Preempted(Exception):
     """The run was told to stop; the message says what is saved."""
 
 
-@contextmanager
-def preempted_instead(is_preempted: Callable[[], bool]) -> Iterator[None]:
-    """Turn an exception in the block into Preempted if the run was told to stop."""
-    try:
-        yield
-    except Exception as error:
-        # Slurm signals engines and processes of rewards at the same moment, so these fail, too.
-        if is_preempted():
-            raise Preempted(str(error)) from error
-        raise
-
-
 def describe_exit(code: int) -> str:
     """`exit code N` or `signal NAME`, for a return code of `subprocess`."""
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

@@ -1,29 +1,47 @@
-"""A generation: what training asks for, what it gets, and what is counted while it is made."""
+"""A generation: its groups, with their scores, and what is counted while they are made.
+
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) replaces groups whose rewards are all equal,
+and so have advantage 0. DAPO compares accuracies, not total rewards: a length penalty would give
+most all-wrong groups different totals. ``grpo.dynamic_sample_reward`` names the term to compare.
+"""
 
 import asyncio
+import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import fmean
+
+import torch
 
 from megatron_grpo.agents.fork_pool import EnvironmentsLost
+from megatron_grpo.algorithm.advantages import differ
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
+from megatron_grpo.config.grpo import GRPOConfig
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.group import Group
 from megatron_grpo.engines.http import EngineError, NoServingEngine, RolloutAborted
+from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rewards.scoring import RewardError
-from megatron_grpo.rollout.scored_group import ScoredGroup, Tally
-from megatron_grpo.timing import IDLE, PhaseTimer
+from megatron_grpo.timing import IDLE, PhaseTimer, Record
 
 
 @dataclass(frozen=True)
-class RolloutRequest:
-    """A generation that is begun with one version of the weights."""
+class ScoredGroup:
+    """The samples of one prompt, their score by each reward function, and the weighted sums."""
 
-    generation: int
-    policy_version: int
-    """Optimizer step of the weights that the engines serve when it is requested."""
+    samples: Sequence[Sample]
+    rewards: Sequence[dict[str, float]]
+    totals: Sequence[float]
+
+    def has_reward_variance(self, term: str | None) -> bool:
+        """Whether any two samples that could be scored differ in this term; None: in the total."""
+        values = self.totals if term is None else [reward[term] for reward in self.rewards]
+        scored = torch.tensor(values, dtype=torch.float64)
+        scored = scored[~torch.tensor(self.totals, dtype=torch.float64).isnan()]
+        return len(scored) > 0 and bool(differ(scored.min(), scored.max()))
 
 
 @dataclass(frozen=True)
@@ -50,84 +68,83 @@ class Attempt:
 
 @dataclass
 class Generation:
-    """Counters of a generation in progress; with over-sampling, of the next one.
-
-    `record` is called with each phase that is over, the time at which it began, and its seconds.
-    """
+    """Counters of a generation in progress; with over-sampling, of the next one."""
 
     policy_version: int
-    record: Callable[[str, float, float], None] = lambda phase, since, seconds: None
-    tally: Tally = field(default_factory=Tally)
+    record: Record | None = None
+    """Called with each phase that is over, if it is made in the background."""
     failure: Exception | None = None
     """The first error of a group; it ends the run when the generation is to be taken."""
-    num_dropped: int = 0
-    """Groups that became too old."""
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of each phase that is over."""
+    num_sampling: int = 0
+    """Groups that wait for samples."""
+    num_scoring: int = 0
+    """Groups that have all samples, and wait for scores."""
+    sampled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while no group waits for samples."""
     phase: str = IDLE
     """`generate` while groups are sampled, then `score` while some have no scores."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds of each phase that is over."""
+    totals: list[float] = field(default_factory=list)
+    """Rewards of all samples that were scored, NaN for those that could not be; also of groups that
+    no generation takes."""
+    num_failed: int = 0
+    """Samples that could not be scored."""
+    num_groups: int = 0
+    num_equal: int = 0
+    """Groups without `has_reward_variance`."""
+    num_dropped: int = 0
+    """Groups that became too old."""
     _since: float = field(default_factory=time.time)
-    _num_unanswered: int = 0
-    _num_unscored: int = 0
-    _sampled: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def begin_group(self) -> None:
-        """A group is asked for."""
-        self._num_unanswered += 1
-        self._sampled.clear()
-        self._enter()
-
-    def end_sampling(self) -> None:
-        """A group has all samples, and waits for its scores."""
-        self._num_unanswered -= 1
-        if not self._num_unanswered:
-            self._sampled.set()
-        self._num_unscored += 1
-        self._enter()
-
-    def end_scoring(self) -> None:
-        """A group has its scores."""
-        self._num_unscored -= 1
-
-    async def until_sampled(self) -> None:
-        """Wait until all groups that were asked for have all samples."""
-        await self._sampled.wait()
-
-    @property
-    def has_open_groups(self) -> bool:
-        """Whether groups are sampled or scored."""
-        return bool(self._num_unanswered or self._num_unscored)
-
-    def end(self) -> None:
-        """No group is open, and none will be opened."""
-        self._enter()
-
-    def _enter(self) -> None:
-        phase = "generate" if self._num_unanswered else "score" if self._num_unscored else IDLE
+    def enter_phase(self) -> None:
+        """Enter the phase that the numbers of groups make it."""
+        phase = "generate" if self.num_sampling else "score" if self.num_scoring else IDLE
         if phase == self.phase:
             return
+        if phase == "generate":
+            self.sampled.clear()
+        else:
+            self.sampled.set()
         now = time.time()
         if self.phase:
-            self.seconds[self.phase] += now - self._since
-            self.record(self.phase, self._since, now - self._since)
+            self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self._since
+            if self.record:
+                self.record(self.phase, self._since, now - self._since)
         self.phase, self._since = phase, now
+
+    def add(self, group: ScoredGroup, cfg: GRPOConfig) -> bool:
+        """Count a group; returns whether dynamic sampling replaces it."""
+        is_equal = not group.has_reward_variance(cfg.dynamic_sample_reward)
+        self.totals += group.totals
+        self.num_failed += sum(map(math.isnan, group.totals))
+        self.num_groups += 1
+        self.num_equal += is_equal
+        return cfg.dynamic_sample and is_equal
+
+    def metrics(self, num_replaced: int, cfg: GRPOConfig) -> dict[str, float]:
+        """Metrics of the generation, for which `num_replaced` other prompts were tried."""
+        metrics: dict[str, float] = {"reward/failed": self.num_failed}
+        if cfg.dynamic_sample and self.num_groups:
+            metrics["rollout/num_resampled_prompts"] = num_replaced
+            scored = [total for total in self.totals if not math.isnan(total)]
+            metrics["unfiltered/reward"] = fmean(scored) if scored else 0.0
+            metrics["unfiltered/frac_reward_zero_std"] = self.num_equal / self.num_groups
+        return metrics
 
 
 class Runner:
-    """Makes the generations of a run, on rank 0; `RolloutScheduler` knows when.
+    """Makes the generations of a run, on rank 0; `RolloutScheduler` knows when. A
+    `GenerationRunner` has engines make them, and a `Replay` reads those of another run."""
 
-    A `GenerationRunner` has engines make them, and a `Replay` reads those of another run.
-    """
-
-    def begin(self, request: RolloutRequest) -> None:
-        """Begin a generation; one whose engines were lost continues if the request is the same."""
+    def begin(self, generation: int, policy_version: int) -> None:
+        """Begin a generation with weights of that version; continue one that lost its engines."""
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
-        """Wait for a generation and return it.
+        """Wait for a generation.
 
-        Raises NoServingEngine if engines may come back, and RolloutAborted for any other failure,
-        so that the run saves what it has learnt before it ends; Preempted instead of these if the
-        scheduler wants the machine back.
+        Raises NoServingEngine if engines may come back, RolloutAborted for any other failure, so
+        that the run saves before it ends, and Preempted instead if the job is preempted.
         """
         raise NotImplementedError
 
@@ -141,8 +158,8 @@ class Runner:
         """Continue with weights of that version."""
 
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
-        """Contents for a checkpoint: groups of unfinished generations, their samples so far, and
-        finished generations. Empty if the checkpoint waits for generations (`may_be_saved`)."""
+        """For a checkpoint: groups of unfinished generations, their samples so far, and finished
+        generations; nothing if the checkpoint waits for generations (`may_be_saved`)."""
         return None, None, {}
 
     def restore(self, saved: OpenGroups, samples: Experience) -> None:
@@ -153,11 +170,17 @@ class Runner:
 
 
 @contextmanager
-def as_rollout_aborted(what: str) -> Iterator[None]:
-    """Turn a failure of `what` in the block into RolloutAborted: all ranks save and stop."""
+def as_rollout_aborted(what: str, is_preempted: Callable[[], bool]) -> Iterator[None]:
+    """Turn a failure of `what` in the block into RolloutAborted, so that all ranks save and stop,
+    and any exception into Preempted if the run was told to stop."""
     try:
         yield
-    except (NoServingEngine, RolloutAborted):
+    except Exception as error:
+        # Slurm signals engines and processes of rewards at the same moment, so these fail, too.
+        if is_preempted():
+            raise Preempted(str(error)) from error
+        if isinstance(error, NoServingEngine | RolloutAborted):
+            raise
+        if isinstance(error, RewardError | TimeoutError | EngineError | EnvironmentsLost):
+            raise RolloutAborted(f"{what} failed: {error}") from error
         raise
-    except (RewardError, TimeoutError, EngineError, EnvironmentsLost) as error:
-        raise RolloutAborted(f"{what} failed: {error}") from error

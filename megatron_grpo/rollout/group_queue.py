@@ -15,16 +15,14 @@ any order of events.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
 class GroupKey(NamedTuple):
-    """Names a group: by its place in a generation, or in a round that replaces prompts of it.
-
-    Keys sort in the order in which groups are opened.
-    """
+    """Names a group: by its place in a generation, or in a round that replaces prompts of it. Keys
+    sort in the order in which groups are opened."""
 
     generation: int
     round: int
@@ -58,95 +56,88 @@ class GroupQueue:
     """Groups to open before any new one: dropped as too old, or open when a run was saved."""
 
     def __post_init__(self) -> None:
-        self._open: dict[GroupKey, int] = {}
-        self._complete: dict[GroupKey, int] = {}
-        """Complete groups, with the generation at which each was opened."""
+        self.opened_at: dict[GroupKey, int] = {}
+        """The generation at which each open or complete group was opened."""
+        self.rounds: dict[int, int] = defaultdict(int)
+        """Rounds that each generation has had so far; in order only."""
+        self._complete: set[GroupKey] = set()
         self._rejected: dict[int, list[GroupKey]] = defaultdict(list)
         """Rejected groups by generation, in order: they fill it up if no round finds enough."""
-        self._rounds: dict[int, int] = defaultdict(int)
 
     def key_of(self, number: int) -> GroupKey:
-        """The group at a place in the stream of prompts."""
+        """The group of round 0 at a place in the stream of prompts."""
         generation, position = divmod(number, self.size)
         return GroupKey(generation, 0, position)
 
     def number_of(self, key: GroupKey) -> int:
-        """The place in the stream of a group of round 0."""
         assert key.round == 0, "replacements have no place in the stream"
         return key.generation * self.size + key.position
 
     @property
     def untaken(self) -> list[GroupKey]:
-        """Groups that were opened, or are to be, and that no generation has taken."""
-        return sorted([*self._open, *self._complete, *self.reopened])
-
-    @property
-    def opened_at(self) -> dict[GroupKey, int]:
-        """The generation at which each open or complete group was opened."""
-        return self._open | self._complete
+        """Groups, opened or to be opened, that no generation has taken."""
+        return sorted([*self.opened_at, *self.reopened])
 
     def open_generation(self, generation: int, now: int) -> list[GroupKey]:
         """Open the groups of a generation; in order only."""
         self.next_number = max(self.next_number, (generation + 1) * self.size)
-        return self._opened(((generation, 0, n) for n in range(self.size)), now)
+        new = [GroupKey(generation, 0, position) for position in range(self.size)]
+        self.opened_at |= dict.fromkeys(new, now)
+        return new
 
     def num_missing(self, generation: int) -> int:
         """Number of groups that a generation's next round is to open; 0 while the last one goes on,
         and when the generation is complete. In order only."""
-        is_over = not any(key.generation == generation for key in self._open)
-        missing = self.size - len(self._complete_of(generation))
-        if not (is_over and missing > 0 and self._rounds[generation] < self.most_rounds):
+        is_open, complete = self._groups_of(generation)
+        missing = self.size - len(complete)
+        if is_open or missing <= 0 or self.rounds[generation] >= self.most_rounds:
             return 0
         return math.ceil(missing * self.widening)
 
-    def round_of(self, generation: int) -> int:
-        """Number of rounds that a generation has had so far; in order only."""
-        return self._rounds[generation]
-
     def open_round(self, generation: int, count: int, now: int) -> list[GroupKey]:
         """Open `count` groups of the next round; 0 if there are no other prompts to try."""
-        self._rounds[generation] = self._rounds[generation] + 1 if count else self.most_rounds
-        number = self._rounds[generation]
-        return self._opened(((generation, number, n) for n in range(count)), now)
+        number = self.rounds[generation] + 1 if count else self.most_rounds
+        self.rounds[generation] = number
+        new = [GroupKey(generation, number, position) for position in range(count)]
+        self.opened_at |= dict.fromkeys(new, now)
+        return new
 
     def open_new(self, now: int, limit: int) -> list[GroupKey]:
-        """Open groups until `num_wanted`, at most `limit`, are open or complete; with over-sampling
-        only. Returns the new ones.
-
-        More are opened where prompts repeat, so that a generation can always be filled; `limit` is
-        a multiple of `size`.
-        """
+        """Open groups until `num_wanted`, at most `limit`, are open or complete, or more where
+        prompts repeat, so that a generation can always be filled; with over-sampling only. `limit`
+        is a multiple of `size`."""
         assert self.num_wanted is not None
         new = []
         rows = {self.row_of(key) for key in self.opened_at}
         most = min(limit, self.num_wanted)
-        while limit and (len(self._open) + len(self._complete) < most or len(rows) < self.size):
+        while limit and (len(self.opened_at) < most or len(rows) < self.size):
             if self.reopened:
                 key = self.reopened.pop(0)
             else:
                 key, self.next_number = self.key_of(self.next_number), self.next_number + 1
-            new += self._opened([key], now)
+            self.opened_at[key] = now
+            new.append(key)
             rows.add(self.row_of(key))
         return new
 
     def restore(self, opened_at: Mapping[GroupKey, int]) -> None:
         """Open the groups of a checkpoint that have samples, each at its generation."""
         self.reopened = [key for key in self.reopened if key not in opened_at]
-        self._open |= opened_at
+        self.opened_at |= opened_at
 
     def complete(self, key: GroupKey) -> None:
-        """An open group is complete, and scored."""
-        self._complete[key] = self._open.pop(key)
+        assert key in self.opened_at, "it is open"
+        self._complete.add(key)
 
     def reject(self, key: GroupKey) -> bool:
-        """An open group is scored, and is to be replaced; it is `complete` instead, and False
-        returned, if as many were replaced as may be."""
+        """Have an open group replaced, or make it `complete` and return False if as many were
+        replaced as may be."""
         # -1: with over-sampling, groups belong to no generation until one takes them.
         generation = key.generation if self.num_wanted is None else -1
         if self.num_wanted and len(self._rejected[generation]) >= self.most_rounds * self.size:
             self.complete(key)
             return False
-        del self._open[key]
+        del self.opened_at[key]
         self._rejected[generation].append(key)
         return True
 
@@ -154,15 +145,14 @@ class GroupQueue:
         """The groups of a generation, which is the next one to be taken; None as long as there are
         too few."""
         if self.num_wanted is None:
-            if any(key.generation == generation for key in self._open):
+            is_open, complete = self._groups_of(generation)
+            if is_open or self.num_missing(generation):
                 return None
-            if self.num_missing(generation):
-                return None
-            found = [*self._complete_of(generation), *sorted(self._rejected[generation])]
+            found = [*complete, *sorted(self._rejected[generation])]
             return found[: self.size] if len(found) >= self.size else None
         taken: dict[int, GroupKey] = {}
         # Oldest first: they would be the next to be dropped as too old.
-        for key in sorted(self._complete, key=lambda each: (self._complete[each], each)):
+        for key in sorted(self._complete, key=lambda each: (self.opened_at[each], each)):
             taken.setdefault(self.row_of(key), key)
         return sorted([*taken.values()][: self.size]) if len(taken) >= self.size else None
 
@@ -172,21 +162,22 @@ class GroupQueue:
         keys = self.next_generation(generation)
         assert keys is not None, "it was looked at"
         rejected = self._rejected.pop(generation if self.num_wanted is None else -1, [])
-        spare = self._complete_of(generation) if self.num_wanted is None else []
+        spare = self._groups_of(generation)[1] if self.num_wanted is None else []
         # `keys` may have rejected groups, and a widened round leaves spare ones.
-        for key in {*keys, *spare} & self._complete.keys():
-            del self._complete[key]
-        self._rounds.pop(generation, None)
+        for key in {*keys, *spare} & self._complete:
+            self._complete.remove(key)
+            del self.opened_at[key]
+        self.rounds.pop(generation, None)
         return keys, sorted({*rejected, *spare} - {*keys})
 
     def drop_generation(self, generation: int) -> list[GroupKey]:
         """Forget a generation that is to be made from other weights; returns its groups."""
         dropped = [key for key in self.opened_at if key.generation == generation]
         dropped += self._rejected.pop(generation, [])
-        self._rounds.pop(generation, None)
+        self.rounds.pop(generation, None)
         for key in dropped:
-            self._open.pop(key, None)
-            self._complete.pop(key, None)
+            self.opened_at.pop(key, None)  # a rejected one is no more there
+            self._complete.discard(key)
         return dropped
 
     def drop_stale(self, now: int) -> list[GroupKey]:
@@ -195,15 +186,13 @@ class GroupQueue:
             key for key, then in self.opened_at.items() if then < now - self.max_staleness
         )
         for key in dropped:
-            self._open.pop(key, None)
-            self._complete.pop(key, None)
+            del self.opened_at[key]
+            self._complete.discard(key)
         self.reopened = sorted([*self.reopened, *dropped])
         return dropped
 
-    def _opened(self, keys: Iterable[tuple[int, int, int]], now: int) -> list[GroupKey]:
-        new = [GroupKey(*key) for key in keys]
-        self._open |= dict.fromkeys(new, now)
-        return new
-
-    def _complete_of(self, generation: int) -> list[GroupKey]:
-        return sorted(key for key in self._complete if key.generation == generation)
+    def _groups_of(self, generation: int) -> tuple[bool, list[GroupKey]]:
+        """Whether groups of a generation are open, and those that are complete, in order."""
+        own = [key for key in self.opened_at if key.generation == generation]
+        complete = [key for key in own if key in self._complete]
+        return len(complete) < len(own), sorted(complete)

@@ -21,7 +21,6 @@ from megatron_grpo.engine_weights.layouts import quantized_engine
 from megatron_grpo.engines.group import CompletionGroup, features_of, sample_alone
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.quantized import quantized_weights
-from megatron_grpo.rollout.group_queue import GroupKey
 from megatron_grpo.rollout.services import RolloutServices
 
 BOUNDS = {"float32": 1e-2, "bfloat16": 0.15}
@@ -36,7 +35,6 @@ QUANTIZED_BOUND = 0.6
 """Bound for quantised engines, with the trainer's weights quantised alike. With 8-bit weights
 more tokens change their experts: 0.22 on average with random routers and FP8 per row, where other
 weights differ by 3 (tests/megatron_grpo/engines/test_vllm_worker.py)."""
-
 
 PROBE_LENGTH = 8
 """Most tokens per sample of the probe."""
@@ -60,13 +58,17 @@ def sample_probe(services: RolloutServices, policy_version: int) -> Experience:
 async def _sample(services: RolloutServices, policy_version: int) -> list[Sample]:
     prompts, router = services.stream.batch(0), services.eval_router
     features = await features_of(prompts)
-    length = min(PROBE_LENGTH, services.cfg.rollout.max_completion_length)
-    groups = []
-    for position, prompt in enumerate(prompts):
-        params = services.params(GroupKey(0, 0, position), policy_version)
-        params = replace(params, max_completion_length=length)
-        priority = position * params.num_generations
-        groups.append(CompletionGroup(prompt, params, priority, features.get(prompt.images)))
+    length = min(PROBE_LENGTH, services.params.max_completion_length)
+    params = replace(services.params, policy_version=policy_version, max_completion_length=length)
+    groups = [
+        CompletionGroup(
+            prompt,
+            replace(params, position=position),
+            position * params.num_generations,
+            features.get(prompt.images),
+        )
+        for position, prompt in enumerate(prompts)
+    ]
     sampling = [asyncio.create_task(group.sample(router)) for group in groups]
     try:
         samples = await sample_alone(router, sampling, policy_version)

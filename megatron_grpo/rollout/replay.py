@@ -17,7 +17,6 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.stream import PromptStream
-from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.rollout.generation import RolloutBatch, Runner, as_rollout_aborted
 from megatron_grpo.rollout.services import load_stream
@@ -33,10 +32,8 @@ def generation_folder(run_dir: Path, generation: int) -> Path:
 
 
 def write_generation(cfg: Config, generation: int, batch: RolloutBatch, prompts: str) -> None:
-    """Write a generation as engines and rewards made it, bit for bit.
-
-    `prompts` is the fingerprint of the prompts that it was drawn from.
-    """
+    """Write a generation as engines and rewards made it, bit for bit. `prompts` is the fingerprint
+    of the prompts that it was drawn from."""
     folder = generation_folder(cfg.train.run_dir, generation)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FACTS_FILE).unlink(missing_ok=True)  # of a run that is resumed before it
@@ -92,10 +89,8 @@ def _facts(folder: Path, stream: PromptStream) -> dict[str, Any]:
 
 
 class Replay(Runner):
-    """Reads the generations of the run in `train.replay`, each when it is needed.
-
-    Raises ValueError if they were drawn from other prompts.
-    """
+    """Reads the generations of the run in `train.replay`, each when it is needed. Raises ValueError
+    if they were drawn from other prompts."""
 
     def __init__(self, cfg: Config, shape: ModelShape, is_preempted: Callable[[], bool]) -> None:
         # Imports transformers, which the other ranks make no use of.
@@ -110,11 +105,8 @@ class Replay(Runner):
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
         """Read a generation."""
         folder = generation_folder(self._run_dir, generation)
-        with (
-            preempted_instead(self._is_preempted),
-            as_rollout_aborted(f"reading generation {generation}"),
-            timer.phase("load"),
-        ):
+        what = f"reading generation {generation}"
+        with as_rollout_aborted(what, self._is_preempted), timer.phase("load"):
             facts = _facts(folder, self.stream)
             experience = read_experience(folder, self.stream.prompts, READY)
         assert experience is not None, "the preflight has found it"

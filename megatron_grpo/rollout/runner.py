@@ -4,26 +4,29 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import count
 from random import Random
 
-from megatron_grpo.batch.experience import Experience
+from megatron_grpo.batch.experience import Experience, compute_advantages
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.engines.group import CompletionGroup, features_of, print_failures
-from megatron_grpo.launch.process import preempted_instead
+from megatron_grpo.data.samples import first_seed
+from megatron_grpo.engines.engine import Json
+from megatron_grpo.engines.group import CompletionGroup, Group, features_of, print_failures
+from megatron_grpo.rewards.scoring import check_failed
 from megatron_grpo.rollout.generation import (
     Attempt,
     Generation,
     RolloutBatch,
-    RolloutRequest,
     Runner,
+    ScoredGroup,
     as_rollout_aborted,
 )
 from megatron_grpo.rollout.group_queue import GroupKey, GroupQueue
 from megatron_grpo.rollout.saved_groups import Unscored, experience_of, groups_of, may_be_saved
-from megatron_grpo.rollout.scored_group import ScoredGroup, as_experience
 from megatron_grpo.rollout.services import RolloutServices
 from megatron_grpo.timing import IDLE, WAIT, PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
@@ -83,47 +86,37 @@ class GenerationRunner(Runner):
         """Groups of a checkpoint that the queue has opened; the first `resume` begins them."""
         self._generations: dict[int, Generation] = {}
         """Generations in progress, by number; with over-sampling, the next one to be taken."""
-        self._num_opened: dict[int, int] = defaultdict(int)
-        """Groups that a generation has opened; with over-sampling, all are of generation 0."""
+        self._places: dict[int, count[int]] = defaultdict(count)
+        """Numbers of the groups that a generation opens; with over-sampling, all are of 0."""
         self._policy_version = state.step
         if self._over_samples:
-            self._generations[self._num_taken] = self._new_generation(self._num_taken)
+            self._generations[self._num_taken] = Generation(state.step)
 
-    def begin(self, request: RolloutRequest) -> None:
-        """Begin a generation; one whose engines were lost continues if the request is the same."""
+    def begin(self, generation: int, policy_version: int) -> None:
         if not self._over_samples:
-            self._services.wait_for_partners()
-            self._call(self._begin(request))
+            self._call(self._begin(generation, policy_version))
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
-        """Wait for a generation and return it."""
-        with (
-            preempted_instead(lambda: self._watchdog.is_preempted),
-            as_rollout_aborted(f"generation {generation}"),
-        ):
-            self._wait(generation, timer)
-            if not self._cfg.rollout.in_flight_updates:
-                self._call(self._router.abort())
-                if self._router.failure:  # such as other weights than at the beginning
-                    raise self._router.failure
+        with as_rollout_aborted(f"generation {generation}", lambda: self._watchdog.is_preempted):
+            phase = self._call(self._phase_after(generation, None))
+            while phase:  # the watchdog has limits for each
+                name = (WAIT, phase) if self._is_ahead else (phase,)
+                with timer.phase(*name):
+                    phase = self._call(self._phase_after(generation, phase))
             return self._call(self._take(generation))
 
     def pause(self, next_version: int) -> None:
-        """Return when a push of that version may begin."""
         self._call(self._router.pause(next_version))
 
     def abort(self) -> None:
-        """Return when no engine has a request."""
         self._call(self._router.abort())
 
     def resume(self, policy_version: int) -> None:
         """Continue with weights of that version, without the groups that are too old for it."""
         if self._cfg.rollout.in_flight_updates:
-            self._services.wait_for_partners()
             self._call(self._resume(policy_version))
 
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
-        """Groups that no generation has taken, for a checkpoint."""
         if not may_be_saved(self._cfg):
             return super().open_groups()
         return self._call(self._open_groups())
@@ -139,18 +132,22 @@ class GenerationRunner(Runner):
             self._restored = sorted(opened_at, key=lambda key: (opened_at[key], key))
 
     def close(self) -> None:
-        """Cancel the groups in progress."""
         self._call(self._close())
 
     # In the event loop
 
-    async def _begin(self, request: RolloutRequest) -> None:
-        number, version = request.generation, request.policy_version
+    async def _begin(self, number: int, version: int) -> None:
         found = self._generations.get(number)
-        if found is None or found.policy_version != version:
+        if found and found.policy_version != version:
             self._drop(self._queue.drop_generation(number))
+            found = None
+        if found is None:
             self._policy_version = version
-            self._generations[number] = self._new_generation(number)
+            generation = self._generations[number] = Generation(version)
+            if self._is_ahead:
+                generation.record = partial(
+                    self._timeline.add_rollout, generation=number, policy_version=version
+                )
             await self._open(self._queue.open_generation(number, number))
         if not self._cfg.rollout.in_flight_updates:
             await self._router.resume(version)
@@ -169,8 +166,14 @@ class GenerationRunner(Runner):
 
     async def _take(self, number: int) -> RolloutBatch:
         generation = self._generations[number]
+        if generation.failure:
+            raise generation.failure
+        if not self._cfg.rollout.in_flight_updates:
+            await self._router.abort()
+            if self._router.failure:  # such as other weights than at the beginning
+                raise self._router.failure
         # Before a generation takes them: the checkpoint at the end of the run has the groups.
-        generation.tally.check_failed(self._cfg.reward)
+        check_failed(generation.num_failed, len(generation.totals) or 1, self._cfg.reward)
         keys, replaced = self._queue.pop_generation(number)
         batch = self._batch(number, keys, replaced)
         for key in (*keys, *replaced):  # the task of a replaced one may be about to open others
@@ -179,7 +182,7 @@ class GenerationRunner(Runner):
         del self._generations[number]
         self._num_taken += 1
         if self._over_samples:
-            self._generations[self._num_taken] = self._new_generation(self._num_taken)
+            self._generations[self._num_taken] = Generation(self._policy_version)
             await self._open_new()
         return batch
 
@@ -190,21 +193,10 @@ class GenerationRunner(Runner):
 
     @property
     def _now(self) -> int:
-        """The generation that is trained on with the weights that the engines have."""
+        """Number of the generation that training with the engines' weights begins."""
         return self._schedule.cursor(self._policy_version).generation
 
-    def _new_generation(self, number: int) -> Generation:
-        generation = Generation(self._policy_version)
-        if self._is_ahead and not self._over_samples:
-            generation.record = partial(
-                self._timeline.add_rollout,
-                generation=number,
-                policy_version=self._policy_version,
-            )
-        return generation
-
     def _generation_of(self, key: GroupKey) -> Generation:
-        """The generation that counts a group."""
         return self._generations[self._num_taken if self._over_samples else key.generation]
 
     def _prompt(self, key: GroupKey) -> Prompt:
@@ -222,36 +214,41 @@ class GenerationRunner(Runner):
         # With over-sampling, the first need not wait until the images of all are read.
         step = NUM_READ_AT_ONCE if self._over_samples else max(1, len(keys))
         for i in range(0, len(keys), step):
-            await self._begin_groups(keys[i : i + step])
+            own = {key: self._prompt(key) for key in keys[i : i + step]}
+            unscored = [key for key in own if not isinstance(self._saved.get(key), ScoredGroup)]
+            features = await features_of([own[key] for key in unscored])
+            for key, prompt in own.items():
+                # While images were read, it may have become too old, and been opened again.
+                if key in self._attempts or key not in self._queue.opened_at:
+                    continue
+                group = self._new_group(key, prompt, features.get(prompt.images))
+                attempt = self._attempts[key] = Attempt(group)
+                if key not in self._saved or not self._is_restored(key, attempt):
+                    generation = self._generation_of(key)
+                    generation.num_sampling += 1
+                    generation.enter_phase()
+                    attempt.task = asyncio.create_task(self._make_group(key, attempt))
 
-    async def _begin_groups(self, keys: Sequence[GroupKey]) -> None:
-        unscored = [key for key in keys if not isinstance(self._saved.get(key), ScoredGroup)]
-        features = await features_of([self._prompt(key) for key in unscored])
-        opened = self._queue.opened_at
-        for key in keys:
-            # While images were read, it may have become too old, and been opened again.
-            if key in self._attempts or key not in opened:
-                continue
-            prompt, params = self._prompt(key), self._services.params(key, self._policy_version)
-            group = self._services.groups.new(
-                prompt, params, self._next_priority(key), features.get(prompt.images)
-            )
-            attempt = self._attempts[key] = Attempt(group)
-            if not self._is_restored(key, attempt):
-                self._generation_of(key).begin_group()
-                attempt.task = asyncio.create_task(self._make_group(key, attempt))
-
-    def _next_priority(self, key: GroupKey) -> int:
-        """Earlier generations go first; with over-sampling, whatever was opened before."""
-        of, size = 0 if self._over_samples else key.generation, self._cfg.grpo.num_generations
-        self._num_opened[of] += 1
-        return of * PRIORITIES + (self._num_opened[of] - 1) * size
+    def _new_group(self, key: GroupKey, prompt: Prompt, features: Json | None) -> Group:
+        first = self._services.params
+        seed = first.seed
+        if key.round:  # no two rounds of a generation share seeds; no prompt has a position below 0
+            seed = first_seed(seed, key.generation, -key.round)
+        params = replace(
+            first,
+            policy_version=self._policy_version,
+            seed=seed,
+            series=key.generation,
+            position=key.position,
+        )
+        # Earlier generations go first; with over-sampling, whatever was opened before.
+        of = 0 if self._over_samples else key.generation
+        priority = of * PRIORITIES + next(self._places[of]) * params.num_generations
+        return self._services.groups[prompt.source](prompt, params, priority, features)
 
     def _is_restored(self, key: GroupKey, attempt: Attempt) -> bool:
         """Let a group of a checkpoint continue; returns whether it was scored there."""
-        if (saved := self._saved.pop(key, None)) is None:
-            return False
-        group = attempt.group
+        saved, group = self._saved.pop(key), attempt.group
         assert isinstance(group, CompletionGroup), "a checkpoint holds no dialogues"
         group.engines.update(self._saved_engines.pop(key, ()))
         if not isinstance(saved, ScoredGroup):
@@ -259,7 +256,7 @@ class GenerationRunner(Runner):
             return False
         attempt.scored, attempt.ended = saved, time.time()
         if not self._over_samples:  # else the first run has counted it
-            self._generation_of(key).tally.add(saved, self._cfg.grpo)
+            self._generation_of(key).add(saved, self._cfg.grpo)
         self._queue.complete(key)
         return True
 
@@ -268,19 +265,22 @@ class GenerationRunner(Runner):
         group, cfg = attempt.group, self._cfg
         try:
             samples = await group.sample(self._router)
-            self._generation_of(key).end_sampling()
-            self._router.changed.give()  # `_wait` looks at the phase
+            generation = self._generation_of(key)
+            generation.num_sampling -= 1
+            generation.num_scoring += 1
+            generation.enter_phase()
+            self._router.changed.give()  # `finish` looks at the phase
             if not self._is_ahead:  # as servers of reward models may sleep between two rounds
-                await self._generation_of(key).until_sampled()
+                await generation.sampled.wait()
             scored = attempt.scored = await self._services.scorer.score(samples, group.priority)
             attempt.ended = time.time()
             generation = self._generation_of(key)  # over-sampling: maybe a later one than above
-            generation.end_scoring()
-            if not generation.tally.add(scored, cfg.grpo):
+            generation.num_scoring -= 1
+            if not generation.add(scored, cfg.grpo):
                 self._queue.complete(key)
             elif self._queue.reject(key) and self._over_samples:
                 await self._open_new()
-            if not (self._over_samples or generation.has_open_groups):
+            if not (self._over_samples or generation.num_sampling or generation.num_scoring):
                 await self._end_round(key.generation)
         except Exception as error:  # of any kind: `finish` must raise it
             generation = self._generation_of(key)
@@ -290,18 +290,15 @@ class GenerationRunner(Runner):
     async def _end_round(self, number: int) -> None:
         """Open the next round, if groups are missing; all groups of the last one are scored."""
         generation, stream = self._generations[number], self._services.stream
-        last = self._queue.round_of(number)
-        print_failures(
-            attempt.group
-            for key, attempt in self._attempts.items()
-            if (key.generation, key.round) == (number, last)
-        )
-        generation.tally.check_failed(self._cfg.reward)
-        if count := self._queue.num_missing(number):
+        last = self._queue.rounds[number]
+        own = [key for key in self._attempts if (key.generation, key.round) == (number, last)]
+        print_failures([self._attempts[key].group for key in own])
+        check_failed(generation.num_failed, len(generation.totals) or 1, self._cfg.reward)
+        if missing := self._queue.num_missing(number):
             tried = {self._prompt(key).index for key in self._attempts if key.generation == number}
             # A generator of its own: a resumed run must try the same prompts.
             order = Random(f"resampled {stream.seed} {number} {last + 1}")
-            prompts = stream.others(tried, count, order)
+            prompts = stream.others(tried, missing, order)
             keys = self._queue.open_round(number, len(prompts), number)
             self._replacements |= zip(keys, prompts, strict=True)
             is_alone = bool(keys) and not self._cfg.rollout.in_flight_updates
@@ -310,21 +307,11 @@ class GenerationRunner(Runner):
             await self._open(keys)
             if is_alone:
                 await self._router.resume(self._policy_version)
-        if not generation.has_open_groups:
-            generation.end()
-
-    def _wait(self, number: int, timer: PhaseTimer) -> None:
-        """Wait for a generation, in the phases for which the watchdog has limits of their own."""
-        phase = self._call(self._phase_after(number, None))
-        while phase:
-            name = (WAIT, phase) if self._is_ahead else (phase,)
-            with timer.phase(*name):
-                phase = self._call(self._phase_after(number, phase))
-        if failure := self._generations[number].failure:
-            raise failure
+        generation.enter_phase()
 
     async def _phase_after(self, number: int, last: str | None) -> str:
-        """Wait until a generation is in another phase than the `last`; IDLE: it can be taken."""
+        """Wait until a generation is in another phase than the `last`; IDLE: it can be taken, or
+        has failed."""
         await self._router.until(lambda: self._phase(number) != last)
         return self._phase(number)
 
@@ -351,10 +338,17 @@ class GenerationRunner(Runner):
     ) -> RolloutBatch:
         cfg, generation = self._cfg, self._generations[number]
         attempts = [self._attempts[key] for key in keys]
-        experience = as_experience([each.scored for each in attempts if each.scored], cfg)
-        engines = set[str]().union(*(each.group.engines for each in attempts))
-        metrics = generation.tally.metrics(len(replaced), cfg.grpo)
-        metrics["rollout/num_engines"] = len(engines)
+        groups = [each.scored for each in attempts if each.scored]
+        experience = compute_advantages(
+            [sample for group in groups for sample in group.samples],
+            [reward for group in groups for reward in group.rewards],
+            [total for group in groups for total in group.totals],
+            cfg,
+        )
+        metrics = generation.metrics(len(replaced), cfg.grpo)
+        metrics["rollout/num_engines"] = len(
+            {url for each in attempts for url in each.group.engines}
+        )
         if self._over_samples:
             began = min(each.began for each in attempts)
             seconds = max(each.ended for each in attempts) - began

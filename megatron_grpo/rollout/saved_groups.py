@@ -2,8 +2,7 @@
 
 With over-sampling, they are the samples of the groups that no generation has taken; otherwise,
 those of the generations that are not complete. They are stored as an `Experience` and may be cut:
-they have the tokens sampled so far, and the run that continues requests the rest, like one that
-resumes.
+the run that continues requests the rest of their tokens.
 
 Invariants of a checkpoint and the run that continues from it: a group has each sample at most once;
 a whole sample is never requested again. With over-sampling, every sample belongs to a group of
@@ -19,26 +18,21 @@ import torch
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rollout.scored_group import ScoredGroup
+from megatron_grpo.rollout.generation import ScoredGroup
 
 Unscored = Sequence[Sample]
 
 
 def may_be_saved(cfg: Config) -> bool:
-    """Whether a checkpoint holds unfinished samples, so that no save waits for them.
-
-    It cannot hold dialogues, whose environments or agents are processes, nor, without
-    over-sampling, the groups that earlier rounds of dynamic sampling have found.
-    """
+    """Whether a checkpoint holds unfinished samples, so that no save waits for them: no dialogues,
+    whose partners are processes, and no rounds of dynamic sampling."""
     one_round = cfg.rollout.over_sampling > 1 or not cfg.grpo.dynamic_sample
     return cfg.rollout.in_flight_updates and one_round and not cfg.has_dialogues
 
 
 def experience_of(groups: Mapping[int, ScoredGroup | Unscored]) -> Experience | None:
-    """The samples of groups, given by the number of their prompt; None if there are none.
-
-    Samples without scores have no rewards and the total NaN. There are no advantages yet.
-    """
+    """The samples of groups, given by the number of their prompt; None if there are none. Samples
+    without scores have no rewards and the total NaN. There are no advantages yet."""
     scored = [
         each
         if isinstance(each, ScoredGroup)

@@ -18,7 +18,7 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.http import NoServingEngine, RolloutAborted
 from megatron_grpo.launch.process import Preempted
-from megatron_grpo.rollout.generation import RolloutBatch, RolloutRequest, Runner
+from megatron_grpo.rollout.generation import RolloutBatch, Runner
 from megatron_grpo.rollout.saved_groups import may_be_saved
 from megatron_grpo.timing import PhaseTimer
 from parallel.collectives import on_rank_0
@@ -33,9 +33,8 @@ STOPS = (Preempted, NoServingEngine, RolloutAborted)
 def ask_engines(zero: Z | None, ask: Callable[[Z], T], push: Callable[[], None]) -> T | None:
     """Return what `ask(zero)` returns on rank 0, which alone has `zero`, and None on the others.
 
-    `ask` must use engines that hold the current weights. If none serves any more, all ranks `push`
-    these, which waits for an engine to come back, and rank 0 asks again. Collective; raises
-    Preempted and RolloutAborted on all ranks.
+    If no engine serves any more, all ranks `push` the current weights, which waits for one to come
+    back, and rank 0 asks again. Collective; raises Preempted and RolloutAborted on all ranks.
     """
     while True:
         try:
@@ -47,14 +46,13 @@ def ask_engines(zero: Z | None, ask: Callable[[Z], T], push: Callable[[], None])
 class RolloutScheduler:
     """The generations in progress, and those that are finished and await training.
 
-    Every rank has a scheduler and all call the same method at the same time, so that all know what
-    is in progress; only rank 0 has a `runner`. `push(step)` pushes the weights after `step`
-    optimizer steps to the engines.
+    All ranks call the same method at the same time, so that all know what is in progress; only rank
+    0 has a `runner`. `push(step)` pushes the weights after `step` optimizer steps.
     """
 
     def __init__(self, cfg: Config, runner: Runner | None, push: Callable[[int], None]) -> None:
-        self.pending: dict[int, RolloutRequest] = {}
-        """The generations in progress, by number."""
+        self.pending: dict[int, int] = {}
+        """The generations in progress, with the optimizer step of the weights at their request."""
         self.ready: dict[int, RolloutBatch | None] = {}
         """The finished generations that training has not begun, by number; None but on rank 0."""
         rollout, self._max_staleness = cfg.rollout, cfg.rollout.max_staleness
@@ -100,7 +98,6 @@ class RolloutScheduler:
         self._is_suspended = self._in_flight
 
     def after_push(self, step: int) -> None:
-        """Go on, with the weights after `step` steps."""
         self._is_suspended = False
         if self._in_flight and self._runner:
             self._runner.resume(step)
@@ -110,8 +107,8 @@ class RolloutScheduler:
         earlier weights: a resumed run does not have these, and could not request them again."""
         if self._saves_open or self._is_suspended:  # it has their samples, or none can finish
             return
-        for generation, request in [*self.pending.items()]:
-            if request.policy_version != step:
+        for generation, version in [*self.pending.items()]:
+            if version != step:
                 self._finish(generation, step, timer)
 
     def give_up(self) -> None:
@@ -119,16 +116,15 @@ class RolloutScheduler:
         self.pending = {}
 
     def _request(self, generation: int, step: int) -> None:
-        """Request a generation from the engines, which serve the weights after `step` steps."""
-        self.pending[generation] = RolloutRequest(generation, step)
+        self.pending[generation] = step
         if self._runner:
-            self._runner.begin(self.pending[generation])
+            self._runner.begin(generation, step)
 
     def _finish(self, generation: int, step: int, timer: PhaseTimer) -> None:
         """Wait for a generation in progress.
 
-        If no engine is left, push the current weights, after `step` steps; the generation then
-        continues with them, or is requested again if its samples must have a single version.
+        If no engine is left, the current weights are pushed; the generation then continues with
+        them, or is requested again if its samples must have a single version.
         """
         if generation in self.ready:
             return

@@ -2,37 +2,30 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards.by_source import RewardsBySource
 from megatron_grpo.rewards.scoring import Decode, with_steps
-from megatron_grpo.rollout.scored_group import ScoredGroup
+from megatron_grpo.rollout.generation import ScoredGroup
 
 GATHER_SECONDS = 0.01
 """Groups that end in one step of an engine arrive within this time, and are scored together."""
 
 
-@dataclass(frozen=True, eq=False)
-class ScoreJob:
-    """A group that waits for its scores."""
+class ScoreJob(NamedTuple):
+    """A group that waits for its scores; lower priorities go first."""
 
     priority: int
-    """Lower numbers go first."""
     samples: Sequence[Sample]
-    scored: "asyncio.Future[ScoredGroup]" = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    scored: "asyncio.Future[ScoredGroup]"
 
 
 class GroupScorer:
-    """Scores the groups that have become complete by its next turn together, as many as there can
-    be calls at a time.
-
-    Reward functions get one group in each call. After a failure, all later groups fail with the
-    same error.
-    """
+    """Scores all groups together that are complete by its next turn, as many as there can be calls
+    at a time. After a failure, all later groups fail with the same error."""
 
     def __init__(self, cfg: Config, rewards: RewardsBySource, decode: Decode) -> None:
         self._cfg, self._rewards, self._decode = cfg, rewards, decode
@@ -46,21 +39,16 @@ class GroupScorer:
         self._scoring: asyncio.Task[None] | None = None
 
     async def score(self, samples: Sequence[Sample], priority: int) -> ScoredGroup:
-        """Score the samples of a prompt, after those of a lower `priority`.
-
-        A group whose caller is cancelled before its turn is not scored.
-        """
-        job = ScoreJob(priority, samples)
+        """Score the samples of a prompt, after those of a lower `priority`; not at all if the
+        caller is cancelled before."""
+        job = ScoreJob(priority, samples, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
         if self._scoring is None or self._scoring.done():
             self._scoring = asyncio.create_task(self._score_jobs())
         return await job.scored
 
     def score_now(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
-        """The groups of these samples, which are ordered by prompt; blocks while they are scored.
-
-        Raises RewardError if too many samples cannot be scored.
-        """
+        """Score samples, ordered by prompt; blocks. Raises RewardError if too many cannot be."""
         # The limit on failures is a share of a whole generation, also in a round that replaces a
         # few prompts.
         size = max(self._cfg.grpo.generation_batch_size, len(samples))
@@ -95,10 +83,10 @@ class GroupScorer:
                         job.scored.set_result(group)
 
     def _next_jobs(self) -> list[ScoreJob]:
-        """The groups to score next, and drop those that nobody waits for any more."""
+        """Take the groups to score next from the jobs, without those that nobody waits for."""
         found: dict[int, ScoreJob] = {}
         left = []
-        for job in sorted(self._jobs, key=lambda job: job.priority):
+        for job in sorted(self._jobs, key=attrgetter("priority")):
             # Two groups of one prompt, from two generations, would be scored as one.
             index = job.samples[0].prompt.index
             if index in found or len(found) == self._most:

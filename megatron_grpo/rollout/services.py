@@ -1,17 +1,16 @@
 """Engines, prompts, partners and rewards of a run, which rank 0 makes generations with."""
 
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
-from megatron_grpo.agents.partners import Groups, Partners
+from megatron_grpo.agents.partners import Partners
 from megatron_grpo.bars import Show, waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.reward import served_here
 from megatron_grpo.data.prompts import end_tokens, load_prompts
-from megatron_grpo.data.samples import first_seed
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engine_weights.layouts import worker_shards
 from megatron_grpo.engines.client import RolloutClient
@@ -23,7 +22,6 @@ from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.evaluation.evaluation import Evaluations
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rewards.pool import RewardPools
-from megatron_grpo.rollout.group_queue import GroupKey
 from megatron_grpo.rollout.scorer import GroupScorer
 from megatron_grpo.workers.event_loop import EventLoop
 
@@ -41,11 +39,8 @@ def load_stream(
 
 
 class RolloutServices:
-    """The rollout engines, the prompts, the model's partners and the rewards of a run.
-
-    Weights are pushed through its `engines`. Engines that it starts itself leave the first GPUs of
-    this host to the host's `num_ranks` trainer ranks.
-    """
+    """The rollout engines, the prompts, the model's partners and the rewards of a run. Engines that
+    it starts leave the first GPUs of this host to its `num_ranks` trainer ranks."""
 
     def __init__(self, cfg: Config, shape: ModelShape, token: str | None, num_ranks: int) -> None:
         # Imported here because transformers takes a second, which no other rank needs.
@@ -73,12 +68,24 @@ class RolloutServices:
         streams = cfg.rollout.in_flight_updates and not cfg.rollout.router_replay
         self.router = RequestRouter(self.engines, decode, streams=streams)
         self.scorer = GroupScorer(cfg, self.rewards, decode)
-        self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
+        ends, rollout = end_tokens(shape, tokenizer, cfg.rollout), cfg.rollout
         self.tokenizer = tokenizer
-        self.partners = Partners(cfg, tokenizer, self._end_tokens, self.engines)
-        self._has_partners = False
-        replayed = shape.indexer if cfg.rollout.indexer_replay else None
-        self._index_topk = replayed.topk if replayed else 0
+        self.partners = Partners(cfg, tokenizer, ends, self.engines)
+        self.groups = self.partners.groups(cfg)
+        replayed = shape.indexer if rollout.indexer_replay else None
+        self.params = SamplingParams(
+            num_generations=cfg.grpo.num_generations,
+            policy_version=0,
+            temperature=rollout.temperature,
+            max_completion_length=rollout.max_completion_length,
+            stop_token_ids=ends,
+            stop=rollout.stop,
+            router_replay=rollout.router_replay,
+            index_topk=replayed.topk if replayed else 0,
+            seed=cfg.train.seed,
+            series=0,
+        )
+        """Parameters of the first group; those of others differ in version, seed and place."""
         self.stream = load_stream(cfg, shape, tokenizer)
         self.eval_router = RequestRouter(self.engines, decode, streams=False)
         """For the probe and held-out sets, which are sampled while the other one is aborted."""
@@ -86,23 +93,9 @@ class RolloutServices:
             cfg, shape, tokenizer, self.eval_router, self.pools, self.partners
         )
 
-    def wait_for_partners(self) -> None:
-        """Wait until sessions can begin; raises ValueError if they cannot. Not in the loop."""
-        if not self._has_partners:
-            self.partners.wait_ready(self.stream.prompts)
-            self._has_partners = True
-
-    @cached_property
-    def groups(self) -> Groups:
-        """Makes the groups of training."""
-        return self.partners.groups(self.cfg)
-
     def wait_for_memory(self) -> None:
-        """Return when engines that share GPUs with trainer ranks have allocated their memory.
-
-        Such engines measure how much is free, so the trainer must wait. In sleep mode they have
-        given it back when this returns. Other engines load while the trainer builds its model.
-        Raises what `wait_ready` raises.
+        """Return when engines that share GPUs with trainer ranks have measured how much memory is
+        free, and taken it; in sleep mode they have given it back. Raises what `wait_ready` raises.
         """
         with waiting(self.servers.awaited, "answer") as show:
             if self.cfg.rollout.enable_sleep_mode:
@@ -112,11 +105,8 @@ class RolloutServices:
                 self.servers.wait_ready(self.cfg.rollout.startup_timeout, show)
 
     def wait_ready(self, show: Show) -> None:
-        """Return when every engine answers; raises when one is dead or late.
-
-        `show` is called with the numbers of engines that answer and of all. Raises ValueError that
-        names the parameters of an engine that a push would not fill.
-        """
+        """Return when every engine answers; raises when one is dead or late, and ValueError that
+        names the parameters of an engine that a push would not fill."""
         self.servers.wait_ready(self.cfg.rollout.startup_timeout, show)
         held = worker_shards(self.cfg, self.shape)
         for url, workers in self.engines.describe_parameters().items():
@@ -125,31 +115,12 @@ class RolloutServices:
             except ValueError as error:
                 raise ValueError(f"rollout engine {url}: {error}") from None
 
-    def params(self, key: GroupKey, policy_version: int) -> SamplingParams:
-        """Sampling parameters of a group."""
-        rollout, seed = self.cfg.rollout, self.cfg.train.seed
-        return SamplingParams(
-            num_generations=self.cfg.grpo.num_generations,
-            policy_version=policy_version,
-            temperature=rollout.temperature,
-            max_completion_length=rollout.max_completion_length,
-            stop_token_ids=self._end_tokens,
-            stop=rollout.stop,
-            router_replay=rollout.router_replay,
-            index_topk=self._index_topk,
-            # No two rounds of a generation share seeds; no prompt has a position below 0.
-            seed=first_seed(seed, key.generation, -key.round) if key.round else seed,
-            series=key.generation,
-            position=key.position,
-        )
-
     def cancel(self) -> None:
         """Soon end a running rollout, evaluation or wait for engines; safe from any thread."""
         self.engines.cancel()
         self.pools.cancel()
 
     def close(self) -> None:
-        """Stop the reward workers, the model's partners, and the engines that were started here."""
         self.cancel()
         with ExitStack() as stack:
             stack.callback(self.loop.close)

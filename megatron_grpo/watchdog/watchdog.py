@@ -126,8 +126,8 @@ class Watchdog:
         self._position = replace(before, phase=phase, num_phases=before.num_phases + 1)
         self._heartbeat.send(heartbeat=asdict(self._position))
 
-    def tick(self) -> None:
-        """Record progress by one microbatch."""
+    def tick(self, *_: object) -> None:
+        """Record progress by one microbatch; a forward pre-hook of models."""
         self._position = replace(self._position, num_ticks=self._position.num_ticks + 1)
 
     def on_preempt(self, callback: Callable[[], None]) -> None:

@@ -6,7 +6,6 @@ The thread that trains calls it by `call` and waits; coroutines never block it, 
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -23,16 +22,12 @@ class EventLoop:
         self._thread = Thread(target=self._loop.run_forever, name="event loop", daemon=True)
         self._thread.start()
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `coroutine`; safe from any thread."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run `coroutine`, and wait for what it returns or raises; not from the loop's own thread.
 
         Example: `loop.call(router.resume(3))`
         """
-        return self.start(coroutine).result()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:
         """Cancel all tasks, and end the thread when they have ended."""

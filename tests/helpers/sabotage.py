@@ -196,7 +196,7 @@ class ListForwards:
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(f"{word}\n")
 
-        def ticking(self: Any) -> None:
+        def ticking(self: Any, *_: Any) -> None:
             write("tick")
             tick(self)
 

@@ -88,7 +88,7 @@ class Router:
         """Ask for completions; done when all are complete, or with what the router fails by."""
         self.loop.call(asked.begin(self.router))
         self._asked.append(asked)
-        return self.loop.start(self._until(asked))
+        return asyncio.run_coroutine_threadsafe(self._until(asked), self.loop._loop)
 
     def generate(self, asked: Completions) -> list[Sample]:
         """All samples; the router must have been resumed."""

@@ -27,7 +27,7 @@ from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.router import RequestRouter
 from megatron_grpo.launch.run_dir import new_token
-from megatron_grpo.rollout.scored_group import ScoredGroup
+from megatron_grpo.rollout.generation import ScoredGroup
 from megatron_grpo.rollout.services import RolloutServices
 from parallel import ParallelDims
 

@@ -40,18 +40,16 @@ def opened(monkeypatch, cfg, *pools) -> Partners:
 
 
 def test_each_source_has_groups_of_its_own_kind(monkeypatch):
-    pool = Mock()
-    partners = opened(monkeypatch, CONFIG, pool)
-    groups = partners.groups(CONFIG)
+    pool, single_turn = Mock(), Mock()
+    monkeypatch.setattr(partners_module, "CompletionGroup", single_turn)
+    groups = opened(monkeypatch, CONFIG, pool).groups(CONFIG)
     first, second = random_prompts(2)
-    group = groups.new(replace(first, source="one"), sampling_params(), 3)
+    group = groups["one"](replace(first, source="one"), sampling_params(), 3, None)
     assert group is pool.groups.return_value.return_value
     new_group = pool.groups.return_value
-    assert new_group.call_args.args[1:] == (sampling_params(), 3)
-    single_turn = Mock()
-    monkeypatch.setattr(partners_module, "CompletionGroup", single_turn)
+    assert new_group.call_args.args[1:] == (sampling_params(), 3, None)
     prompt = replace(second, source="two")
-    group = groups.new(prompt, sampling_params(), 5, {"an": "image"})
+    group = groups["two"](prompt, sampling_params(), 5, {"an": "image"})
     assert group is single_turn.return_value
     single_turn.assert_called_once_with(prompt, sampling_params(), 5, {"an": "image"})
 

@@ -165,7 +165,7 @@ class Run:
 
     def happen(self, event: int) -> None:
         kind, which = event % 16, event // 16
-        found = sorted(self.queue._open)
+        found = sorted(self.queue.opened_at.keys() - self.queue._complete)
         if kind < 11 and found:
             self.end(found[which % len(found)], is_equal=kind < 2)
         elif kind < 13:

@@ -30,9 +30,9 @@ from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.rewards.scoring import RewardError
+from megatron_grpo.rollout.generation import ScoredGroup
 from megatron_grpo.rollout.runner import GenerationRunner
 from megatron_grpo.rollout.saved_groups import groups_of
-from megatron_grpo.rollout.scored_group import ScoredGroup
 from megatron_grpo.rollout.services import RolloutServices
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims

@@ -39,10 +39,9 @@ from megatron_grpo.checkpoints.trainer_state import (
 )
 from megatron_grpo.engines.choice import CUT
 from megatron_grpo.rollout import schedule
-from megatron_grpo.rollout.generation import RolloutBatch
+from megatron_grpo.rollout.generation import RolloutBatch, ScoredGroup
 from megatron_grpo.rollout.runner import PRIORITIES, GenerationRunner
 from megatron_grpo.rollout.schedule import RolloutScheduler
-from megatron_grpo.rollout.scored_group import ScoredGroup
 from megatron_grpo.rollout.services import RolloutServices
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims

@@ -18,7 +18,6 @@ from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
 from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.http import NoServingEngine, RolloutAborted
 from megatron_grpo.rewards.scoring import RewardError
-from megatron_grpo.rollout.generation import RolloutRequest
 from megatron_grpo.rollout.runner import PRIORITIES, GenerationRunner
 from megatron_grpo.rollout.schedule import RolloutScheduler
 from megatron_grpo.rollout.services import RolloutServices
@@ -61,7 +60,7 @@ def test_a_resumed_run_goes_on_with_generations_that_were_in_progress(services, 
     runner = runner_of(services)
     runner.resume(0)
     for generation in (0, 1, 2):
-        runner.begin(RolloutRequest(generation, 0))
+        runner.begin(generation, 0)
     assert wait_until(lambda: len(engine.asked) == 3 * SIZE, seconds=30)
     runner.abort()  # each has two tokens
     engine.version = 1
@@ -84,7 +83,7 @@ def test_a_resumed_run_goes_on_with_generations_that_were_in_progress(services, 
         resumed.restore(groups, samples)
         resumed.resume(1)
         for generation in (1, 2):
-            resumed.begin(RolloutRequest(generation, 1))
+            resumed.begin(generation, 1)
         made = [resumed.finish(generation, TIMER) for generation in (1, 2)]
     assert len(services.engine.asked) == 2 * SIZE - SIZE // 2
     assert [batch.metrics["rollout/num_engines"] for batch in made] == [2, 1]
@@ -102,7 +101,7 @@ def test_groups_are_scored_while_others_are_at_the_engines(services):
     engine.first_held = 6  # two samples of the second group have ended
     runner.resume(0)
     for generation in (0, 1):
-        runner.begin(RolloutRequest(generation, 0))
+        runner.begin(generation, 0)
     assert wait_until(lambda: score.num_scored == 4, seconds=10)
     assert wait_until(lambda: num_open(runner, 0) == SIZE - 6, seconds=10)
     engine.first_held = PRIORITIES + 4  # of the next generation the first group has, too
@@ -120,7 +119,7 @@ def test_groups_are_scored_while_others_are_at_the_engines(services):
 def test_a_failure_to_score_a_group_ends_the_run_when_its_generation_is_taken(services):
     runner, services.score.error = runner_of(services), RewardError("by fire")
     runner.resume(0)
-    runner.begin(RolloutRequest(0, 0))
+    runner.begin(0, 0)
     services.engine.answers.set()
     with pytest.raises(RolloutAborted, match="by fire"):
         runner.finish(0, TIMER)
@@ -145,7 +144,7 @@ def test_groups_that_were_scored_when_a_run_was_saved_are_not_scored_again(servi
     engine.first_held = 6
     with closing(runner_of(services)) as runner:
         runner.resume(0)
-        runner.begin(RolloutRequest(0, 0))
+        runner.begin(0, 0)
         assert wait_until(lambda: runner._queue._complete, seconds=10)
         groups, samples, _ = runner.open_groups()
     write_experience(tmp_path, samples, OPEN)
@@ -154,7 +153,7 @@ def test_groups_that_were_scored_when_a_run_was_saved_are_not_scored_again(servi
     with closing(runner_of(services)) as resumed:
         resumed.restore(groups, read_experience(tmp_path, services.stream.prompts, OPEN))
         resumed.resume(0)
-        resumed.begin(RolloutRequest(0, 0))
+        resumed.begin(0, 0)
         totals = resumed.finish(0, TIMER).experience.totals
     assert totals.tolist() == [0, 1, 2, 3] * 4
     assert score.num_scored == SIZE  # by both runs
@@ -164,7 +163,7 @@ def test_a_generation_of_which_a_checkpoint_has_all_samples_is_only_scored(servi
     runner = runner_of(services)
     runner.resume(0)
     services.engine.answers.set()
-    runner.begin(RolloutRequest(0, 0))
+    runner.begin(0, 0)
     whole = runner.finish(0, TIMER).experience
     services.engine.asked.clear()
     resumed = runner_of(services)
@@ -173,7 +172,7 @@ def test_a_generation_of_which_a_checkpoint_has_all_samples_is_only_scored(servi
     saved = OpenGroups(next_number=4, untaken=(0, 1, 2, 3), engines=((0, ("http://only",)),))
     resumed.restore(saved, samples)
     resumed.resume(0)
-    resumed.begin(RolloutRequest(0, 0))
+    resumed.begin(0, 0)
     assert resumed.finish(0, TIMER).experience.samples == whole.samples
     assert not services.engine.asked
 
@@ -197,7 +196,7 @@ def test_a_generation_continues_with_the_same_weights_and_begins_anew_with_other
             pool.finish_push([url])
             engine.version, engine.broken_route = version, ""
             engine.asked.clear()
-            runner.begin(RolloutRequest(3, version))
+            runner.begin(3, version)
             assert wait_until(lambda: len(engine.asked) == num_open(runner, 3), seconds=30)
             engine.first_held = sorted(engine.asked)[num_answered]
             assert wait_until(partial(has_open, runner, 3, left), seconds=30)
@@ -207,7 +206,7 @@ def test_a_generation_continues_with_the_same_weights_and_begins_anew_with_other
         pool.finish_push([url])
         engine.broken_route = ""
         engine.answers.set()
-        runner.begin(RolloutRequest(3, 2))
+        runner.begin(3, 2)
         batch = runner.finish(3, TIMER)
     samples = batch.experience.samples
     assert [sample.policy_version for sample in samples] == [2] * 16
@@ -229,7 +228,7 @@ def test_rounds_replace_groups_of_equal_rewards_by_prompts_that_the_rewards_deci
         services.score.is_equal = lambda index: index in equal
         for _ in range(2):
             with closing(runner_of(services)) as runner:
-                runner.begin(RolloutRequest(0, 0))
+                runner.begin(0, 0)
                 made.append(runner.finish(0, TIMER))
     first, second = ([s.prompt.index for s in batch.experience.samples[::4]] for batch in made)
     assert first == second and len({*first}) == 4 and not {*first} & equal

@@ -16,7 +16,6 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.http import NoServingEngine, RolloutAborted
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rewards.scoring import RewardError
-from megatron_grpo.rollout.generation import RolloutRequest
 from megatron_grpo.rollout.runner import GenerationRunner
 from megatron_grpo.rollout.schedule import RolloutScheduler
 from megatron_grpo.rollout.services import RolloutServices
@@ -44,7 +43,7 @@ def finish(services):
         timeline = SimpleNamespace(add_rollout=lambda *args, **about: None)
         state = TrainerState(step=1)
         with closing(GenerationRunner(services, watchdog, timeline, state)) as runner:
-            runner.begin(RolloutRequest(generation=3, policy_version=1))
+            runner.begin(3, policy_version=1)
             runner.finish(3, PhaseTimer(lambda phase: None))
 
     return finish

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megatron_grpo.config.grpo import GRPOConfig
-from megatron_grpo.rollout.scored_group import ScoredGroup, Tally
+from megatron_grpo.rollout.generation import Generation, ScoredGroup
 
 
 def test_samples_that_could_not_be_scored_are_no_spread():
@@ -42,21 +42,21 @@ def config(**options) -> GRPOConfig:
 
 
 def test_groups_are_replaced_by_the_reward_that_the_config_names():
-    cfg, tally = config(dynamic_sample_reward="exact"), Tally()
+    cfg, generation = config(dynamic_sample_reward="exact"), Generation(0)
     for right, is_replaced in ((0.0, True), (1.0, False)):
         group = ScoredGroup([], [{"exact": 0.0}, {"exact": right}], [0.1, 0.9])
-        assert tally.add(group, cfg) == is_replaced
+        assert generation.add(group, cfg) == is_replaced
     without = GRPOConfig(num_generations=2, generation_batch_size=16)
-    assert not tally.add(ScoredGroup([], [], [0.1, 0.1]), without)
+    assert not generation.add(ScoredGroup([], [], [0.1, 0.1]), without)
 
 
 def test_unfiltered_metrics_cover_the_groups_of_replaced_prompts():
-    cfg, tally = config(), Tally()
+    cfg, generation = config(), Generation(0)
     for _ in range(8):
-        tally.add(ScoredGroup([], [], [0.0, math.nan]), cfg)
-        tally.add(ScoredGroup([], [], [0.0, 1.0]), cfg)
-    metrics = tally.metrics(8, cfg)
+        generation.add(ScoredGroup([], [], [0.0, math.nan]), cfg)
+        generation.add(ScoredGroup([], [], [0.0, 1.0]), cfg)
+    metrics = generation.metrics(8, cfg)
     assert metrics["unfiltered/reward"] == 1 / 3
     assert metrics["unfiltered/frac_reward_zero_std"] == 0.5
     assert metrics["rollout/num_resampled_prompts"] == 8
-    assert (tally.num_failed, len(tally.totals)) == (8, 32)
+    assert (generation.num_failed, len(generation.totals)) == (8, 32)
