@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import count
@@ -35,6 +36,8 @@ NUM_READ_AT_ONCE = 64
 """Number of groups whose images are read together before they are requested, with over-sampling."""
 PRIORITIES = 1 << 32
 """Priorities of a generation: more than it has samples."""
+Taken = tuple[Generation, list[Attempt], list[Attempt]]
+"""A generation with its groups, and the groups that these have replaced."""
 
 
 class GenerationRunner(Runner):
@@ -98,12 +101,13 @@ class GenerationRunner(Runner):
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
         with as_rollout_aborted(f"generation {generation}", lambda: self._watchdog.is_preempted):
-            phase = self._call(self._phase_after(generation, None))
+            with timer.phase(WAIT) if self._is_ahead else nullcontext():  # 0 s, if it is complete
+                phase = self._call(self._phase_after(generation, None))
             while phase:  # the watchdog has limits for each
                 name = (WAIT, phase) if self._is_ahead else (phase,)
                 with timer.phase(*name):
                     phase = self._call(self._phase_after(generation, phase))
-            return self._call(self._take(generation))
+            return self._batch(generation, *self._call(self._take(generation)))
 
     def pause(self, next_version: int) -> None:
         self._call(self._router.pause(next_version))
@@ -119,7 +123,8 @@ class GenerationRunner(Runner):
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
         if not may_be_saved(self._cfg):
             return super().open_groups()
-        return self._call(self._open_groups())
+        groups, samples, complete = self._call(self._open_groups())
+        return groups, samples, {n: self._batch(n, *each) for n, each in complete.items()}
 
     def restore(self, saved: OpenGroups, samples: Experience) -> None:
         """Restore the groups of a checkpoint: they continue when they are opened."""
@@ -133,6 +138,33 @@ class GenerationRunner(Runner):
 
     def close(self) -> None:
         self._call(self._close())
+
+    def _batch(
+        self,
+        number: int,
+        generation: Generation,
+        taken: Sequence[Attempt],
+        rejected: Sequence[Attempt],
+    ) -> RolloutBatch:
+        """What training gets of a generation; in the main thread, as it may be large."""
+        groups = [each.scored for each in taken if each.scored]
+        experience = compute_advantages(
+            [sample for group in groups for sample in group.samples],
+            [reward for group in groups for reward in group.rewards],
+            [total for group in groups for total in group.totals],
+            self._cfg,
+        )
+        metrics = generation.metrics(len(rejected), self._cfg.grpo)
+        metrics["rollout/num_engines"] = len({url for each in taken for url in each.group.engines})
+        if self._over_samples:
+            began = min(each.began for each in taken)
+            seconds = max(each.ended for each in taken) - began
+            about = {"generation": number, "policy_version": self._policy_version}
+            self._timeline.add_rollout("generate", began, seconds, **about)
+            metrics |= {"rollout/dropped_stale": generation.num_dropped, "time/generate": seconds}
+        elif self._is_ahead:
+            metrics |= {f"time/{phase}": each for phase, each in generation.seconds.items()}
+        return RolloutBatch(experience, metrics, [each.scored for each in rejected if each.scored])
 
     # In the event loop
 
@@ -164,7 +196,7 @@ class GenerationRunner(Runner):
             await self._open(restored)
             await self._open_new()
 
-    async def _take(self, number: int) -> RolloutBatch:
+    async def _take(self, number: int) -> Taken:
         generation = self._generations[number]
         if generation.failure:
             raise generation.failure
@@ -175,16 +207,17 @@ class GenerationRunner(Runner):
         # Before a generation takes them: the checkpoint at the end of the run has the groups.
         check_failed(generation.num_failed, len(generation.totals) or 1, self._cfg.reward)
         keys, replaced = self._queue.pop_generation(number)
-        batch = self._batch(number, keys, replaced)
-        for key in (*keys, *replaced):  # the task of a replaced one may be about to open others
-            del self._attempts[key]
+        taken = [self._attempts.pop(key) for key in keys]
+        # Their tasks may be about to open others.
+        rejected = [self._attempts.pop(key) for key in replaced]
+        for key in (*keys, *replaced):
             self._replacements.pop(key, None)
         del self._generations[number]
         self._num_taken += 1
         if self._over_samples:
             self._generations[self._num_taken] = Generation(self._policy_version)
             await self._open_new()
-        return batch
+        return generation, taken, rejected
 
     async def _close(self) -> None:
         tasks = [attempt.task for attempt in self._attempts.values() if attempt.task]
@@ -333,38 +366,15 @@ class GenerationRunner(Runner):
             if attempt and attempt.task:
                 attempt.task.cancel()
 
-    def _batch(
-        self, number: int, keys: Sequence[GroupKey], replaced: Sequence[GroupKey]
-    ) -> RolloutBatch:
-        cfg, generation = self._cfg, self._generations[number]
-        attempts = [self._attempts[key] for key in keys]
-        groups = [each.scored for each in attempts if each.scored]
-        experience = compute_advantages(
-            [sample for group in groups for sample in group.samples],
-            [reward for group in groups for reward in group.rewards],
-            [total for group in groups for total in group.totals],
-            cfg,
-        )
-        metrics = generation.metrics(len(replaced), cfg.grpo)
-        metrics["rollout/num_engines"] = len(
-            {url for each in attempts for url in each.group.engines}
-        )
-        if self._over_samples:
-            began = min(each.began for each in attempts)
-            seconds = max(each.ended for each in attempts) - began
-            about = {"generation": number, "policy_version": self._policy_version}
-            self._timeline.add_rollout("generate", began, seconds, **about)
-            metrics |= {"rollout/dropped_stale": generation.num_dropped, "time/generate": seconds}
-        elif self._is_ahead:
-            metrics |= {f"time/{phase}": each for phase, each in generation.seconds.items()}
-        of_replaced = [self._attempts[key].scored for key in replaced]
-        return RolloutBatch(experience, metrics, [each for each in of_replaced if each])
-
-    async def _open_groups(self) -> tuple[OpenGroups, Experience | None, dict[int, RolloutBatch]]:
+    async def _open_groups(self) -> tuple[OpenGroups, Experience | None, dict[int, Taken]]:
         was_running = self._router.is_running
         await self._router.abort()
-        complete = self._complete_generations()
         queue, attempts, opened_at = self._queue, self._attempts, self._queue.opened_at
+        complete: dict[int, Taken] = {}  # generations that can be taken whole
+        for number, generation in () if self._over_samples else sorted(self._generations.items()):
+            keys = queue.next_generation(number)
+            if keys is not None and not generation.failure:
+                complete[number] = generation, [attempts[key] for key in keys], []
         found: dict[int, ScoredGroup | Unscored] = {}
         for key in queue.untaken:
             if key.generation not in complete and (attempt := attempts.get(key)):
@@ -383,12 +393,3 @@ class GenerationRunner(Runner):
         if was_running:
             await self._router.resume(self._router.policy_version)
         return saved, experience_of(found), complete
-
-    def _complete_generations(self) -> dict[int, RolloutBatch]:
-        """The generations that can be taken whole, in order."""
-        complete = {}
-        for number in () if self._over_samples else sorted(self._generations):
-            keys = self._queue.next_generation(number)
-            if keys is not None and not self._generations[number].failure:
-                complete[number] = self._batch(number, keys, ())
-        return complete

@@ -21,7 +21,7 @@ from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.rollout.runner import PRIORITIES, GenerationRunner
 from megatron_grpo.rollout.schedule import RolloutScheduler
 from megatron_grpo.rollout.services import RolloutServices
-from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.timing import PhaseTimer, is_beside
 
 TIMER = PhaseTimer(lambda phase: None)
 SIZE = 16
@@ -114,6 +114,18 @@ def test_groups_are_scored_while_others_are_at_the_engines(services):
         assert [sample.prompt for sample in samples] == [p for p in prompts for _ in range(4)]
         assert batch.experience.totals.tolist() == [sample.sample_index for sample in samples]
     runner.close()
+
+
+def test_a_step_that_need_not_wait_for_a_generation_says_that_it_waited_0_seconds(services):
+    timer = PhaseTimer(lambda phase: None)
+    services.engine.answers.set()
+    with closing(runner_of(services)) as runner:
+        runner.resume(0)
+        runner.begin(0, 0)
+        assert wait_until(lambda: has_batch(runner, 0), seconds=30)
+        metrics = runner.finish(0, timer).metrics | timer.metrics()
+    assert metrics["time/wait_rollout"] < metrics["time/generate"]
+    assert is_beside("time/generate", metrics)  # not shown as a part of the step
 
 
 def test_a_failure_to_score_a_group_ends_the_run_when_its_generation_is_taken(services):
