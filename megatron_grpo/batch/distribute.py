@@ -1,11 +1,16 @@
 """Divides a generation over the data-parallel ranks and sends each its part.
 
+An optimizer batch has one sequence for each sample, or one for each branch of a session of an
+agent. Those of sample i of n have the numbers i, n + i, 2 n + i, ..., which a microbatch keeps as
+`sequence_index`: so every rank knows the sample of a sequence without being told.
+
 A part is sent unpacked, and every rank packs its own: 9 bytes per token instead of 38, and more if
 what engines chose is replayed. Images are sent as they are in the data. Each rank that has the
 vision tower makes pixels of those in its part: sending them, 4.7 kB per token of an image, would
 take longer.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
@@ -17,20 +22,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.algorithm.loss import loss_weights
-from megatron_grpo.batch.branches import numbered_sequences, prompt_groups
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.batch.token_log import first_rows
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.images import PromptSources, read_images
-from megatron_grpo.data.samples import Sample
+from megatron_grpo.data.samples import Branch, Sample
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.groups import Groups
 from parallel.images import PromptImages
 from parallel.microbatches import CostModel, plan_microbatches
-from parallel.packing import PackedBatch, TokenSequence, pack
-from parallel.shared_prefix import plan_shared_prompts
+from parallel.packing import PackedBatch, TokenSequence, by_prompt, pack
+from parallel.shared_prefix import Branched, PromptGroup, plan_shared_prompts
 from parallel.turns import Turn, fixed_turns, numbered, plan_turns
 
 
@@ -43,7 +47,7 @@ class DataParallelShard:
     """
 
     turns: list[Turn]
-    """Turns, whose microbatches list numbers of sequences; see `branches`."""
+    """Turns, whose microbatches list numbers of sequences."""
     columns: dict[str, list[Any] | Tensor]
     """Values of all sequences by field, in the order of the microbatches: a list, or tensors
     concatenated."""
@@ -80,12 +84,21 @@ class DataParallelShard:
         index_topk: int = 0,
     ) -> Iterator[PackedBatch]:
         """The microbatches of a context rank, packed one by one; see `parallel.packing.pack`."""
-        sequences = dict(zip(_members(self.turns), self._sequences(), strict=True))
+        values = [
+            column.split(self.lengths[name]) if isinstance(column, Tensor) else column
+            for name, column in self.columns.items()
+        ]
+        sequences = {
+            number: TokenSequence(**dict(zip(self.columns, of_sequence, strict=True)))
+            for number, *of_sequence in zip(_members(self.turns), *values, strict=True)
+        }
         for turn in self.turns:
             yield pack(
                 sequences,
                 turn.microbatches[context_rank // turn.context_size],
-                alignment.for_context(turn.context_size),
+                alignment
+                if turn.context_size == alignment.context
+                else alignment.for_context(turn.context_size),
                 share_prompts=share_prompts,
                 index_topk=index_topk,
             )
@@ -93,7 +106,7 @@ class DataParallelShard:
     @property
     def sources(self) -> list[PromptSources]:
         """The images of its prompts, each once."""
-        return [*dict.fromkeys(each for each in self.columns["images"] if each is not None)]
+        return [*dict.fromkeys([each for each in self.columns["images"] if each is not None])]
 
     def with_images(
         self, found: Mapping[PromptSources | None, PromptImages]
@@ -102,17 +115,9 @@ class DataParallelShard:
         images = [each if each is None else found[each] for each in self.columns["images"]]
         return replace(self, columns=self.columns | {"images": images})
 
-    def _sequences(self) -> Iterator[TokenSequence]:
-        values = [
-            column.split(self.lengths[name]) if isinstance(column, Tensor) else column
-            for name, column in self.columns.items()
-        ]
-        for of_sequence in zip(*values, strict=True):
-            yield TokenSequence(**dict(zip(self.columns, of_sequence, strict=True)))
 
-
-def _members(turns: Sequence[Turn]) -> Iterator[int]:
-    return (i for turn in turns for i in chain(*turn.microbatches))
+def _members(turns: Sequence[Turn]) -> list[int]:
+    return [i for turn in turns for i in chain(*turn.microbatches)]
 
 
 def split_for_data_parallel(
@@ -158,7 +163,11 @@ def _plan(
 def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:
     """Prompt and whole completion of each sample."""
     samples = [experience.samples[i] for i in indices]
-    masks = [_response_mask(experience, i, cfg) for i in indices]
+    masks = []
+    for i, sample in zip(indices, samples, strict=True):  # all zero if filtered, or not scored
+        is_overlong = cfg.grpo.overlong_filter and sample.finish_reason == "length"
+        counts = not is_overlong and not bool(experience.totals[i].isnan())
+        masks.append(torch.from_numpy(np.asarray(sample.loss_mask, np.bool_) & counts))
     weights = loss_weights(
         torch.stack([mask.sum() for mask in masks]),
         cfg.grpo.loss_type,
@@ -166,9 +175,13 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
     )
     lengths = [len(sample.completion_ids) for sample in samples]
     log_rows = first_rows(lengths, cfg.train.log_tokens)
+    routed = [sample.routes for sample in samples if sample.routes is not None]
     return [
         TokenSequence(
-            tokens=_tokens(sample),
+            # int32: half as much to send as the int64 that a model takes.
+            tokens=torch.from_numpy(
+                np.concatenate([sample.prompt.token_ids, sample.completion_ids], dtype=np.int32)
+            ),
             num_prompt_tokens=len(sample.prompt.token_ids),
             advantage=experience.token_advantages[i]
             if experience.token_advantages
@@ -176,37 +189,105 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             loss_weight=float(weight),
             rollout_logprobs=torch.from_numpy(np.asarray(sample.logprobs, np.float32)),
             response_mask=mask,
-            routes=routes,
+            # A field is a tensor in all sequences or in none.
+            routes=torch.from_numpy(routed[0][:0] if sample.routes is None else sample.routes)
+            if routed
+            else None,
             log_row=log_row,
             images=sample.prompt.images,
         )
-        for sample, i, mask, weight, routes, log_row in zip(
-            samples, indices, masks, weights, _routes(samples), log_rows, strict=True
+        for sample, i, mask, weight, log_row in zip(
+            samples, indices, masks, weights, log_rows, strict=True
         )
     ]
 
 
-def _tokens(sample: Sample) -> Tensor:
-    """Prompt and completion, int32: half as much to send as the int64 that a model takes."""
-    both = (sample.prompt.token_ids, sample.completion_ids)
-    return torch.from_numpy(np.concatenate([np.asarray(ids, np.int32) for ids in both]))
+BY_TOKEN = ("advantage", "rollout_logprobs", "response_mask")
+"""Fields of a sequence with a value for each token of the completion."""
+MOST_PARTS = 8
+"""Most parts of other sequences that a sequence shares: a GPU kernel is compiled for each power of
+two."""
 
 
-def _routes(samples: list[Sample]) -> list[Tensor | None]:
-    """The `routes` of each sample: without tokens if only other samples have any, None if no
-    sample has."""
-    found = [sample.routes for sample in samples]
-    nothing = next((routes[:0] for routes in found if routes is not None), None)
-    all_or_none = [nothing if routes is None else routes for routes in found]
-    return [None if routes is None else torch.from_numpy(routes) for routes in all_or_none]
+def numbered_sequences(
+    samples: Sequence[Sample], wholes: Sequence[TokenSequence]
+) -> dict[int, TokenSequence]:
+    """The sequences of all samples by number; `wholes` have prompt and whole completion of each."""
+    found = dict(enumerate(wholes))
+    for i, (sample, whole) in enumerate(zip(samples, wholes, strict=True)):
+        for k, branch in enumerate(sample.branches):
+            root = _root(sample, branch)
+            root = None if root is None else root * len(samples) + i
+            found[k * len(samples) + i] = replace(cut_out(whole, branch), root=root)
+    return found
 
 
-def _response_mask(experience: Experience, i: int, cfg: Config) -> Tensor:
-    """Loss mask of completion `i`: all zero if it is filtered or has no reward."""
-    sample = experience.samples[i]
-    is_overlong = cfg.grpo.overlong_filter and sample.finish_reason == "length"
-    counts = not is_overlong and not bool(experience.totals[i].isnan())
-    return torch.from_numpy(np.asarray(sample.loss_mask, np.bool_) & counts)
+def _root(sample: Sample, branch: Branch) -> int | None:
+    """Index of the branch that sampled the token before this one begins; None if it is a token of
+    the prompt, or if the branch shares more than MOST_PARTS parts."""
+    if len(branch.context) > MOST_PARTS:
+        return None
+    _, end = branch.context[-1]
+    last = end - 1 - len(sample.prompt.token_ids)
+    return next(
+        (k for k, each in enumerate(sample.branches) if each.start <= last < each.end), None
+    )
+
+
+def prompt_groups(sequences: Mapping[int, TokenSequence]) -> list[PromptGroup]:
+    """Groups of sequences with the same prompt. A branch that continues after a sampled token is in
+    the group of the sequence that it branches off."""
+    places = {number: place for place, number in enumerate(sequences)}
+    branches: dict[int, dict[int, Branched]] = defaultdict(dict)
+    firsts: list[int] = []
+    for number, sequence in sequences.items():
+        if sequence.root is None:
+            firsts.append(number)
+            continue
+        first = sequence.root
+        while (root := sequences[first].root) is not None:
+            first = root
+        branches[places[first]][places[number]] = Branched(
+            places[sequence.root], sequence.num_prompt_tokens, len(sequence.rollout_logprobs)
+        )
+    groups = []
+    for group in by_prompt([sequences[number] for number in firsts]):
+        members = {places[firsts[i]]: sequences[firsts[i]] for i in group}
+        [num_prompt_tokens] = {each.num_prompt_tokens for each in members.values()}
+        groups.append(
+            PromptGroup(
+                num_prompt_tokens=num_prompt_tokens,
+                responses={place: len(each.rollout_logprobs) for place, each in members.items()},
+                branches={place: branches[place] for place in members if place in branches},
+            )
+        )
+    return groups
+
+
+def cut_out(whole: TokenSequence, branch: Branch) -> TokenSequence:
+    """The sequence of one branch, with its part of the values of the whole completion."""
+    first = whole.num_prompt_tokens
+    bounds = [*branch.context, (first + branch.start, first + branch.end)]
+    values: dict[str, Any] = {name: getattr(whole, name) for name in BY_TOKEN}
+    own: dict[str, Any] = {
+        name: value[branch.start : branch.end]
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
+    tokens, routes, row = _joined(whole.tokens, bounds), whole.routes, whole.log_row
+    return replace(
+        whole,
+        **own,
+        tokens=tokens,
+        num_prompt_tokens=len(tokens) - (branch.end - branch.start),
+        # The engine has not read the last token of a branch.
+        routes=None if routes is None else _joined(routes, bounds)[: len(tokens) - 1],
+        log_row=None if row is None else row + branch.start,
+    )
+
+
+def _joined(values: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
+    return torch.cat([values[start:end] for start, end in bounds])
 
 
 Minibatches = list[list[PackedBatch]]
@@ -227,7 +308,7 @@ def distribute(
     its replica.
     """
     received: list[DataParallelShard | None] = [None]
-    leader = groups.dims.replica_ranks(groups.coordinates.data)[0]
+    leader = dist.get_global_rank(groups.replica, 0)
     if groups.rank == leader:
         dist.scatter_object_list(received, shards, src=0, group=groups.data_gloo)
     dist.broadcast_object_list(received, src=leader, group=groups.replica)
