@@ -32,10 +32,10 @@ from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.groups import Groups
 from parallel.images import PromptImages
-from parallel.microbatches import CostModel, plan_microbatches
+from parallel.microbatches import CostModel, Turn, fixed_turns, numbered, plan_microbatches
 from parallel.packing import PackedBatch, TokenSequence, by_prompt, pack
 from parallel.shared_prefix import Branched, PromptGroup, plan_shared_prompts
-from parallel.turns import Turn, fixed_turns, numbered, plan_turns
+from parallel.turns import plan_turns
 
 
 @dataclass(frozen=True, kw_only=True)

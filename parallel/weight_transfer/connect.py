@@ -52,7 +52,7 @@ class Worker:
 
     @property
     def key(self) -> str:
-        """The name under which it publishes which memory it is in."""
+        """Name of its text in the rendezvous: which memory it is in."""
         return f"memory/{self.engine}/{self.number}"
 
 
