@@ -63,7 +63,12 @@ class NcclTransport:
         self._comm = ctypes.c_void_p()
         self._stream: torch.cuda.Stream | None = None
         self._nccl = library()
-        unique_id = self._agree_on_id(is_sender)
+        unique_id = _UniqueId()
+        if is_sender:
+            self._check(self._nccl.ncclGetUniqueId(ctypes.byref(unique_id)))
+            control.send(memoryview(bytes(unique_id)))
+        else:
+            control.receive(memoryview(unique_id).cast("B"))
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21700, 0, UNDEFINED, 1, MAX_CTAS, None)
         rank = ctypes.c_int(0 if is_sender else 1)
         with torch.cuda.device(device), self._aborting():
@@ -107,15 +112,6 @@ class NcclTransport:
             self._control.abort()  # later calls then fail before they need the communicator
             self.close()
             raise
-
-    def _agree_on_id(self, is_sender: bool) -> _UniqueId:
-        unique_id = _UniqueId()
-        if is_sender:
-            self._check(self._nccl.ncclGetUniqueId(ctypes.byref(unique_id)))
-            self._control.send(memoryview(bytes(unique_id)))
-        else:
-            self._control.receive(memoryview(unique_id).cast("B"))
-        return unique_id
 
     def _move(self, name: str, data: Tensor) -> None:
         stream = self._stream
