@@ -38,6 +38,7 @@ TESTS = {
         "megatron_grpo/algorithm/test_objectives.py",
         "megatron_grpo/algorithm/test_loss.py",
     ],
+    "megatron_grpo/batch/branches.py": ["megatron_grpo/batch/test_branches.py"],
     "megatron_grpo/engines/cuts.py": ["megatron_grpo/engines/test_cuts.py"],
     "megatron_grpo/rollout/group_queue.py": ["megatron_grpo/rollout/test_group_queue.py"],
     "parallel/alignment.py": ["parallel/test_packing.py", "parallel/test_shared_prefix.py"],

@@ -1,19 +1,15 @@
 """Divides a generation over the data-parallel ranks and sends each its part.
 
-An optimizer batch has one sequence for each sample, or one for each branch of a session of an
-agent. Those of sample i of n have the numbers i, n + i, 2 n + i, ..., which a microbatch keeps as
-`sequence_index`: so every rank knows the sample of a sequence without being told.
-
 A part is sent unpacked, and every rank packs its own: 9 bytes per token instead of 38, and more if
 what engines chose is replayed. Images are sent as they are in the data. Each rank that has the
 vision tower makes pixels of those in its part: sending them, 4.7 kB per token of an image, would
 take longer.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -22,19 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.algorithm.loss import loss_weights
+from megatron_grpo.batch.branches import numbered_sequences, prompt_groups
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.batch.token_log import first_rows
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.images import PromptSources, read_images
-from megatron_grpo.data.samples import Branch, Sample
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.groups import Groups
 from parallel.images import PromptImages
 from parallel.microbatches import CostModel, Turn, fixed_turns, numbered, plan_microbatches
-from parallel.packing import PackedBatch, TokenSequence, by_prompt, pack
-from parallel.shared_prefix import Branched, PromptGroup, plan_shared_prompts
+from parallel.packing import PackedBatch, TokenSequence, pack
+from parallel.shared_prefix import plan_shared_prompts
 from parallel.turns import plan_turns
 
 
@@ -47,7 +43,7 @@ class DataParallelShard:
     """
 
     turns: list[Turn]
-    """Turns, whose microbatches list numbers of sequences."""
+    """Turns, whose microbatches list numbers of sequences; see `branches`."""
     columns: dict[str, list[Any] | Tensor]
     """Values of all sequences by field, in the order of the microbatches: a list, or tensors
     concatenated."""
@@ -135,7 +131,10 @@ def split_for_data_parallel(
     """
     for indices in BatchSchedule.of(cfg.grpo).minibatches(generation, cfg.train.seed):
         samples = [experience.samples[i] for i in indices]
-        sequences = numbered_sequences(samples, _sequences(experience, indices, cfg))
+        wholes = _sequences(experience, indices, cfg)
+        sequences = dict(enumerate(wholes))
+        if any(map(attrgetter("branches"), samples)):
+            sequences = numbered_sequences(samples, wholes)
         plan = _plan(sequences, cost, cfg, dims, alignment)
         numbers = [*sequences]
         yield [DataParallelShard.of(sequences, numbered(turns, numbers)) for turns in plan]
@@ -200,94 +199,6 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             samples, indices, masks, weights, log_rows, strict=True
         )
     ]
-
-
-BY_TOKEN = ("advantage", "rollout_logprobs", "response_mask")
-"""Fields of a sequence with a value for each token of the completion."""
-MOST_PARTS = 8
-"""Most parts of other sequences that a sequence shares: a GPU kernel is compiled for each power of
-two."""
-
-
-def numbered_sequences(
-    samples: Sequence[Sample], wholes: Sequence[TokenSequence]
-) -> dict[int, TokenSequence]:
-    """The sequences of all samples by number; `wholes` have prompt and whole completion of each."""
-    found = dict(enumerate(wholes))
-    for i, (sample, whole) in enumerate(zip(samples, wholes, strict=True)):
-        for k, branch in enumerate(sample.branches):
-            root = _root(sample, branch)
-            root = None if root is None else root * len(samples) + i
-            found[k * len(samples) + i] = replace(cut_out(whole, branch), root=root)
-    return found
-
-
-def _root(sample: Sample, branch: Branch) -> int | None:
-    """Index of the branch that sampled the token before this one begins; None if it is a token of
-    the prompt, or if the branch shares more than MOST_PARTS parts."""
-    if len(branch.context) > MOST_PARTS:
-        return None
-    _, end = branch.context[-1]
-    last = end - 1 - len(sample.prompt.token_ids)
-    return next(
-        (k for k, each in enumerate(sample.branches) if each.start <= last < each.end), None
-    )
-
-
-def prompt_groups(sequences: Mapping[int, TokenSequence]) -> list[PromptGroup]:
-    """Groups of sequences with the same prompt. A branch that continues after a sampled token is in
-    the group of the sequence that it branches off."""
-    places = {number: place for place, number in enumerate(sequences)}
-    branches: dict[int, dict[int, Branched]] = defaultdict(dict)
-    firsts: list[int] = []
-    for number, sequence in sequences.items():
-        if sequence.root is None:
-            firsts.append(number)
-            continue
-        first = sequence.root
-        while (root := sequences[first].root) is not None:
-            first = root
-        branches[places[first]][places[number]] = Branched(
-            places[sequence.root], sequence.num_prompt_tokens, len(sequence.rollout_logprobs)
-        )
-    groups = []
-    for group in by_prompt([sequences[number] for number in firsts]):
-        members = {places[firsts[i]]: sequences[firsts[i]] for i in group}
-        [num_prompt_tokens] = {each.num_prompt_tokens for each in members.values()}
-        groups.append(
-            PromptGroup(
-                num_prompt_tokens=num_prompt_tokens,
-                responses={place: len(each.rollout_logprobs) for place, each in members.items()},
-                branches={place: branches[place] for place in members if place in branches},
-            )
-        )
-    return groups
-
-
-def cut_out(whole: TokenSequence, branch: Branch) -> TokenSequence:
-    """The sequence of one branch, with its part of the values of the whole completion."""
-    first = whole.num_prompt_tokens
-    bounds = [*branch.context, (first + branch.start, first + branch.end)]
-    values: dict[str, Any] = {name: getattr(whole, name) for name in BY_TOKEN}
-    own: dict[str, Any] = {
-        name: value[branch.start : branch.end]
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-    }
-    tokens, routes, row = _joined(whole.tokens, bounds), whole.routes, whole.log_row
-    return replace(
-        whole,
-        **own,
-        tokens=tokens,
-        num_prompt_tokens=len(tokens) - (branch.end - branch.start),
-        # The engine has not read the last token of a branch.
-        routes=None if routes is None else _joined(routes, bounds)[: len(tokens) - 1],
-        log_row=None if row is None else row + branch.start,
-    )
-
-
-def _joined(values: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
-    return torch.cat([values[start:end] for start, end in bounds])
 
 
 Minibatches = list[list[PackedBatch]]

@@ -182,7 +182,7 @@ class StageMessages(P2PCommunicator):
             (len(batch.tokens) // batch.context_size // parts, 1, config.hidden_size)
             for batch in batches
         ]
-        """Of the activations that a stage sends of each microbatch, and of their gradients."""
+        """Shapes of the activations of each microbatch between stages, and of their gradients."""
         self._from_previous, self._from_next = [
             [shapes[number] for number in reversed(received_order(len(shapes), dims, is_end=end))]
             for end in (stage == 0, stage == dims.pipeline - 1)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.agents.token_tree import Place, TokenTree
-from megatron_grpo.batch.distribute import cut_out
+from megatron_grpo.batch.branches import cut_out
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice, Logprobs, Token, WeightVersion

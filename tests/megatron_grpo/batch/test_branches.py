@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megatron_grpo.batch.distribute import (
+from megatron_grpo.batch.branches import (
     MOST_PARTS,
     cut_out,
     numbered_sequences,
