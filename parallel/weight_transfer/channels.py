@@ -101,6 +101,8 @@ class ControlSocket:
 
     def __init__(self, connection: socket.socket, peer: str, timeout: timedelta) -> None:
         self.socket, self.peer, self.seconds = connection, peer, timeout.total_seconds()
+        self.is_local = connection.family == socket.AF_UNIX
+        """Whether both ends are on this host."""
         connection.settimeout(self.seconds)
         if not self.is_local:  # send signals at once, without Nagle's algorithm
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -149,11 +151,6 @@ class ControlSocket:
         if (now := stopped_time()) > stopped:
             return now
         raise self.timed_out()
-
-    @property
-    def is_local(self) -> bool:
-        """Whether both ends are on this host, connected by a Unix socket."""
-        return self.socket.family == socket.AF_UNIX
 
     def is_open(self) -> bool:
         return not self._hanging_up.poll(0)
