@@ -60,8 +60,8 @@ def add_logprobs(
     if grpo.old_logprobs == "rollout":
         filled = [replace(batch, old_logprobs=batch.rollout_logprobs) for batch in batches]
     lacks_old = filled[0].old_logprobs is None
-    is_kl_reward = grpo.beta > 0 and grpo.kl_in_reward
-    if grpo.top_entropy_quantile < 1 or (lacks_old and (is_kl_reward or not is_next)):
+    are_all_needed = grpo.num_old_passes == grpo.steps_per_generation
+    if grpo.top_entropy_quantile < 1 or (lacks_old and (are_all_needed or not is_next)):
         computed = compute_logprobs(policy, filled, temperature, groups)
         entropies = [entropy for _, entropy in computed]
         if lacks_old:
