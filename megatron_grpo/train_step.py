@@ -61,9 +61,8 @@ def train_step(
         skipped.count(cause)
     report = metrics.reduce(groups.reduce_over_tokens, cfg.grpo)
     lr = policy.optimizer.param_groups[0]["lr"]
-    reduced = {**report.metrics, "lr": lr}
-    if policy.router_losses:
-        reduced |= policy.router_losses.means()
+    of_routers = policy.router_losses.means() if policy.router_losses else {}
+    reduced = {**report.metrics, **of_routers, "lr": lr}
     if policy.mtp:
         reduced |= policy.mtp.update(policy.scheduler.num_steps)
     if grad_norm > 0 and not cause:

@@ -167,8 +167,7 @@ class RouterLosses:
     def means(self) -> dict[str, float]:
         """Means over tokens and routers since `clear`, the same on all ranks; collective.
 
-        `moe/load_balancing_loss` is 1 if all experts have equally
-        many tokens and probability.
+        `moe/load_balancing_loss` is 1 if all experts have equally many tokens and probability.
         """
         sums = self._sums.clone()
         dist.all_reduce(sums)  # every rank has routers or tokens that no other has
