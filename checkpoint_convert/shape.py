@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from parallel import ParallelDims, Shape, divisors, pipeline_layers
@@ -221,7 +222,7 @@ class ModelShape:
         """Whether `trains_mtp` may be set: a layer with an indexer was not tried."""
         return self.num_mtp_layers == 1 and self.indexer is None
 
-    @property
+    @cached_property
     def has_mamba(self) -> bool:
         return self.linear is not None and self.linear.is_mamba
 

@@ -57,10 +57,12 @@ def train_step(
     cause = _why_not(policy, metrics, grad_norm, batches[0].tokens.device)
     if cause and groups.rank == 0:
         print(f"optimizer step skipped: {cause}", file=sys.stderr, flush=True)
-    skipped.count(cause)
+    if cause or skipped.num_in_a_row:
+        skipped.count(cause)
     report = metrics.reduce(groups.reduce_over_tokens, cfg.grpo)
     lr = policy.optimizer.param_groups[0]["lr"]
-    reduced = {**report.metrics, **policy.router_losses.means(), "lr": lr}
+    of_routers = policy.router_losses.means() if policy.router_losses else {}
+    reduced = {**report.metrics, **of_routers, "lr": lr}
     if policy.mtp:
         reduced |= policy.mtp.update(policy.scheduler.num_steps)
     if grad_norm > 0 and not cause:

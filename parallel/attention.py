@@ -225,9 +225,8 @@ def packed_attention(
             continue
         chunk = len(q) // 2
         early, late = q.split(chunk)
-        early_end, late_end = (
-            num_before + chunks * chunk for chunks in (rank + 1, 2 * size - rank)
-        )
+        early_end = num_before + (rank + 1) * chunk
+        late_end = num_before + (2 * size - rank) * chunk
         outputs.append(_attend(early, k[:early_end], v[:early_end], scale, window, sinks))
         outputs.append(_attend(late, k[:late_end], v[:late_end], scale, window, sinks))
     return torch.cat(outputs)

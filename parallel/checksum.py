@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from parallel.layout import Box, Shape
-from parallel.views import matrices_of
 
 WORD_BYTES = 8
 
@@ -94,7 +93,7 @@ def checksum(values: Tensor, box: Box, shape: Shape) -> Tensor:
         values = values.view(-1, values.shape[-1])
     row_bytes = values.shape[-1] * values.element_size()
     block_bytes = CPU_BLOCK_BYTES if values.device.type == "cpu" else GPU_BLOCK_BYTES
-    blocks = (matrix.split(max(1, block_bytes // row_bytes)) for matrix in matrices_of(values))
+    blocks = [matrix.split(max(1, block_bytes // row_bytes)) for matrix in _matrices(values)]
     for block in chain.from_iterable(blocks):
         if any(padding):
             block = torch.nn.functional.pad(block, padding)
@@ -105,6 +104,13 @@ def checksum(values: Tensor, box: Box, shape: Shape) -> Tensor:
         row_sums.append(words.sum(1))
         column_sums += words.sum(0)
     return (torch.cat(row_sums) * row_factors).sum() + (column_sums * column_factors).sum()
+
+
+def _matrices(values: Tensor) -> list[Tensor]:
+    """Split `values` into views [rows, columns], in order."""
+    if values.dim() > 2:
+        return [*chain.from_iterable(map(_matrices, values))]
+    return [values if values.dim() == 2 else values.unsqueeze(0)]
 
 
 def whole_checksum(tensor: Tensor) -> Tensor:

@@ -54,18 +54,16 @@ class _TickingClock(RunningClock):
 
     def __init__(self) -> None:
         super().__init__()
-        self._starting, self._is_ticking = threading.Lock(), False
+        self._starting, self.is_ticking = threading.Lock(), False
         os.register_at_fork(after_in_child=self._after_fork)
 
-    def start(self) -> "_TickingClock":
-        """Start the thread, if it does not run."""
-        if not self._is_ticking:
-            with self._starting:
-                if not self._is_ticking:
-                    self.now()
-                    threading.Thread(target=self._tick, name="clock", daemon=True).start()
-                    self._is_ticking = True
-        return self
+    def start(self) -> None:
+        """Start the thread, unless another thread has."""
+        with self._starting:
+            if not self.is_ticking:
+                self.now()
+                threading.Thread(target=self._tick, name="clock", daemon=True).start()
+                self.is_ticking = True
 
     def _tick(self) -> None:
         while True:
@@ -74,7 +72,7 @@ class _TickingClock(RunningClock):
 
     def _after_fork(self) -> None:
         self._lock, self._starting = threading.Lock(), threading.Lock()
-        self._is_ticking = False
+        self.is_ticking = False
         self._used = _main_thread_time()  # of another thread now
 
 
@@ -83,7 +81,9 @@ _CLOCK = _TickingClock()
 
 def running_time() -> float:
     """Like `time.monotonic()`, but without the time in which this process was stopped."""
-    return _CLOCK.start().now()
+    if not _CLOCK.is_ticking:
+        _CLOCK.start()
+    return _CLOCK.now()
 
 
 def stopped_time() -> float:
@@ -91,7 +91,7 @@ def stopped_time() -> float:
 
     A time-out that the kernel has counted holds only if this is what it was before the wait.
     """
-    _CLOCK.start().now()
+    running_time()
     return _CLOCK.stopped
 
 

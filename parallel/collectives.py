@@ -68,8 +68,8 @@ def on_rank_0(
             result = call(zero)
         except raises as raised:
             error = raised
-    found = next((i for i, kind in enumerate(raises) if isinstance(error, kind)), len(raises))
-    number = torch.tensor(found)
+    found = [i for i, kind in enumerate(raises) if isinstance(error, kind)]
+    number = torch.tensor(found[0] if found else len(raises))
     dist.broadcast(number, src=0)
     if number < len(raises):
         text = broadcast_text(str(error))

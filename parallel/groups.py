@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 from megatron.core import parallel_state
@@ -39,10 +40,6 @@ class Groups:
     replica: ProcessGroup
     """Ranks of one model copy (tensor x context x pipeline), over gloo: for Python objects."""
 
-    def context_of(self, size: int) -> tuple[ProcessGroup, int]:
-        """The context ranks that split a microbatch over `size`, and this rank's place there."""
-        return self.contexts[size], self.coordinates.context % size
-
     def answers_for(self, size: int) -> bool:
         """Whether this rank is the first of those that hold a microbatch split over `size`."""
         return self.coordinates.context % size == 0
@@ -56,7 +53,7 @@ class Groups:
         torch.distributed.all_reduce(tensor, op, group=self.data_context)
         torch.distributed.all_reduce(tensor, op, group=self.pipeline)
 
-    @property
+    @cached_property
     def is_dynamic(self) -> bool:
         """Whether microbatches are split over different numbers of context ranks."""
         return len(self.contexts) > 1

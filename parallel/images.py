@@ -6,14 +6,9 @@ of the prompt. Index maths only; nothing here computes features.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from parallel.columns import ColumnMap
 
 
 def prompt_positions(
@@ -73,44 +68,3 @@ class PackedImages:
     def to(self, device: torch.device | str) -> "PackedImages":
         """A copy with rows and positions on `device`: patches and features stay where they are."""
         return replace(self, rows=self.rows.to(device), positions=self.positions.to(device))
-
-
-class Segment(Protocol):
-    """A part of a prompt with its completion."""
-
-    @property
-    def part(self) -> slice:
-        """Bounds of the part."""
-
-    @property
-    def images(self) -> PromptImages | None:
-        """Images of the whole prompt."""
-
-
-def pack_images(segments: Sequence[Segment], columns: ColumnMap) -> PackedImages | None:
-    """The images of a microbatch of these segments, each once; None if there are none."""
-    found = {each.images.digest: each.images for each in segments if each.images is not None}
-    if not found:
-        return None
-    counts = (len(images.tokens) for images in found.values())
-    first_rows = dict(zip(found, accumulate(counts, initial=0), strict=False))
-    rows, positions = [], []
-    for segment in segments:
-        images, part = segment.images, segment.part
-        numbers = torch.arange(part.start, part.stop)
-        if images is None:
-            rows.append(torch.full_like(numbers, -1))
-            positions.append(numbers.expand(3, -1))
-            continue
-        # Of the whole prompt, at the place of each token of an image, its number among these.
-        whole = torch.full((max(part.stop, images.positions.shape[1]),), -1)
-        whole[images.tokens] = first_rows[images.digest] + torch.arange(len(images.tokens))
-        rows.append(whole[part])
-        positions.append(images.positions_of(part))
-    return PackedImages(
-        prompts=tuple(found.values()),
-        rows=columns.column(rows, np.int64, -1),
-        positions=torch.stack(
-            [columns.column(axis, np.int64) for axis in zip(*positions, strict=True)]
-        ),
-    )

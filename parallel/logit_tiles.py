@@ -57,7 +57,7 @@ class LogitTiles:
         zero = torch.zeros(len(self.hidden), dtype=self.dtype, device=self.hidden.device)
         # Separate tensors: torch.compile would compile again for aliased arguments.
         sums = SoftmaxSums(zero + torch.finfo(self.dtype).min, zero, zero.clone(), zero.clone())
-        rows = self._rows()
+        rows = self.hidden.to(product_dtype(self.hidden.dtype))
         for part, table, space in self._tiles():
             logits = _product(rows, table.t(), self.dtype, space)
             sums = add_tile(sums, logits, self.columns - part.start, 1 / self.temperature, space)
@@ -78,7 +78,7 @@ class LogitTiles:
         the log-probability and the entropy.
         """
         gradient_of_tile = _for_device(_gradient_of_tile, self.weight.device.type)
-        rows = self._rows()
+        rows = self.hidden.to(product_dtype(self.hidden.dtype))
         of_hidden = torch.zeros_like(self.hidden, dtype=self.dtype) if needed[0] else None
         of_weight = torch.zeros_like(self.weight) if needed[1] else None
         for part, table, space in self._tiles():
@@ -96,11 +96,11 @@ class LogitTiles:
             if of_hidden is not None:
                 _add_product(of_hidden, gradient, table)
             if of_weight is not None:
-                _set_product(of_weight[part], gradient.t(), rows)
+                if rows.dtype == of_weight.dtype:
+                    torch.mm(gradient.t(), rows, out=of_weight[part])
+                else:
+                    of_weight[part] = gradient.t() @ rows
         return of_hidden, of_weight
-
-    def _rows(self) -> Tensor:
-        return self.hidden.to(product_dtype(self.hidden.dtype))
 
     def _tiles(self) -> Iterator[tuple[slice, Tensor, "_Space | None"]]:
         """The columns of each tile, their weights, and memory; no tiles if there are no rows."""
@@ -111,7 +111,13 @@ class LogitTiles:
             rows, hidden_size, self.width, self.weight.device.type
         )
         dtype = product_dtype(self.weight.dtype)
-        space = None if self.weight.is_cuda else _Space.of(rows, columns, dtype, self.dtype)
+        space = None
+        if not self.weight.is_cuda:
+            space = _Space(
+                product=None if dtype == self.dtype else torch.empty(rows, columns, dtype=dtype),
+                logits=torch.empty(rows, columns, dtype=self.dtype),
+                exp=torch.empty(rows, columns, dtype=self.dtype),
+            )
         for start in range(0, self.width, columns):
             part = slice(start, min(start + columns, self.width))
             narrowed = space.narrowed(part.stop - part.start) if space else None
@@ -130,15 +136,6 @@ class _Space:
     """In the type of the factors; None if `logits` has it."""
     logits: Tensor
     exp: Tensor
-
-    @classmethod
-    def of(cls, rows: int, columns: int, product: torch.dtype, dtype: torch.dtype) -> "_Space":
-        """Memory for a tile of so many columns, or fewer."""
-        return cls(
-            product=None if product == dtype else torch.empty(rows, columns, dtype=product),
-            logits=torch.empty(rows, columns, dtype=dtype),
-            exp=torch.empty(rows, columns, dtype=dtype),
-        )
 
     def narrowed(self, columns: int) -> "_Space":
         """The first part of the memory, for a tile of this many columns."""
@@ -224,13 +221,6 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype, space: _Space | None = No
     if space is None:
         return (a @ b).to(dtype)
     return space.logits.copy_(torch.mm(a, b, out=space.product))
-
-
-def _set_product(target: Tensor, a: Tensor, b: Tensor) -> None:
-    if a.dtype == target.dtype:
-        torch.mm(a, b, out=target)
-    else:
-        target.copy_(a @ b)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

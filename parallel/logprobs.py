@@ -105,7 +105,7 @@ class _ChosenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         first, width = _real_columns(len(weight), vocab_size, group)
         tiles = LogitTiles(
-            hidden=_gathered(hidden, counts, group),
+            hidden=hidden if counts is None else _gathered(hidden, counts, group),
             weight=weight,
             width=width,
             columns=labels - first,
@@ -129,8 +129,9 @@ class _ChosenLogprobs(torch.autograd.Function):
         hidden, weight, columns, log_normalizer, entropy = ctx.saved_tensors
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(log_normalizer)
+        counts, group = ctx.counts, ctx.group
         tiles = LogitTiles(
-            hidden=_gathered(hidden, ctx.counts, ctx.group),
+            hidden=hidden if counts is None else _gathered(hidden, counts, group),
             weight=weight,
             width=ctx.width,
             columns=columns,
@@ -141,7 +142,11 @@ class _ChosenLogprobs(torch.autograd.Function):
             log_normalizer, entropy, of_logprobs, of_entropy, ctx.needs_input_grad[:2]
         )
         if of_hidden is not None:
-            of_hidden = _summed(of_hidden.to(hidden.dtype), ctx.counts, ctx.group)
+            partial = of_hidden.to(hidden.dtype)
+            if counts is None:
+                of_hidden = _all_reduce(partial, dist.ReduceOp.SUM, group)
+            else:
+                of_hidden = _scattered(partial, counts, group)
         return of_hidden, of_weight, None, None, None, None, None, None
 
 
@@ -158,10 +163,8 @@ def _over_ranks(sums: SoftmaxSums, group: dist.ProcessGroup | None) -> SoftmaxSu
     return SoftmaxSums(maximum, *_all_reduce(torch.stack(rescaled), dist.ReduceOp.SUM, group))
 
 
-def _gathered(own: Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> Tensor:
+def _gathered(own: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """The rows of all tensor ranks; rank r has ``counts[r]`` of them."""
-    if counts is None:
-        return own
     padded = own.new_zeros(1, max(counts), own.shape[1])  # the collective needs equal sizes
     padded[0, : len(own)] = own
     whole = own.new_empty(len(counts), *padded.shape[1:])
@@ -169,10 +172,8 @@ def _gathered(own: Tensor, counts: list[int] | None, group: dist.ProcessGroup | 
     return torch.cat([part[:count] for part, count in zip(whole, counts, strict=True)])
 
 
-def _summed(partial: Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum over tensor ranks of all rows, or only of the rows gathered from this rank."""
-    if counts is None:
-        return _all_reduce(partial, dist.ReduceOp.SUM, group)
+def _scattered(partial: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    """The sum over tensor ranks of the rows that were gathered from this rank."""
     padded = partial.new_zeros(len(counts), max(counts), partial.shape[1])
     for part, rows in zip(padded, partial.split(counts), strict=True):
         part[: len(rows)] = rows

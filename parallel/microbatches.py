@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,31 @@ from parallel.pipeline_sim import RAMPS, candidate_orders, candidate_targets, ma
 
 Plan = list[list[list[int]]]
 """``plan[data rank][microbatch]``: the indices of its sequences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Microbatches that the context ranks of a replica compute at the same time; see `turns.py`."""
+
+    context_size: int
+    microbatches: list[list[int]]
+    """The sequences of each `context_size` neighbours; empty where they have none."""
+
+
+def fixed_turns(plan: Plan, context: int) -> list[list[Turn]]:
+    """The plan in which all `context` ranks split every microbatch: [data rank][turn]."""
+    return [
+        [Turn(context_size=context, microbatches=[microbatch]) for microbatch in rank]
+        for rank in plan
+    ]
+
+
+def numbered(turns: Sequence[Turn], numbers: Sequence[int]) -> list[Turn]:
+    """Replace places of sequences by their `numbers`."""
+    return [
+        replace(turn, microbatches=[[numbers[i] for i in of] for of in turn.microbatches])
+        for turn in turns
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +153,9 @@ def plan_items(
             for places in (rank_by_rank(targets.shape), snake_assign(filled, targets.shape, items)):
                 found.append(_scheduled(filled, places, items, dims))
     # Prefer later ones among equals: the plans of best fit are less even.
-    best = min(reversed(found), key=lambda candidate: candidate.time)
+    best = min(reversed(found), key=attrgetter("time"))
     level = _scheduled(rebalance(best.bins, best.places, items), best.places, items, dims)
-    best = min(best, level, key=lambda candidate: candidate.time)
+    best = min(best, level, key=attrgetter("time"))
     bins, places = best.bins, best.places
 
     by_bin = order[np.lexsort((order, bins))].tolist()
@@ -141,7 +167,7 @@ def plan_items(
 def microbatch_capacity(lengths: Sequence[int], max_tokens: int, alignment: Alignment) -> int:
     """Tokens that a microbatch may have; ValueError if the longest sequence does not fit."""
     capacity = max_tokens // alignment.total * alignment.total
-    longest = max(range(len(lengths)), key=lambda i: lengths[i], default=-1)
+    longest = max(range(len(lengths)), key=lengths.__getitem__, default=-1)
     needed = round_up(lengths[longest], alignment.total) if lengths else alignment.total
     if needed > capacity:
         what = f"sequence {longest} has {lengths[longest]} tokens" if lengths else "no sequence"
@@ -174,12 +200,10 @@ def _scheduled(
     )
     if dims.expert > 1:  # ranks meet in every layer
         costs = costs.max(axis=0, keepdims=True)
-    descending = np.arange(costs.shape[1])
-    time, order = min(
-        (
-            (makespan(costs[:, order], dims.pipeline, dims.virtual_pipeline).max(), order)
-            for order in (orders[int(times.argmin())], descending)
-        ),
-        key=lambda timed: timed[0],
-    )
-    return ScheduledPlan(float(time), bins, places[:, order])
+    fastest, descending = orders[int(times.argmin())], np.arange(costs.shape[1])
+    found = [
+        (float(makespan(costs[:, order], dims.pipeline, dims.virtual_pipeline).max()), order)
+        for order in (fastest, descending)
+    ]
+    time, order = min(found, key=itemgetter(0))
+    return ScheduledPlan(time, bins, places[:, order])

@@ -1,6 +1,6 @@
 """Padding-free batches: sequences laid end to end, padded only where parallelism requires it."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from itertools import accumulate
@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 from parallel.alignment import Alignment, is_shared, round_up
-from parallel.columns import ColumnMap
 from parallel.dims import Coordinates, ParallelDims
-from parallel.images import PackedImages, PromptImages, pack_images
+from parallel.images import PackedImages, PromptImages
 from parallel.rank_part import RankPart
 
 
@@ -125,6 +125,36 @@ class PackedBatch:
         return replace(self, **moved)
 
 
+class ColumnMap:
+    """Columns [total] of a microbatch, with values at ascending `places` and a filler in the gaps.
+
+    For places 0:2 and 4:7 of 8 tokens, `column([3, 5])` is 3 3 0 0 5 5 5 0.
+    """
+
+    def __init__(self, places: Sequence[slice], total: int) -> None:
+        self._places, self._total = places, total
+        bounds = [bound for place in places for bound in (place.start, place.stop)]
+        self._lengths = np.diff([0, *bounds, total])
+        """Gap, place, gap, place, ..., gap: above 0 2 2 3 1."""
+
+    def column(
+        self,
+        values: Sequence[float | Tensor],
+        dtype: DTypeLike = np.float32,
+        elsewhere: int = 0,
+    ) -> Tensor:
+        """One of `values` for each place, a scalar or one per token; `elsewhere` in the gaps."""
+        if Tensor not in map(type, values):  # nearly always
+            in_turn = np.full(len(self._lengths), elsewhere, dtype)
+            in_turn[1::2] = values
+            # Faster than to write to a slice for each.
+            return torch.from_numpy(np.repeat(in_turn, self._lengths))
+        column = np.full(self._total, elsewhere, dtype)
+        for value, place in zip(values, self._places, strict=True):
+            column[place] = value
+        return torch.from_numpy(column)
+
+
 def pack(
     sequences: Sequences,
     indices: Sequence[int],
@@ -149,17 +179,20 @@ def pack(
     position_ids = torch.cat([torch.arange(f, f + n) for f, n in zip(firsts, lengths, strict=True)])
     # There is no segment if all is padding.
     whole = [slice(at, at + len(s.tokens)) for s, at in zip(segments, starts, strict=False)]
-    responses = list(_responses(sequences, segments, whole))
-    members = [sequence for sequence, _ in responses]
     of_segments = ColumnMap(whole, total)
-    of_responses = ColumnMap([place for _, place in responses], total)
+    # A response comes last in its segment; a shared prompt has none.
+    ends = [place.stop for s, place in zip(segments, whole, strict=True) if s.index >= 0]
+    members = [sequences[segment.index] for segment in segments if segment.index >= 0]
+    responses = ColumnMap(
+        [slice(end - len(m.rollout_logprobs), end) for m, end in zip(members, ends, strict=True)],
+        total,
+    )
+    images = [segment.images for segment in segments if segment.images is not None]
+    routes = [segment.routes for segment in segments if segment.routes is not None]
+    logged = [each.log_row for each in members if each.log_row is not None]
     floating = torch.empty(0, dtype=dtype).numpy().dtype
-
-    def response_column(name: str) -> Tensor:
-        return of_responses.column([getattr(each, name) for each in members], floating)
-
     masks = [True if each.response_mask is None else each.response_mask for each in members]
-    loss_mask = of_responses.column(masks, bool)
+    loss_mask = responses.column(masks, bool)
     return PackedBatch(
         tokens=of_segments.column([s.tokens for s in segments], np.int64),
         position_ids=position_ids,
@@ -167,21 +200,19 @@ def pack(
         max_seqlen=int(position_ids.max()) + 1,
         context_size=alignment.context,
         sequence_index=of_segments.column([s.index for s in segments], np.int64, -1),
-        completion_mask=of_responses.column([True] * len(members), bool),
+        completion_mask=responses.column([True] * len(members), bool),
         loss_mask=loss_mask,
-        loss_weights=response_column("loss_weight") * loss_mask,
-        advantages=response_column("advantage"),
-        rollout_logprobs=response_column("rollout_logprobs"),
-        log_rows=_log_rows(members, of_responses),
+        loss_weights=responses.column([each.loss_weight for each in members], floating) * loss_mask,
+        advantages=responses.column([each.advantage for each in members], floating),
+        rollout_logprobs=responses.column([each.rollout_logprobs for each in members], floating),
+        log_rows=_log_rows(members, responses) if logged else None,
         prefixes=_prefixes(segments, starts) if share_prompts else None,
-        images=pack_images(segments, of_segments),
-        **_laid_routes(segments, starts, total, index_topk),
+        images=_pack_images(segments, of_segments) if images else None,
+        **(_laid_routes(segments, starts, total, index_topk) if routes else {}),
     )
 
 
-def _log_rows(sequences: Sequence[TokenSequence], responses: ColumnMap) -> Tensor | None:
-    if all(each.log_row is None for each in sequences):
-        return None
+def _log_rows(sequences: Sequence[TokenSequence], responses: ColumnMap) -> Tensor:
     rows = [
         -1 if each.log_row is None else each.log_row + torch.arange(len(each.rollout_logprobs))
         for each in sequences
@@ -227,7 +258,7 @@ def _segments(
     for group in groups:
         num_prompt_tokens = sequences[group[0]].num_prompt_tokens
         responses = [len(sequences[i].rollout_logprobs) for i in group]
-        if not is_shared(num_prompt_tokens, responses, alignment.sequence):
+        if len(group) == 1 or not is_shared(num_prompt_tokens, responses, alignment.sequence):
             segments += [_Segment.cut_from(sequences[i], slice(None), index=i) for i in group]
             continue
         position, prefix = num_prompt_tokens - 1, len(segments)
@@ -246,16 +277,6 @@ def _segments(
     return segments
 
 
-def _responses(
-    sequences: Sequences, segments: Sequence[_Segment], whole: Sequence[slice]
-) -> Iterator[tuple[TokenSequence, slice]]:
-    """The sequences of the `segments`, which lie at `whole`, and where their responses lie."""
-    for segment, place in zip(segments, whole, strict=True):
-        if segment.index >= 0:
-            sequence = sequences[segment.index]
-            yield sequence, slice(place.stop - len(sequence.rollout_logprobs), place.stop)
-
-
 def _laid_routes(
     segments: Sequence[_Segment], starts: Sequence[int], total: int, index_topk: int
 ) -> dict[str, Any]:
@@ -270,8 +291,6 @@ def _laid_routes(
         for start, segment in zip(starts, segments, strict=False)  # no segment if all is padding
         if segment.routes is not None
     ]
-    if not found:
-        return {}
     _, routes = found[0]
     num_layers, topk = routes.shape[1], routes.shape[2] - index_topk
     experts = [routes[:, :, :topk] for _, routes in found]
@@ -284,6 +303,33 @@ def _laid_routes(
         laid[start : start + len(routes)] = routes
     kinds = {"routed_experts": laid[:, :, :topk], "chosen_tokens": laid[:, :, topk:]}
     return {name: chosen for name, chosen in kinds.items() if chosen.shape[2]}
+
+
+def _pack_images(segments: Sequence[_Segment], columns: ColumnMap) -> PackedImages:
+    """The images of a microbatch of these segments, each once."""
+    found = {each.images.digest: each.images for each in segments if each.images is not None}
+    counts = (len(images.tokens) for images in found.values())
+    first_rows = dict(zip(found, accumulate(counts, initial=0), strict=False))
+    rows, positions = [], []
+    for segment in segments:
+        images, part = segment.images, segment.part
+        numbers = torch.arange(part.start, part.stop)
+        if images is None:
+            rows.append(torch.full_like(numbers, -1))
+            positions.append(numbers.expand(3, -1))
+            continue
+        # Of the whole prompt, at the place of each token of an image, its number among these.
+        whole = torch.full((max(part.stop, images.positions.shape[1]),), -1)
+        whole[images.tokens] = first_rows[images.digest] + torch.arange(len(images.tokens))
+        rows.append(whole[part])
+        positions.append(images.positions_of(part))
+    return PackedImages(
+        prompts=tuple(found.values()),
+        rows=columns.column(rows, np.int64, -1),
+        positions=torch.stack(
+            [columns.column(axis, np.int64) for axis in zip(*positions, strict=True)]
+        ),
+    )
 
 
 def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:

@@ -1,6 +1,9 @@
-"""Part of one rank in a packed microbatch: its inputs and its predictions.
+"""Part of one rank in a packed microbatch: its inputs and its predictions. Index maths only.
 
-Only this file knows that ``tokens[t]`` is predicted at position t - 1 of its sequence.
+Zigzag context parallelism cuts every sequence into ``2 * size`` equal chunks, and rank r holds
+chunks r and ``2 * size - 1 - r``: an early and a late one, so that causal attention costs the same
+on every rank. Only this file knows that ``tokens[t]`` is predicted at position t - 1 of its
+sequence.
 """
 
 from dataclasses import dataclass, replace
@@ -8,16 +11,53 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parallel.context import context_indices
+
+def context_indices(
+    cu_seqlens: Tensor, rank: int, size: int, num_tokens: int | None = None
+) -> Tensor:
+    """Packed positions that context rank `rank` of `size` holds, in its local order.
+
+    `cu_seqlens` [num_sequences + 1]: cumulative lengths, each a multiple of ``2 * size`` when
+    ``size > 1``. `num_tokens` is the last of them, T; None reads it, for which the host waits if
+    they are on a GPU. Returns int64 [T / size] on the device of `cu_seqlens`.
+    """
+    num_tokens = int(cu_seqlens[-1]) if num_tokens is None else num_tokens
+    if size == 1:
+        return torch.arange(num_tokens, device=cu_seqlens.device)
+    cu_seqlens = cu_seqlens.long()
+    chunks = cu_seqlens.diff() // (2 * size)
+    early = cu_seqlens[:-1] + rank * chunks
+    late = cu_seqlens[:-1] + (2 * size - 1 - rank) * chunks
+    starts = torch.stack([early, late], dim=1).flatten()
+    lengths = chunks.repeat_interleave(2)
+    # Concatenate arange(start, start + length) over all pairs.
+    offsets = starts - (lengths.cumsum(0) - lengths)
+    repeated = offsets.repeat_interleave(lengths, output_size=num_tokens // size)
+    return repeated + torch.arange(num_tokens // size, device=starts.device)
 
 
-def prediction_targets(cu_seqlens: Tensor, context_indices: Tensor) -> Tensor:
+def context_order(
+    cu_seqlens: Tensor, size: int, num_tokens: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Packed positions in the order of all ranks' concatenated slices, and the inverse.
+
+    The inverse restores packed order:
+    ``torch.cat([x[context_indices(cu_seqlens, r, size)] for r in range(size)])[inverse]`` is ``x``.
+    Both int64 [T]. `num_tokens` as for `context_indices`.
+    """
+    order = torch.cat([context_indices(cu_seqlens, rank, size, num_tokens) for rank in range(size)])
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return order, inverse
+
+
+def prediction_targets(cu_seqlens: Tensor, local: Tensor) -> Tensor:
     """Packed position of the token that each local position predicts; -1 at the end of a sequence.
 
-    `cu_seqlens` [n + 1] are the packed sequence boundaries, `context_indices` [T / cp] the packed
-    positions that this context rank holds, in its own order. Returns int64 [T / cp].
+    `cu_seqlens` [n + 1] are the packed sequence boundaries, `local` [T / cp] the packed positions
+    that this context rank holds, in its own order (`context_indices`). Returns int64 [T / cp].
     """
-    following = context_indices + 1
+    following = local + 1
     return following.masked_fill(torch.isin(following, cu_seqlens[1:].to(following)), -1)
 
 

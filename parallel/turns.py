@@ -15,40 +15,14 @@ FlexSP (arXiv 2412.01523) and ByteScale (arXiv 2502.21231).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from parallel.alignment import Alignment, round_up
 from parallel.balance import Items, best_fit, fill
 from parallel.dims import ParallelDims, divisors
-from parallel.microbatches import CostModel, Plan, plan_microbatches
+from parallel.microbatches import CostModel, Turn, fixed_turns, plan_microbatches
 from parallel.pipeline_sim import RAMPS, candidate_orders, makespan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """Microbatches that the context ranks of a replica compute at the same time."""
-
-    context_size: int
-    microbatches: list[list[int]]
-    """The sequences of each `context_size` neighbours; empty where they have none."""
-
-
-def fixed_turns(plan: Plan, context: int) -> list[list[Turn]]:
-    """The plan in which all `context` ranks split every microbatch: [data rank][turn]."""
-    return [
-        [Turn(context_size=context, microbatches=[microbatch]) for microbatch in rank]
-        for rank in plan
-    ]
-
-
-def numbered(turns: Sequence[Turn], numbers: Sequence[int]) -> list[Turn]:
-    """Replace places of sequences by their `numbers`."""
-    return [
-        replace(turn, microbatches=[[numbers[i] for i in of] for of in turn.microbatches])
-        for turn in turns
-    ]
 
 
 def plan_turns(

@@ -1,6 +1,4 @@
-"""Views of boxes: in the dimensions of the whole tensor, of the local one, and as matrices."""
-
-from itertools import chain
+"""Views of boxes: in the dimensions of the whole tensor, and of the local one."""
 
 from torch import Tensor
 
@@ -24,10 +22,3 @@ def as_local(values: Tensor, axes: Axes, num_dims: int) -> Tensor:
         if dim not in axes:
             values = values.unsqueeze(dim)
     return values
-
-
-def matrices_of(values: Tensor) -> list[Tensor]:
-    """Split `values` into views [rows, columns], in order."""
-    if values.dim() > 2:
-        return [*chain.from_iterable(map(matrices_of, values))]
-    return [values if values.dim() == 2 else values.unsqueeze(0)]

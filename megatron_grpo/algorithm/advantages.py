@@ -143,19 +143,16 @@ class RewardGroups:
     def __init__(self, rewards: Tensor, group_ids: Tensor) -> None:
         self.rewards = rewards.double()
         _, self.index, self.count = torch.unique(group_ids, return_inverse=True, return_counts=True)
-        mean = self._sum(self.rewards) / self.count
+        mean = self._fold(self.rewards, "sum") / self.count
         self.centered = self.rewards - mean[self.index]
-        low, high = (self._fold(self.rewards, how) for how in ("amin", "amax"))
+        low, high = self._fold(self.rewards, "amin"), self._fold(self.rewards, "amax")
         self.has_reward_variance = differ(low, high)
 
     def std(self) -> Tensor:
         """Sample standard deviation [G]; exactly 0 where all rewards are equal."""
-        squares = self._sum(self.centered.square())
+        squares = self._fold(self.centered.square(), "sum")
         std = (squares / (self.count - 1).clamp(min=1)).sqrt()
         return std.masked_fill(~self.has_reward_variance, 0.0)
-
-    def _sum(self, values: Tensor) -> Tensor:
-        return self._fold(values, "sum")
 
     def _fold(self, values: Tensor, how: str) -> Tensor:
         empty = values.new_empty(len(self.count))

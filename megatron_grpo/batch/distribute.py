@@ -9,6 +9,7 @@ take longer.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,14 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.batch.token_log import first_rows
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.images import PromptSources, read_images
-from megatron_grpo.data.samples import Sample
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.groups import Groups
 from parallel.images import PromptImages
-from parallel.microbatches import CostModel, plan_microbatches
+from parallel.microbatches import CostModel, Turn, fixed_turns, numbered, plan_microbatches
 from parallel.packing import PackedBatch, TokenSequence, pack
 from parallel.shared_prefix import plan_shared_prompts
-from parallel.turns import Turn, fixed_turns, numbered, plan_turns
+from parallel.turns import plan_turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +80,21 @@ class DataParallelShard:
         index_topk: int = 0,
     ) -> Iterator[PackedBatch]:
         """The microbatches of a context rank, packed one by one; see `parallel.packing.pack`."""
-        sequences = dict(zip(_members(self.turns), self._sequences(), strict=True))
+        values = [
+            column.split(self.lengths[name]) if isinstance(column, Tensor) else column
+            for name, column in self.columns.items()
+        ]
+        sequences = {
+            number: TokenSequence(**dict(zip(self.columns, of_sequence, strict=True)))
+            for number, *of_sequence in zip(_members(self.turns), *values, strict=True)
+        }
         for turn in self.turns:
             yield pack(
                 sequences,
                 turn.microbatches[context_rank // turn.context_size],
-                alignment.for_context(turn.context_size),
+                alignment
+                if turn.context_size == alignment.context
+                else alignment.for_context(turn.context_size),
                 share_prompts=share_prompts,
                 index_topk=index_topk,
             )
@@ -93,7 +102,7 @@ class DataParallelShard:
     @property
     def sources(self) -> list[PromptSources]:
         """The images of its prompts, each once."""
-        return [*dict.fromkeys(each for each in self.columns["images"] if each is not None)]
+        return [*dict.fromkeys([each for each in self.columns["images"] if each is not None])]
 
     def with_images(
         self, found: Mapping[PromptSources | None, PromptImages]
@@ -102,17 +111,9 @@ class DataParallelShard:
         images = [each if each is None else found[each] for each in self.columns["images"]]
         return replace(self, columns=self.columns | {"images": images})
 
-    def _sequences(self) -> Iterator[TokenSequence]:
-        values = [
-            column.split(self.lengths[name]) if isinstance(column, Tensor) else column
-            for name, column in self.columns.items()
-        ]
-        for of_sequence in zip(*values, strict=True):
-            yield TokenSequence(**dict(zip(self.columns, of_sequence, strict=True)))
 
-
-def _members(turns: Sequence[Turn]) -> Iterator[int]:
-    return (i for turn in turns for i in chain(*turn.microbatches))
+def _members(turns: Sequence[Turn]) -> list[int]:
+    return [i for turn in turns for i in chain(*turn.microbatches)]
 
 
 def split_for_data_parallel(
@@ -130,7 +131,10 @@ def split_for_data_parallel(
     """
     for indices in BatchSchedule.of(cfg.grpo).minibatches(generation, cfg.train.seed):
         samples = [experience.samples[i] for i in indices]
-        sequences = numbered_sequences(samples, _sequences(experience, indices, cfg))
+        wholes = _sequences(experience, indices, cfg)
+        sequences = dict(enumerate(wholes))
+        if any(map(attrgetter("branches"), samples)):
+            sequences = numbered_sequences(samples, wholes)
         plan = _plan(sequences, cost, cfg, dims, alignment)
         numbers = [*sequences]
         yield [DataParallelShard.of(sequences, numbered(turns, numbers)) for turns in plan]
@@ -158,7 +162,11 @@ def _plan(
 def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:
     """Prompt and whole completion of each sample."""
     samples = [experience.samples[i] for i in indices]
-    masks = [_response_mask(experience, i, cfg) for i in indices]
+    masks = []
+    for i, sample in zip(indices, samples, strict=True):  # all zero if filtered, or not scored
+        is_overlong = cfg.grpo.overlong_filter and sample.finish_reason == "length"
+        counts = not is_overlong and not bool(experience.totals[i].isnan())
+        masks.append(torch.from_numpy(np.asarray(sample.loss_mask, np.bool_) & counts))
     weights = loss_weights(
         torch.stack([mask.sum() for mask in masks]),
         cfg.grpo.loss_type,
@@ -166,9 +174,13 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
     )
     lengths = [len(sample.completion_ids) for sample in samples]
     log_rows = first_rows(lengths, cfg.train.log_tokens)
+    routed = [sample.routes for sample in samples if sample.routes is not None]
     return [
         TokenSequence(
-            tokens=_tokens(sample),
+            # int32: half as much to send as the int64 that a model takes.
+            tokens=torch.from_numpy(
+                np.concatenate([sample.prompt.token_ids, sample.completion_ids], dtype=np.int32)
+            ),
             num_prompt_tokens=len(sample.prompt.token_ids),
             advantage=experience.token_advantages[i]
             if experience.token_advantages
@@ -176,37 +188,17 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             loss_weight=float(weight),
             rollout_logprobs=torch.from_numpy(np.asarray(sample.logprobs, np.float32)),
             response_mask=mask,
-            routes=routes,
+            # A field is a tensor in all sequences or in none.
+            routes=torch.from_numpy(routed[0][:0] if sample.routes is None else sample.routes)
+            if routed
+            else None,
             log_row=log_row,
             images=sample.prompt.images,
         )
-        for sample, i, mask, weight, routes, log_row in zip(
-            samples, indices, masks, weights, _routes(samples), log_rows, strict=True
+        for sample, i, mask, weight, log_row in zip(
+            samples, indices, masks, weights, log_rows, strict=True
         )
     ]
-
-
-def _tokens(sample: Sample) -> Tensor:
-    """Prompt and completion, int32: half as much to send as the int64 that a model takes."""
-    both = (sample.prompt.token_ids, sample.completion_ids)
-    return torch.from_numpy(np.concatenate([np.asarray(ids, np.int32) for ids in both]))
-
-
-def _routes(samples: list[Sample]) -> list[Tensor | None]:
-    """The `routes` of each sample: without tokens if only other samples have any, None if no
-    sample has."""
-    found = [sample.routes for sample in samples]
-    nothing = next((routes[:0] for routes in found if routes is not None), None)
-    all_or_none = [nothing if routes is None else routes for routes in found]
-    return [None if routes is None else torch.from_numpy(routes) for routes in all_or_none]
-
-
-def _response_mask(experience: Experience, i: int, cfg: Config) -> Tensor:
-    """Loss mask of completion `i`: all zero if it is filtered or has no reward."""
-    sample = experience.samples[i]
-    is_overlong = cfg.grpo.overlong_filter and sample.finish_reason == "length"
-    counts = not is_overlong and not bool(experience.totals[i].isnan())
-    return torch.from_numpy(np.asarray(sample.loss_mask, np.bool_) & counts)
 
 
 Minibatches = list[list[PackedBatch]]
@@ -227,7 +219,7 @@ def distribute(
     its replica.
     """
     received: list[DataParallelShard | None] = [None]
-    leader = groups.dims.replica_ranks(groups.coordinates.data)[0]
+    leader = dist.get_global_rank(groups.replica, 0)
     if groups.rank == leader:
         dist.scatter_object_list(received, shards, src=0, group=groups.data_gloo)
     dist.broadcast_object_list(received, src=leader, group=groups.replica)

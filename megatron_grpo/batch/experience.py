@@ -49,19 +49,22 @@ def compute_advantages(
 ) -> Experience:
     """Compute the advantages of scored samples from the `sums` of their rewards, or from the
     single rewards; a group is all samples of one prompt."""
+    grpo = cfg.grpo
     totals = torch.tensor(sums, dtype=torch.float64)
     group_ids = torch.tensor([sample.prompt.index for sample in samples])
-    if cfg.grpo.multi_objective_aggregation == "normalize_then_sum":
+    if grpo.multi_objective_aggregation == "normalize_then_sum":
         terms = cfg.reward_terms
         scores = torch.tensor(
             [[score[term.label] for term in terms] for score in rewards], dtype=torch.float64
         )
         weights = torch.tensor([term.weight for term in terms], dtype=torch.float64)
         advantages = normalized_sum_advantages(scores, weights, group_ids)
-    elif cfg.grpo.supervision == "process":
+    elif grpo.supervision == "process":
         return _process_supervision(samples, rewards, totals, group_ids, cfg)
     else:
-        advantages = _advantages(totals, group_ids, cfg)
+        advantages = group_advantages(
+            totals, group_ids, grpo.scale_rewards, estimator=grpo.advantage_estimator
+        )
     return Experience(samples, rewards, totals, group_ids, advantages)
 
 
@@ -87,23 +90,18 @@ def _process_supervision(
         steps.append([] if math.isnan(total) else found)
     lengths = [len(sample.completion_ids) for sample in samples]
     by_token = process_advantages(steps, lengths, group_ids)
-    advantages = torch.stack(
-        [values[:1].sum() for values in by_token]
-    )  # a completion may have no token
+    # A completion may have no token.
+    advantages = torch.stack([values[:1].sum() for values in by_token])
     return Experience(samples, rewards, totals, group_ids, advantages, token_advantages=by_token)
 
 
 def subtract_kl(experience: Experience, kl: Tensor, beta: float, cfg: Config) -> Experience:
     """Recompute the advantages from the rewards minus `beta` times the KL divergence `kl` [N]."""
-    totals = experience.totals - beta * kl
-    return replace(experience, advantages=_advantages(totals, experience.group_ids, cfg))
-
-
-def _advantages(totals: Tensor, group_ids: Tensor, cfg: Config) -> Tensor:
-    grpo = cfg.grpo
-    return group_advantages(
+    totals, group_ids, grpo = experience.totals - beta * kl, experience.group_ids, cfg.grpo
+    advantages = group_advantages(
         totals, group_ids, grpo.scale_rewards, estimator=grpo.advantage_estimator
     )
+    return replace(experience, advantages=advantages)
 
 
 def completion_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str, float]:
@@ -163,10 +161,9 @@ def branch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     sampled, read = [], []
     for sample in samples:
         for branch in sample.sequences:
-            is_whole = not sample.branches
-            own = (
-                sample.num_sampled if is_whole else sum(sample.loss_mask[branch.start : branch.end])
-            )
+            own = sample.num_sampled
+            if sample.branches:
+                own = sum(sample.loss_mask[branch.start : branch.end])
             sampled.append(own)
             before = sum(end - start for start, end in branch.context)
             read.append(before + branch.end - branch.start - own)

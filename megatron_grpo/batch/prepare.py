@@ -55,16 +55,25 @@ def add_logprobs(
     and its pass is skipped unless something else needs it: the ratio is exactly 1, and the loss
     uses its own log-probabilities, detached; see `with_old_logprobs`.
     """
-    filled, entropies = _from_policy(batches, policy, cfg, groups, is_next)
+    grpo, temperature, entropies = cfg.grpo, cfg.rollout.temperature, list[Tensor]()
+    filled = [*batches]
+    if grpo.old_logprobs == "rollout":
+        filled = [replace(batch, old_logprobs=batch.rollout_logprobs) for batch in batches]
+    lacks_old = filled[0].old_logprobs is None
+    are_all_needed = grpo.num_old_passes == grpo.steps_per_generation
+    if grpo.top_entropy_quantile < 1 or (lacks_old and (are_all_needed or not is_next)):
+        computed = compute_logprobs(policy, filled, temperature, groups)
+        entropies = [entropy for _, entropy in computed]
+        if lacks_old:
+            filled = _filled(filled, "old_logprobs", [logprobs for logprobs, _ in computed])
     if reference:
-        computed = compute_logprobs(reference, batches, cfg.rollout.temperature, groups)
+        computed = compute_logprobs(reference, batches, temperature, groups)
         filled = _filled(filled, "ref_logprobs", [logprobs for logprobs, _ in computed])
     if not policy.is_last_stage:
         return filled
-    if cfg.grpo.top_entropy_quantile < 1:
-        fraction = cfg.grpo.top_entropy_quantile
-        filled = keep_high_entropy(filled, entropies, fraction, groups)
-    return with_entropy_weights(filled, groups) if cfg.grpo.entropy_coef else filled
+    if grpo.top_entropy_quantile < 1:
+        filled = keep_high_entropy(filled, entropies, grpo.top_entropy_quantile, groups)
+    return with_entropy_weights(filled, groups) if grpo.entropy_coef else filled
 
 
 def with_old_logprobs(
@@ -80,20 +89,6 @@ def with_old_logprobs(
     return _filled(batches, "old_logprobs", logprobs)
 
 
-def _from_policy(
-    batches: Sequence[PackedBatch], policy: Policy, cfg: Config, groups: Groups, is_next: bool
-) -> tuple[list[PackedBatch], list[Tensor]]:
-    """The batches, and the policy's entropies if they were computed."""
-    if cfg.grpo.old_logprobs == "rollout":
-        batches = [replace(batch, old_logprobs=batch.rollout_logprobs) for batch in batches]
-    if not _needs_policy(batches, cfg, is_next):
-        return list(batches), []
-    computed = compute_logprobs(policy, batches, cfg.rollout.temperature, groups)
-    if batches[0].old_logprobs is None:
-        batches = _filled(batches, "old_logprobs", [logprobs for logprobs, _ in computed])
-    return list(batches), [entropy for _, entropy in computed]
-
-
 def _filled(
     batches: Sequence[PackedBatch], name: str, values: Sequence[Tensor]
 ) -> list[PackedBatch]:
@@ -102,13 +97,6 @@ def _filled(
         return list(batches)
     of_batch: list[dict[str, Any]] = [{name: value} for value in values]
     return [replace(batch, **new) for batch, new in zip(batches, of_batch, strict=True)]
-
-
-def _needs_policy(batches: Sequence[PackedBatch], cfg: Config, is_next: bool) -> bool:
-    if cfg.grpo.top_entropy_quantile < 1:
-        return True
-    are_all_needed = cfg.grpo.num_old_passes == cfg.grpo.steps_per_generation
-    return batches[0].old_logprobs is None and (are_all_needed or not is_next)
 
 
 @dataclass(frozen=True)
@@ -149,11 +137,16 @@ class Preparation:
                 context_rank=at.context,
                 index_topk=indexer.topk if indexer else 0,
             )
-            # What this rank alone needs is computed while the host has the batches.
-            held = (with_own_layers(b, groups).on_rank(groups.dims, at) for b in batches)
-            if cfg.model.mtp_num_layers:
-                held = (with_second_tokens(batch, groups) for batch in held)
-            minibatches.append([b.to(self.device) for b in with_features(held, self.policy.vision)])
+            if shard.sources:
+                batches = with_features(batches, self.policy.vision)
+            minibatches.append(list[PackedBatch]())
+            for batch in batches:  # what this rank alone needs is computed on the host
+                if batch.routed_experts is not None or batch.chosen_tokens is not None:
+                    batch = with_own_layers(batch, groups)
+                batch = batch.on_rank(groups.dims, at)
+                if cfg.model.mtp_num_layers:
+                    batch = with_second_tokens(batch, groups)
+                minibatches[-1].append(batch.to(self.device))
         return minibatches
 
     def minibatches(

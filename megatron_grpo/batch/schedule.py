@@ -9,6 +9,7 @@ anything starts.
 
 import random
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 from megatron_grpo.config.grpo import GRPOConfig
 from parallel import divisors
@@ -55,10 +56,11 @@ class BatchSchedule:
                 f"use {' or '.join(map(str, sorted(nearest)))} steps"
             )
 
-    @classmethod
-    def of(cls, grpo: GRPOConfig) -> "BatchSchedule":
+    @staticmethod
+    @cache
+    def of(grpo: GRPOConfig) -> "BatchSchedule":
         """The schedule of a config; raises ValueError with the numbers if the sizes do not fit."""
-        return cls(
+        return BatchSchedule(
             num_generations=grpo.num_generations,
             generation_batch_size=grpo.generation_batch_size,
             steps_per_generation=grpo.steps_per_generation,
@@ -71,12 +73,12 @@ class BatchSchedule:
         """Prompts per generation."""
         return self.generation_batch_size // self.num_generations
 
-    @property
+    @cached_property
     def minibatch_size(self) -> int:
         """Completions per optimizer step."""
         return self.generation_batch_size // self.steps_per_generation
 
-    @property
+    @cached_property
     def updates_per_generation(self) -> int:
         """Optimizer steps per generation. With 1 the ratio is always 1 and nothing is clipped."""
         return self.steps_per_generation * self.num_iterations

@@ -40,12 +40,9 @@ class TokenLog:
 
     def __init__(self, num_rows: int, device: torch.device | str = "cpu") -> None:
         # The last row takes the tokens without one.
-        self._values = torch.zeros(num_rows + 1, len(VALUES), device=device)
-
-    @property
-    def values(self) -> Tensor:
+        self._rows = torch.zeros(num_rows + 1, len(VALUES), device=device)
+        self.values = self._rows[:-1]
         """[rows, values] float32."""
-        return self._values[:-1]
 
     def add(self, tokens: LossTokens, loss: GRPOLoss, gap: Tensor) -> None:
         """Fill in the rows of the tokens of a microbatch that this rank predicted."""
@@ -69,6 +66,6 @@ class TokenLog:
             "clipped": loss.clipped_high.int() - loss.clipped_low.int(),
         }
         found = torch.stack([values[name].detach().float() for name in VALUES], dim=1)
-        nowhere = len(self._values) - 1
+        nowhere = len(self.values)
         has_row = (rows >= 0) & (rows < nowhere)
-        self._values.index_copy_(0, rows.where(has_row, nowhere), found)
+        self._rows.index_copy_(0, rows.where(has_row, nowhere), found)

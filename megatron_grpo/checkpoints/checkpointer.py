@@ -45,8 +45,8 @@ from megatron_grpo.checkpoints.trainer_state import (
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.policy.chunks import gather_weights
 from megatron_grpo.policy.export import check_finite
-from megatron_grpo.policy.gradients import gather_weights
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.reference import Reference
 from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency

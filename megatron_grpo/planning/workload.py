@@ -14,9 +14,15 @@ from megatron_grpo.engines.arguments import PLANNED, engine_number
 from megatron_grpo.planning.card import GpuSpec
 from parallel import ParallelDims
 from parallel.alignment import Alignment, round_up
-from parallel.microbatches import CostModel, Plan, microbatch_capacity, plan_microbatches
+from parallel.microbatches import (
+    CostModel,
+    Plan,
+    fixed_turns,
+    microbatch_capacity,
+    plan_microbatches,
+)
 from parallel.shared_prefix import PromptGroup, plan_shared_prompts
-from parallel.turns import fixed_turns, plan_turns
+from parallel.turns import plan_turns
 
 
 @dataclass(frozen=True)

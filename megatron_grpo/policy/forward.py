@@ -15,10 +15,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_grpo.policy.gradients import gather_weights
+from megatron_grpo.policy.chunks import gather_weights
 from megatron_grpo.policy.model import Model, forward, unwrapped
 from megatron_grpo.policy.releases import COUNTS_TOKENS_OF_ALL_RANKS
-from megatron_grpo.policy.router import balances_experts
 from megatron_grpo.policy.transformer_engine import drop_quantized_weights
 from parallel.dims import ParallelDims
 from parallel.groups import Groups
@@ -55,7 +54,11 @@ def run_schedule(
     if model.vision and model.vision.is_trained:
         gather_weights(model.chunks)  # data ranks without images run no modules of the tower
         batches = model.vision.with_current_features(batches, has_backward=not forward_only)
-    loss_scale = 1.0 if forward_only else _weigh_router_losses(model, groups, batches)
+    config, loss_scale = unwrapped(model.chunks[0]).config, 1.0
+    # Routers add auxiliary losses only if they are told to.
+    coefficients = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
+    if config.num_moe_experts is not None and any(coefficients) and not forward_only:
+        loss_scale = _weigh_router_losses(config, groups, batches)
 
     def forward_step(
         iterator: Any, chunk: Any
@@ -69,7 +72,6 @@ def run_schedule(
 
         return forward(chunk, batch, groups), loss_of
 
-    config = unwrapped(model.chunks[0]).config
     with model.computing(), torch.set_grad_enabled(not forward_only):
         collected: list[T] = get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -86,7 +88,9 @@ def run_schedule(
     return collected
 
 
-def _weigh_router_losses(model: Model, groups: Groups, batches: Sequence[PackedBatch]) -> float:
+def _weigh_router_losses(
+    config: TransformerConfig, groups: Groups, batches: Sequence[PackedBatch]
+) -> float:
     """Weight the auxiliary losses of routers by tokens; returns the factor for the main loss.
 
     Megatron multiplies a router's loss, a mean over the tokens of a microbatch, by their number,
@@ -94,9 +98,6 @@ def _weigh_router_losses(model: Model, groups: Groups, batches: Sequence[PackedB
     batch. Here gradients are not divided. Instead, this sets the function with which Megatron
     scales every loss before the backward; the returned factor cancels it for the main loss.
     """
-    config = unwrapped(model.chunks[0]).config
-    if not balances_experts(config):
-        return 1.0
     tokens = torch.tensor(sum(len(b.tokens) for b in batches), device=batches[0].tokens.device)
     dist.all_reduce(tokens, group=groups.data)
     num_tokens = float(tokens)
@@ -147,17 +148,6 @@ def compute_logprobs(
 Shape = tuple[int, int, int]
 
 
-def stage_shapes(
-    batches: Sequence[PackedBatch], config: TransformerConfig, dims: ParallelDims
-) -> list[Shape]:
-    """Shape of the activations that a stage sends of each microbatch, or of their gradients."""
-    parts = dims.tensor if config.sequence_parallel else 1
-    return [
-        (len(batch.tokens) // batch.context_size // parts, 1, config.hidden_size)
-        for batch in batches
-    ]
-
-
 def received_order(num_microbatches: int, dims: ParallelDims, *, is_end: bool) -> list[int]:
     """Numbers of the microbatches that a stage receives from one side, in this order.
 
@@ -187,11 +177,16 @@ class StageMessages(P2PCommunicator):
         """For one pass over `batches`."""
         super().__init__(groups.pipeline, config)
         dims, stage = groups.dims, groups.coordinates.pipeline
-        shapes = stage_shapes(batches, config, dims)
-        self._from_previous, self._from_next = (
+        parts = dims.tensor if config.sequence_parallel else 1
+        shapes = [
+            (len(batch.tokens) // batch.context_size // parts, 1, config.hidden_size)
+            for batch in batches
+        ]
+        """Shapes of the activations of each microbatch between stages, and of their gradients."""
+        self._from_previous, self._from_next = [
             [shapes[number] for number in reversed(received_order(len(shapes), dims, is_end=end))]
             for end in (stage == 0, stage == dims.pipeline - 1)
-        )
+        ]
 
     def _communicate_shapes(
         self,

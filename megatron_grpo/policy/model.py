@@ -18,9 +18,12 @@ from megatron_grpo.bars import waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.optimizer import OptimizerConfig
-from megatron_grpo.policy.attention import attention_windows
-from megatron_grpo.policy.chunks import build_chunks, expert_biases
-from megatron_grpo.policy.gradients import gather_weights, with_gradients
+from megatron_grpo.policy.chunks import (
+    build_chunks,
+    expert_biases,
+    gather_weights,
+    with_gradients,
+)
 from megatron_grpo.policy.lora import Adapters, Merged, add_adapters
 from megatron_grpo.policy.lora_targets import LOCAL_NAME
 from megatron_grpo.policy.matrices import matrices_of
@@ -28,7 +31,12 @@ from megatron_grpo.policy.mtp import Mtp
 from megatron_grpo.policy.muon import Muon
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.packed_params import params_on_rank
-from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
+from megatron_grpo.policy.router import (
+    RouterLosses,
+    add_router_replay,
+    loss_names,
+    own_routes,
+)
 from megatron_grpo.policy.sparse_attention import add_indexer_replay
 from megatron_grpo.policy.transformer import uses_transformer_engine
 from megatron_grpo.policy.vision import VisionTower, embedded, vision_tower
@@ -74,10 +82,8 @@ class Model:
         """
         return {
             f"{number}.{name}": value
-            for number, chunk in enumerate(self.chunks)
-            for name, value in chain(
-                unwrapped(chunk).named_parameters(), expert_biases(unwrapped(chunk))
-            )
+            for number, module in enumerate(map(unwrapped, self.chunks))
+            for name, value in chain(module.named_parameters(), expert_biases(module))
             if f"{LOCAL_NAME}." not in name
         } | (self.mtp.parameters() if self.mtp else {})
 
@@ -98,8 +104,8 @@ class Policy(Model):
     """Megatron's distributed optimizer."""
     scheduler: Any
     """Sets the optimizer's learning rate; stepped once per optimizer step."""
-    router_losses: RouterLosses
-    """Losses of a mixture's routers in the microbatches since `zero_grad`."""
+    router_losses: RouterLosses | None
+    """Losses of a mixture's routers in the microbatches since `zero_grad`; None if it has none."""
 
     def parameters(self) -> dict[str, Tensor]:
         """`Model.parameters`, whole: see `gather_weights`, by which this is collective."""
@@ -118,7 +124,8 @@ class Policy(Model):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self.router_losses.clear()
+        if self.router_losses:
+            self.router_losses.clear()
 
     def zero_summed_gradient(self) -> None:
         """Zero this rank's shard of the gradient summed over data and context ranks.
@@ -180,7 +187,9 @@ def add_optimizer(model: Model, cfg: Config, groups: Groups) -> Policy:
     scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.num_steps)
     if model.mtp:
         model.mtp.add_optimizer()
-    losses = RouterLosses([unwrapped(chunk) for chunk in model.chunks])
+    chunks = [unwrapped(chunk) for chunk in model.chunks]
+    names = loss_names(chunks[0].config)
+    losses = RouterLosses(chunks, names) if names else None
     return Policy(**vars(model), optimizer=optimizer, scheduler=scheduler, router_losses=losses)
 
 
@@ -204,21 +213,25 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
 
     Returns hidden states. For the last chunk: the head's input, [T / cp, H] in the order of
     `context_indices`, or the tensor rank's slice of it under sequence parallelism. For the others:
-    what Megatron-Core sends to the next stage: see `stage_shapes`.
+    what Megatron-Core sends to the next stage: see `StageMessages`.
     """
     assert batch.part is not None, "set by `run_schedule`"
-    local = batch.part.local
-    params = params_on_rank(batch, groups, attention_windows(unwrapped(chunk)))
-    params.routed_experts = own_routes(batch, local, groups)
+    local, module = batch.part.local, unwrapped(chunk)
+    params = params_on_rank(batch, groups, module.attention_windows)
+    if batch.routed_experts is not None:
+        params.routed_experts = own_routes(batch.routed_experts, local, groups)
     params.chosen_tokens = batch.chosen_tokens
+    embeddings = None  # of text: the chunk's own
+    if batch.images is not None and module.pre_process:
+        embeddings = embedded(module, batch, local, groups)
     output: Tensor = chunk(
         input_ids=batch.tokens[local].unsqueeze(0),
         position_ids=batch.position_ids[local].unsqueeze(0),
         attention_mask=None,
-        decoder_input=embedded(unwrapped(chunk), batch, local, groups),
+        decoder_input=embeddings,
         packed_seq_params=params,
     )
-    return output.squeeze(0) if unwrapped(chunk).post_process else output
+    return output.squeeze(0) if module.post_process else output
 
 
 def weight_sender(model: Model, groups: Groups) -> Sender:

@@ -34,8 +34,12 @@ from torch import Tensor
 from checkpoint_convert import ModelShape
 from checkpoint_convert.families.decoder import MTP_LAYER
 from megatron_grpo.config.config import Config
-from megatron_grpo.policy.chunks import expert_biases, prepare_layers
-from megatron_grpo.policy.gradients import gather_weights, with_own_gradients
+from megatron_grpo.policy.chunks import (
+    expert_biases,
+    gather_weights,
+    prepare_layers,
+    with_own_gradients,
+)
 from megatron_grpo.policy.mla import WholeLinear
 from megatron_grpo.policy.optimizer import (
     apply_gradient,

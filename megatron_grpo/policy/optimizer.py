@@ -109,7 +109,13 @@ def own_gradient_is_finite(optimizer: Any) -> bool:
     and a tied embedding on the last stage. Call between `gradient_norm` and `apply_gradient`.
     """
     found = [
-        getattr(parameter, "decoupled_grad" if _are_apart(part) else "grad", None)
+        getattr(
+            parameter,
+            "decoupled_grad"
+            if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            else "grad",
+            None,
+        )
         for part in optimizer.chained_optimizers
         for parameter in part.get_parameters()
     ]
@@ -139,14 +145,10 @@ def apply_gradient(optimizer: Any, norm: float) -> None:
     """Update the weights with the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
     for part in optimizer.chained_optimizers:
         if parameters := part.get_parameters():
-            is_apart = _are_apart(part)
-            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm, is_apart)
+            config = part.config
+            is_apart = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, config.clip_grad, norm, is_apart)
     optimizer.step_with_ready_grads()
-
-
-def _are_apart(part: Any) -> bool:
-    """Whether gradients are where they may have another dtype than what they are applied to."""
-    return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
 
 
 def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:

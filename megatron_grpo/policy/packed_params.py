@@ -14,11 +14,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from parallel.alignment import round_up
 from parallel.attention import PackedAttention, block_mask
-from parallel.context import context_indices, context_order
 from parallel.delta_rule import Stage, stages
 from parallel.groups import Groups
 from parallel.images import PackedImages
 from parallel.packing import PackedBatch
+from parallel.rank_part import context_indices, context_order
 from parallel.sparse_attention import Queries
 
 EVEN_LENGTH = 512
@@ -188,10 +188,9 @@ def params_on_rank(
     """The `packed_params` of a microbatch on this rank, of the context ranks that split it."""
     assert batch.part is not None, "set by `run_schedule`"
     local, size = batch.part.local, batch.context_size
-    group, rank = groups.context_of(size)
-    params = packed_params(batch, local, rank, size, windows)
+    params = packed_params(batch, local, groups.coordinates.context % size, size, windows)
     if groups.is_dynamic:  # see `rotate_own_tokens`
-        params.cp_group = group
+        params.cp_group = groups.contexts[size]
         params.attention_cu_seqlens = params.cu_seqlens_q_padded
         params.rope_positions = batch.rope_positions[..., local]
         own = _first_and_last(batch.cu_seqlens) // size

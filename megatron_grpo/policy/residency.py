@@ -73,6 +73,7 @@ class Residency:
         self.away: tuple[Part, ...] = ()
         """The parts that are not on the GPU."""
         self.rooms, self._offload = rooms, offload
+        self._moves = bool(parts_moved(offload))
         self.communicators = communicators
         self._room_of = {room.values.untyped_storage(): room for room in rooms}
         # torch.cpu has the streams and events of torch.cuda, where all work is done at once.
@@ -89,6 +90,8 @@ class Residency:
         When this returns, nothing that must leave is left on any rank's GPU, and what the phase
         uses is there for all work of the current stream. Other parts may still be on their way.
         """
+        if not self._moves:
+            return
         away = parts_away(self._offload, phase)
         if phase == "train":
             self._copied &= self._constant
@@ -111,6 +114,8 @@ class Residency:
 
         That must not change it. It leaves in `phase`, without a wait if it has been copied by then.
         """
+        if not self._moves:
+            return
         self._copying.wait_stream(self._streams.current_stream())
         with self._streams.stream(self._copying):
             self._copy(parts_away(self._offload, phase))

@@ -108,15 +108,13 @@ def with_own_layers(batch: PackedBatch, groups: Groups) -> PackedBatch:
     return replace(batch, **found) if found else batch
 
 
-def own_routes(batch: PackedBatch, local: Tensor, groups: Groups) -> Tensor | None:
+def own_routes(routes: Tensor, local: Tensor, groups: Groups) -> Tensor:
     """The routes [tokens, own layers, topk] of the tokens that this rank's routers see.
 
     `local` are those of its context rank, of which each tensor rank has a part: a mixture of
     experts over several tensor ranks needs sequence parallelism.
     """
-    if batch.routed_experts is None:
-        return None
-    return batch.routed_experts[local].chunk(groups.dims.tensor)[groups.coordinates.tensor]
+    return routes[local].chunk(groups.dims.tensor)[groups.coordinates.tensor]
 
 
 def _bind(
@@ -143,12 +141,6 @@ BALANCE, Z_LOSS = "load_balancing_loss", "z_loss"
 """Megatron's names."""
 
 
-def balances_experts(config: TransformerConfig) -> bool:
-    """Whether routers add auxiliary losses; by default they do not."""
-    coefficients = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
-    return config.num_moe_experts is not None and any(coefficients)
-
-
 class RouterLosses:
     """Losses of the routers in an optimizer batch, without the coefficients: a mean over tokens.
 
@@ -157,14 +149,15 @@ class RouterLosses:
     a router, and weighted by tokens, like their gradient (`forward.py`).
     """
 
-    def __init__(self, chunks: Sequence[GPTModel]) -> None:
-        self._names = _names(chunks[0].config)
-        size, device = len(self._names) + 1, next(chunks[0].parameters()).device
+    def __init__(self, chunks: Sequence[GPTModel], names: Sequence[str]) -> None:
+        """`names` are those of `loss_names`."""
+        self._names = names
+        size, device = len(names) + 1, next(chunks[0].parameters()).device
         self._sums = torch.zeros(size, dtype=torch.float64, device=device)
         """[losses + 1]: sum of loss * tokens for each loss, then of tokens, over microbatches and
         this rank's routers."""
         for module in (module for chunk in chunks for module in chunk.modules()):
-            if self._names and isinstance(module, TopKRouter):
+            if isinstance(module, TopKRouter):
                 module.register_forward_hook(self._take)
 
     def clear(self) -> None:
@@ -174,11 +167,8 @@ class RouterLosses:
     def means(self) -> dict[str, float]:
         """Means over tokens and routers since `clear`, the same on all ranks; collective.
 
-        Empty if routers have no losses. `moe/load_balancing_loss` is 1 if all experts have equally
-        many tokens and probability.
+        `moe/load_balancing_loss` is 1 if all experts have equally many tokens and probability.
         """
-        if not self._names:
-            return {}
         sums = self._sums.clone()
         dist.all_reduce(sums)  # every rank has routers or tokens that no other has
         *totals, num_tokens = sums.tolist()
@@ -201,7 +191,7 @@ class RouterLosses:
         self._sums += torch.stack(found)
 
 
-def _names(config: TransformerConfig) -> list[str]:
+def loss_names(config: TransformerConfig) -> list[str]:
     """The losses that routers have; by default none."""
     balances = config.moe_router_load_balancing_type == "aux_loss" and config.moe_aux_loss_coeff
     losses = {BALANCE: balances, Z_LOSS: config.moe_z_loss_coeff}

@@ -203,13 +203,12 @@ def _replaced(
         yield replace(batch, images=replace(batch.images, prompts=(), features=features))
 
 
-def embedded(chunk: Any, batch: PackedBatch, local: Tensor, groups: Groups) -> Tensor | None:
+def embedded(chunk: Any, batch: PackedBatch, local: Tensor, groups: Groups) -> Tensor:
     """Embeddings of this rank's tokens, with features in the places of images: [t, 1, H].
 
-    None if there are no images, or not the embedding: the chunk then does what it does with text.
+    Of a microbatch with images, and a chunk with the embedding.
     """
-    if batch.images is None or not chunk.pre_process:
-        return None
+    assert batch.images is not None
     tokens: Tensor = chunk.embedding(
         input_ids=batch.tokens[local].unsqueeze(0),
         position_ids=batch.position_ids[local].unsqueeze(0),

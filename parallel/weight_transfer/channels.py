@@ -100,9 +100,9 @@ class ControlSocket:
     """
 
     def __init__(self, connection: socket.socket, peer: str, timeout: timedelta) -> None:
-        self.socket = connection
-        self.peer = peer
-        self.seconds = timeout.total_seconds()
+        self.socket, self.peer, self.seconds = connection, peer, timeout.total_seconds()
+        self.is_local = connection.family == socket.AF_UNIX
+        """Whether both ends are on this host."""
         connection.settimeout(self.seconds)
         if not self.is_local:  # send signals at once, without Nagle's algorithm
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -112,15 +112,12 @@ class ControlSocket:
         self._hanging_up.register(connection, select.POLLRDHUP)
 
     def send_signal(self) -> None:
-        """Send one byte."""
         self.send(memoryview(SIGNAL))
 
     def await_signal(self) -> None:
-        """Wait for one byte."""
         self.receive(memoryview(bytearray(len(SIGNAL))))
 
     def send(self, data: memoryview) -> None:
-        """Send all of `data`."""
         stopped = stopped_time()
         while data:
             # A plain `send` would block on the full buffer of an end that has stopped reading.
@@ -136,7 +133,6 @@ class ControlSocket:
                 raise self.closed() from error
 
     def receive(self, data: memoryview) -> None:
-        """Fill all of `data`."""
         stopped = stopped_time()
         while data:
             try:
@@ -156,13 +152,7 @@ class ControlSocket:
             return now
         raise self.timed_out()
 
-    @property
-    def is_local(self) -> bool:
-        """Whether both ends are on this host, connected by a Unix socket."""
-        return self.socket.family == socket.AF_UNIX
-
     def is_open(self) -> bool:
-        """Whether neither end has closed the connection."""
         return not self._hanging_up.poll(0)
 
     def abort(self) -> None:
@@ -179,16 +169,13 @@ class ControlSocket:
                 pass
 
     def close(self) -> None:
-        """End the connection."""
         self.abort()
         self.socket.close()
 
     def closed(self) -> ChannelError:
-        """The error of a connection that has ended."""
         return ChannelError(f"{self.peer} has closed the channel or died")
 
     def timed_out(self) -> ChannelError:
-        """The error of a wait that has taken too long."""
         return ChannelError(f"{self.peer} has made no progress for {self.seconds:g} s")
 
 
@@ -227,7 +214,6 @@ class Listener:
         raise ChannelError(f"{peer} did not connect within {timeout.total_seconds():g} s")
 
     def close(self) -> None:
-        """Stop listening."""
         self._socket.close()
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from parallel.layout import Box, Copy, Layout
 from parallel.reshard import check_arrivals
 from parallel.weight_transfer.channels import (
-    Address,
     Channel,
     ChannelError,
     ControlSocket,
@@ -52,7 +51,7 @@ class Worker:
 
     @property
     def key(self) -> str:
-        """The name under which it publishes which memory it is in."""
+        """Name of its text in the rendezvous: which memory it is in."""
         return f"memory/{self.engine}/{self.number}"
 
 
@@ -157,13 +156,16 @@ class Peer:
                 listener = Listener(host)
                 stack.callback(listener.close)
                 self.rendezvous.publish(f"channel/{name}", json.dumps(listener.address))
-                accepting.append(partial(self._accept, listener, str(worker)))
+                check = self.rendezvous.check_failure
+                accept = partial(listener.accept, str(worker), self.timeout, check)
+                accepting.append(partial(self._open, accept, is_sender=True))
             names = {f"channel/{name}": sender for name, sender in senders.items()}
             addresses = self.rendezvous.await_texts(names, self.timeout)
-            connecting = [
-                partial(self._connect, json.loads(address), sender)
+            sockets = [
+                partial(connect, json.loads(address), sender, self.timeout)
                 for address, sender in zip(addresses, senders.values(), strict=True)
             ]
+            connecting = [partial(self._open, each, is_sender=False) for each in sockets]
             made = channels.open_all([*accepting, *connecting])
             return made[: len(accepting)], made[len(accepting) :]
 
@@ -180,16 +182,11 @@ class Peer:
             )
         return False
 
-    def _accept(self, listener: Listener, receiver: str) -> Channel:
+    def _open(self, control: Callable[[], ControlSocket], *, is_sender: bool) -> Channel:
         # On failure, end the wait of channels that are being opened here or elsewhere.
         with self.rendezvous.publishing_failures(self.name):
-            control = listener.accept(receiver, self.timeout, self.rendezvous.check_failure)
-            return open_channel(control, self.init_info.bucket_bytes, self.device, is_sender=True)
-
-    def _connect(self, address: Address, sender: str) -> Channel:
-        with self.rendezvous.publishing_failures(self.name):
-            control = connect(address, sender, self.timeout)
-            return open_channel(control, self.init_info.bucket_bytes, self.device, is_sender=False)
+            size, device = self.init_info.bucket_bytes, self.device
+            return open_channel(control(), size, device, is_sender=is_sender)
 
 
 Arrival = tuple[str, str, Box]

@@ -57,7 +57,6 @@ class HostMemory:
             os.close(descriptors[0])
 
     def send(self, control: ControlSocket) -> None:
-        """Share the memory with the other end of a control socket, a Unix socket."""
         try:
             socket.send_fds(control.socket, [b"\0"], [self._descriptor])
         finally:
@@ -101,9 +100,7 @@ class CudaMemory:
     def __init__(
         self, address: ctypes.c_uint64, num_bytes: int, device: torch.device, free: str
     ) -> None:
-        self._address = address
-        self._device = device
-        self._free = free
+        self._address, self._device, self._free = address, device, free
         # Lets torch wrap memory that it does not own in a tensor.
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (num_bytes,),
@@ -137,29 +134,22 @@ class CudaMemory:
         return cls(address, num_bytes, device, "cuIpcCloseMemHandle")
 
     def send(self, control: ControlSocket) -> None:
-        """Share the memory with the other end of a control socket."""
         handle = _Handle()
         call_driver(self._device, "cuIpcGetMemHandle", ctypes.byref(handle), self._address)
         control.send(memoryview(bytes(handle)))
 
     def close(self) -> None:
-        """Free or unmap the memory."""
         del self.tensor
         torch.cuda.synchronize(self._device)  # wait for kernels that may still use it
         call_driver(self._device, self._free, self._address)
 
 
-Memory = HostMemory | CudaMemory
-"""Memory that two processes share."""
-
-
-def share_memory(control: ControlSocket, num_bytes: int, device: torch.device) -> Memory:
+def share_memory(
+    control: ControlSocket, num_bytes: int, device: torch.device
+) -> HostMemory | CudaMemory:
     """Allocate memory, which this process owns, and share it with the other end."""
-    memory = (
-        HostMemory.allocate(num_bytes)
-        if device.type == "cpu"
-        else CudaMemory.allocate(num_bytes, device)
-    )
+    on_host = device.type == "cpu"
+    memory = HostMemory.allocate(num_bytes) if on_host else CudaMemory.allocate(num_bytes, device)
     try:
         memory.send(control)
     except BaseException as error:
@@ -170,7 +160,9 @@ def share_memory(control: ControlSocket, num_bytes: int, device: torch.device) -
     return memory
 
 
-def receive_memory(control: ControlSocket, num_bytes: int, device: torch.device) -> Memory:
+def receive_memory(
+    control: ControlSocket, num_bytes: int, device: torch.device
+) -> HostMemory | CudaMemory:
     """Map the memory that the other end shares."""
     try:
         if device.type == "cpu":
@@ -194,27 +186,22 @@ class LocalChannel:
         """Buckets that this end has passed on to the other, and that a receiver has taken."""
 
     def next_buffer(self) -> Tensor:
-        """See `Channel`."""
         self._await_taken(self._num_passed - NUM_SLOTS + 1)
         return self._slots[self._num_passed % NUM_SLOTS]
 
     def send_bucket(self, num_bytes: int) -> None:
-        """See `Channel`."""
         self._end_turn()
 
     def flush(self) -> None:
-        """See `Channel`."""
         self._await_taken(self._num_passed)
 
     def receive_buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """See `Channel`."""
         for num_bytes in sizes:
             self._control.await_signal()
             yield self._slots[self._num_passed % NUM_SLOTS][:num_bytes]
             self._end_turn()
 
     def abort(self) -> None:
-        """See `Channel`."""
         self._control.abort()
 
     def close(self) -> None:

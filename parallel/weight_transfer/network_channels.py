@@ -58,13 +58,17 @@ class NcclTransport:
     """
 
     def __init__(self, control: ControlSocket, device: torch.device, *, is_sender: bool) -> None:
-        self._control = control
-        self._device = device
+        self._control, self._device = control, device
         self._peer = ctypes.c_int(1 if is_sender else 0)
         self._comm = ctypes.c_void_p()
         self._stream: torch.cuda.Stream | None = None
         self._nccl = library()
-        unique_id = self._agree_on_id(is_sender)
+        unique_id = _UniqueId()
+        if is_sender:
+            self._check(self._nccl.ncclGetUniqueId(ctypes.byref(unique_id)))
+            control.send(memoryview(bytes(unique_id)))
+        else:
+            control.receive(memoryview(unique_id).cast("B"))
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21700, 0, UNDEFINED, 1, MAX_CTAS, None)
         rank = ctypes.c_int(0 if is_sender else 1)
         with torch.cuda.device(device), self._aborting():
@@ -85,7 +89,7 @@ class NcclTransport:
         self._move("ncclSend", data)
 
     def receive(self, data: Tensor) -> None:
-        """Fill all of `data`, uint8 [num_bytes]."""
+        """Fill all of `data`."""
         self._control.send_signal()
         self._control.await_signal()
         self._move("ncclRecv", data)
@@ -108,15 +112,6 @@ class NcclTransport:
             self._control.abort()  # later calls then fail before they need the communicator
             self.close()
             raise
-
-    def _agree_on_id(self, is_sender: bool) -> _UniqueId:
-        unique_id = _UniqueId()
-        if is_sender:
-            self._check(self._nccl.ncclGetUniqueId(ctypes.byref(unique_id)))
-            self._control.send(memoryview(bytes(unique_id)))
-        else:
-            self._control.receive(memoryview(unique_id).cast("B"))
-        return unique_id
 
     def _move(self, name: str, data: Tensor) -> None:
         stream = self._stream
@@ -184,7 +179,6 @@ class TcpTransport:
         self._control.send(data.numpy().data)
 
     def receive(self, data: Tensor) -> None:
-        """Fill all of `data`, uint8 [num_bytes]."""
         self._control.receive(data.numpy().data)
 
     def close(self) -> None:
@@ -214,25 +208,21 @@ class NetworkChannel:
         """The buffer that the sender fills next."""
 
     def next_buffer(self) -> Tensor:
-        """See `Channel`."""
         if len(self._moving) == NUM_SLOTS:
             self._moving.popleft().result()
         return self._slots[self._turn]
 
     def send_bucket(self, num_bytes: int) -> None:
-        """See `Channel`."""
         finish_copies(self._slots.device)
         self._move(self._transport.send, self._slots[self._turn, :num_bytes])
         self._turn = (self._turn + 1) % NUM_SLOTS
 
     def flush(self) -> None:
-        """See `Channel`."""
         while self._moving:
             self._moving.popleft().result()
         self._control.await_signal()
 
     def receive_buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """See `Channel`."""
         buffers = [self._slots[number % NUM_SLOTS, :size] for number, size in enumerate(sizes)]
         for ahead in buffers[:NUM_SLOTS]:
             self._move(self._transport.receive, ahead)
@@ -245,11 +235,9 @@ class NetworkChannel:
         self._control.send_signal()
 
     def abort(self) -> None:
-        """See `Channel`."""
         self._control.abort()
 
     def close(self) -> None:
-        """See `Channel`."""
         self._control.abort()
         self._mover.shutdown()
         self._transport.close()

@@ -8,12 +8,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -24,6 +24,8 @@ from parallel.clock import running_time
 from parallel.layout import Box
 from parallel.weight_transfer.channels import ChannelError
 from parallel.weight_transfer.streams import ALIGNMENT
+
+T = TypeVar("T")
 
 POLL_SECONDS = 0.1
 """Interval of polling the store, whose own wait cannot be interrupted by a failure elsewhere."""
@@ -49,14 +51,11 @@ class Rendezvous:
         self._store = store
 
     def publish(self, key: str, text: str) -> None:
-        """Publish `text` under `key`."""
-        with _named_when_lost():
-            self._store.set(key, text)
+        self._ask(self._store.set, key, text)
 
     def publish_failure(self, reason: str) -> None:
         """Tell all processes that wait here at once why there will be no channels."""
-        with _named_when_lost():  # compare_set keeps the first reason
-            self._store.compare_set(FAILURE, "", reason)
+        self._ask(self._store.compare_set, FAILURE, "", reason)  # keeps the first reason
 
     @contextmanager
     def publishing_failures(self, who: str) -> Iterator[None]:
@@ -90,20 +89,16 @@ class Rendezvous:
         return self._texts([*keys])
 
     def _has(self, keys: list[str]) -> bool:
-        with _named_when_lost():
-            return self._store.check(keys)
+        return self._ask(self._store.check, keys)
 
     def _texts(self, keys: list[str]) -> list[str]:
-        with _named_when_lost():
-            return [text.decode() for text in self._store.multi_get(keys)]
+        return [text.decode() for text in self._ask(self._store.multi_get, keys)]
 
-
-@contextmanager
-def _named_when_lost() -> Iterator[None]:
-    try:
-        yield
-    except DistError:
-        raise ChannelError("the store of the rendezvous is lost") from None
+    def _ask(self, call: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return call(*arguments)
+        except DistError:
+            raise ChannelError("the store of the rendezvous is lost") from None
 
 
 def open_rendezvous(address: str) -> tuple[RendezvousAddress, Rendezvous]:

@@ -93,35 +93,28 @@ class Packing:
         ]
         if max(sizes, default=0) > bucket_bytes:
             raise ValueError(f"{max(sizes)} bytes in one piece exceed a bucket of {bucket_bytes}")
-        self.num_bytes = sum(sizes)
+        self.num_bytes, self._sizes = sum(sizes), sizes
         self.buckets = bucketed(sizes, bucket_bytes)
-        self._boxes = boxes
-        self._dtypes = dtypes
+        self._boxes, self._dtypes = boxes, dtypes
 
     def views(self, bucket: Bucket, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The boxes in a buffer, each with its number."""
         for number, offset in enumerate(bucket.offsets, bucket.first):
-            box, dtype = self._boxes[number], self._dtypes[number]
-            data = buffer[offset : offset + box.num_elements * dtype.itemsize]
-            yield number, data.view(dtype).view(box.size)
+            data = buffer[offset : offset + self._sizes[number]].view(self._dtypes[number])
+            yield number, data.view(self._boxes[number].size)
 
 
+@dataclass(frozen=True)
 class OutStream:
-    """The sending end of one channel of a trainer rank.
+    """The sending end of one channel of a trainer rank."""
 
-    `packing` has the destinations of `copies`, and `shapes` are those of the receiver's parameters.
-    """
-
-    def __init__(
-        self,
-        channel: Channel,
-        copies: Sequence[Copy],
-        shapes: Mapping[str, Shape],
-        packing: Packing,
-        device: torch.device,
-    ) -> None:
-        self.channel, self.packing, self._device = channel, packing, device
-        self._copies, self._shapes = copies, shapes
+    channel: Channel
+    copies: Sequence[Copy]
+    shapes: Mapping[str, Shape]
+    """Shapes of the receiver's parameters."""
+    packing: Packing
+    """Places of the destinations of `copies`."""
+    device: torch.device
 
     def send_boxes(self, tensors: Mapping[str, Tensor]) -> list[NamedSum]:
         """Send the boxes of `tensors`; returns when the receiver has taken them.
@@ -130,7 +123,7 @@ class OutStream:
         dtype before the buffer is sent.
         """
         sums: list[NamedSum] = []
-        with own_stream(self._device), torch.inference_mode():
+        with own_stream(self.device), torch.inference_mode():
             for bucket in self.packing.buckets:
                 buffer = self.channel.next_buffer()
                 sums += copied_and_summed(self._box_copies(bucket, buffer, tensors))
@@ -142,29 +135,25 @@ class OutStream:
         self, bucket: Bucket, buffer: Tensor, tensors: Mapping[str, Tensor]
     ) -> Iterator[BoxCopy]:
         for number, target in self.packing.views(bucket, buffer):
-            copy = self._copies[number]
+            copy = self.copies[number]
             name, box = copy.destination, copy.destination_box
-            whole = as_whole(tensors[copy.source][copy.source_box.slices], copy.source_axes)
-            source = as_local(whole, copy.destination_axes, len(box.size))
-            yield BoxCopy(name, source, target, box, self._shapes[name])
+            source = tensors[copy.source][copy.source_box.slices]
+            if copy.source_axes or copy.destination_axes:  # of which dimensions are others
+                whole = as_whole(source, copy.source_axes)
+                source = as_local(whole, copy.destination_axes, len(box.size))
+            yield BoxCopy(name, source, target, box, self.shapes[name])
 
 
+@dataclass(frozen=True)
 class InStream:
-    """The receiving end of one channel of a worker, which forwards what arrives.
+    """The receiving end of one channel of a worker, which forwards what arrives."""
 
-    `onward` is the channel to the same worker of the next engine, if there is one.
-    """
-
-    def __init__(
-        self,
-        channel: Channel,
-        onward: Channel | None,
-        arrivals: Sequence[tuple[str, Box]],
-        packing: Packing,
-        device: torch.device,
-    ) -> None:
-        self.channel, self.packing, self._device = channel, packing, device
-        self._onward, self._arrivals = onward, arrivals
+    channel: Channel
+    onward: Channel | None
+    """The channel to the same worker of the next engine, if there is one."""
+    arrivals: Sequence[tuple[str, Box]]
+    packing: Packing
+    device: torch.device
 
     def receive_boxes(self, parameters: Mapping[str, Tensor]) -> None:
         """Fill the boxes of `parameters`; returns when the next engine has taken them, too."""
@@ -173,13 +162,13 @@ class InStream:
         # The parameters may be inference tensors, which can be written only in inference mode, or
         # views of tensors that require gradients, which autograd refuses to read once it knows of a
         # change (`.data` hides it).
-        with own_stream(self._device), torch.inference_mode():
+        with own_stream(self.device), torch.inference_mode():
             for buffer, bucket in zip(buffers, buckets, strict=True):
-                if self._onward is not None:
-                    self._onward.next_buffer()[: bucket.num_bytes].copy_(buffer)
-                    self._onward.send_bucket(bucket.num_bytes)
+                if self.onward is not None:
+                    self.onward.next_buffer()[: bucket.num_bytes].copy_(buffer)
+                    self.onward.send_bucket(bucket.num_bytes)
                 for number, values in self.packing.views(bucket, buffer):
-                    name, box = self._arrivals[number]
+                    name, box = self.arrivals[number]
                     parameters[name].data[box.slices].copy_(values)
-            if self._onward is not None:
-                self._onward.flush()
+            if self.onward is not None:
+                self.onward.flush()

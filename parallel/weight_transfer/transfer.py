@@ -25,12 +25,7 @@ from parallel.weight_transfer.connect import (
     plan_text,
     read_plan,
 )
-from parallel.weight_transfer.rendezvous import (
-    Rendezvous,
-    TransferInitInfo,
-    join,
-    memory_domain,
-)
+from parallel.weight_transfer.rendezvous import Rendezvous, TransferInitInfo, join, memory_domain
 from parallel.weight_transfer.streams import InStream, OutStream, Packing
 
 TIMEOUT = timedelta(seconds=60)
@@ -79,6 +74,7 @@ class WeightSender:
                 rendezvous.publish(f"plan/{rank}/{worker}", plan_text(sends[worker], dtypes))
             receivers = {f"0/{rank}/{worker}": Worker(0, worker) for worker in workers}
             channels, _ = peer.open_channels(self._channels, receivers, senders={})
+        self._num_bytes = sum(packing.num_bytes for packing in packings)
         self._streams = {
             worker: OutStream(channel, sends[worker], shapes[worker], packing, device)
             for worker, channel, packing in zip(workers, channels, packings, strict=True)
@@ -94,11 +90,10 @@ class WeightSender:
         synchronize(self._device)
         streams = self._streams.values()
         sums = self._channels.run_all([partial(stream.send_boxes, tensors) for stream in streams])
-        self.bytes_sent += sum(stream.packing.num_bytes for stream in streams)
+        self.bytes_sent += self._num_bytes
         return dict(zip(self._streams, map(added_up, sums), strict=True))
 
     def close(self) -> None:
-        """End all channels."""
         self._channels.close()
 
 
@@ -145,9 +140,17 @@ class WeightReceiver:
             ]
             # Before waiting: the previous engine waits for this.
             rendezvous.publish(me.key, memory_domain(device))
+            before, after = Worker(engine - 1, worker), Worker(engine + 1, worker)
+            is_last = after.engine == init_info.num_engines
             onward, channels = peer.open_channels(
-                self._channels, _channels_to_next(init_info, me), _channels_of(init_info, me)
+                self._channels,
+                {} if is_last else {f"{after.engine}/{rank}/{worker}": after for rank in ranks},
+                {
+                    f"{engine}/{rank}/{worker}": str(before) if engine else f"trainer rank {rank}"
+                    for rank in ranks
+                },
             )
+        self._num_bytes = sum(packing.num_bytes for packing in packings)
         self._streams = [
             InStream(channel, passed_on, boxes, packing, device)
             for channel, passed_on, boxes, packing in zip_longest(
@@ -169,10 +172,8 @@ class WeightReceiver:
             self.close()
             raise ValueError(f"parameters changed their shape or type: {', '.join(changed)}")
         synchronize(self._device)
-        self._channels.run_all(
-            [partial(stream.receive_boxes, parameters) for stream in self._streams]
-        )
-        self.bytes_received += sum(stream.packing.num_bytes for stream in self._streams)
+        self._channels.run_all([partial(each.receive_boxes, parameters) for each in self._streams])
+        self.bytes_received += self._num_bytes
         # Padding is not sent. An engine that slept has new memory, which holds anything.
         for name, box in self._padding:
             parameters[name].data[box.slices].zero_()
@@ -180,28 +181,7 @@ class WeightReceiver:
         return checksums(parameters)
 
     def close(self) -> None:
-        """End all channels."""
         self._channels.close()
-
-
-def _channels_of(init_info: TransferInitInfo, worker: Worker) -> dict[str, str]:
-    """The channels on which a worker receives, by name, with the sender: one per trainer rank."""
-    before = Worker(worker.engine - 1, worker.number)
-    return {
-        f"{worker.engine}/{rank}/{worker.number}": (
-            str(before) if worker.engine else f"trainer rank {rank}"
-        )
-        for rank in init_info.senders[worker.number]
-    }
-
-
-def _channels_to_next(init_info: TransferInitInfo, worker: Worker) -> dict[str, Worker]:
-    """The channels on which a worker forwards what it receives; none in the last engine."""
-    after = Worker(worker.engine + 1, worker.number)
-    if after.engine == init_info.num_engines:
-        return {}
-    ranks = init_info.senders[worker.number]
-    return {f"{after.engine}/{rank}/{after.number}": after for rank in ranks}
 
 
 def _kinds(parameters: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -11,8 +11,8 @@ from megatron_grpo.policy.forward import compute_logprobs
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.attention import block_mask, flex, packed_attention
-from parallel.context import context_indices
 from parallel.packing import TokenSequence, pack
+from parallel.rank_part import context_indices
 
 pytestmark = [
     pytest.mark.gpu,

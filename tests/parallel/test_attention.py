@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from helpers.ranks import run_ranks
 from parallel.attention import BLOCK, SLAB, PackedAttention, block_mask, flex, packed_attention
-from parallel.context import context_indices, context_order
+from parallel.rank_part import context_indices, context_order
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 VALUE_DIMS = [HEAD_DIM, 5, 12]

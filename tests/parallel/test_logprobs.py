@@ -5,10 +5,9 @@ import torch.distributed as dist
 from helpers.measure import LargestTensor
 from helpers.ranks import run_ranks
 from parallel import logit_tiles
-from parallel.context import context_indices
 from parallel.dtypes import product_dtype
 from parallel.logprobs import chosen_logprobs
-from parallel.rank_part import Predictions, prediction_targets
+from parallel.rank_part import Predictions, context_indices, prediction_targets
 
 CU_SEQLENS = torch.tensor([0, 8, 12, 24], dtype=torch.int32)
 NUM_TOKENS, HIDDEN_SIZE = 24, 6
@@ -268,7 +267,7 @@ def test_the_gradient_of_a_tile_is_the_same_in_the_form_that_gpus_compile(has_en
     assert len({bool(0 <= column < 40) for column in columns}) == 2
     normalizer, entropy, of_logprob, of_entropy = torch.randn(4, 9, generator=generator)
     forms = []
-    for space in (None, logit_tiles._Space.of(9, 40, torch.float32, torch.float32)):
+    for space in (None, logit_tiles._Space(None, torch.empty(9, 40), torch.empty(9, 40))):
         if space:
             logits = space.logits.copy_(logits)
         forms.append(

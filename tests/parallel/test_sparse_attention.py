@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import pad
 
 from parallel import sparse_attention
-from parallel.context import context_indices
+from parallel.rank_part import context_indices
 from parallel.sparse_attention import Queries, choose_tokens, recorded_tokens
 
 LENGTHS = (40, 4, 100, 16)  # multiples of 4, for two context ranks

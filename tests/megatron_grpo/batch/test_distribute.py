@@ -15,8 +15,8 @@ from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 from parallel.images import PromptImages
+from parallel.microbatches import Turn
 from parallel.packing import TokenSequence
-from parallel.turns import Turn
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from megatron_grpo.batch.distribute import DataParallelShard
 from megatron_grpo.policy.vision import with_features
 from parallel.alignment import Alignment
 from parallel.images import PromptImages
+from parallel.microbatches import Turn, fixed_turns
 from parallel.packing import PackedBatch, TokenSequence, pack
-from parallel.turns import Turn, fixed_turns
 
 ALIGNMENT = Alignment(sequence=4, total=8)
 

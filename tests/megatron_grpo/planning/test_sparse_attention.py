@@ -22,9 +22,9 @@ from megatron_grpo.policy import sparse_attention as policy
 from megatron_grpo.policy.model import build_model, forward
 from parallel import ParallelDims
 from parallel import sparse_attention as computed
-from parallel.context import context_indices
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
+from parallel.rank_part import context_indices
 from parallel.sparse_attention import Queries, sparse_attention
 
 TOKENS = 1024

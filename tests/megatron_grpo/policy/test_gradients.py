@@ -25,7 +25,7 @@ from helpers.policies import (
 )
 from helpers.ranks import run_ranks
 from megatron_grpo.checkpoints.trainer_state import TrainerState
-from megatron_grpo.policy import gradients
+from megatron_grpo.policy import chunks
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Policy, unwrapped
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
@@ -78,9 +78,7 @@ def cases(tmp_path_factory):
 
 def in_buckets(rank: int, size: int, fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn(rank, *args)` with buckets of about `size` parameters."""
-    gradients.DistributedDataParallelConfig = partial(
-        DistributedDataParallelConfig, bucket_size=size
-    )
+    chunks.DistributedDataParallelConfig = partial(DistributedDataParallelConfig, bucket_size=size)
     return fn(rank, *args)
 
 

@@ -21,7 +21,7 @@ from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.train_step import accumulate_gradient
 from parallel import ParallelDims
 from parallel.attention import block_mask
-from parallel.context import context_indices
+from parallel.rank_part import context_indices
 
 RECIPE = (
     "grpo.generation_batch_size=6",

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.context import context_indices, context_order
+from parallel.rank_part import context_indices, context_order
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
