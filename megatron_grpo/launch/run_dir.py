@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,32 +153,15 @@ def write_whole(path: Path, content: str | bytes) -> None:
     if path.exists() and path.read_bytes() == data:
         return
     whole = path.with_name(f"{path.name}.tmp")
-    with _named(path):
-        try:
-            with whole.open("wb") as file:
-                file.write(data)
-                file.flush()
-                # Else a host's crash could leave the new name without the content.
-                os.fsync(file.fileno())
-            whole.replace(path)
-        except OSError:
-            whole.unlink(missing_ok=True)
-            raise
-
-
-def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append lines to a file; raises OSError that names it, and leaves nothing to write later."""
-    with _named(path), path.open("ab") as file:
-        for line in lines:
-            file.write(line.encode() + b"\n")
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Name `path` in the OSError of a write, which knows no more than a descriptor."""
     try:
-        yield
-    except OSError as error:
+        with whole.open("wb") as file:
+            file.write(data)
+            file.flush()
+            # Else a host's crash could leave the new name without the content.
+            os.fsync(file.fileno())
+        whole.replace(path)
+    except OSError as error:  # of a write, it knows no more than a descriptor
+        whole.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 

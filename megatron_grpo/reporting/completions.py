@@ -134,6 +134,7 @@ def token_rows(
         if first is None:
             continue
         ids = list(sample.completion_ids[: len(values) - first])
+        versions = [version for version, count in sample.versions for _ in range(count)][: len(ids)]
         found = dict(zip(VALUES, values[first : first + len(ids)].T.tolist(), strict=True))
         mask = [int(counts) for counts in found.pop("mask")]
         advantages = [float(experience.advantages[i])] * len(ids)
@@ -144,15 +145,16 @@ def token_rows(
                 "step": step,
                 "prompt_index": sample.prompt.index,
                 "sample_index": sample.sample_index,
-                "policy_version": _versions(sample, len(ids)),
+                "policy_version": versions or sample.policy_version,
                 "tokens": token_texts(ids, tokenizer),
                 "token_ids": ids,
                 "mask": mask,
-                "rollout_logprob": [_rounded(x) for x in sample.logprobs[: len(ids)]],
-                "advantage": [_rounded(x) for x in advantages],
+                "rollout_logprob": [_known(x, DIGITS) for x in sample.logprobs[: len(ids)]],
+                "advantage": [_known(x, DIGITS) for x in advantages],
                 **{
                     name: [
-                        _rounded(x) if counts else None for x, counts in zip(of, mask, strict=True)
+                        _known(x, DIGITS) if counts else None
+                        for x, counts in zip(of, mask, strict=True)
                     ]
                     for name, of in found.items()
                 },
@@ -176,16 +178,8 @@ def token_texts(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> lis
     return texts
 
 
-def _versions(sample: Sample, num_tokens: int) -> int | list[int]:
-    """Version of the weights that sampled each of the first tokens, or all of the completion."""
-    if not sample.versions:
-        return sample.policy_version
-    return [version for version, count in sample.versions for _ in range(count)][:num_tokens]
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _known(value: float, digits: int | None = None) -> float | None:
+    """The value, rounded to significant `digits` if given; None unless it is finite."""
+    if not math.isfinite(value):
+        return None
+    return value if digits is None else float(f"{value:.{digits}g}")

@@ -96,13 +96,14 @@ class RunLog:
                 [sample.num_sampled for sample in samples],
                 [sample.finish_reason == "length" for sample in samples],
             ),
-            **staleness_metrics(cursor.generation, samples, updates, cfg.rollout),
-            **gap_metrics(
-                compared_version, [samples[i] for i in indices], report.tokens, cfg.rollout
-            ),
-            "tokens_per_second": self._tokens_per_second(experience.num_tokens, times["time/step"]),
-            **times,
         }
+        if cfg.rollout.max_staleness:
+            metrics |= staleness_metrics(cursor.generation, samples, updates, cfg.rollout)
+        if cfg.rollout.in_flight_updates:
+            own = [samples[i] for i in indices]
+            metrics |= gap_metrics(compared_version, own, report.tokens, cfg.rollout)
+        throughput = self._tokens_per_second(experience.num_tokens, times["time/step"])
+        metrics |= {"tokens_per_second": throughput, **times}
         if self._has_dialogues:
             metrics |= dialogue_metrics(samples, experience.rewards)
         if cfg.sources.by_name:
@@ -116,14 +117,14 @@ class RunLog:
         tokens = token_rows(step, experience, indices, report.tokens, self._tokenizer)
         self.tracking.log(step, metrics, rows, tokens)
         self.bar.show(step, metrics)
-        self.bar.show_completions(rows[: cfg.train.print_completions])
+        if shown := rows[: cfg.train.print_completions]:
+            self.bar.show_completions(shown)
         self.symptoms.check(step, metrics)
 
     def replaced(self, step: int, scored: Sequence[tuple[Sample, dict[str, float], float]]) -> None:
         """Log samples, with their scores and the sums, that are not trained on in `step`."""
-        columns = columns_by_prompt(
-            (sample for sample, _, _ in scored), self._cfg.data.prompt_column
-        )
+        samples = [sample for sample, _, _ in scored]
+        columns = columns_by_prompt(samples, self._cfg.data.prompt_column)
         self.tracking.log_replaced(
             [{"step": step, **sample_row(*of_sample, columns)} for of_sample in scored]
         )
@@ -276,21 +277,16 @@ class Symptoms:
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note the metrics of `step`, and warn of what they show for the first time."""
         for symptom in SYMPTOMS:
-            if symptom.metric in metrics and symptom.metric not in self._told:
-                self._note(symptom, step, metrics[symptom.metric])
-
-    def _note(self, symptom: Symptom, step: int, value: float) -> None:
-        begun = self._first[symptom.metric]
-        if len(begun) < WINDOW:
-            begun.append(value)
-        recent = self._last[symptom.metric]
-        self._last[symptom.metric].append(value)
-        if len(recent) < WINDOW:
-            return
-        first, last = mean(begun), mean(recent)
-        if symptom.shows(first, last):
-            self._told.add(symptom.metric)
-            message = symptom.message.format(first=first, last=last)
-            print(
-                f"step {step}: {message}; see docs/symptoms.md#{symptom.heading}", file=sys.stderr
-            )
+            name = symptom.metric
+            if name not in metrics or name in self._told:
+                continue
+            begun, recent = self._first[name], self._last[name]
+            if len(begun) < WINDOW:
+                begun.append(metrics[name])
+            recent.append(metrics[name])
+            first, last = mean(begun), mean(recent)
+            if len(recent) == WINDOW and symptom.shows(first, last):
+                self._told.add(name)
+                message = symptom.message.format(first=first, last=last)
+                where = f"docs/symptoms.md#{symptom.heading}"
+                print(f"step {step}: {message}; see {where}", file=sys.stderr)
