@@ -17,7 +17,6 @@ import pyarrow.parquet
 
 from megatron_grpo.config.data import CONVERSION, FILE_SUFFIXES, DataConfig
 from megatron_grpo.data.messages import without_nulls
-from megatron_grpo.unicode import as_unicode
 
 Row = dict[str, Any]
 """One example: its columns by name."""
@@ -25,42 +24,6 @@ Row = dict[str, Any]
 NUM_SHOWN = 20
 BASE64 = "data:image/"
 """Prefix of an image in base64."""
-
-MOST_CHARACTERS = 2000
-"""Longer values of a row, such as the tests of a program, are cut in the log of completions."""
-
-
-def logged_columns(row: Row, prompt_column: str) -> dict[str, Any]:
-    """The columns of a row, as values of JSON, but for the prompt, which is logged as it was sent.
-
-    Values without a form in JSON become text or, if they are not finite, null; bytes and base64
-    are left out.
-    """
-    return {
-        as_unicode(name): _logged(_without_contents(value))
-        for name, value in row.items()
-        if name != prompt_column
-    }
-
-
-def _without_contents(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_contents(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _without_contents(each) for name, each in value.items()}
-    if isinstance(value, bytes):
-        return f"{len(value)} bytes"
-    if isinstance(value, str) and value.startswith(BASE64):
-        return f"{len(value)} characters of base64"
-    return value
-
-
-def _logged(value: Any) -> Any:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    text = as_unicode(text)
-    if len(text) > MOST_CHARACTERS:
-        return f"{text[:MOST_CHARACTERS]}…"
-    return text if isinstance(value, str) else json.loads(text, parse_constant=lambda _: None)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Samples: the completions that engines return and the trainer trains on."""
 
 import hashlib
+import json
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megatron_grpo.data.rows import logged_columns
+from megatron_grpo.data.rows import BASE64, Row
+from megatron_grpo.unicode import as_unicode
 
 if TYPE_CHECKING:
     from megatron_grpo.data.prompts import Prompt
@@ -127,6 +129,9 @@ def extend_spans(spans: list[tuple[int, int]], version: int, num_tokens: int) ->
         spans.append((version, num_tokens))
 
 
+MOST_CHARACTERS = 2000
+"""Longer values of a row, such as the tests of a program, are cut in the log of completions."""
+
 Columns = dict[int, dict[str, Any]]
 """Columns of each row of the data but for the prompt, as values of JSON."""
 
@@ -135,6 +140,39 @@ def columns_by_prompt(samples: Iterable[Sample], prompt_column: str) -> Columns:
     """The columns of the samples' prompts, for logs: made once for each, as they may be large."""
     rows = {sample.prompt.index: sample.prompt.row for sample in samples}
     return {index: logged_columns(row, prompt_column) for index, row in rows.items()}
+
+
+def logged_columns(row: Row, prompt_column: str) -> dict[str, Any]:
+    """The columns of a row, as values of JSON, but for the prompt, which is logged as it was sent.
+
+    Values without a form in JSON become text or, if they are not finite, null; bytes and base64
+    are left out.
+    """
+    return {
+        as_unicode(name): _logged(_without_contents(value))
+        for name, value in row.items()
+        if name != prompt_column
+    }
+
+
+def _without_contents(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_contents(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _without_contents(each) for name, each in value.items()}
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    if isinstance(value, str) and value.startswith(BASE64):
+        return f"{len(value)} characters of base64"
+    return value
+
+
+def _logged(value: Any) -> Any:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = as_unicode(text)
+    if len(text) > MOST_CHARACTERS:
+        return f"{text[:MOST_CHARACTERS]}…"
+    return text if isinstance(value, str) else json.loads(text, parse_constant=lambda _: None)
 
 
 def first_seed(seed: int, series: int, position: int) -> int:

@@ -95,7 +95,7 @@ class TrainMetrics:
         generating = tokens.logprobs.detach()
         if tokens.old_logprobs is not None and not self._old_is_rollout:
             generating = tokens.old_logprobs
-        # In float64, exp(x) is finite up to 709; sums of exp(x) - x - 1 are exact to 1e-16 per token.
+        # In float64, exp(x) is finite up to 709, and exp(x) - x - 1 exact to 1e-16 per token.
         log_ratio = loss.log_ratio.double()
         mismatch = (generating - tokens.rollout_logprobs).double()
         gap = mismatch.abs()

@@ -49,8 +49,11 @@ class RewardWorkerProcess(SupervisedWorker):
 
     @property
     def is_loading(self) -> bool:
-        """Whether it does not take calls yet."""
         return LOAD in self.deadlines
+
+    @property
+    def takes_calls(self) -> bool:
+        return not (LOAD in self.deadlines or self.is_retired or self.failure)
 
     def send_call(self, number: int, call: tuple[Any, ...], seconds: float) -> None:
         """Send call `number`: the function's index and its columns; due within `seconds`."""
@@ -155,7 +158,8 @@ class RewardPool:
         except RewardError:
             self.close()
             raise
-        self._restart_dead_servers()
+        if self._servers:
+            self._restart_dead(self._servers)
 
     def score_trial(self, prompt: Prompt) -> None:
         """Score two made-up completions of `prompt`, so that a broken function shows before a run.
@@ -207,21 +211,20 @@ class RewardPool:
                 self._send_calls(calls)
                 for call, answer in self._advance():
                     # The failure may be the server's death and not the completion's: repeat it.
-                    if self._was_interrupted(call) and answer.error:
+                    if self._interrupted and self._was_interrupted(call) and answer.error:
                         calls[self._is_async[call.function]].appendleft(call)
                     else:
                         scoring.record(call, answer)
-                self._restart_dead_servers()
+                if self._servers:
+                    self._restart_dead(self._servers)
         except RewardError:
             self.close()
             raise
         return scoring.scores
 
-    def _restart_dead_servers(self) -> None:
+    def _restart_dead(self, servers: ModelServers) -> None:
         """Start dead servers of reward models again, and note which calls that has interrupted."""
-        if self._servers and self._servers.restart_dead(
-            lambda done, total: self._check_cancelled()
-        ):
+        if servers.restart_dead(lambda done, total: self._check_cancelled()):
             functions = self.cfg.functions
             served = [c for c in self._calls.values() if functions[c.function].is_served_here]
             self._interrupted += served
@@ -257,30 +260,33 @@ class RewardPool:
 
     def _send_calls(self, calls: Mapping[bool, deque[Call]]) -> None:
         """Send the workers as many ordinary and asynchronous calls as they can take."""
-        first = self._workers[0]
-        # The worker cancels such a call by itself at the timeout. If it does not, it is killed,
-        # which fails all its open calls: hence the seconds in addition.
-        while calls[True] and self._can_take(first, is_async=True):
-            self._send_call(first, calls[True].popleft(), self.cfg.timeout + CANCEL_SECONDS)
+        # The worker cancels an asynchronous call by itself at the timeout. If it does not, it is
+        # killed, which fails all its open calls: hence the seconds in addition.
+        limits = {
+            True: (self.cfg.max_concurrent_calls, self.cfg.timeout + CANCEL_SECONDS),
+            False: (1, self.cfg.timeout),
+        }
         for worker in self._workers:
-            if calls[False] and self._can_take(worker, is_async=False):
-                self._send_call(worker, calls[False].popleft(), self.cfg.timeout)
-
-    def _can_take(self, worker: RewardWorkerProcess, *, is_async: bool) -> bool:
-        most = self.cfg.max_concurrent_calls if is_async else 1
-        is_good = not (worker.is_loading or worker.is_retired or worker.failure)
-        return is_good and len(worker.deadlines) < most
-
-    def _send_call(self, worker: RewardWorkerProcess, call: Call, seconds: float) -> None:
-        number = next(self._numbers)
-        self._calls[number] = call
-        columns = call.columns(self._accepted[call.function])
-        worker.send_call(number, (call.function, columns), seconds)
+            for is_async in [True, False] if worker is self._workers[0] else [False]:
+                most, seconds = limits[is_async]
+                waiting = calls[is_async]
+                while waiting and len(worker.deadlines) < most and worker.takes_calls:
+                    number, call = next(self._numbers), waiting.popleft()
+                    self._calls[number] = call
+                    columns = call.columns(self._accepted[call.function])
+                    worker.send_call(number, (call.function, columns), seconds)
 
     def _advance(self) -> Iterator[tuple[Call, Answer]]:
-        """Wait until a worker has loaded, answered or failed; replace failed workers."""
+        """Wait until a worker has loaded, answered or failed, at most until the next deadline;
+        replace failed workers."""
         busy = [worker for worker in self._workers if worker.deadlines]
-        ready = self._wait(busy)
+        dues = [0.0 if w.failure else min(w.deadlines.values()) for w in busy]
+        seconds = max(0.0, min(dues) - running_time())
+        if self._servers:
+            seconds = min(seconds, LOOK_SECONDS)
+        ready = wait([self._cancelled, *[worker.connection for worker in busy]], seconds)
+        if self._cancelled in ready:
+            self._check_cancelled()
         for worker in busy:
             if worker.connection in ready and not worker.failure:
                 yield from self._read(worker)
@@ -294,19 +300,9 @@ class RewardPool:
             if worker.failure or (worker.is_retired and not worker.deadlines):
                 for number in worker.deadlines:
                     yield self._calls.pop(number), Answer(None, worker.failure)
-                self._replace(worker)
-
-    def _wait(self, workers: Sequence[RewardWorkerProcess]) -> list[Any]:
-        """Wait, at most until the next deadline; return the connections with something to read."""
-        is_over = any(worker.failure for worker in workers)
-        deadline = 0.0 if is_over else min(min(w.deadlines.values()) for w in workers)
-        connections = [worker.connection for worker in workers]
-        seconds = max(0.0, deadline - running_time())
-        if self._servers:
-            seconds = min(seconds, LOOK_SECONDS)
-        ready = wait([self._cancelled, *connections], seconds)
-        self._check_cancelled()
-        return ready
+                worker.begin_kill()
+                worker.finish_kill()
+                self._workers[self._workers.index(worker)] = RewardWorkerProcess(self._worker_cfg)
 
     def _check_cancelled(self) -> None:
         if self._cancelled.poll():
@@ -330,11 +326,6 @@ class RewardPool:
         self._wanted = [wanted for wanted, _, _ in loaded]
         self._accepted = [accepted for _, accepted, _ in loaded]
         self._is_async = [is_async for _, _, is_async in loaded]
-
-    def _replace(self, worker: RewardWorkerProcess) -> None:
-        worker.begin_kill()
-        worker.finish_kill()
-        self._workers[self._workers.index(worker)] = RewardWorkerProcess(self._worker_cfg)
 
     @property
     def _names(self) -> str:
