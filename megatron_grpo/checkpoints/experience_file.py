@@ -126,7 +126,6 @@ def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str) -> Exp
 
 
 def _routes(tensors: Mapping[str, Tensor]) -> list[np.ndarray | None]:
-    """`routes` of every sample."""
     if "routed_experts" not in tensors:
         return [None] * len(tensors["lengths"])
     parts = tensors["routed_experts"].split(tensors["routed_tokens"].tolist())

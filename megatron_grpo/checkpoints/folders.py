@@ -19,7 +19,6 @@ REPLACED = ".replaced"
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """The checkpoint after `step` optimizer steps."""
     return folder / f"step_{step}"
 
 
@@ -77,7 +76,6 @@ def instead_of(checkpoint: Path) -> str:
 
 
 def step_in(checkpoint: Path) -> int:
-    """The number of optimizer steps that a checkpoint's name gives."""
     return _step_of(checkpoint.name)
 
 

@@ -61,12 +61,10 @@ def write_hashed(path: Path, parts: Iterable[memoryview]) -> FileHash:
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileHash]:
-    """Hashes of the files `names` in `folder`."""
     return {name: hash_file(folder / name) for name in names}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest of `folder`, sorted by name."""
     files = {name: asdict(manifest[name]) for name in sorted(manifest)}
     (folder / MANIFEST_FILE).write_text(
         json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8"

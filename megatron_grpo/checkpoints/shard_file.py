@@ -52,9 +52,7 @@ class HostMemory:
         return copies
 
 
-def chunks_to_write(
-    parts: Iterable[StatePart],
-) -> tuple[list[Chunk], list[Tensor | SplitFloats]]:
+def chunks_to_write(parts: Iterable[StatePart]) -> tuple[list[Chunk], list[Tensor | SplitFloats]]:
     """The chunks that this rank writes of its parts, and the values of each, as views."""
     chunks: list[Chunk] = []
     tensors: list[Tensor | SplitFloats] = []

@@ -132,7 +132,6 @@ def object_names(policy: Policy) -> list[str]:
 
 
 def parts_saved(policy: Policy, reference: Reference | None) -> list[StatePart]:
-    """Parts of a rank's tensors that a checkpoint holds."""
     parts = weight_parts(policy) + optimizer_parts(policy)
     if reference is not None and reference.averaged_weights:  # it follows the policy
         parts += _parts_of(reference, reference.averaged_weights, REFERENCE)

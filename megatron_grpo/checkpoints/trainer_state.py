@@ -92,7 +92,6 @@ class Record:
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Write `trainer.json`."""
     versions = {name: version(name) for name in ("megatron-core", "torch")}
     text = json.dumps({**asdict(record), "versions": versions}, indent=1)
     (folder / STATE_FILE).write_text(text + "\n", encoding="utf-8")

@@ -199,7 +199,6 @@ def render_chats(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", chats: 
 
 
 def writes_date(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether the chat template asks transformers for the time."""
     return re.search(r"\bstrftime_now\b", str(tokenizer.chat_template)) is not None
 
 

@@ -58,7 +58,6 @@ class ImageSource:
 
     @property
     def shown(self) -> str:
-        """Its name in messages."""
         return self.name if isinstance(self.content, bytes) else _SHORT.repr(self.name)
 
     @property
@@ -140,7 +139,6 @@ def _pixels(opened: "Image") -> "Image":
 
 @cache
 def image_processor(folder: Path) -> Any:
-    """The processor of the model in a folder, made once in each process."""
     # Takes seconds to import, and only processes that see images need it.
     from transformers import AutoImageProcessor  # noqa: PLC0415
 
@@ -175,8 +173,7 @@ class ImageReader:
             )
         if len(images) > self.most:
             return Fault(
-                f"more images than {self.limit}.image",
-                f"{len(images)} of at most {self.most}",
+                f"more images than {self.limit}.image", f"{len(images)} of at most {self.most}"
             )
         counts = []
         for image in images:
@@ -257,7 +254,6 @@ class PromptSources:
 
     @property
     def shown(self) -> str:
-        """Their names in messages."""
         return ", ".join(each.shown for each in self.images)
 
     @property

@@ -140,7 +140,6 @@ def _encoded(
     longest: int,
     reader: ImageReader | None,
 ) -> list[Prompt]:
-    """The prompts of the rows of one path; those that cannot be used are added to `invalid`."""
     _check_columns(data, sources, records)
     prompts = []
     found = encode_rows(data, tokenizer, [record.row for record in records], reader)
@@ -167,7 +166,6 @@ def _encoded(
 
 
 def _source_fault(sources: SourcesConfig, row: Row) -> Fault | None:
-    """Fault of a row whose source is not known."""
     if sources.column is None:
         return None
     if row.get(sources.column) is None:

@@ -56,7 +56,6 @@ class InvalidRows:
 
     @property
     def summary(self) -> str:
-        """Number of rows by kind of fault."""
         return ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
 
     @property
@@ -91,7 +90,6 @@ class Record:
 
     @property
     def place(self) -> str:
-        """File and line, or table and row."""
         return f"{self.source} {self.number}"
 
 

@@ -99,7 +99,6 @@ class Sample:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Version of the weights and number of tokens, of each part of the completion."""
         return self.versions or ((self.policy_version, len(self.completion_ids)),)
 
     @property
@@ -110,7 +109,6 @@ class Sample:
 
     @cached_property  # every optimizer step asks for it, and it takes seconds for long generations
     def num_sampled(self) -> int:
-        """Number of tokens that the model is trained on."""
         return sum(self.loss_mask)
 
     @property

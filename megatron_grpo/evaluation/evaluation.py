@@ -114,7 +114,6 @@ def load_eval_prompts(
 
 
 def due_steps(cfg: Config) -> frozenset[int]:
-    """The optimizer steps after which training evaluates the weights."""
     if not cfg.eval.named_sets:
         return frozenset()
     return frozenset([*range(0, cfg.num_steps, cfg.eval.interval), cfg.num_steps])
@@ -176,7 +175,6 @@ class Evaluation:
         return evaluated
 
     async def _sample(self, policy_version: int) -> list[Sample]:
-        """The samples of the next prompts."""
         own, router = self._view.eval, self._router
         if not self._sampling:
             first = len(self._samples) // own.num_generations
@@ -255,16 +253,12 @@ def eval_metrics(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> dict[str
         [reason == "length" for reason in reasons],
     )
     lengths |= dialogue_metrics(evaluated.samples, evaluated.rewards)
-    counts = {
-        "failed": float(sum(map(math.isnan, totals))),
-        "num_prompts": float(len(groups)),
-    }
+    counts = {"failed": float(sum(map(math.isnan, totals))), "num_prompts": float(len(groups))}
     prefix = metric_prefix(name)
     return {f"{prefix}{metric}": value for metric, value in (means | lengths | counts).items()}
 
 
 def metric_prefix(name: str) -> str:
-    """Prefix of the metrics of the set `name`."""
     return f"eval/{name}/" if name else "eval/"
 
 
@@ -305,7 +299,6 @@ def eval_rows(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> list[dict[s
 
 
 def passes(total: float, cfg: EvalSet) -> bool:
-    """Whether a completion with this total reward passes."""
     return total >= cfg.pass_threshold - ROUNDING
 
 

@@ -188,7 +188,6 @@ MAKE_ONE = f"make one with `export {TOKEN_VARIABLE}=$(openssl rand -hex 32)`"
 
 
 def new_token() -> str:
-    """A random token of 256 bits."""
     return secrets.token_hex(32)
 
 
@@ -218,5 +217,4 @@ def check_token(token: str | None) -> str:
 
 
 def bearer(token: str) -> dict[str, str]:
-    """The HTTP header that authorizes a request."""
     return {"Authorization": f"Bearer {token}"}

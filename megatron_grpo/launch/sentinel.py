@@ -49,7 +49,6 @@ class Sentinel:
         os.set_blocking(self._pipe.fileno(), False)
 
     def beat(self) -> None:
-        """Tell that the rank lives."""
         with suppress(OSError):  # a full pipe, while the sentinel alone is stopped
             os.write(self._pipe.fileno(), b".")
 

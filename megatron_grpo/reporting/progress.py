@@ -56,12 +56,10 @@ class ProgressBar:
             self.tell(f"{line}: {phases}")
 
     def show_evaluation(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
-        """Print the line of the evaluation of the set `name` after `step`."""
         width = len(str(self._num_steps))
         self.tell(f"step {step:>{width}}/{self._num_steps}  {evaluation_line(name, metrics)}")
 
     def show_completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print completions, given as rows of `completion_rows`."""
         self._console.print(completions_table(rows))
 
     def tell(self, line: str, *, soft_wrap: bool = True) -> None:
@@ -83,7 +81,6 @@ class ProgressBar:
         self.tell(f"{what}: {time.monotonic() - began:.0f} s")
 
     def close(self) -> None:
-        """Stop the bar, leaving its last state on the terminal."""
         self._bar.stop()
 
 
@@ -121,7 +118,6 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def completions_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table of completions with their rewards, one row for each of `completion_rows`."""
     table = Table(show_lines=True, title=f"step {rows[0]['step']}")
     names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
     for column in ("prompt", "completion"):
@@ -149,7 +145,6 @@ def _as_it_is(text: str) -> Text:
 
 
 def evaluation_title(name: str) -> str:
-    """Title of the held-out set `name` in lines and bars."""
     return f"evaluation of {name}" if name else "evaluation"
 
 

@@ -150,7 +150,6 @@ def draw_lengths(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_shares(axis: Axes, records: Sequence[Record]) -> None:
-    """Draw the shares of completions that were cut off and of groups with equal rewards."""
     _name(axis, "Shares of completions and groups")
     _line(axis, *_curve(records, "completions/clipped_ratio"), ORANGE, "completions cut off")
     _line(axis, *_curve(records, "frac_reward_zero_std"), INK, "groups without signal")
@@ -159,7 +158,6 @@ def draw_shares(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_entropy(axis: Axes, records: Sequence[Record]) -> None:
-    """Mean entropy of the policy over the tokens of completions."""
     _name(axis, "Entropy (nats per token)")
     _line(axis, *_curve(records, "entropy"), BLUE)
     axis.set_ylim(bottom=0)
@@ -248,7 +246,6 @@ def _of_steps(records: Sequence[Record]) -> Sequence[Record]:
 
 
 def _curve(records: Sequence[Record], name: str) -> tuple[Curve, Curve]:
-    """Steps and values of a metric, from the records that have it."""
     points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     steps, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
     return steps, values

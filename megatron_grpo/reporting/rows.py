@@ -81,7 +81,6 @@ def rows_since(path: Path, offset: int, step: int) -> tuple[int, list[bytes], bo
 
 
 def row_with(path: Path, identity: Sequence[int]) -> bytes | None:
-    """The row of a step, prompt and sample; None if there is none."""
     rows = rows_of(path, identity[0], identity[0])
     return next((row for row in rows if identity_of(row) == tuple(identity)), None)
 

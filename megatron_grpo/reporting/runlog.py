@@ -21,12 +21,7 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config
 from megatron_grpo.data.samples import Sample, columns_by_prompt
-from megatron_grpo.evaluation.evaluation import (
-    Evaluated,
-    eval_metrics,
-    eval_rows,
-    metric_prefix,
-)
+from megatron_grpo.evaluation.evaluation import Evaluated, eval_metrics, eval_rows, metric_prefix
 from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.reporting.completions import completion_rows, sample_row, token_rows
 from megatron_grpo.reporting.metrics import (
@@ -140,7 +135,6 @@ class RunLog:
         return sum(tokens) / sum(times)
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether the evaluation after `step` is in the log, of every held-out set."""
         names = [f"{metric_prefix(name)}num_prompts" for name in self._cfg.eval.named_sets]
         return self.tracking.has_metrics(step, names)
 
@@ -160,7 +154,6 @@ class RunLog:
         self.tracking.amend(step, metrics | {"time/eval": seconds})
 
     def begin(self, num_prompts: int) -> None:
-        """Print what is trained, on how much, and where it is recorded."""
         first = f", after step {self._first_step}" if self._first_step else ""
         self.bar.tell(
             f"{self._cfg.model.path} on {num_prompts:,} prompts{first}; everything is recorded in "

@@ -22,7 +22,8 @@ SWANLAB_DIR = "swanlog"
 REFUSAL = re.compile(r"\berror 4\d\d\b")
 """Matches errors of wandb when it was reached but refuses the key or the project."""
 FINISH_SECONDS = 300.0
-"""Time for wandb to send the rest at the end of a run, while the job still holds its GPUs."""
+"""Time for wandb to send the rest at the end of a run, while the job still holds its GPUs; it
+reports what it could not send."""
 
 
 def open_trackers(cfg: Config, first_step: int) -> list[Tracker]:
@@ -37,7 +38,33 @@ def open_trackers(cfg: Config, first_step: int) -> list[Tracker]:
     return [opening[package]() for package in cfg.trackers]
 
 
-class WandbRun:
+class _Run:
+    """A run of a tracker's package, which gets the first completions of a step as a table."""
+
+    _run: Any
+    _num_completions: int
+
+    def log(
+        self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
+    ) -> None:
+        record: dict[str, Any] = dict(metrics)
+        columns, rows = _table(completions[: self._num_completions])
+        if rows:
+            record["completions"] = self._made_table(columns, rows)
+        self._send(step, record)
+
+    def close(self) -> None:
+        """Flush and end the run."""
+        self._run.finish()
+
+    def _made_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
+        raise NotImplementedError
+
+    def _send(self, step: int, record: dict[str, Any]) -> None:
+        self._run.log(record, step=step)
+
+
+class WandbRun(_Run):
     """A wandb run in the run directory; a resumed run continues it by its id.
 
     It is offline without an API key, and also, with a message, if wandb cannot be reached, so that
@@ -89,19 +116,11 @@ class WandbRun:
             self._run = init(mode="offline")
         self._run.define_metric("*", step_metric="step")
 
-    def log(
-        self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Send one step: its metrics, and the first of its completions as a table."""
-        record: dict[str, Any] = {"step": step, **metrics}
-        columns, rows = _table(completions[: self._num_completions])
-        if rows:
-            record["completions"] = self._wandb.Table(columns=columns, data=rows)
-        self._run.log(record)
+    def _made_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
+        return self._wandb.Table(columns=columns, data=rows)
 
-    def close(self) -> None:
-        """Flush and end the run; wandb reports what it could not send within `FINISH_SECONDS`."""
-        self._run.finish()
+    def _send(self, step: int, record: dict[str, Any]) -> None:
+        self._run.log({"step": step, **record})
 
 
 class TensorBoardRun:
@@ -128,7 +147,7 @@ class TensorBoardRun:
         self._writer.close()
 
 
-class TrackioRun:
+class TrackioRun(_Run):
     """A run in trackio's database, or on the server that trackio's environment variables name.
 
     trackio knows runs by their names. A resumed run continues the last one of its name, where the
@@ -148,22 +167,11 @@ class TrackioRun:
             config=config,
         )
 
-    def log(
-        self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Send one step: its metrics, and the first of its completions as a table."""
-        record: dict[str, Any] = dict(metrics)
-        columns, rows = _table(completions[: self._num_completions])
-        if rows:
-            record["completions"] = self._trackio.Table(columns=columns, data=rows)
-        self._run.log(record, step=step)
-
-    def close(self) -> None:
-        """Flush and end the run."""
-        self._run.finish()
+    def _made_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
+        return self._trackio.Table(columns=columns, data=rows)
 
 
-class SwanlabRun:
+class SwanlabRun(_Run):
     """A SwanLab run in the run directory; a resumed run continues it by its id.
 
     It is offline without an API key. If SwanLab refuses the key or cannot be reached, which it
@@ -197,19 +205,8 @@ class SwanlabRun:
         # Its own handler would end the run at SwanLab before the trainer ends.
         signal.signal(signal.SIGINT, on_interrupt)
 
-    def log(
-        self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Send one step: its metrics, and the first of its completions as a table."""
-        record: dict[str, Any] = dict(metrics)
-        columns, rows = _table(completions[: self._num_completions])
-        if rows:
-            record["completions"] = self._swanlab.echarts.Table().add(columns, rows)
-        self._run.log(record, step=step)
-
-    def close(self) -> None:
-        """Send the rest, and end the run."""
-        self._run.finish()
+    def _made_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
+        return self._swanlab.echarts.Table().add(columns, rows)
 
 
 def _run_id(run_dir: Path) -> str:

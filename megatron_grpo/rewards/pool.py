@@ -369,12 +369,10 @@ class RewardPools:
             self._servers.end_round()
 
     def cancel(self) -> None:
-        """Soon end a running `score` of any pool; safe from any thread."""
         for pool in self._pools:
             pool.cancel()
 
     def close(self) -> None:
-        """Kill the workers of all pools, and end the servers."""
         for pool in self._pools:
             pool.close()
         if self._servers:

@@ -183,5 +183,4 @@ def _call(name: str, arguments: Any, expected: Any) -> UnitTest:
 
 
 def _alone(value: Any) -> list[Any]:
-    """The element of a list that has one."""
     return value if isinstance(value, list) and len(value) == 1 else []

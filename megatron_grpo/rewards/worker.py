@@ -40,7 +40,6 @@ class RewardWorker:
         self._timeout = 0.0
 
     def serve(self) -> None:
-        """Answer until the socket closes."""
         specs, self._timeout = self._trainer.recv()
         is_loaded, loaded = attempt(lambda: [*map(load_function, specs)], self._limit)
         if not is_loaded:

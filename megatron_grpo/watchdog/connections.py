@@ -51,7 +51,6 @@ class ServerAddress:
 
 
 def encode_line(**fields: Any) -> bytes:
-    """A message: one line of JSON."""
     return json.dumps(fields).encode() + b"\n"
 
 
@@ -88,7 +87,6 @@ class WatchdogServer:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until all ranks have been told that the job is over."""
         self._thread.join()
 
     async def _run(self) -> None:
@@ -250,7 +248,6 @@ class Heartbeat:
         self._thread.start()
 
     def send(self, **fields: Any) -> None:
-        """Send a message to the server; callable from any thread."""
         self._loop.call_soon_threadsafe(self._writer.write, encode_line(**fields))
 
     def join(self) -> None:
@@ -285,7 +282,6 @@ class Heartbeat:
         self._exit_without_rank_0("died")
 
     def _beat(self) -> None:
-        """Send heartbeats from now on."""
         if running_time() - self._heard >= self._intervals.silence:
             self._exit_without_rank_0(f"has not answered for {self._intervals.silence:g} s")
         cpu = time.clock_gettime(self._main_clock)

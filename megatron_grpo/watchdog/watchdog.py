@@ -127,7 +127,6 @@ class Watchdog:
         self._heartbeat.send(heartbeat=asdict(self._position))
 
     def tick(self) -> None:
-        """Record progress by one microbatch."""
         self._position = replace(self._position, num_ticks=self._position.num_ticks + 1)
 
     def on_preempt(self, callback: Callable[[], None]) -> None:

@@ -92,7 +92,6 @@ class ChildProcess:
         return "" if code is None else f"ended with {describe_exit(code)}"
 
     def terminate(self, within: float) -> None:
-        """Tell it to end, and kill it with all that it started after `within` seconds."""
         self.process.terminate()
         self.end(within)
         self.kill()

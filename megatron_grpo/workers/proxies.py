@@ -36,7 +36,6 @@ def direct(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
 
 
 def proxy_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `environ` that name a proxy."""
     names = [*PROXIES, *map(str.upper, PROXIES)]
     return {name: environ[name] for name in names if environ.get(name)}
 

@@ -64,7 +64,6 @@ class SupervisedWorker:
         return death_text(self._supervisor.returncode, self._memory_limit)
 
     def begin_kill(self) -> None:
-        """Tell the supervisor to kill the worker and all its descendants."""
         self._supervisor.send_signal(supervisor.END)
 
     def finish_kill(self) -> None:

@@ -118,7 +118,6 @@ def accepted_columns(parameters: Mapping[str, Parameter]) -> list[str] | None:
 def select_accepted(
     given: Mapping[str, Any], parameters: Mapping[str, Parameter]
 ) -> dict[str, Any]:
-    """The items of `given` that these parameters accept."""
     names = accepted_columns(parameters)
     return {name: value for name, value in given.items() if names is None or name in names}
 
