@@ -54,12 +54,10 @@ class StepReport:
 
 
 class TrainMetrics:
-    """Token statistics of one optimizer batch, accumulated microbatch by microbatch.
+    """Token statistics of one optimizer batch: sums and maxima over microbatches and ranks.
 
-    Keeps sums, which add up over microbatches and ranks, and maxima. Statistics that are reported
-    with their minimum or maximum over sequences are summed per sequence, because context
-    parallelism splits a sequence over ranks. A rank that adds nothing (an earlier pipeline stage)
-    does not change the result.
+    Sums are by sequence where their extremes over sequences are reported, because context
+    parallelism splits a sequence over ranks. A rank without tokens changes nothing.
     """
 
     def __init__(
@@ -180,13 +178,11 @@ def _token_metrics(
 ) -> dict[str, float]:
     """Metrics of sums and maxima over tokens, and of means of each sequence that has some.
 
-    `clip_ratio` are shares of tokens: of all, and the least and largest of a completion. The
-    mismatch between engine and trainer, `rollout/`, is separated by cause: `logprob_gap` and `kl`
-    compare the two under the same weights. `ratio_mean` is the mean of the trainer's probability
-    over the engine's. Its expectation is 1 if tokens were drawn from the probabilities that the
-    engine reports, so numerical differences leave it near 1, however large the gap. A sampling
-    transform unknown to the trainer (temperature, top-p, penalties) moves it. `stale_gap` is the
-    change caused by the updates since the generation.
+    `clip_ratio` are shares of tokens: of all, and the least and largest of a completion. `rollout/`
+    is the mismatch of engine and trainer by cause: `logprob_gap` and `kl` under the same weights,
+    `stale_gap` by the updates since the generation. `ratio_mean`, the trainer's probability over
+    the engine's, is near 1 whatever the numerics, if tokens were drawn from the probabilities that
+    the engine reports; a sampling transform unknown to the trainer (top-p, penalties) moves it.
     """
     mean = {name: total / max(totals["tokens"], 1.0) for name, total in totals.items()}
     metrics = {
@@ -231,11 +227,9 @@ def _token_metrics(
 def _weight_metrics(
     mean: Mapping[str, float], maxima: Mapping[str, float], masked: Tensor
 ) -> dict[str, float]:
-    """Importance weights of trainer over engine, over tokens, after truncating or masking.
-
-    `masked` is the share of tokens of each sequence whose weight is 0. The effective sample size is
-    a share of the tokens: 1 if all weights are equal, near 0 if a few of them outweigh the others.
-    """
+    """Importance weights of trainer over engine, after truncating or masking; `masked` is the share
+    of tokens of each sequence whose weight is 0. The effective sample size is a share of the
+    tokens: 1 if all weights are equal, near 0 if a few outweigh the others."""
     square = mean["squared_weight"]
     return {
         "rollout/weight_mean": mean["rollout_weight"],
@@ -256,10 +250,8 @@ def reward_metrics(
 ) -> dict[str, float]:
     """Reward metrics of one generation of N completions, with sample standard deviations.
 
-    `rewards` holds the score of each reward function (in the order of `labels`), `totals` [N] their
-    weighted sums; `group_ids` [N] and `advantages` [N] are those of `group_advantages`.
-    `reward_std` is the standard deviation over all completions, `reward_group_std` that within a
-    group, averaged over groups. A NaN score means that the reward failed; it is excluded.
+    `totals`, `group_ids` and `advantages` are [N]. `reward_std` is the standard deviation over all
+    completions, `reward_group_std` that within a group, averaged. Failed scores, NaN, are excluded.
     """
     scored = ~totals.isnan()
     metrics = {
@@ -341,13 +333,11 @@ def gap_metrics(
 ) -> dict[str, float]:
     """The mean gap between trainer and engine, by what differs between them.
 
-    `values` is the `TokenLog` of the optimizer batch `samples`; its gaps compare the engine with
-    the trainer's weights `compared_version`. Tokens are `current` if those sampled them, and
-    `stale` otherwise. With `rollout.recompute_kv_cache` false, tokens that follow some of other
-    weights in their turn read keys and values of those: `current_kept_cache` and
-    `stale_kept_cache`. So `current` is numerics, `stale` - `current` is what the weights changed,
-    and `current_kept_cache` - `current` what the kept keys and values changed. Names without
-    tokens in the log are left out.
+    `values` is the `TokenLog` of the optimizer batch `samples`, against the trainer's weights
+    `compared_version`. Tokens are `current` if those sampled them, else `stale`; with
+    `rollout.recompute_kv_cache` false, tokens behind some of other weights in their turn are
+    `current_kept_cache` or `stale_kept_cache`. So `current` is numerics, `stale` - `current` what
+    the weights changed, and `current_kept_cache` - `current` what kept keys and values changed.
     """
     gaps = values[:, VALUES.index("gap")].abs().double().numpy()
     sums, counts = Counter[str](), Counter[str]()
@@ -377,10 +367,8 @@ def gap_metrics(
 
 
 def _follows_other_versions(sample: Sample, version: np.ndarray) -> np.ndarray:
-    """Whether each of the first tokens follows one of another version in its turn.
-
-    The prompt of a turn is computed by the weights that its first token is sampled by.
-    """
+    """Whether each of the first tokens follows one of another version in its turn; the prompt of a
+    turn is computed by the weights that sample its first token."""
     mask = np.asarray(sample.loss_mask[: len(version)])
     begins = np.diff(mask, prepend=0) == 1
     starts = np.maximum.accumulate(np.where(begins, np.arange(len(version)), 0))

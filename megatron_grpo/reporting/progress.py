@@ -85,11 +85,8 @@ class ProgressBar:
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """The key metrics of a step in one line.
-
-    Says of which functions the reward is the sum, if there are several, and, if any are, how many
-    groups have equal rewards, which teach nothing, and how many completions reached their limit.
-    """
+    """The key metrics of a step in one line; the parts of the reward if there are several, and the
+    shares of groups with equal rewards and of completions that were cut, if any are."""
     shortest, longest = metrics["completions/min_length"], metrics["completions/max_length"]
     parts = {
         name.removeprefix("reward/").removesuffix("/mean"): value

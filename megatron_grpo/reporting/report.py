@@ -104,10 +104,8 @@ def _read_records(path: Path) -> list[Record]:
 
 
 def draw_reward(axis: Axes, records: Sequence[Record]) -> None:
-    """Mean reward, in all and per function if there are several, and its spread within groups.
-
-    With evaluations, also pass@k and mean@n of the held-out prompts, or mean@n of each named set.
-    """
+    """Mean reward, in all and per function if there are several, and its spread within groups; with
+    evaluations also pass@k and mean@n of the held-out prompts, or mean@n of each named set."""
     _name(axis, "Reward")
     _line(axis, *_curve(records, "reward"), BLUE, "mean")
     _line(axis, *_curve(records, "reward_group_std"), FAINT, "std within groups")
@@ -175,10 +173,7 @@ def draw_gap(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def log_scale(axis: Axes) -> None:
-    """Make the vertical axis logarithmic, if any of its values is above 0.
-
-    A logarithmic axis leaves out values that are not, and has no range without any others.
-    """
+    """Make the vertical axis logarithmic if a value is above 0: without any, it has no range."""
     values = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axis.get_lines()])
     if not (values > 0).any():
         axis.set_ylim(bottom=0)
@@ -201,18 +196,12 @@ def draw_grad_norm(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_time(axis: Axes, records: Sequence[Record]) -> None:
-    """Seconds of each step, stacked by phase in execution order.
-
-    With asynchronous generation, only the time that the step waited for it.
-    """
+    """Seconds of each step, stacked by phase in execution order; of a generation beside training,
+    only the time that the step waited for it."""
     _name(axis, "Seconds per step")
     records = _of_steps(records)
-    phases = list(
-        dict.fromkeys(
-            n for r in records for n in r if n.startswith("time/") and not is_beside(n, r)
-        )
-    )
-    phases = [name for name in phases if name not in ("time/step", "time/eval")]
+    found = {n: None for r in records for n in r if n.startswith("time/") and not is_beside(n, r)}
+    phases = [name for name in found if name not in ("time/step", "time/eval")]
     steps = [record["step"] for record in records]
     edges = [steps[0] - 0.5, *(step + 0.5 for step in steps)]
     below = np.zeros(len(records))

@@ -66,10 +66,7 @@ class RunLog:
         experience: Experience,
         timer: PhaseTimer,
     ) -> None:
-        """Log optimizer step `step`, counted from 1.
-
-        Completions are logged in the step that first trains on them.
-        """
+        """Log optimizer step `step`, counted from 1, and the completions that it uses first."""
         cfg, samples, cursor = self._cfg, experience.samples, self._batches.cursor(step - 1)
         indices = self._batches.minibatches(cursor.generation, cfg.train.seed)[cursor.minibatch]
         updates, times = self._batches.updates_per_generation, timer.metrics()
@@ -125,11 +122,8 @@ class RunLog:
         )
 
     def _tokens_per_second(self, num_tokens: int, seconds: float) -> float:
-        """Throughput of the last steps up to this one, which took `seconds`.
-
-        They are as many as train on a generation, of `num_tokens`: exactly one of them waits for
-        one, so that the figure does not jump from step to step.
-        """
+        """Throughput of as many steps as train on a generation, of `num_tokens`: exactly one of
+        them waits for one, so that the figure does not jump from step to step."""
         self._recent.append((num_tokens / self._batches.updates_per_generation, seconds))
         tokens, times = zip(*self._recent, strict=True)
         return sum(tokens) / sum(times)
@@ -139,10 +133,8 @@ class RunLog:
         return self.tracking.has_metrics(step, names)
 
     def evaluation(self, step: int, evaluated: Mapping[str, Evaluated], seconds: float) -> None:
-        """Show the evaluation after `step`, log its completions, and add its metrics to the step's.
-
-        `evaluated` are the results of the held-out sets, by name; they took `seconds`.
-        """
+        """Show and log the results of the held-out sets, by name, after `step`; add their metrics
+        to the step's."""
         rows: list[dict[str, Any]] = []
         metrics: dict[str, float] = {}
         for name, result in evaluated.items():
@@ -174,11 +166,8 @@ class RunLog:
             )
 
     def close(self) -> None:
-        """Finish the records and draw the curves.
-
-        Failures are printed and not raised: every step is on disk already, and the run may be
-        ending for a reason that determines its exit code.
-        """
+        """Finish the records and draw the curves; print failures: every step is on disk already,
+        and the run may be ending for a reason that determines its exit code."""
         self.bar.close()
         with print_failure(f"{TIMELINE_FILE} could not be finished"):
             self.timeline.close()

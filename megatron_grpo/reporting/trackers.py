@@ -67,11 +67,8 @@ class _Run:
 class WandbRun(_Run):
     """A wandb run in the run directory; a resumed run continues it by its id.
 
-    It is offline without an API key, and also, with a message, if wandb cannot be reached, so that
-    training does not wait for that.
-
-    Curves are drawn over our own `step` and not over wandb's counter, which can only increase and
-    would reject the steps that a resumed run repeats.
+    It is offline without an API key, and, with a message, if wandb cannot be reached. Curves are
+    over our own `step`: wandb's counter would reject the steps that a resumed run repeats.
     """
 
     def __init__(self, run_dir: Path, cfg: WandbConfig, config: dict[str, Any]) -> None:
@@ -124,10 +121,8 @@ class WandbRun(_Run):
 
 
 class TensorBoardRun:
-    """Metrics as TensorBoard's event files in the run directory.
-
-    A resumed run adds a file, which hides the steps that it repeats from the older ones.
-    """
+    """Metrics as TensorBoard's event files in the run directory; that of a resumed run hides the
+    steps that it repeats."""
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, like wandb
@@ -148,10 +143,9 @@ class TensorBoardRun:
 
 
 class TrackioRun(_Run):
-    """A run in trackio's database, or on the server that trackio's environment variables name.
+    """A run in trackio's database, or on the server that its environment variables name.
 
-    trackio knows runs by their names. A resumed run continues the last one of its name, where the
-    steps that it repeats stand twice; a run from the beginning is another one of the same name.
+    A resumed run continues the last one of its name, where the steps that it repeats stand twice.
     """
 
     def __init__(
@@ -174,8 +168,7 @@ class TrackioRun(_Run):
 class SwanlabRun(_Run):
     """A SwanLab run in the run directory; a resumed run continues it by its id.
 
-    It is offline without an API key. If SwanLab refuses the key or cannot be reached, which it
-    does not tell apart, the run ends with its error.
+    It is offline without an API key, and ends with SwanLab's error if it cannot be reached.
     """
 
     def __init__(self, run_dir: Path, cfg: SwanlabConfig, config: dict[str, Any]) -> None:
@@ -217,10 +210,7 @@ def _run_id(run_dir: Path) -> str:
 
 
 def _table(completions: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows: one column per reward function, and none of the data's own.
-
-    Rows of other sources have other functions, and None in the columns of those that they lack.
-    """
+    """Columns and rows: one column per reward function, None for those of other sources."""
     flat = [
         {name: value for name, value in row.items() if not isinstance(value, dict | list)}
         | {f"reward/{name}": value for name, value in row["rewards"].items()}

@@ -35,11 +35,8 @@ class Tracker(Protocol):
 
 
 class Tracking:
-    """The records of one run. A resumed run continues them, without the steps that it repeats.
-
-    `first_step` is the number of optimizer steps in the loaded checkpoint. Records of later steps
-    come from lost work and are dropped; without a checkpoint, all records are.
-    """
+    """The records of one run; those after `first_step`, that of the loaded checkpoint, come from
+    lost work and are dropped, all without a checkpoint."""
 
     def __init__(self, run_dir: Path, first_step: int, trackers: Sequence[Tracker] = ()) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -57,11 +54,8 @@ class Tracking:
         completions: Sequence[Mapping[str, Any]],
         tokens: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Record a finished optimizer step (counted from 1) and the completions it trained on.
-
-        `completions` are rows of `completion_rows`, empty when the step reuses a generation, and
-        `tokens` are rows of `token_rows`. Raises ValueError naming the metrics that are not finite.
-        """
+        """Record a finished optimizer step (counted from 1), with rows of `completion_rows` and
+        `token_rows`. Raises ValueError naming the metrics that are not finite."""
         _check_finite(step, metrics)
         append_rows(self._run_dir / COMPLETIONS_FILE, completions)
         append_rows(self._run_dir / TOKENS_FILE, tokens)
@@ -103,10 +97,7 @@ class Tracking:
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append lines of JSON; raises OSError that names the file, and leaves nothing to write later.
-
-    The OSError of a write itself knows no more than a descriptor.
-    """
+    """Append lines of JSON; raises OSError that names the file, as that of a write does not."""
     try:
         with path.open("ab") as file:
             for row in rows:
@@ -134,9 +125,8 @@ def last_step(run_dir: Path) -> int:
 def drop_records_after(path: Path, step: int) -> None:
     """Truncate a JSON-lines file with ascending steps after its last complete record up to `step`.
 
-    A last line without a newline was being written when the run died and is dropped, too, as are
-    last lines that a host's crash has damaged. Only the part to drop is read: after weeks, a run
-    has gigabytes of completions.
+    Lines that a death has cut or a host's crash damaged go, too. Only the part to drop is read:
+    after weeks, a run has gigabytes of completions.
     """
     if not path.exists():
         return

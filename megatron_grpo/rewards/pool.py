@@ -1,8 +1,5 @@
-"""Scores completions in worker processes, with time and memory limits.
-
-A process has one pool for each way of scoring. A worker that fails or is late is killed and
-replaced.
-"""
+"""Scores completions in worker processes, with time and memory limits. A worker that fails or is
+late is killed and replaced."""
 
 import math
 import sys
@@ -114,13 +111,10 @@ class ModelServers(Protocol):
 class RewardPool:
     """Processes that run the config's reward functions, one call per prompt and function.
 
-    They start at once and load in the background. They die with this process, however it ends, and
-    so do the processes they have started. Functions have the rights of the user who trains: time
-    and memory limits are not a sandbox.
-
-    The first process runs all calls of asynchronous functions, up to `reward.max_concurrent_calls`
-    at once; each process runs calls of ordinary functions one after the other. Reward models that
-    the run serves itself are asked in `servers`.
+    They start at once, load in the background, and die with this process, as do their descendants.
+    The first one runs all calls of asynchronous functions, up to `reward.max_concurrent_calls` at
+    once; each runs calls of ordinary functions one after the other. Reward models that the run
+    serves itself are asked in `servers`.
     """
 
     def __init__(self, cfg: RewardConfig, servers: ModelServers | None = None) -> None:
@@ -144,11 +138,10 @@ class RewardPool:
         self._cancelled, self._cancel = Pipe(duplex=False)
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Wait until the functions are loaded, and check that the data has the columns they need.
+        """Wait until the functions are loaded, and check that all rows have the columns they need.
 
-        `rows` are the rows of all prompts to be scored. Raises RewardError, and closes the pool, if
-        a function is not loaded in time or requires a column that some row lacks. Raises
-        EngineError or TimeoutError if the server of a reward model does not start.
+        Raises RewardError, and closes the pool, if not; EngineError or TimeoutError if the server
+        of a reward model does not start.
         """
         try:
             while any(worker.is_loading for worker in self._workers):
@@ -164,8 +157,8 @@ class RewardPool:
     def score_trial(self, prompt: Prompt) -> None:
         """Score two made-up completions of `prompt`, so that a broken function shows before a run.
 
-        Raises RewardError, and closes the pool, for what is not one score per completion. Other
-        failures are printed: in training they are masked, and these texts are not the model's.
+        Raises RewardError, and closes the pool, for what is not one score per completion; prints
+        other failures, which are masked in training.
         """
         samples = [
             Sample(
@@ -190,15 +183,13 @@ class RewardPool:
             )
 
     def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[Scores]:
-        """Scores of every sample by function label; NaN for a failed score.
+        """Scores of every sample by function label; NaN for a failed score (see `rewards`).
 
-        Samples of one prompt must be adjacent. All scores of a call fail if it raises, times out,
-        uses too much memory or kills its process; a single score fails if it is None, an exception
-        or not finite. Raises RewardError, and closes the pool, when more completions than
-        `reward.max_failed_fraction` of `num_completions` have a failed score, and for a call that
-        returns anything but one score per completion. Raises ScoringCancelled once `cancel` was
-        called: the pool can then only be closed. Raises what `wait_ready` raises if the server of a
-        reward model dies twice; once, it is started again, and its calls are repeated.
+        Samples of one prompt must be adjacent. Raises RewardError, and closes the pool, when more
+        completions than `reward.max_failed_fraction` of `num_completions` have a failed score, and
+        for a call that returns anything but one score per completion. Raises ScoringCancelled once
+        `cancel` was called: the pool can then only be closed. Raises what `wait_ready` raises if
+        the server of a reward model dies twice; once, it is started again, its calls repeated.
         """
         assert self._workers, "the pool is closed"
         self.wait_ready([sample.prompt.row for sample in samples])
@@ -364,7 +355,6 @@ class RewardPools:
             self._servers.restart_dead(show)
 
     def end_round(self) -> None:
-        """Tell the servers that a round of samples has been scored, by all its pools."""
         if self._servers:
             self._servers.end_round()
 
