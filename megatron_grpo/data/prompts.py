@@ -66,11 +66,8 @@ class Prompt:
 def end_tokens(
     shape: ModelShape, tokenizer: "PreTrainedTokenizerBase", rollout: RolloutConfig
 ) -> tuple[int, ...]:
-    """Tokens that end a completion: the model's, the tokenizer's and `rollout.stop_token_ids`.
-
-    Raises ValueError if there are none, since every sample would then run to the length limit, and
-    for a stop token that the model does not have.
-    """
+    """Tokens that end a completion: the model's, the tokenizer's and `rollout.stop_token_ids`;
+    ValueError if there are none, and for one that the model does not have."""
     if (most := max(rollout.stop_token_ids, default=0)) >= shape.vocab_size:
         raise ValueError(
             f"rollout.stop_token_ids has {most}, and the model's vocabulary ends at "
@@ -109,10 +106,9 @@ def load_prompts(
     """Read the data of `cfg.data` and encode every prompt as the engine will receive it.
 
     The model's context of `max_position_embeddings` tokens must hold the prompt and
-    `rollout.max_completion_length` more tokens. All rows are checked: those that cannot be used, or
-    that have a fault according to `fault_of`, are listed in one ValueError, or left out if
-    `data.on_invalid` is skip. With `warns`, log how many rows are left out for that reason or by
-    `data.max_prompt_length`. `limit` is the key that limits completions, for messages.
+    `rollout.max_completion_length` more, whose key is `limit`. Rows that cannot be used, or have a
+    fault according to `fault_of`, are listed in one ValueError, or left out if `data.on_invalid` is
+    skip. With `warns`, log how many rows are left out, also by `data.max_prompt_length`.
     """
     longest = _longest_prompt(cfg, max_position_embeddings, limit)
     prompts: list[Prompt] = []

@@ -1,7 +1,4 @@
-"""Reads the rows of a data set: JSONL, Parquet, or a name on the Hugging Face hub.
-
-Rows that cannot become prompts are counted, and the first ones shown.
-"""
+"""Reads the rows of a data set: JSONL, Parquet, or a name on the Hugging Face hub."""
 
 import json
 import re
@@ -96,9 +93,8 @@ class Record:
 def read_rows(data: DataConfig, path: str, invalid: InvalidRows, first: int = 0) -> list[Record]:
     """The rows of a .jsonl or .parquet file, of a folder of them, or of a Hugging Face data set.
 
-    `path` is that of `data`, or one of them; its rows are numbered from `first` on. Rows that
-    cannot be read are added to `invalid`. Raises ValueError if there are no rows at all,
-    and for a subset or a split that a file or a folder does not have.
+    `path` is one of `data`; its rows are numbered from `first` on. Rows that cannot be read are
+    added to `invalid`. Raises ValueError without any rows, and for a subset or split that is none.
     """
     records, index = [], first
     for source, rows in _sources(data, path):
@@ -145,10 +141,8 @@ def _sources(data: DataConfig, name: str) -> Iterator[tuple[str, Iterator[Number
 
 
 def _files_of_split(path: Path, split: str) -> list[Path]:
-    """The files of a folder that are named after the split, or all if none is named after a split.
-
-    If only some files are named after a split, it is unclear to which split the others belong.
-    """
+    """The files of a folder that are named after the split, or all if none is named after a split;
+    if only some are, it is unclear to which split the others belong."""
     if not path.is_dir():
         if split != DEFAULT_SPLIT:
             raise ValueError(
@@ -265,10 +259,7 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
 
 def _silence_of_hub(name: str) -> Exception | None:
     """Error of a request about a data set; None if the hub answers, or requests are not allowed.
-
-    `datasets` makes each of its requests six times, for up to 80 seconds, before it turns to its
-    cache.
-    """
+    `datasets` asks for up to 80 seconds before it turns to its cache."""
     import huggingface_hub  # noqa: PLC0415  # see above
 
     try:

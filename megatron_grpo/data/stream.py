@@ -17,8 +17,7 @@ ONE_PATH = (WeightedPath(path="data", weight=1),)
 class PromptStream:
     """Prompts by generation number: a pure function of it, so that resuming needs no state.
 
-    The prompts of several `paths` take turns. Of as many prompts in a row as the weights add up to,
-    each path has as many as its weight says, spread evenly: the stride scheduling of Waldspurger
+    Several `paths` take turns by their weights, spread evenly: the stride scheduling of Waldspurger
     and Weihl (MIT/LCS/TM-528, 1995). A path that is used up begins again, before the others do.
     """
 
@@ -83,8 +82,7 @@ class PromptStream:
         """The `batch_size` different prompts of generation `generation_index` (0, 1, ...).
 
         With `shuffle`, every epoch of a path has its own order and drops the rows that do not fill
-        a whole batch, different ones each time. Otherwise the rows are taken in order and wrap
-        around.
+        a whole batch. Otherwise the rows are taken in order and wrap around.
         """
         first = generation_index * self.batch_size
         drawn = [iter(self._draw(path, generation_index)) for path in range(len(self._paths))]

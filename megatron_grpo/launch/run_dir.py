@@ -1,9 +1,7 @@
 """The run directory, which one run at a time may use; and the secret of the job's processes.
 
-Its files are written so that a full disk leaves no half of a picture or record. Trainers and
-rollout engines receive the secret in their environment, which other users of the machine cannot
-read (unlike a command line), and it is never written to disk. This module imports next to nothing,
-because the command line needs it.
+Trainers and engines receive the secret in their environment, which other users cannot read, unlike
+a command line or a file. Imports next to nothing, because the command line needs it.
 """
 
 import errno
@@ -95,10 +93,8 @@ def make_folder(folder: Path) -> None:
 
 
 def check_run_dir(run_dir: Path, *, starts_here: bool) -> None:
-    """Raise ValueError if the run directory and its logs cannot be made.
-
-    `starts_here`: also if another process trains there. If not, what was made is removed again.
-    """
+    """Raise ValueError if the run directory and its logs cannot be made, or with `starts_here` if
+    another process trains there; without, what was made is removed again."""
     if starts_here and (run_dir / "lock").exists():
         with run_lock(run_dir):
             pass
@@ -113,10 +109,8 @@ def check_run_dir(run_dir: Path, *, starts_here: bool) -> None:
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Lock the run directory; raises ValueError if another process holds it or it has no locks.
-
-    The kernel releases the lock when the process ends, however it ends.
-    """
+    """Lock the run directory until this process ends, however it ends; raises ValueError if another
+    process holds it or it has no locks."""
     make_folder(run_dir)
     if option := Mount.holding(run_dir.resolve()).local_locks:
         raise ValueError(

@@ -73,12 +73,9 @@ class Limits:
         )
 
     def for_phase(self, phase: str, *, is_first_step: bool) -> Limit | None:
-        """The limit while rank 0 is in `phase`; None if it may take any time.
-
-        Files may be slow, an engine that generates nothing or does not start counts as lost, and
-        every call of a reward or an environment has its own limit. The first step of a process gets
-        more time, for compiling kernels and making connections.
-        """
+        """The limit while rank 0 is in `phase`; None if it may take any time: files may be slow,
+        and engines and calls of rewards have limits of their own. The first step of a process gets
+        more time, for compiling kernels and making connections."""
         match phase.removeprefix(f"{WAIT}_"):
             case "await_engines":
                 return self.start

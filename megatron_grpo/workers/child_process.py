@@ -31,11 +31,9 @@ Start = tuple[Future[Popen[bytes]], Callable[[], Popen[bytes]]]
 
 
 def spawn(command: list[str], **options: Any) -> Popen[bytes]:
-    """Start a process as `Popen` does, from a thread that lasts as long as this process.
-
-    Linux signals a child that is tied to its parent when the *thread* that started it ends
-    (PR_SET_PDEATHSIG), and threads of pools end before their process.
-    """
+    """Start a process as `Popen` does, from a thread that lasts as long as this process: Linux
+    signals a child that is tied to its parent when the *thread* that started it ends
+    (PR_SET_PDEATHSIG), and threads of pools end before their process."""
     started: Future[Popen[bytes]] = Future()
     _spawner(os.getpid()).put((started, lambda: Popen(command, **options)))
     return started.result()
@@ -65,15 +63,13 @@ class ChildProcess:
 
     process: Popen[bytes]
     folder: Path
-    """TMPDIR of the process, removed with it: a killed engine leaves sockets and the like there.
-
-    If this process is killed, the process that `parent_death` leaves waiting removes it."""
+    """TMPDIR of the process, removed with it, or if this process is killed by the process that
+    `parent_death` leaves waiting: a killed engine leaves sockets and the like there."""
 
     @classmethod
     def start(
         cls, command: list[str], environment: Mapping[str, str], output: IO[bytes]
     ) -> "ChildProcess":
-        """Start `command`, which writes to `output`."""
         folder = _make_folder()
         wrapper = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), str(folder)]
         process = spawn(
