@@ -140,10 +140,14 @@ def _encoded(
     prompts = []
     found = encode_rows(data, tokenizer, [record.row for record in records], reader)
     for record, encoded in zip(records, found, strict=True):
-        row = _with_answer(data, record.row)
+        row = record.row
+        if data.answer_column in row:
+            row = {**row, "answer": row[data.answer_column]}
         if isinstance(encoded, Encoded):
-            fault = _source_fault(sources, row) or fault_of(row)
-            encoded = fault or _fitting(data, encoded, longest)
+            size, fault = len(encoded.token_ids), _source_fault(sources, row) or fault_of(row)
+            if not fault and size > longest and data.max_prompt_length is None:
+                fault = Fault(TOO_LONG, f"{size} tokens of at most {longest}")
+            encoded = fault or encoded
         if isinstance(encoded, Fault):
             invalid.add(record.index, record.place, encoded)
         else:
@@ -174,12 +178,6 @@ def _source_fault(sources: SourcesConfig, row: Row) -> Fault | None:
     return None
 
 
-def _with_answer(data: DataConfig, row: Row) -> Row:
-    if data.answer_column is None or data.answer_column not in row:
-        return row
-    return {**row, "answer": row[data.answer_column]}
-
-
 def _check_columns(data: DataConfig, sources: SourcesConfig, records: Sequence[Record]) -> None:
     """Raise ValueError for a column that no row has, a mistake in the config."""
     wanted = {
@@ -205,12 +203,6 @@ def _longest_prompt(cfg: Config, max_position_embeddings: int, limit: str) -> in
             f"config.json): use at most {max_position_embeddings - 1}"
         )
     return longest
-
-
-def _fitting(data: DataConfig, encoded: Encoded, longest: int) -> Encoded | Fault:
-    if data.max_prompt_length is not None or len(encoded.token_ids) <= longest:
-        return encoded
-    return Fault(TOO_LONG, f"{len(encoded.token_ids)} tokens of at most {longest}")
 
 
 def _settle(

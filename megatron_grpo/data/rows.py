@@ -244,9 +244,16 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
     # Imported here because it takes a second, and local files do not need it.
     import datasets  # noqa: PLC0415
 
-    silence = _silence_of_hub(name)
+    silence, is_offline = _silence_of_hub(name), datasets.config.HF_HUB_OFFLINE
     try:
-        yield from _undecoded(_loaded(data, name, from_cache=silence is not None))
+        # The global, as no argument of `load_dataset` keeps it from asking the hub: it then loads
+        # the newest in its cache, with a warning.
+        datasets.config.HF_HUB_OFFLINE = is_offline or silence is not None
+        try:
+            found = datasets.load_dataset(name, data.subset, split=data.split)
+        finally:
+            datasets.config.HF_HUB_OFFLINE = is_offline
+        yield from _undecoded(found)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         subset = f"subset {data.subset}, " if data.subset else ""
         reason = f"{silence}; {error}" if silence else error
@@ -269,19 +276,6 @@ def _silence_of_hub(name: str) -> Exception | None:
     except huggingface_hub.utils.httpx.RequestError as error:
         return error
     return None
-
-
-def _loaded(data: DataConfig, name: str, *, from_cache: bool) -> Any:
-    """Load a data set of the hub, or the newest in the cache of `datasets`, which warns of that."""
-    import datasets  # noqa: PLC0415  # see above
-
-    is_offline = datasets.config.HF_HUB_OFFLINE
-    # The global, as no argument of `load_dataset` keeps it from asking the hub.
-    datasets.config.HF_HUB_OFFLINE = is_offline or from_cache
-    try:
-        return datasets.load_dataset(name, data.subset, split=data.split)
-    finally:
-        datasets.config.HF_HUB_OFFLINE = is_offline
 
 
 def _undecoded(found: Any) -> Iterable[Row]:

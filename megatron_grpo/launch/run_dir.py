@@ -35,7 +35,11 @@ class Mount:
     def holding(cls, folder: Path, mounts: str | None = None) -> "Mount":
         """The mount that holds `folder`, an absolute path without symbolic links."""
         lines = (mounts or MOUNTS.read_text(encoding="utf-8")).splitlines()
-        rows = [[_decoded(field) for field in line.split()[1:4]] for line in lines]
+        # The kernel writes spaces and backslashes in octal: \040.
+        rows = [
+            [OCTAL.sub(lambda match: chr(int(match[1], 8)), field) for field in line.split()[1:4]]
+            for line in lines
+        ]
         holding = [row for row in rows if folder.is_relative_to(row[0])]
         if not holding:  # inside a chroot
             return cls("unknown", frozenset())
@@ -47,11 +51,6 @@ class Mount:
     def local_locks(self) -> str:
         """The option that limits locks to one host; empty if other hosts see them."""
         return min(self.options & LOCAL_LOCKS, default="")
-
-
-def _decoded(field: str) -> str:
-    """The kernel writes spaces and backslashes in octal: ``\\040``."""
-    return OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
 
 
 POINTER = "LATEST"

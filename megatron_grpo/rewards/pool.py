@@ -48,10 +48,6 @@ class RewardWorkerProcess(SupervisedWorker):
     def is_loading(self) -> bool:
         return LOAD in self.deadlines
 
-    @property
-    def takes_calls(self) -> bool:
-        return not (LOAD in self.deadlines or self.is_retired or self.failure)
-
     def send_call(self, number: int, call: tuple[Any, ...], seconds: float) -> None:
         """Send call `number`: the function's index and its columns; due within `seconds`."""
         self.deadlines[number] = running_time() + seconds
@@ -147,7 +143,13 @@ class RewardPool:
             while any(worker.is_loading for worker in self._workers):
                 answers = list(self._advance())
                 assert not answers, "calls run"
-            self._check_columns(rows)
+            for function, names in zip(self.cfg.functions, self._wanted, strict=True):
+                for name in names:
+                    if text := missing_column(name, rows):
+                        raise RewardError(
+                            f"reward function {function.label} requires {name!r}: not in its "
+                            f"arguments {function.arguments}, and {text}"
+                        )
         except RewardError:
             self.close()
             raise
@@ -240,15 +242,6 @@ class RewardPool:
             worker.finish_kill()
         self._workers.clear()
 
-    def _check_columns(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        for function, names in zip(self.cfg.functions, self._wanted, strict=True):
-            for name in names:
-                if text := missing_column(name, rows):
-                    raise RewardError(
-                        f"reward function {function.label} requires {name!r}: not in its "
-                        f"arguments {function.arguments}, and {text}"
-                    )
-
     def _send_calls(self, calls: Mapping[bool, deque[Call]]) -> None:
         """Send the workers as many ordinary and asynchronous calls as they can take."""
         # The worker cancels an asynchronous call by itself at the timeout. If it does not, it is
@@ -258,10 +251,11 @@ class RewardPool:
             False: (1, self.cfg.timeout),
         }
         for worker in self._workers:
+            if worker.is_loading or worker.is_retired:
+                continue
             for is_async in [True, False] if worker is self._workers[0] else [False]:
-                most, seconds = limits[is_async]
-                waiting = calls[is_async]
-                while waiting and len(worker.deadlines) < most and worker.takes_calls:
+                (most, seconds), waiting = limits[is_async], calls[is_async]
+                while waiting and len(worker.deadlines) < most and not worker.failure:
                     number, call = next(self._numbers), waiting.popleft()
                     self._calls[number] = call
                     columns = call.columns(self._accepted[call.function])
@@ -303,20 +297,17 @@ class RewardPool:
         """An answer, if the worker has sent one to a call."""
         was_loading, received = worker.is_loading, worker.receive_answer()
         if was_loading:
-            self._set_functions(worker.failure if received is None else received[1])
+            loaded = worker.failure if received is None else received[1]
+            if isinstance(loaded, str):
+                raise RewardError(f"reward functions {self._names} cannot be loaded: {loaded}")
+            self._wanted = [wanted for wanted, _, _ in loaded]
+            self._accepted = [accepted for _, accepted, _ in loaded]
+            self._is_async = [is_async for _, _, is_async in loaded]
         elif received is not None:
             number, fields = received
             answer = Answer(**fields)
             worker.is_retired |= answer.is_out_of_memory
             yield self._calls.pop(number), answer
-
-    def _set_functions(self, loaded: list[tuple[list[str], list[str] | None, bool]] | str) -> None:
-        """Note what the functions take and which are asynchronous; a text says why none is."""
-        if isinstance(loaded, str):
-            raise RewardError(f"reward functions {self._names} cannot be loaded: {loaded}")
-        self._wanted = [wanted for wanted, _, _ in loaded]
-        self._accepted = [accepted for _, accepted, _ in loaded]
-        self._is_async = [is_async for _, _, is_async in loaded]
 
     @property
     def _names(self) -> str:

@@ -70,7 +70,10 @@ class ChildProcess:
     def start(
         cls, command: list[str], environment: Mapping[str, str], output: IO[bytes]
     ) -> "ChildProcess":
-        folder = _make_folder()
+        folder = Path(tempfile.mkdtemp(prefix="engine_"))
+        if len(str(folder)) > MAX_FOLDER_LENGTH:
+            folder.rmdir()
+            folder = Path(tempfile.mkdtemp(prefix="engine_", dir="/tmp"))
         wrapper = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), str(folder)]
         process = spawn(
             [*wrapper, *command],
@@ -103,12 +106,3 @@ class ChildProcess:
                 time.sleep(0.05)
             os.killpg(self.process.pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _make_folder() -> Path:
-    """A new private folder whose path is short enough for the paths of an engine's sockets."""
-    folder = tempfile.mkdtemp(prefix="engine_")
-    if len(folder) > MAX_FOLDER_LENGTH:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="engine_", dir="/tmp")
-    return Path(folder)
