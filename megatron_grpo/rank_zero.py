@@ -104,14 +104,15 @@ class RankZero:
         if self.cfg.train.save_generations:
             with timer.phase("save"):
                 write_generation(self.cfg, generation, batch, self.stream.fingerprint)
-        self.log.replaced(
-            step,
-            [
-                scored
-                for group in batch.replaced
-                for scored in zip(group.samples, group.rewards, group.totals, strict=True)
-            ],
-        )
+        if batch.replaced:
+            self.log.replaced(
+                step,
+                [
+                    scored
+                    for group in batch.replaced
+                    for scored in zip(group.samples, group.rewards, group.totals, strict=True)
+                ],
+            )
 
     def log_step(
         self,

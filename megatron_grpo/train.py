@@ -230,7 +230,9 @@ class Trainer:
 
     def log(self, report: StepReport) -> None:
         """Log the report of the step, with all metrics since the last one's."""
-        metrics, self._unlogged = self._unlogged | peak_memory(self.run.device), {}
+        metrics, self._unlogged = self._unlogged, {}
+        if self.run.device.type == "cuda":
+            metrics |= peak_memory(self.run.device)
         if self.zero and self.experience:
             self.zero.log_step(self.step, metrics, report, self.experience, self.timer)
         # What follows counts towards the next step: its checkpoint never contains a step that the

@@ -1,9 +1,9 @@
 """Checkpoints of a run, which all ranks write and read together.
 
 A save is asynchronous: a rank's state is copied to host memory, a thread writes and hashes it while
-training continues, and later calls turn the folder into a checkpoint. Collectives stay on the main
-thread, and on the CPU, so that no GPU waits for them. Whenever a process is killed, the newest
-complete checkpoint can be found by its manifest.
+training continues, and later calls publish the folder. Collectives stay on the main thread, and on
+the CPU, so that no GPU waits. Whenever a process is killed, the newest complete checkpoint can be
+found by its manifest.
 """
 
 import shutil
@@ -64,8 +64,8 @@ def write_shared_files(
 ) -> dict[str, FileHash]:
     """Write what rank 0 writes for all ranks; returns the hash that each file must have.
 
-    `experiences` are by the prefix of their files, `index` is that of the chunks in all ranks'
-    files, and `random_states` are bytes [ranks, n]. Nothing of it changes as training continues.
+    `experiences` are by the prefix of their files, `index` is of the chunks in all ranks' files,
+    and `random_states` are bytes [ranks, n].
     """
     sidecar = folder / CHECKPOINT_FOLDER
     sidecar.mkdir()
@@ -95,11 +95,8 @@ class _Saving:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every rank creates one of these, and all make the same calls.
-
-    Methods raise OSError on all ranks when a save fails on one; earlier checkpoints stay intact.
-    The constructor raises ValueError for a model with state that checkpoints cannot hold.
-    """
+    """The checkpoints of one run; all ranks make the same calls, which raise OSError on all when a
+    save fails on one. The constructor raises ValueError for state that checkpoints cannot hold."""
 
     def __init__(
         self,
@@ -125,9 +122,8 @@ class Checkpoints:
     def load(self) -> TrainerState:
         """Load the newest good checkpoint into policy and reference; return the state at its step.
 
-        When there are none, returns the state at step 0, with the policy of `train.init_from` if
-        that is set. Raises the ValueError of `load_newest` and `load_start`, and OSError on all
-        ranks when there is no disk space for one more checkpoint.
+        Without any, step 0 with the policy of `train.init_from`. Raises the ValueError of
+        `load_newest` and `load_start`, and OSError without disk space for one more checkpoint.
         """
         state = load_newest(self._folder, self._cfg.dims, self._policy, self._reference)
         if state.step == 0 and (init_from := self._cfg.train.init_from):
@@ -145,9 +141,9 @@ class Checkpoints:
     def save(self, state: TrainerState, experiences: Mapping[str, Experience | None]) -> None:
         """Start to save both models in their current state, after waiting for the previous save.
 
-        On rank 0, `experiences` are the generations that are ready, and the samples of groups that
-        no generation has, by the prefix of their files. Raises FloatingPointError on all ranks, and
-        writes nothing, when a tensor is not finite.
+        `experiences` of rank 0 are the ready generations and the samples of open groups, by the
+        prefix of their files. Raises FloatingPointError on all ranks, and writes nothing, when a
+        tensor is not finite.
         """
         self.wait()
         gather_weights(self._policy.chunks)  # in place: the parts are views
@@ -172,11 +168,8 @@ class Checkpoints:
         self._saving = _Saving(state.step, folder, self._submit(folder, write))
 
     def poll(self) -> None:
-        """Advance the save in progress, if all ranks have finished its current stage.
-
-        Costs an all-reduce of one byte over gloo; call it wherever all ranks of a step pass. The
-        first call after the files of all ranks are written lets rank 0 publish the checkpoint.
-        """
+        """Advance the save in progress, if all ranks have finished its current stage, by an
+        all-reduce of one byte over gloo; the first call after all files lets rank 0 publish."""
         if self._saving is None:
             return
         is_done = torch.tensor(self._saving.task.done(), dtype=torch.uint8)

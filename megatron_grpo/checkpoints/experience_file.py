@@ -1,8 +1,5 @@
-"""Saves and loads generations that training has not begun, and samples of unfinished ones.
-
-Prompts and sampling seeds are functions of the step. But where generation overlaps with training,
-the weights that sampled what follows a checkpoint no longer exist when it is resumed.
-"""
+"""Saves and loads generations that training has not begun, and samples of unfinished ones: where
+generation overlaps with training, the weights that sampled them no longer exist after a resume."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -74,10 +71,8 @@ def write_experience(folder: Path, experience: Experience, prefix: str) -> None:
 
 
 def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str) -> Experience | None:
-    """Read what `write_experience` wrote; None if it wrote nothing for this `prefix`.
-
-    `prompts` are those of the data. Raises ValueError when one of the generation's is not there.
-    """
+    """Read what `write_experience` wrote for this `prefix`, if anything; ValueError when one of its
+    prompts is not among `prompts`, those of the data."""
     samples_file = folder / f"{prefix}{SAMPLES_FILE}"
     if not samples_file.exists():
         return None
@@ -93,7 +88,9 @@ def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str) -> Exp
     bounds = list(pairwise([0, *accumulate(tensors["lengths"].tolist())]))
     samples = [
         Sample(
-            prompt=_prompt(by_index[row["prompt"]], row["own_prompt"]),
+            prompt=replace(by_index[row["prompt"]], **row["own_prompt"])
+            if row["own_prompt"]
+            else by_index[row["prompt"]],
             sample_index=row["sample_index"],
             completion_ids=tensors["completion_ids"][start:end].tolist(),
             logprobs=tensors["rollout_logprobs"][start:end].tolist(),
@@ -126,7 +123,6 @@ def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str) -> Exp
 
 
 def _routes(tensors: Mapping[str, Tensor]) -> list[np.ndarray | None]:
-    """`routes` of every sample."""
     if "routed_experts" not in tensors:
         return [None] * len(tensors["lengths"])
     parts = tensors["routed_experts"].split(tensors["routed_tokens"].tolist())
@@ -138,10 +134,6 @@ def _own(prompt: Prompt) -> dict[str, Any] | None:
     if not prompt.is_own:
         return None
     return {"token_ids": [*prompt.token_ids], "text": prompt.text, "is_own": True}
-
-
-def _prompt(prompt: Prompt, own: dict[str, Any] | None) -> Prompt:
-    return replace(prompt, **own) if own else prompt
 
 
 def _joined(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:

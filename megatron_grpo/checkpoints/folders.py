@@ -19,17 +19,13 @@ REPLACED = ".replaced"
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """The checkpoint after `step` optimizer steps."""
     return folder / f"step_{step}"
 
 
 def candidates(folder: Path) -> list[int]:
-    """Steps of the checkpoints to try, best first: the one in `LATEST`, then earlier ones.
-
-    Later ones hold work that was discarded when the run went back. If `LATEST` names no existing
-    checkpoint, all steps, newest first. Raises ValueError when there is a `LATEST` but no
-    checkpoint.
-    """
+    """Steps of the checkpoints to try, best first: the one in `LATEST`, then earlier ones; later
+    ones hold discarded work. If `LATEST` names no existing checkpoint, all steps, newest first.
+    Raises ValueError when there is a `LATEST` but no checkpoint."""
     steps = sorted(_steps(folder), reverse=True)
     pointer = folder / POINTER
     latest = _named_in(pointer)
@@ -42,18 +38,13 @@ def candidates(folder: Path) -> list[int]:
 
 
 def latest_step(folder: Path) -> int:
-    """Optimizer steps of the checkpoint to try first; 0 when there is none.
-
-    Raises ValueError like `candidates`.
-    """
+    """Optimizer steps of the checkpoint to try first, 0 if none; ValueError like `candidates`."""
     return next(iter(candidates(folder)), 0)
 
 
 def checkpoint_at(path: Path) -> Path:
-    """The checkpoint that `train.init_from` names: the newest of a run directory, or one itself.
-
-    Raises ValueError when there is none.
-    """
+    """The checkpoint that `train.init_from` names: the newest of a run directory, or one itself;
+    ValueError when there is none."""
     if _step_of(path.name) and path.is_dir():
         return path
     checkpoints = path / "checkpoints"
@@ -77,15 +68,12 @@ def instead_of(checkpoint: Path) -> str:
 
 
 def step_in(checkpoint: Path) -> int:
-    """The number of optimizer steps that a checkpoint's name gives."""
     return _step_of(checkpoint.name)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Finish publications that were interrupted after the rename; remove other leftovers.
-
-    What cannot be removed keeps a name that is ignored.
-    """
+    """Finish publications that were interrupted after the rename; remove other leftovers. What
+    cannot be removed keeps a name that is ignored."""
     pointer = folder / (POINTER + PARTIAL)
     if step_folder(folder, _named_in(pointer)).is_dir():
         os.replace(pointer, folder / POINTER)
@@ -128,10 +116,7 @@ def publish(
 
 def remove(checkpoint: Path) -> None:
     """Remove a checkpoint, complete or not. It is renamed first, so an interrupted removal leaves
-    no incomplete checkpoint and frees the name.
-
-    Network file systems keep files that another process still reads; the next start tries again.
-    """
+    no incomplete one and frees the name; the next start tries again, such as for open NFS files."""
     # No new folder to replace: where a quota of files is used up, removing must still work.
     name = f"{checkpoint.name}.{secrets.token_hex(4)}{PARTIAL}"
     leftover = checkpoint.rename(checkpoint.with_name(name))

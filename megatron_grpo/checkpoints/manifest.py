@@ -32,10 +32,8 @@ Manifest = Mapping[str, FileHash]
 
 
 def hash_file(path: Path, tell: Callable[[int], None] = lambda num_bytes: None) -> FileHash:
-    """Read the file once; takes one core about 1 s per GB, during which other threads can run.
-
-    `tell` is called with the number of bytes of each block.
-    """
+    """Read the file once, about 1 s per GB of a core, during which other threads can run; `tell`
+    is called with the number of bytes of each block."""
     digest, num_bytes, block = sha256(), 0, bytearray(_BLOCK_BYTES)
     with errors_named(path), path.open("rb", buffering=0) as file:
         while size := file.readinto(block):
@@ -61,12 +59,10 @@ def write_hashed(path: Path, parts: Iterable[memoryview]) -> FileHash:
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileHash]:
-    """Hashes of the files `names` in `folder`."""
     return {name: hash_file(folder / name) for name in names}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest of `folder`, sorted by name."""
     files = {name: asdict(manifest[name]) for name in sorted(manifest)}
     (folder / MANIFEST_FILE).write_text(
         json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8"
@@ -74,10 +70,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of `folder`; ValueError when it is missing or damaged.
-
-    Raises OSError, naming the file, when it exists but cannot be read.
-    """
+    """The manifest of `folder`; ValueError when it is missing or damaged, OSError, naming the file,
+    when it exists but cannot be read."""
     path = folder / MANIFEST_FILE
     try:
         with errors_named(path):
@@ -94,10 +88,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, manifest: Manifest, names: Collection[str], show: Show) -> None:
-    """Hash the files `names`; ValueError that names the first one that differs or is missing.
-
-    Raises OSError, naming the file, for one that exists but cannot be read: it may be intact.
-    """
+    """Hash the files `names`; ValueError that names the first one that differs or is missing,
+    OSError for one that exists but cannot be read: it may be intact."""
     done, num_bytes = 0, sum(manifest[name].num_bytes for name in names)
 
     def tell(size: int) -> None:
@@ -118,10 +110,8 @@ def verify(folder: Path, manifest: Manifest, names: Collection[str], show: Show)
 
 
 def fair_share(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
-    """The files that `rank` verifies: each file has one rank, and all have about as many bytes.
-
-    Files are assigned largest first, each to the rank with the fewest bytes so far.
-    """
+    """The files that `rank` verifies: assigned largest first, each to the rank with the fewest
+    bytes so far."""
     loads = [(0, other) for other in range(num_ranks)]
     mine = []
     for name in sorted(manifest, key=lambda name: (-manifest[name].num_bytes, name)):

@@ -1,8 +1,7 @@
 """Loads the newest good checkpoint, or that of another run, on all ranks together.
 
-Loading a pickle calls whatever it names. A run itself loads none without restriction, but torch and
-Megatron-Core so load the index of a checkpoint and the objects in its files, and a checkpoint that
-would harm them is not good: all pickles are screened first.
+Loading a pickle calls whatever it names. torch and Megatron-Core so load the index of a checkpoint
+and the objects in its files: all pickles are screened first.
 """
 
 import sys
@@ -31,8 +30,8 @@ T = TypeVar("T")
 def steps_done(folder: Path) -> int:
     """Optimizer steps of the newest checkpoint in `folder`; 0 when there is none. Collective.
 
-    Rank 0 decides: other hosts may have an outdated view of a network file system, and ranks that
-    disagree would wait for each other. Raises the ValueError of `folders.latest_step`.
+    Rank 0 decides: other hosts may have an outdated view of a network file system. Raises the
+    ValueError of `folders.latest_step`.
     """
     return _from_rank_0(lambda: folders.latest_step(folder))
 
@@ -40,12 +39,12 @@ def steps_done(folder: Path) -> int:
 def load_newest(
     folder: Path, dims: ParallelDims, policy: Policy, reference: Reference | None
 ) -> TrainerState:
-    """Load the newest good checkpoint in `folder` into both models; return the state at its step.
+    """Load the newest good checkpoint in `folder` into both models; return the state at its step,
+    0 when there are none.
 
-    A checkpoint that does not match its manifest is reported on stderr, and the one before it is
-    tried. Returns the state at step 0 when there are no checkpoints. Raises ValueError on all ranks
-    when there are some but none is good, and TimeoutError on all ranks when one cannot be read, as
-    it may be good.
+    One that does not match its manifest is reported on stderr, and the one before it is tried.
+    Raises on all ranks ValueError when there are some but none is good, and TimeoutError when one
+    cannot be read, as it may be good.
     """
 
     def find() -> list[int]:
@@ -75,11 +74,10 @@ def load_newest(
 
 
 def load_start(init_from: Path, policy: Policy) -> None:
-    """Load weights, master weights and moments from a checkpoint of another run.
+    """Load weights, master weights and moments, and nothing else, from a checkpoint of another run.
 
-    The rest of that run's state is left out: its steps and schedule, random states, reference and
-    generation. Raises ValueError on all ranks when the checkpoint is not good, and TimeoutError on
-    all ranks when it cannot be read.
+    Raises on all ranks ValueError when the checkpoint is not good, and TimeoutError when it cannot
+    be read.
     """
     checkpoint = _from_rank_0(lambda: folders.checkpoint_at(init_from))  # it may be saving others
     way_out = _from_rank_0(lambda: folders.instead_of(checkpoint))
@@ -100,11 +98,11 @@ def _from_rank_0(find: Callable[[], T]) -> T:
 
 
 def _damage(checkpoint: Path, read: Callable[[], None], way_out: str) -> ValueError | None:
-    """Call `read`; the error of the first rank that finds `checkpoint` damaged, on all ranks.
+    """Call `read`; the error of the first rank that finds data of `checkpoint` missing or changed,
+    on all ranks.
 
-    Damaged means that data is missing or has changed. If the file system fails to answer, the
-    checkpoint may be intact: falling back to the one before would discard it. So that raises
-    TimeoutError on all ranks, a transient error; `way_out` is what the user can do if it stays.
+    If the file system fails to answer, the checkpoint may be intact: falling back to the one before
+    would discard it. That raises TimeoutError on all ranks, with the user's `way_out` if it stays.
     """
     found: list[ValueError] = []
 
@@ -141,10 +139,8 @@ def _verify(checkpoint: Path) -> None:
 def _read(
     checkpoint: Path, step: int, dims: ParallelDims, policy: Policy, reference: Reference | None
 ) -> None:
-    """Load a checkpoint into the models.
-
-    It may fail half-way: then another checkpoint overwrites everything, or the run ends.
-    """
+    """Load a checkpoint into the models; if that fails half-way, another one overwrites everything,
+    or the run ends."""
     if dist.get_rank() == 0:
         screen_checkpoint(checkpoint)
     record = trainer_state.read_record(checkpoint, step)

@@ -1,9 +1,8 @@
 """A rank's own file of a checkpoint: copied to the host, written, and read box by box.
 
 The file is in Megatron-Core's torch_dist format. Megatron's own writer forks a process for every
-file, and its reader executes pickles; here a thread can write, and nothing is executed. torch's
-FileSystemWriter would not hash what it writes, and its FileSystemReader loads whole chunks: all of
-a tensor for an eighth of its columns.
+file, and its reader executes pickles; torch's FileSystemWriter does not hash what it writes, and
+its FileSystemReader loads whole chunks: all of a tensor for an eighth of its columns.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,9 +51,7 @@ class HostMemory:
         return copies
 
 
-def chunks_to_write(
-    parts: Iterable[StatePart],
-) -> tuple[list[Chunk], list[Tensor | SplitFloats]]:
+def chunks_to_write(parts: Iterable[StatePart]) -> tuple[list[Chunk], list[Tensor | SplitFloats]]:
     """The chunks that this rank writes of its parts, and the values of each, as views."""
     chunks: list[Chunk] = []
     tensors: list[Tensor | SplitFloats] = []
@@ -77,9 +74,8 @@ def read_parts(
 ) -> None:
     """Fill all parts, in place, from a checkpoint that was saved at any layout.
 
-    Raises ValueError that names what is missing or has another shape, or if the run is resumed and
-    only one of the checkpoint and `parts` holds a reference: the run would silently continue with
-    its initial reference.
+    Raises ValueError that names what is missing or has another shape, or if a resumed run would
+    silently continue with its initial reference, as only one of both holds one.
     """
     keys = {part.key for part in parts}
     done, num_bytes = 0, sum(part.values.nbytes for part in parts)

@@ -2,8 +2,8 @@
 
 Keys, shapes and offsets are Megatron-Core's own (`sharded_state_dict`), so its `dist_checkpointing`
 can load what is written here. Master weights and moments are split where the distributed optimizer
-splits them, in ranges of the concatenated parameters; a range is cut into boxes of its tensors. So
-every data rank writes and reads its own, and no tensor is gathered.
+splits them, in ranges of the concatenated parameters, which are cut into boxes of their tensors: no
+tensor is gathered.
 """
 
 from collections.abc import Iterator, Mapping
@@ -118,10 +118,8 @@ def chained_optimizers(policy: Policy) -> list[Any]:
 
 
 def object_names(policy: Policy) -> list[str]:
-    """Names of entries that Megatron requires and that are empty unless weights are in FP8.
-
-    Raises ValueError if one holds something, such as FP8 scales.
-    """
+    """Names of entries that Megatron requires and that are empty; ValueError if one holds
+    something, such as FP8 scales."""
     objects = [sharded for sharded in _sharded(policy) if isinstance(sharded, ShardedObject)]
     full = [each.key for each in objects if isinstance(each.data, Tensor) and each.data.numel()]
     if full:
@@ -132,7 +130,6 @@ def object_names(policy: Policy) -> list[str]:
 
 
 def parts_saved(policy: Policy, reference: Reference | None) -> list[StatePart]:
-    """Parts of a rank's tensors that a checkpoint holds."""
     parts = weight_parts(policy) + optimizer_parts(policy)
     if reference is not None and reference.averaged_weights:  # it follows the policy
         parts += _parts_of(reference, reference.averaged_weights, REFERENCE)
@@ -195,10 +192,8 @@ def _random_states() -> list[Tensor]:
 
 
 def _sharded(model: Model) -> Iterator[Any]:
-    """Megatron's description of every parameter and of the other objects of the modules.
-
-    Of a model with adapters, of those alone, in PEFT's tensors.
-    """
+    """Megatron's description of every parameter and of the other objects of the modules; of a model
+    with adapters, of those alone, in PEFT's tensors."""
     if model.adapters is not None:
         yield from model.adapters.sharded()
         return
@@ -210,10 +205,7 @@ def _sharded(model: Model) -> Iterator[Any]:
 
 def _parts(sharded: Any) -> Iterator[tuple[ShardedTensor, Box]]:
     """The parts of a parameter that are separate in the whole tensor, each with its box in the
-    parameter.
-
-    There are several for a factory, which describes gate and up: Megatron fuses them.
-    """
+    parameter; several for a factory, which describes the fused gate and up."""
     is_cut = isinstance(sharded, ShardedTensorFactory)
     for part in nested_values(sharded.build()) if is_cut else [sharded]:
         yield part, _box_within(part.data, sharded.data)

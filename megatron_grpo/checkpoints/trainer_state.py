@@ -92,17 +92,14 @@ class Record:
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Write `trainer.json`."""
     versions = {name: version(name) for name in ("megatron-core", "torch")}
     text = json.dumps({**asdict(record), "versions": versions}, indent=1)
     (folder / STATE_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_record(folder: Path, step: int) -> Record:
-    """Read `trainer.json` of the checkpoint of `step`; ValueError if it is damaged.
-
-    Raises OSError, naming the file, when it cannot be read.
-    """
+    """Read `trainer.json` of the checkpoint of `step`; ValueError if it is damaged, OSError, naming
+    the file, when it cannot be read."""
     path = folder / STATE_FILE
     try:
         with errors_named(path):

@@ -46,11 +46,8 @@ def encode_rows(
     rows: Sequence[Row],
     reader: ImageReader | None = None,
 ) -> list[Encoded | Fault]:
-    """The prompt of every row, or why it has none; `reader` is for images.
-
-    Raises ValueError if the tokenizer makes no tokens of any row, or if its chat template is
-    missing or does not use a variable of `data.chat_template_kwargs`.
-    """
+    """The prompt of every row, or why it has none. Raises ValueError if the tokenizer makes no
+    tokens of any row, or its chat template is missing or uses no variable that is set for it."""
     chats = [chat_of(data, row) for row in rows]
     if not data.apply_chat_template:
         return _encode(data, tokenizer, chats)
@@ -199,7 +196,6 @@ def render_chats(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", chats: 
 
 
 def writes_date(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether the chat template asks transformers for the time."""
     return re.search(r"\bstrftime_now\b", str(tokenizer.chat_template)) is not None
 
 

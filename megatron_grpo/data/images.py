@@ -1,8 +1,7 @@
 """Images of rows: their tokens in prompts, and their patches for vision towers.
 
 Pixels are made here alone, by the model's own processor, for trainer and engines alike. Those of a
-whole data set would not fit into memory, so that a prompt has its images as they are in the data,
-and is sent with them to the ranks that train on it.
+whole data set would not fit into memory: a prompt has its images as they are in the data.
 """
 
 import base64
@@ -58,7 +57,6 @@ class ImageSource:
 
     @property
     def shown(self) -> str:
-        """Its name in messages."""
         return self.name if isinstance(self.content, bytes) else _SHORT.repr(self.name)
 
     @property
@@ -107,10 +105,7 @@ def _image(value: Any, name: str, data: DataConfig) -> ImageSource | Fault:
 
 @contextmanager
 def _named(image: ImageSource) -> "Iterator[Image]":
-    """Open an image; its pixels are read on first use.
-
-    Raises OSError, which names it, also for errors in the block.
-    """
+    """Open an image, whose pixels are read on first use; OSError names it, also of the block."""
     from PIL import Image  # noqa: PLC0415
 
     content = image.content
@@ -140,7 +135,6 @@ def _pixels(opened: "Image") -> "Image":
 
 @cache
 def image_processor(folder: Path) -> Any:
-    """The processor of the model in a folder, made once in each process."""
     # Takes seconds to import, and only processes that see images need it.
     from transformers import AutoImageProcessor  # noqa: PLC0415
 
@@ -164,10 +158,8 @@ class ImageReader:
     def expand(
         self, token_ids: Sequence[int], images: Sequence[ImageSource]
     ) -> "tuple[list[int], PromptSources] | Fault":
-        """The tokens of a prompt with one for each feature of its images, and where these begin.
-
-        `token_ids` has one token for each image, as chat templates write it.
-        """
+        """The tokens of a prompt with one for each feature of its images, and where these begin;
+        `token_ids` has one for each image, as chat templates write it."""
         if (num_tokens := token_ids.count(self.token_id)) != len(images):
             return Fault(
                 "the prompt has another number of image tokens than the row has images",
@@ -175,8 +167,7 @@ class ImageReader:
             )
         if len(images) > self.most:
             return Fault(
-                f"more images than {self.limit}.image",
-                f"{len(images)} of at most {self.most}",
+                f"more images than {self.limit}.image", f"{len(images)} of at most {self.most}"
             )
         counts = []
         for image in images:
@@ -205,11 +196,8 @@ class ImageReader:
         return num_patches // processor.merge_size**2
 
     def read(self, images: "PromptSources") -> "PromptImages":
-        """The patches of the images, as bytes: whoever takes them scales and shifts them.
-
-        Raises OSError for a file that changed since its tokens were counted, or that is damaged
-        behind its head.
-        """
+        """The patches of the images, as bytes: whoever takes them scales and shifts them. Raises
+        OSError for a file that has changed since its tokens were counted, or is damaged."""
         import torch  # noqa: PLC0415
 
         from parallel.images import PromptImages, prompt_positions  # noqa: PLC0415
@@ -257,7 +245,6 @@ class PromptSources:
 
     @property
     def shown(self) -> str:
-        """Their names in messages."""
         return ", ".join(each.shown for each in self.images)
 
     @property
@@ -271,10 +258,8 @@ class PromptSources:
 def read_images(
     prompts: Iterable[PromptSources | None], made_of: "Callable[[PromptImages], T]"
 ) -> dict[PromptSources | None, T]:
-    """Map the sources of each prompt to `made_of` its images; equal ones are read once.
-
-    In a thread for each core, at most 8: decoding, resizing and hashing let others run.
-    """
+    """Map the sources of each prompt to `made_of` its images; equal ones are read once, in at most
+    8 threads: decoding, resizing and hashing let others run."""
     different = [*dict.fromkeys(filter(None, prompts))]
     if not different:
         return {}

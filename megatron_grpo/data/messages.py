@@ -9,10 +9,8 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a text, null, or parts of text, which are put end to end.
-
-    Raises ValueError with the reason for any other content.
-    """
+    """The text of a message's content: a text, null, or parts of text, which are put end to end;
+    ValueError with the reason for any other content."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -39,11 +37,8 @@ def _wrong_content(what: str) -> ValueError:
 
 
 def message_of_data(given: Any) -> dict[str, Any]:
-    """Convert a row's message for templates: a text, with tables as the arguments of calls.
-
-    The content may be null or missing beside calls of tools. Other fields stay as they are. Raises
-    ValueError with the reason for what is no message.
-    """
+    """Convert a row's message for templates: a text, with tables as the arguments of calls. The
+    content may be null beside calls of tools. Raises ValueError for what is no message."""
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise ValueError("a message must be a table with a role")
     content = given.get("content")
@@ -56,10 +51,8 @@ def message_of_data(given: Any) -> dict[str, Any]:
 
 
 def _with_table(call: Any) -> Any:
-    """Parse a call's arguments from OpenAI's JSON text, which templates would quote again.
-
-    Text that is no table in JSON stays: a model may have called a tool like that.
-    """
+    """Parse a call's arguments from OpenAI's JSON text, which templates would quote again; other
+    text stays: a model may have called a tool like that."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
         return call
@@ -87,11 +80,8 @@ def json_value(text: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """The messages of a row without null fields, at every level.
-
-    A table gives each of its structs the fields of all others, as null, down to the arguments of
-    calls, and templates test whether a field is there. Nulls in lists stay: tables add none.
-    """
+    """The messages of a row without null fields, at every level: a table gives each struct the
+    fields of all others, as null, and templates test whether a field is there."""
     if isinstance(value, dict):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     if isinstance(value, list):

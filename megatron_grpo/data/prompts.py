@@ -66,11 +66,8 @@ class Prompt:
 def end_tokens(
     shape: ModelShape, tokenizer: "PreTrainedTokenizerBase", rollout: RolloutConfig
 ) -> tuple[int, ...]:
-    """Tokens that end a completion: the model's, the tokenizer's and `rollout.stop_token_ids`.
-
-    Raises ValueError if there are none, since every sample would then run to the length limit, and
-    for a stop token that the model does not have.
-    """
+    """Tokens that end a completion: the model's, the tokenizer's and `rollout.stop_token_ids`;
+    ValueError if there are none, and for one that the model does not have."""
     if (most := max(rollout.stop_token_ids, default=0)) >= shape.vocab_size:
         raise ValueError(
             f"rollout.stop_token_ids has {most}, and the model's vocabulary ends at "
@@ -109,10 +106,9 @@ def load_prompts(
     """Read the data of `cfg.data` and encode every prompt as the engine will receive it.
 
     The model's context of `max_position_embeddings` tokens must hold the prompt and
-    `rollout.max_completion_length` more tokens. All rows are checked: those that cannot be used, or
-    that have a fault according to `fault_of`, are listed in one ValueError, or left out if
-    `data.on_invalid` is skip. With `warns`, log how many rows are left out for that reason or by
-    `data.max_prompt_length`. `limit` is the key that limits completions, for messages.
+    `rollout.max_completion_length` more, whose key is `limit`. Rows that cannot be used, or have a
+    fault according to `fault_of`, are listed in one ValueError, or left out if `data.on_invalid` is
+    skip. With `warns`, log how many rows are left out, also by `data.max_prompt_length`.
     """
     longest = _longest_prompt(cfg, max_position_embeddings, limit)
     prompts: list[Prompt] = []
@@ -140,15 +136,18 @@ def _encoded(
     longest: int,
     reader: ImageReader | None,
 ) -> list[Prompt]:
-    """The prompts of the rows of one path; those that cannot be used are added to `invalid`."""
     _check_columns(data, sources, records)
     prompts = []
     found = encode_rows(data, tokenizer, [record.row for record in records], reader)
     for record, encoded in zip(records, found, strict=True):
-        row = _with_answer(data, record.row)
+        row = record.row
+        if data.answer_column in row:
+            row = {**row, "answer": row[data.answer_column]}
         if isinstance(encoded, Encoded):
-            fault = _source_fault(sources, row) or fault_of(row)
-            encoded = fault or _fitting(data, encoded, longest)
+            size, fault = len(encoded.token_ids), _source_fault(sources, row) or fault_of(row)
+            if not fault and size > longest and data.max_prompt_length is None:
+                fault = Fault(TOO_LONG, f"{size} tokens of at most {longest}")
+            encoded = fault or encoded
         if isinstance(encoded, Fault):
             invalid.add(record.index, record.place, encoded)
         else:
@@ -167,7 +166,6 @@ def _encoded(
 
 
 def _source_fault(sources: SourcesConfig, row: Row) -> Fault | None:
-    """Fault of a row whose source is not known."""
     if sources.column is None:
         return None
     if row.get(sources.column) is None:
@@ -178,12 +176,6 @@ def _source_fault(sources: SourcesConfig, row: Row) -> Fault | None:
             repr(row[sources.column]),
         )
     return None
-
-
-def _with_answer(data: DataConfig, row: Row) -> Row:
-    if data.answer_column is None or data.answer_column not in row:
-        return row
-    return {**row, "answer": row[data.answer_column]}
 
 
 def _check_columns(data: DataConfig, sources: SourcesConfig, records: Sequence[Record]) -> None:
@@ -211,12 +203,6 @@ def _longest_prompt(cfg: Config, max_position_embeddings: int, limit: str) -> in
             f"config.json): use at most {max_position_embeddings - 1}"
         )
     return longest
-
-
-def _fitting(data: DataConfig, encoded: Encoded, longest: int) -> Encoded | Fault:
-    if data.max_prompt_length is not None or len(encoded.token_ids) <= longest:
-        return encoded
-    return Fault(TOO_LONG, f"{len(encoded.token_ids)} tokens of at most {longest}")
 
 
 def _settle(

@@ -1,7 +1,4 @@
-"""Reads the rows of a data set: JSONL, Parquet, or a name on the Hugging Face hub.
-
-Rows that cannot become prompts are counted, and the first ones shown.
-"""
+"""Reads the rows of a data set: JSONL, Parquet, or a name on the Hugging Face hub."""
 
 import json
 import re
@@ -17,7 +14,6 @@ import pyarrow.parquet
 
 from megatron_grpo.config.data import CONVERSION, FILE_SUFFIXES, DataConfig
 from megatron_grpo.data.messages import without_nulls
-from megatron_grpo.unicode import as_unicode
 
 Row = dict[str, Any]
 """One example: its columns by name."""
@@ -25,42 +21,6 @@ Row = dict[str, Any]
 NUM_SHOWN = 20
 BASE64 = "data:image/"
 """Prefix of an image in base64."""
-
-MOST_CHARACTERS = 2000
-"""Longer values of a row, such as the tests of a program, are cut in the log of completions."""
-
-
-def logged_columns(row: Row, prompt_column: str) -> dict[str, Any]:
-    """The columns of a row, as values of JSON, but for the prompt, which is logged as it was sent.
-
-    Values without a form in JSON become text or, if they are not finite, null; bytes and base64
-    are left out.
-    """
-    return {
-        as_unicode(name): _logged(_without_contents(value))
-        for name, value in row.items()
-        if name != prompt_column
-    }
-
-
-def _without_contents(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_contents(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _without_contents(each) for name, each in value.items()}
-    if isinstance(value, bytes):
-        return f"{len(value)} bytes"
-    if isinstance(value, str) and value.startswith(BASE64):
-        return f"{len(value)} characters of base64"
-    return value
-
-
-def _logged(value: Any) -> Any:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    text = as_unicode(text)
-    if len(text) > MOST_CHARACTERS:
-        return f"{text[:MOST_CHARACTERS]}…"
-    return text if isinstance(value, str) else json.loads(text, parse_constant=lambda _: None)
 
 
 @dataclass(frozen=True)
@@ -93,7 +53,6 @@ class InvalidRows:
 
     @property
     def summary(self) -> str:
-        """Number of rows by kind of fault."""
         return ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
 
     @property
@@ -128,16 +87,14 @@ class Record:
 
     @property
     def place(self) -> str:
-        """File and line, or table and row."""
         return f"{self.source} {self.number}"
 
 
 def read_rows(data: DataConfig, path: str, invalid: InvalidRows, first: int = 0) -> list[Record]:
     """The rows of a .jsonl or .parquet file, of a folder of them, or of a Hugging Face data set.
 
-    `path` is that of `data`, or one of them; its rows are numbered from `first` on. Rows that
-    cannot be read are added to `invalid`. Raises ValueError if there are no rows at all,
-    and for a subset or a split that a file or a folder does not have.
+    `path` is one of `data`; its rows are numbered from `first` on. Rows that cannot be read are
+    added to `invalid`. Raises ValueError without any rows, and for a subset or split that is none.
     """
     records, index = [], first
     for source, rows in _sources(data, path):
@@ -184,10 +141,8 @@ def _sources(data: DataConfig, name: str) -> Iterator[tuple[str, Iterator[Number
 
 
 def _files_of_split(path: Path, split: str) -> list[Path]:
-    """The files of a folder that are named after the split, or all if none is named after a split.
-
-    If only some files are named after a split, it is unclear to which split the others belong.
-    """
+    """The files of a folder that are named after the split, or all if none is named after a split;
+    if only some are, it is unclear to which split the others belong."""
     if not path.is_dir():
         if split != DEFAULT_SPLIT:
             raise ValueError(
@@ -289,9 +244,16 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
     # Imported here because it takes a second, and local files do not need it.
     import datasets  # noqa: PLC0415
 
-    silence = _silence_of_hub(name)
+    silence, is_offline = _silence_of_hub(name), datasets.config.HF_HUB_OFFLINE
     try:
-        yield from _undecoded(_loaded(data, name, from_cache=silence is not None))
+        # The global, as no argument of `load_dataset` keeps it from asking the hub: it then loads
+        # the newest in its cache, with a warning.
+        datasets.config.HF_HUB_OFFLINE = is_offline or silence is not None
+        try:
+            found = datasets.load_dataset(name, data.subset, split=data.split)
+        finally:
+            datasets.config.HF_HUB_OFFLINE = is_offline
+        yield from _undecoded(found)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         subset = f"subset {data.subset}, " if data.subset else ""
         reason = f"{silence}; {error}" if silence else error
@@ -304,10 +266,7 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
 
 def _silence_of_hub(name: str) -> Exception | None:
     """Error of a request about a data set; None if the hub answers, or requests are not allowed.
-
-    `datasets` makes each of its requests six times, for up to 80 seconds, before it turns to its
-    cache.
-    """
+    `datasets` asks for up to 80 seconds before it turns to its cache."""
     import huggingface_hub  # noqa: PLC0415  # see above
 
     try:
@@ -317,19 +276,6 @@ def _silence_of_hub(name: str) -> Exception | None:
     except huggingface_hub.utils.httpx.RequestError as error:
         return error
     return None
-
-
-def _loaded(data: DataConfig, name: str, *, from_cache: bool) -> Any:
-    """Load a data set of the hub, or the newest in the cache of `datasets`, which warns of that."""
-    import datasets  # noqa: PLC0415  # see above
-
-    is_offline = datasets.config.HF_HUB_OFFLINE
-    # The global, as no argument of `load_dataset` keeps it from asking the hub.
-    datasets.config.HF_HUB_OFFLINE = is_offline or from_cache
-    try:
-        return datasets.load_dataset(name, data.subset, split=data.split)
-    finally:
-        datasets.config.HF_HUB_OFFLINE = is_offline
 
 
 def _undecoded(found: Any) -> Iterable[Row]:

@@ -1,6 +1,7 @@
 """Samples: the completions that engines return and the trainer trains on."""
 
 import hashlib
+import json
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megatron_grpo.data.rows import logged_columns
+from megatron_grpo.data.rows import BASE64, Row
+from megatron_grpo.unicode import as_unicode
 
 if TYPE_CHECKING:
     from megatron_grpo.data.prompts import Prompt
@@ -39,8 +41,7 @@ class Heard(NamedTuple):
 class Sample:
     """One completion of one prompt: a single turn, or a dialogue with an environment or an agent.
 
-    Values per token may be given as any sequence, and are kept in arrays: 9 bytes for each token,
-    where tuples take 76, and a generation may have 10^8 tokens.
+    Values per token are kept in arrays: 9 bytes for each of perhaps 10^8 tokens; tuples take 76.
     """
 
     prompt: "Prompt"
@@ -48,37 +49,30 @@ class Sample:
     sample_index: int
     """Number among the completions of this prompt, from 0."""
     completion_ids: Sequence[int]
-    """Sampled tokens, including a sampled end token; in a dialogue, observations between turns.
-    An array of int32."""
+    """int32. Sampled tokens, with a sampled end token; in a dialogue, observations in between."""
     logprobs: Sequence[float]
-    """Log-probability of each sampled token, after temperature; 0 for observations. An array of
-    float32, in which engines compute them."""
+    """float32. Log-probability of each sampled token, after temperature; 0 for observations."""
     finish_reason: str
-    """`stop` when an end token or stop string was sampled, `length` when the limit was reached
-    before that.
+    """`stop` when an end token or stop string was sampled, `length` when the limit was reached.
 
-    In a dialogue: `stop` when the environment was done, `max_turns` when it was not after the last
-    turn allowed, `length` when a turn was cut off or no tokens were left for another one, `failed`
-    when the environment failed.
+    In a dialogue `stop` when the environment was done, `max_turns` when it was not after the last
+    turn, `length` when a turn was cut off or no tokens were left, `failed` when it failed.
     """
     text: str
     """The completion without special tokens, except those around observations."""
     policy_version: int
     """Version of the weights that sampled the first token, as the engine reports it."""
     versions: tuple[tuple[int, int], ...] = ()
-    """Version and number of tokens of each part of the completion, if a push fell into it.
-    """
+    """Version and number of tokens of each part of the completion, if a push fell into it."""
     loss_mask: Sequence[int] = ()
-    """For each token 1 if it was sampled, and 0 if it is part of an observation. Default: all 1.
-    An array of int8."""
+    """int8. 1 for each sampled token, and 0 for those of observations. Default: all 1."""
     routes: np.ndarray | None = field(default=None, compare=False)
-    """[tokens, layers, columns] uint8, int16 or int32: of each token of prompt and completion, but
-    for the last, the experts that processed it (`rollout.router_replay`), and then the positions of
-    the tokens that its indexers chose (`rollout.indexer_replay`); None without both, and for a
-    dialogue that failed before its first turn."""
+    """[tokens, layers, columns] uint8, int16 or int32: for each token of prompt and completion but
+    the last, its experts (`rollout.router_replay`), and then the positions that its indexers chose
+    (`rollout.indexer_replay`); None without both, or if a dialogue failed before its first turn."""
     step_rewards: tuple[tuple[int, float], ...] = ()
     """(index of the last token, reward) of each turn that the environment answered; with an agent
-    of every turn, and its reward is the last turn's."""
+    of every turn, the reward at the last."""
     heard: tuple[Heard, ...] = ()
     """Messages and tools of an agent's turns, one entry for each of `step_rewards`."""
     branches: tuple[Branch, ...] = ()
@@ -97,7 +91,6 @@ class Sample:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Version of the weights and number of tokens, of each part of the completion."""
         return self.versions or ((self.policy_version, len(self.completion_ids)),)
 
     @property
@@ -108,7 +101,6 @@ class Sample:
 
     @cached_property  # every optimizer step asks for it, and it takes seconds for long generations
     def num_sampled(self) -> int:
-        """Number of tokens that the model is trained on."""
         return sum(self.loss_mask)
 
     @property
@@ -127,6 +119,9 @@ def extend_spans(spans: list[tuple[int, int]], version: int, num_tokens: int) ->
         spans.append((version, num_tokens))
 
 
+MOST_CHARACTERS = 2000
+"""Longer values of a row, such as the tests of a program, are cut in the log of completions."""
+
 Columns = dict[int, dict[str, Any]]
 """Columns of each row of the data but for the prompt, as values of JSON."""
 
@@ -137,23 +132,47 @@ def columns_by_prompt(samples: Iterable[Sample], prompt_column: str) -> Columns:
     return {index: logged_columns(row, prompt_column) for index, row in rows.items()}
 
 
+def logged_columns(row: Row, prompt_column: str) -> dict[str, Any]:
+    """The columns of a row but the prompt as values of JSON: others become text or, if they are not
+    finite, null; bytes and base64 are left out."""
+    return {
+        as_unicode(name): _logged(_without_contents(value))
+        for name, value in row.items()
+        if name != prompt_column
+    }
+
+
+def _without_contents(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_contents(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _without_contents(each) for name, each in value.items()}
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    if isinstance(value, str) and value.startswith(BASE64):
+        return f"{len(value)} characters of base64"
+    return value
+
+
+def _logged(value: Any) -> Any:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = as_unicode(text)
+    if len(text) > MOST_CHARACTERS:
+        return f"{text[:MOST_CHARACTERS]}…"
+    return text if isinstance(value, str) else json.loads(text, parse_constant=lambda _: None)
+
+
 def first_seed(seed: int, series: int, position: int) -> int:
-    """Seed of sample 0 of the prompt at `position` of a generation; sample i gets this plus i.
+    """Seed of sample 0 of the prompt at `position` of generation `series`; sample i gets this + i.
 
-    `series` is the number of the generation.
-
-    A pure function, so that samples depend neither on the number of engines nor on which engine
-    serves which prompt. It returns 62 bits of a hash: neighbouring arguments give unrelated seeds,
-    and the seeds of all samples of a prompt stay within int64.
+    A pure function: samples do not depend on which engine serves which prompt. 62 bits of a hash:
+    neighbouring arguments give unrelated seeds, and those of all samples stay within int64.
     """
     return _hash(seed, series, position)
 
 
 def turn_seed(seed: int, series: int, position: int, sample_index: int, turn: int) -> int:
-    """Seed of turn `turn` (0, 1, ...) of a sample, and of its environment (-1).
-
-    Like `first_seed`, a pure function: it does not depend on when a turn begins.
-    """
+    """Seed of turn `turn` (0, 1, ...) of a sample, and of its environment (-1)."""
     return _hash(seed, series, position, sample_index, turn)
 
 

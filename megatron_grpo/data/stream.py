@@ -17,8 +17,7 @@ ONE_PATH = (WeightedPath(path="data", weight=1),)
 class PromptStream:
     """Prompts by generation number: a pure function of it, so that resuming needs no state.
 
-    The prompts of several `paths` take turns. Of as many prompts in a row as the weights add up to,
-    each path has as many as its weight says, spread evenly: the stride scheduling of Waldspurger
+    Several `paths` take turns by their weights, spread evenly: the stride scheduling of Waldspurger
     and Weihl (MIT/LCS/TM-528, 1995). A path that is used up begins again, before the others do.
     """
 
@@ -83,8 +82,7 @@ class PromptStream:
         """The `batch_size` different prompts of generation `generation_index` (0, 1, ...).
 
         With `shuffle`, every epoch of a path has its own order and drops the rows that do not fill
-        a whole batch, different ones each time. Otherwise the rows are taken in order and wrap
-        around.
+        a whole batch. Otherwise the rows are taken in order and wrap around.
         """
         first = generation_index * self.batch_size
         drawn = [iter(self._draw(path, generation_index)) for path in range(len(self._paths))]
@@ -98,7 +96,14 @@ class PromptStream:
         prompts, places = self._prompts_of[path], self._places(path, generation)
         if not self.shuffle:
             return [prompts[place % len(prompts)] for place in places]
-        epoch, begin = self._begin(path, generation)
+        begins, size = self._begins[path], len(prompts)
+        while len(begins) <= generation:
+            (epoch, place), last = begins[-1], len(begins) - 1
+            place += len(self._places(path, last))
+            # A generation of two epochs could have a prompt twice: it begins the new one instead.
+            fits = place + len(self._places(path, last + 1)) <= size
+            begins.append((epoch, place) if fits else (epoch + 1, 0))
+        epoch, begin = begins[generation]
         if self._orders[path][0] != epoch:
             self._orders[path] = epoch, _epoch_order(len(prompts), self.seed, epoch, path)
         order = self._orders[path][1]
@@ -108,24 +113,9 @@ class PromptStream:
         """The numbers of a generation's prompts of one path, among all of it that are drawn."""
         # before[n] prompts are of this path in the first n turns of a round, before[-1] in all.
         before = self._turns_before[path]
-        start, end = (
-            rounds * before[-1] + before[turn]
-            for rounds, turn in (
-                divmod(number * self.batch_size, len(self._turns))
-                for number in (generation, generation + 1)
-            )
-        )
-        return range(start, end)
-
-    def _begin(self, path: int, generation: int) -> tuple[int, int]:
-        begins, size = self._begins[path], len(self._prompts_of[path])
-        while len(begins) <= generation:
-            (epoch, place), last = begins[-1], len(begins) - 1
-            place += len(self._places(path, last))
-            # A generation of two epochs could have a prompt twice: it begins the new one instead.
-            fits = place + len(self._places(path, last + 1)) <= size
-            begins.append((epoch, place) if fits else (epoch + 1, 0))
-        return begins[generation]
+        rounds, turn = divmod(generation * self.batch_size, len(self._turns))
+        end_rounds, end = divmod((generation + 1) * self.batch_size, len(self._turns))
+        return range(rounds * before[-1] + before[turn], end_rounds * before[-1] + before[end])
 
     def others(self, tried: Collection[int], count: int, order: random.Random) -> list[Prompt]:
         """Up to `count` prompts at random whose index is not `tried`, by the weights of paths."""

@@ -31,10 +31,8 @@ if TYPE_CHECKING:
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """The unbiased estimate 1 - C(n - c, k) / C(n, k) from n samples of which c have passed.
 
-    Equation 1 of Chen et al. 2021, "Evaluating large language models trained on code" (arXiv
-    2107.03374): the share of the subsets of k samples in which at least one has passed. Computed as
-    a product of k or c factors of at most 1, whichever is smaller, since binomials of hundreds
-    overflow a float. Raises AssertionError unless 0 <= c <= n and 1 <= k <= n.
+    Equation 1 of arXiv 2107.03374: the share of the subsets of k samples in which at least one has
+    passed. A product of k or c factors of at most 1, since binomials of hundreds overflow a float.
     """
     n, c = num_samples, num_passed
     assert 0 <= c <= n and 1 <= k <= n, f"pass@{k} of {c} passed of {n}"
@@ -114,7 +112,6 @@ def load_eval_prompts(
 
 
 def due_steps(cfg: Config) -> frozenset[int]:
-    """The optimizer steps after which training evaluates the weights."""
     if not cfg.eval.named_sets:
         return frozenset()
     return frozenset([*range(0, cfg.num_steps, cfg.eval.interval), cfg.num_steps])
@@ -122,10 +119,7 @@ def due_steps(cfg: Config) -> frozenset[int]:
 
 class Evaluation:
     """Evaluates the held-out prompts, any number of times; `view` is a config after `as_evaluated`.
-
-    It requests as many completions at once as a generation of the training has, since time and
-    memory limits were chosen for that.
-    """
+    Requests as many completions at once as a generation has: limits were chosen for that."""
 
     def __init__(
         self,
@@ -151,9 +145,8 @@ class Evaluation:
     ) -> Evaluated:
         """Sample all prompts from the served weights `policy_version`, and score the samples.
 
-        Calls `show` with the numbers of finished prompts and of all prompts. Raises what
-        `RequestRouter.until` and `RewardPool.score` raise; after NoServingEngine, a call for the
-        same version continues where it stopped.
+        Raises what `RequestRouter.until` and `RewardPool.score` raise; after NoServingEngine, a
+        call for the same version continues where it stopped.
         """
         num_samples, loop = self._view.eval.num_generations, self._router.loop
         size = len(self.prompts) * num_samples
@@ -176,7 +169,6 @@ class Evaluation:
         return evaluated
 
     async def _sample(self, policy_version: int) -> list[Sample]:
-        """The samples of the next prompts."""
         own, router = self._view.eval, self._router
         if not self._sampling:
             first = len(self._samples) // own.num_generations
@@ -220,9 +212,8 @@ class Evaluation:
 def eval_metrics(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> dict[str, float]:
     """pass@k and mean@n over prompts, rewards and lengths over completions.
 
-    A completion without a score is left out of pass@k, mean@n and the means of the missing scores,
-    and counted in `eval/failed`: its prompt then has fewer than n samples, and is left out of
-    pass@k if it has fewer than k. A metric without any values is omitted.
+    A completion without a score is left out and counted in `eval/failed`; its prompt is left out of
+    pass@k if fewer than k remain. A metric without any values is omitted.
     """
     n, totals = cfg.num_generations, evaluated.totals
     groups = [
@@ -255,16 +246,12 @@ def eval_metrics(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> dict[str
         [reason == "length" for reason in reasons],
     )
     lengths |= dialogue_metrics(evaluated.samples, evaluated.rewards)
-    counts = {
-        "failed": float(sum(map(math.isnan, totals))),
-        "num_prompts": float(len(groups)),
-    }
+    counts = {"failed": float(sum(map(math.isnan, totals))), "num_prompts": float(len(groups))}
     prefix = metric_prefix(name)
     return {f"{prefix}{metric}": value for metric, value in (means | lengths | counts).items()}
 
 
 def metric_prefix(name: str) -> str:
-    """Prefix of the metrics of the set `name`."""
     return f"eval/{name}/" if name else "eval/"
 
 
@@ -279,10 +266,7 @@ def metrics_of(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def eval_rows(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> list[dict[str, Any]]:
-    """One row per completion, for JSON; null stands for a failed score.
-
-    `prompt_index` is the row of the data, and `columns` are its others.
-    """
+    """One row per completion, for JSON; null stands for a failed score."""
     prompt_column = cfg.data.prompt_column if cfg.data else ""
     columns = columns_by_prompt(evaluated.samples, prompt_column)
     return [
@@ -305,7 +289,6 @@ def eval_rows(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> list[dict[s
 
 
 def passes(total: float, cfg: EvalSet) -> bool:
-    """Whether a completion with this total reward passes."""
     return total >= cfg.pass_threshold - ROUNDING
 
 
@@ -314,10 +297,7 @@ def _or_none(score: float) -> float | None:
 
 
 class Evaluations:
-    """Evaluates all held-out sets of a config, any number of times.
-
-    A set gets the same completions whatever other sets there are.
-    """
+    """Evaluates all held-out sets of a config, any number of times; each is independent."""
 
     def __init__(
         self,
@@ -342,11 +322,7 @@ class Evaluations:
     def run(
         self, policy_version: int, timer: PhaseTimer, show: Callable[[str, int, int], None]
     ) -> dict[str, Evaluated]:
-        """The results by the name of the set; `show` is called with that name first.
-
-        Otherwise like `Evaluation.run`: after NoServingEngine, a call for the same version
-        continues where it stopped.
-        """
+        """The results by the name of the set; otherwise like `Evaluation.run`."""
         for name, evaluation in self._evaluations.items():
             if name not in self._done:
                 try:

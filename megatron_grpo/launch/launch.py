@@ -42,9 +42,8 @@ class RankPlace:
 def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
     """The place given by torchrun, or else by `srun`; None when this process is not a rank.
 
-    PyTorch container images set RANK, WORLD_SIZE and LOCAL_RANK in every Slurm task, but only
-    torchrun sets GROUP_WORLD_SIZE. A Slurm step with a single task is taken for an interactive
-    allocation, not for a world of ranks.
+    PyTorch's images set RANK, WORLD_SIZE and LOCAL_RANK in every Slurm task, but only torchrun sets
+    GROUP_WORLD_SIZE. A Slurm step with a single task is taken for an interactive allocation.
     """
     if "GROUP_WORLD_SIZE" in environ:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
@@ -78,11 +77,8 @@ def tie_to_launcher(environ: Mapping[str, str]) -> None:
 
 
 def check_host(cfg: Config, weights: int, num_gpus: int, memory: int) -> None:
-    """Raise ValueError if one host with `num_gpus` GPUs cannot hold all ranks of `cfg`.
-
-    Without GPUs, ranks and engines have the model's `weights` in the host's `memory`, both in
-    bytes, and more that is not counted here.
-    """
+    """Raise ValueError if one host with `num_gpus` GPUs cannot hold all ranks of `cfg`, or without
+    GPUs the `weights` of ranks and engines in its `memory`, both in bytes."""
     num_ranks = cfg.dims.world_size
     if 0 < num_gpus < num_ranks:
         raise ValueError(
@@ -147,11 +143,11 @@ def _user_code(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoReturn:
-    """Replace this process by a torchrun that runs `megatron-grpo ARGUMENTS` on every rank here.
+    """Replace this process by a torchrun that runs `megatron-grpo ARGUMENTS` on every rank here, so
+    that signals reach it directly and its exit code is ours.
 
-    So signals reach torchrun directly, and its exit code is ours. Rank 0 keeps the terminal, the
-    others write to `logs/` in the run directory. All take the number of steps and the date from
-    `cfg`. Each receives `token` in its environment and removes it from there.
+    Rank 0 keeps the terminal, the others write to `logs/` in the run directory. All take the number
+    of steps and the date from `cfg`. Each receives `token` in its environment and removes it.
     """
     num_ranks = cfg.dims.world_size
     logs = Path(cfg.train.run_dir) / "logs"

@@ -22,11 +22,8 @@ OTHERS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """Ask Linux to signal this process when the thread that started it ends (prctl(2)).
-
-    The setting survives exec and is not inherited by children. The caller must check whether the
-    parent died before this call.
-    """
+    """Ask Linux to signal this process when the thread that started it ends (prctl(2)), also after
+    exec. The caller must check whether the parent died before this call."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by, 0, 0, 0)
 
 
@@ -38,9 +35,9 @@ def adopt_orphans() -> None:
 def kill_tree(root: int) -> None:
     """Kill a child of this process that adopts orphans, and all its descendants.
 
-    They are stopped before they are killed: else one could fork faster than it is found. One that
-    forks and ends meanwhile may hide its child, which then is the root's: nothing is left when two
-    walks have found the same processes, and none of them lives.
+    They are stopped first: else one could fork faster than it is found. One that forks and ends
+    meanwhile may hide its child, then the root's: nothing is left when two walks have found the
+    same processes, and none of them lives.
     """
     os.kill(root, signal.SIGSTOP)
     stopped = {root}
@@ -81,10 +78,7 @@ def state_of(pid: int) -> str:
 
 def kill_group(group: int) -> bool:
     """Kill the other processes of a group, even stopped ones; returns whether there were any.
-
-    Python's resource trackers are spared: they unlink the shared memory that the others leave
-    behind, and then end by themselves.
-    """
+    Python's resource trackers unlink the shared memory that the others leave, and then end."""
     is_any_killed = False
     for pid in {int(name) for name in os.listdir("/proc") if name.isdecimal()} - {os.getpid()}:
         with suppress(OSError):  # it has ended
@@ -97,11 +91,10 @@ def kill_group(group: int) -> bool:
 
 
 def main() -> None:
-    """Run a command tied to its parent: `python parent_death.py PID FOLDER PROGRAM ARG ...`.
+    """Run a command tied to its parent PID: `python parent_death.py PID FOLDER PROGRAM ARG ...`.
 
-    PID is the parent's. The command leads a process group. When it ends, the other processes of the
-    group are killed (they may not have been tied to it yet), and then FOLDER, made for its files,
-    is removed.
+    It leads a process group. When it ends, the others of the group are killed (they may not have
+    been tied to it yet), and FOLDER, made for its files, is removed.
     """
     parent, folder, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     leader = os.getpid()

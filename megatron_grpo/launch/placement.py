@@ -51,9 +51,8 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     """Put ranks on the first nodes and engines on the remaining GPUs.
 
     Reward models that the run serves have those of rank 0's node behind its ranks. If the others
-    cannot hold all engines, engines share GPUs with the ranks. An engine of more GPUs than
-    a node has takes whole nodes. Raises ValueError if ranks or such an engine do not fill nodes, or
-    if there are too few nodes. A replay has no engines.
+    cannot hold all engines, these share GPUs with the ranks. An engine larger than a node takes
+    whole nodes. Raises ValueError if nodes are not filled, or too few. A replay has no engines.
     """
     num_ranks, size = cfg.dims.world_size, cfg.rollout.gpus_per_engine
     ranks_per_node = min(num_ranks, gpus_per_node)
@@ -105,10 +104,8 @@ def check_shared(rollout: RolloutConfig, num_ranks: int, num_gpus: int) -> None:
 def _beside_reward_models(
     cfg: Config, node: str, ranks_per_node: int, gpus_per_node: int
 ) -> Callable[[EnginePlace], bool]:
-    """Whether an engine's place leaves the reward models theirs on `node`, behind its ranks.
-
-    Raises ValueError if they have none.
-    """
+    """Whether an engine's place leaves the reward models theirs on `node`, behind its ranks;
+    ValueError if they have none."""
     models = served_here(cfg.rewards.values())
     check_shared_gpus(models, gpus_per_node)
     num_gpus = count_gpus(models, shared=False)
@@ -136,10 +133,8 @@ def check_shared_gpus(models: Sequence[RewardFunction], gpus_per_node: int) -> N
 
 
 def place_engines(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
-    """Fill all nodes with engines, whose ranks are another job's.
-
-    Raises ValueError if an engine is larger than a node and cannot fill nodes, or than all.
-    """
+    """Fill all nodes with engines, whose ranks are another job's; ValueError for engines larger
+    than a node that do not fill nodes, or than all nodes."""
     size = cfg.rollout.gpus_per_engine
     check_engine_size(cfg.rollout, gpus_per_node)
     engines = [*_places(nodes, 0, gpus_per_node, size)]
@@ -153,11 +148,8 @@ def place_engines(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Plac
 
 def check_engine_size(rollout: RolloutConfig, gpus_per_node: int) -> None:
     """Raise ValueError if an engine is larger than a node, and does not fill nodes or cannot span
-    them.
-
-    Engines are split evenly over their nodes. Those of SGLang with several groups of workers have
-    one: over several, nodes ask the first at one more port, and this was not tried.
-    """
+    them. SGLang with several groups of workers spans none: nodes ask the first at one more port,
+    and this was not tried."""
     size = rollout.gpus_per_engine
     if size > gpus_per_node and rollout.engine == "sglang" and rollout.data_parallel_size > 1:
         raise ValueError(

@@ -1,7 +1,4 @@
-"""Signals, exit codes, output streams and open files of this process.
-
-On preemption all ranks stop at the same step, save, and exit with code 75.
-"""
+"""Signals, exit codes, output streams and open files of this process."""
 
 import errno
 import io
@@ -50,10 +47,8 @@ def exit_when_preempted() -> Iterator[None]:
 
 
 def exit_when_interrupted(text: Callable[[], str] | None) -> None:
-    """Let Ctrl-C print the line `text()` and end this process, closing what is open.
-
-    None: it ends at once, without a word. Nothing changes where it was started to ignore Ctrl-C.
-    """
+    """Let Ctrl-C print the line `text()` and end this process, closing what is open; None: at once,
+    without a word. Nothing changes where it was started to ignore Ctrl-C."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         return
     if text is None:
@@ -98,10 +93,8 @@ TRANSIENT_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether `error`, raised before the first step, is a mistake in config, model or data.
-
-    Then the same command would fail again. After a transient error it may succeed.
-    """
+    """Whether `error`, raised before the first step, is a mistake in config, model or data, so that
+    the same command would fail again."""
     if isinstance(error, (ConnectionError, TimeoutError)):
         return False
     if isinstance(error, OSError):
@@ -110,11 +103,8 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def outlive_readers() -> None:
-    """Make this process go on after its stdout or stderr failed: a closed pipe, or a full disk.
-
-    The signal on which a run saves may also end the `tee` behind it, or the terminal. What cannot
-    be printed is lost, but the records of a run are in files.
-    """
+    """Make this process go on after its stdout or stderr failed, by a full disk or a closed pipe:
+    the signal on which a run saves may also end the `tee` behind it, or the terminal."""
     for name in ("stdout", "stderr"):
         if stream := getattr(sys, name):  # None: closed when the process was started
             raw = io.BufferedWriter(LastingFile(stream.fileno(), "w", closefd=False))
@@ -126,7 +116,6 @@ class LastingFile(io.FileIO):
     """An open file that becomes /dev/null once it cannot be written."""
 
     def write(self, data: Any, /) -> int:
-        """Write `data`, and return the number of bytes."""
         try:
             while (num_bytes := super().write(data)) is None:  # a non-blocking pipe that is full
                 select.select([], [self.fileno()], [])
@@ -140,11 +129,8 @@ class LastingFile(io.FileIO):
 
 
 def allow_open_files() -> None:
-    """Raise the soft limit to the hard limit; child processes inherit it.
-
-    Rank 0 has a connection for each open request (and so has the engine at the other end), and
-    several to every other rank: the default of 1,024 on some systems is too low.
-    """
+    """Raise the soft limit to the hard limit, also of children: 1,024, the default of some systems,
+    is too low for a connection per open request and several to every other rank."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

@@ -1,9 +1,7 @@
 """The run directory, which one run at a time may use; and the secret of the job's processes.
 
-Its files are written so that a full disk leaves no half of a picture or record. Trainers and
-rollout engines receive the secret in their environment, which other users of the machine cannot
-read (unlike a command line), and it is never written to disk. This module imports next to nothing,
-because the command line needs it.
+Trainers and engines receive the secret in their environment, which other users cannot read, unlike
+a command line or a file. Imports next to nothing, because the command line needs it.
 """
 
 import errno
@@ -12,7 +10,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +35,11 @@ class Mount:
     def holding(cls, folder: Path, mounts: str | None = None) -> "Mount":
         """The mount that holds `folder`, an absolute path without symbolic links."""
         lines = (mounts or MOUNTS.read_text(encoding="utf-8")).splitlines()
-        rows = [[_decoded(field) for field in line.split()[1:4]] for line in lines]
+        # The kernel writes spaces and backslashes in octal: \040.
+        rows = [
+            [OCTAL.sub(lambda match: chr(int(match[1], 8)), field) for field in line.split()[1:4]]
+            for line in lines
+        ]
         holding = [row for row in rows if folder.is_relative_to(row[0])]
         if not holding:  # inside a chroot
             return cls("unknown", frozenset())
@@ -49,11 +51,6 @@ class Mount:
     def local_locks(self) -> str:
         """The option that limits locks to one host; empty if other hosts see them."""
         return min(self.options & LOCAL_LOCKS, default="")
-
-
-def _decoded(field: str) -> str:
-    """The kernel writes spaces and backslashes in octal: ``\\040``."""
-    return OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
 
 
 POINTER = "LATEST"
@@ -95,10 +92,8 @@ def make_folder(folder: Path) -> None:
 
 
 def check_run_dir(run_dir: Path, *, starts_here: bool) -> None:
-    """Raise ValueError if the run directory and its logs cannot be made.
-
-    `starts_here`: also if another process trains there. If not, what was made is removed again.
-    """
+    """Raise ValueError if the run directory and its logs cannot be made, or with `starts_here` if
+    another process trains there; without, what was made is removed again."""
     if starts_here and (run_dir / "lock").exists():
         with run_lock(run_dir):
             pass
@@ -113,10 +108,8 @@ def check_run_dir(run_dir: Path, *, starts_here: bool) -> None:
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Lock the run directory; raises ValueError if another process holds it or it has no locks.
-
-    The kernel releases the lock when the process ends, however it ends.
-    """
+    """Lock the run directory until this process ends, however it ends; raises ValueError if another
+    process holds it or it has no locks."""
     make_folder(run_dir)
     if option := Mount.holding(run_dir.resolve()).local_locks:
         raise ValueError(
@@ -153,32 +146,15 @@ def write_whole(path: Path, content: str | bytes) -> None:
     if path.exists() and path.read_bytes() == data:
         return
     whole = path.with_name(f"{path.name}.tmp")
-    with _named(path):
-        try:
-            with whole.open("wb") as file:
-                file.write(data)
-                file.flush()
-                # Else a host's crash could leave the new name without the content.
-                os.fsync(file.fileno())
-            whole.replace(path)
-        except OSError:
-            whole.unlink(missing_ok=True)
-            raise
-
-
-def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append lines to a file; raises OSError that names it, and leaves nothing to write later."""
-    with _named(path), path.open("ab") as file:
-        for line in lines:
-            file.write(line.encode() + b"\n")
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Name `path` in the OSError of a write, which knows no more than a descriptor."""
     try:
-        yield
-    except OSError as error:
+        with whole.open("wb") as file:
+            file.write(data)
+            file.flush()
+            # Else a host's crash could leave the new name without the content.
+            os.fsync(file.fileno())
+        whole.replace(path)
+    except OSError as error:  # of a write, it knows no more than a descriptor
+        whole.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -205,7 +181,6 @@ MAKE_ONE = f"make one with `export {TOKEN_VARIABLE}=$(openssl rand -hex 32)`"
 
 
 def new_token() -> str:
-    """A random token of 256 bits."""
     return secrets.token_hex(32)
 
 
@@ -235,5 +210,4 @@ def check_token(token: str | None) -> str:
 
 
 def bearer(token: str) -> dict[str, str]:
-    """The HTTP header that authorizes a request."""
     return {"Authorization": f"Bearer {token}"}

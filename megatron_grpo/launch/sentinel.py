@@ -1,10 +1,9 @@
 """A process beside a rank that ends it when it neither runs nor ends.
 
 `python sentinel.py RANK THREAD DUMP_SECONDS KILL_SECONDS` reads a byte from stdin for each
-heartbeat of the process RANK. Without one for a while it asks the thread for the stacks of all
-threads, which Python's faulthandler writes without the GIL, and later kills the process, even if
-that is stopped. What stops a whole job stops the sentinel too, so that this time does not count; a
-timer of the kernel would go on.
+heartbeat of the process RANK. Without one for a while it asks the thread for all stacks, which
+faulthandler writes without the GIL, and later kills the process, even if that is stopped. What
+stops a whole job stops the sentinel too, so that this time does not count.
 """
 
 import ctypes
@@ -49,7 +48,6 @@ class Sentinel:
         os.set_blocking(self._pipe.fileno(), False)
 
     def beat(self) -> None:
-        """Tell that the rank lives."""
         with suppress(OSError):  # a full pipe, while the sentinel alone is stopped
             os.write(self._pipe.fileno(), b".")
 

@@ -1,9 +1,9 @@
 """torchrun with the exit codes, signals and messages of a run, over torch's static rendezvous.
 
-A failure is reported in a few lines instead of pages, and only if the watchdog of the ranks has not
-reported it before it ended them. Preemption signals are forwarded to the ranks, which save and
-exit. The store listens on `--master-addr` alone, where torchrun's own would on all interfaces; with
-`--master-port=0` at any free port. `--nnodes`, `--master-port` and `--log-dir` must be given.
+A failure that the ranks' watchdog has not reported is reported in a few lines instead of pages.
+Preemption signals are forwarded to the ranks. The store listens on `--master-addr` alone, not on
+all interfaces; with `--master-port=0` at any free port. `--nnodes`, `--master-port` and `--log-dir`
+must be given.
 """
 
 import logging
@@ -86,10 +86,8 @@ def main() -> None:
 
 
 def _forward_preemption() -> set[int]:
-    """Forward preemption signals to the ranks; before there are any, they end this process.
-
-    Returns the set of those that have been forwarded, which grows.
-    """
+    """Forward preemption signals to the ranks; before there are any, they end this process. The
+    returned set of those forwarded grows."""
     forwarded = set[int]()
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -145,11 +143,8 @@ def _further_store(arguments: Namespace) -> TCPStore:
 
 
 def _failure_report(failures: Mapping[int, ProcessFailure], log_dir: Path) -> str:
-    """The report of a failure that no rank has reported itself; else an empty string.
-
-    It is about the rank that failed first. On a host without rank 0 it is empty if the watchdog
-    ended the ranks, as rank 0 reports that.
-    """
+    """The report of the rank that failed first; empty if a rank has reported the failure itself, or
+    on a host without rank 0 if the watchdog ended the ranks."""
     first = min(failures, key=lambda rank: failures[rank].timestamp)
     has_rank_0 = first == failures[first].local_rank
     logs = {rank: _log(failure, log_dir) for rank, failure in failures.items()}

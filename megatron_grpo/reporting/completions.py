@@ -30,9 +30,8 @@ def completion_rows(
 ) -> list[dict[str, Any]]:
     """One row for each completion in `indices`, the ones that `report` covers.
 
-    `prompt_index` is the row of the data, and `columns` are its others. `turns` are in the rows of
-    dialogues alone. Unknown values are null: the score of a reward that failed and the sum of all,
-    and entropy and gap of a completion without counted tokens.
+    `prompt_index` is the row of the data, and `columns` are its others; `turns` are of dialogues.
+    Null are scores and sums of a reward that failed, and entropy and gap without counted tokens.
     """
     columns = columns_by_prompt([experience.samples[i] for i in indices], prompt_column)
     return [
@@ -69,13 +68,11 @@ def sample_row(
 
 
 def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[str, Any]]:
-    """Turns of the model and the environment in a dialogue, special tokens included; or the steps
-    of a completion that a process reward model scored.
+    """Turns of a dialogue, special tokens included, or steps that a process reward model scored.
 
-    `role` is `assistant`, or what is known of an observation: `environment`, or with an agent the
-    roles of its messages, such as `tool`. `reward` is that of the environment's step after a turn
-    of the model, or of the model's step; null for observations. `calls` are the tools that a turn
-    called, and `branch` counts the sequences of an agent from 0, where there are several.
+    `role` is `assistant`, or of an observation `environment` or the roles of an agent's messages,
+    such as `tool`. `reward` is that of the step, null for observations; `calls` are the tools that
+    a turn called, and `branch` counts the sequences of an agent from 0, where there are several.
     """
     rewards, mask = dict(sample.step_rewards), sample.loss_mask
     ends = [token for token, _ in sample.step_rewards]
@@ -120,12 +117,11 @@ def token_rows(
     values: Tensor,
     tokenizer: "PreTrainedTokenizerBase",
 ) -> list[dict[str, Any]]:
-    """One row for each completion that has rows in the step's `TokenLog`, whose `values` they are.
+    """One row for each completion of the optimizer batch, `indices`, with `values` in its log.
 
-    `indices` are the completions of the optimizer batch. Every list has one entry per token of the
-    completion, or of its beginning if the log had no room for more. `mask` is 1 for tokens that
-    enter the loss: the others, such as observations, have no values of the policy. Those and values
-    that are not finite are null. `policy_version` is a single number if all tokens have the same.
+    Lists have an entry per token of the completion, or of the beginning that the log had room for.
+    `mask` is 1 for tokens that enter the loss; values of others, such as observations, and those
+    that are not finite are null. `policy_version` is one number if all tokens have the same.
     """
     samples = [experience.samples[i] for i in indices]
     firsts = first_rows([len(sample.completion_ids) for sample in samples], len(values))
@@ -134,6 +130,7 @@ def token_rows(
         if first is None:
             continue
         ids = list(sample.completion_ids[: len(values) - first])
+        versions = [version for version, count in sample.versions for _ in range(count)][: len(ids)]
         found = dict(zip(VALUES, values[first : first + len(ids)].T.tolist(), strict=True))
         mask = [int(counts) for counts in found.pop("mask")]
         advantages = [float(experience.advantages[i])] * len(ids)
@@ -144,15 +141,16 @@ def token_rows(
                 "step": step,
                 "prompt_index": sample.prompt.index,
                 "sample_index": sample.sample_index,
-                "policy_version": _versions(sample, len(ids)),
+                "policy_version": versions or sample.policy_version,
                 "tokens": token_texts(ids, tokenizer),
                 "token_ids": ids,
                 "mask": mask,
-                "rollout_logprob": [_rounded(x) for x in sample.logprobs[: len(ids)]],
-                "advantage": [_rounded(x) for x in advantages],
+                "rollout_logprob": [_known(x, DIGITS) for x in sample.logprobs[: len(ids)]],
+                "advantage": [_known(x, DIGITS) for x in advantages],
                 **{
                     name: [
-                        _rounded(x) if counts else None for x, counts in zip(of, mask, strict=True)
+                        _known(x, DIGITS) if counts else None
+                        for x, counts in zip(of, mask, strict=True)
                     ]
                     for name, of in found.items()
                 },
@@ -176,16 +174,8 @@ def token_texts(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> lis
     return texts
 
 
-def _versions(sample: Sample, num_tokens: int) -> int | list[int]:
-    """Version of the weights that sampled each of the first tokens, or all of the completion."""
-    if not sample.versions:
-        return sample.policy_version
-    return [version for version, count in sample.versions for _ in range(count)][:num_tokens]
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _known(value: float, digits: int | None = None) -> float | None:
+    """The value, rounded to significant `digits` if given; None unless it is finite."""
+    if not math.isfinite(value):
+        return None
+    return value if digits is None else float(f"{value:.{digits}g}")

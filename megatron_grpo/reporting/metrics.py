@@ -54,12 +54,10 @@ class StepReport:
 
 
 class TrainMetrics:
-    """Token statistics of one optimizer batch, accumulated microbatch by microbatch.
+    """Token statistics of one optimizer batch: sums and maxima over microbatches and ranks.
 
-    Keeps sums, which add up over microbatches and ranks, and maxima. Statistics that are reported
-    with their minimum or maximum over sequences are summed per sequence, because context
-    parallelism splits a sequence over ranks. A rank that adds nothing (an earlier pipeline stage)
-    does not change the result.
+    Sums are by sequence where their extremes over sequences are reported, because context
+    parallelism splits a sequence over ranks. A rank without tokens changes nothing.
     """
 
     def __init__(
@@ -85,10 +83,9 @@ class TrainMetrics:
     def add(self, tokens: LossTokens, loss: GRPOLoss) -> None:
         """Add the statistics of the response tokens that this rank predicted.
 
-        Log-probabilities of engine and trainer are compared under the policy that generated, where
-        the two should agree. `stale_gap` separately compares the trainer's log-probabilities under
-        the generating and the current policy. If the old log-probabilities are the engine's own,
-        the current policy stands in for the generating one, and `stale_gap` is 0.
+        Engine and trainer are compared under the policy that generated, where the two should agree,
+        and `stale_gap` compares the trainer's under the generating and the current policy. If the
+        old log-probabilities are the engine's own, the current policy stands in, and the gap is 0.
         """
         self.losses.append(loss.total.detach())
         if not len(tokens.logprobs):
@@ -96,8 +93,7 @@ class TrainMetrics:
         generating = tokens.logprobs.detach()
         if tokens.old_logprobs is not None and not self._old_is_rollout:
             generating = tokens.old_logprobs
-        # In float64, exp(x) is finite up to x = 709, and sums of exp(x) - x - 1 are exact to 1e-16
-        # per token.
+        # In float64, exp(x) is finite up to 709, and exp(x) - x - 1 exact to 1e-16 per token.
         log_ratio = loss.log_ratio.double()
         mismatch = (generating - tokens.rollout_logprobs).double()
         gap = mismatch.abs()
@@ -111,12 +107,14 @@ class TrainMetrics:
             "policy_loss": loss.policy_loss.sum(dtype=torch.float64),
             "ratio": ratios,
             "approx_kl": ratios - num - log_ratio.sum(),
-            "kl": _total(loss.kl, zero),
+            "kl": zero if loss.kl is None else loss.kl.sum(dtype=torch.float64),
             "rollout_kl": rollout_ratios - num - mismatch.sum(),
             "rollout_ratio": rollout_ratios,
             "rollout_weight": weights.sum(),
             "squared_weight": weights.square().sum(),
-            "off_policy": _total(loss.off_policy, zero),
+            "off_policy": zero
+            if loss.off_policy is None
+            else loss.off_policy.sum(dtype=torch.float64),
             "high_entropy": (high > -torch.inf).sum(dtype=torch.float64),
             "stale_gap": zero if self._old_is_rollout else log_ratio.abs().sum(),
         }
@@ -156,37 +154,15 @@ class TrainMetrics:
         sums = dict(zip(_BY_SEQUENCE, self._by_sequence.cpu().T, strict=True))
         found = self.maxima.masked_fill(self.maxima.isneginf(), 0.0)
         maxima = dict(zip(_MAXIMA, found.tolist(), strict=True))
-        num = float(sums["tokens"].sum().clamp(min=1))
         totals = dict(zip(_TOTALS, self._totals.tolist(), strict=True))
         totals |= {name: float(of.sum()) for name, of in sums.items()}
-        mean = {name: total / num for name, total in totals.items()}
         by_sequence = {name: of / sums["tokens"] for name, of in sums.items()}
-        counted = {name: _or_zero(of[sums["tokens"] > 0]) for name, of in by_sequence.items()}
-        metrics = {
-            "loss": totals["loss"],
-            "num_response_tokens": totals["tokens"],
-            "approx_kl": mean["approx_kl"],
-            "ratio/mean": mean["ratio"],
-            "ratio/max": maxima["ratio"],
-            **(_clip_metrics(mean, counted) if grpo.has_clip else {}),
-            "entropy": mean["entropy"],
-            "entropy/min": float(counted["entropy"].min()),
-            "entropy/max": float(counted["entropy"].max()),
-            **_mismatch_metrics(mean, maxima),
+        has_tokens, none = sums["tokens"] > 0, torch.zeros(1)
+        counted = {
+            name: of[has_tokens] if has_tokens.any() else none for name, of in by_sequence.items()
         }
-        if grpo.beta > 0:
-            metrics["kl"] = mean["kl"]
-        if (grpo.beta > 0 and not grpo.kl_in_reward) or grpo.entropy_coef:
-            metrics["policy_loss"] = totals["policy_loss"]
-        if grpo.top_entropy_quantile < 1:
-            metrics["entropy/high_ratio"] = mean["high_entropy"]
-            metrics["entropy/threshold"] = -maxima["negative_threshold"]
-        if grpo.rollout_importance_sampling_mode or grpo.rollout_rs:
-            metrics |= _weight_metrics(mean, maxima, counted["rollout_masked"])
-        if grpo.off_policy_mask_threshold is not None:
-            metrics["off_policy_mask_ratio"] = mean["off_policy"]
         return StepReport(
-            metrics,
+            _token_metrics(totals, maxima, counted, grpo),
             by_sequence["entropy"].tolist(),
             by_sequence["rollout_gap"].tolist(),
             self.token_log.values.cpu(),
@@ -194,43 +170,66 @@ class TrainMetrics:
         )
 
 
-def _clip_metrics(mean: Mapping[str, float], counted: Mapping[str, Tensor]) -> dict[str, float]:
-    """Shares of clipped tokens: of all tokens, and the least and largest of a completion."""
-    return {
-        "clip_ratio/region_mean": mean["clipped_low"] + mean["clipped_high"],
-        "clip_ratio/low_mean": mean["clipped_low"],
-        "clip_ratio/low_min": float(counted["clipped_low"].min()),
-        "clip_ratio/high_mean": mean["clipped_high"],
-        "clip_ratio/high_max": float(counted["clipped_high"].max()),
-    }
+def _token_metrics(
+    totals: Mapping[str, float],
+    maxima: Mapping[str, float],
+    counted: Mapping[str, Tensor],
+    grpo: GRPOConfig,
+) -> dict[str, float]:
+    """Metrics of sums and maxima over tokens, and of means of each sequence that has some.
 
-
-def _mismatch_metrics(mean: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """The mismatch between engine and trainer, separated by cause.
-
-    `logprob_gap` and `kl` compare the two under the same weights. `ratio_mean` is the mean of the
-    trainer's probability over the engine's. Its expectation is 1 if tokens were drawn from the
-    probabilities that the engine reports, so numerical differences leave it near 1, however large
-    the gap. A sampling transform unknown to the trainer (temperature, top-p, penalties) moves it.
-    `stale_gap` is the change caused by the updates since the generation.
+    `clip_ratio` are shares of tokens: of all, and the least and largest of a completion. `rollout/`
+    is the mismatch of engine and trainer by cause: `logprob_gap` and `kl` under the same weights,
+    `stale_gap` by the updates since the generation. `ratio_mean`, the trainer's probability over
+    the engine's, is near 1 whatever the numerics, if tokens were drawn from the probabilities that
+    the engine reports; a sampling transform unknown to the trainer (top-p, penalties) moves it.
     """
-    return {
+    mean = {name: total / max(totals["tokens"], 1.0) for name, total in totals.items()}
+    metrics = {
+        "loss": totals["loss"],
+        "num_response_tokens": totals["tokens"],
+        "approx_kl": mean["approx_kl"],
+        "ratio/mean": mean["ratio"],
+        "ratio/max": maxima["ratio"],
+    }
+    if grpo.has_clip:
+        metrics |= {
+            "clip_ratio/region_mean": mean["clipped_low"] + mean["clipped_high"],
+            "clip_ratio/low_mean": mean["clipped_low"],
+            "clip_ratio/low_min": float(counted["clipped_low"].min()),
+            "clip_ratio/high_mean": mean["clipped_high"],
+            "clip_ratio/high_max": float(counted["clipped_high"].max()),
+        }
+    metrics |= {
+        "entropy": mean["entropy"],
+        "entropy/min": float(counted["entropy"].min()),
+        "entropy/max": float(counted["entropy"].max()),
         "rollout/logprob_gap_mean": mean["rollout_gap"],
         "rollout/logprob_gap_max": maxima["rollout_gap"],
         "rollout/kl": mean["rollout_kl"],
         "rollout/ratio_mean": mean["rollout_ratio"],
         "rollout/stale_gap_mean": mean["stale_gap"],
     }
+    if grpo.beta > 0:
+        metrics["kl"] = mean["kl"]
+    if (grpo.beta > 0 and not grpo.kl_in_reward) or grpo.entropy_coef:
+        metrics["policy_loss"] = totals["policy_loss"]
+    if grpo.top_entropy_quantile < 1:
+        metrics["entropy/high_ratio"] = mean["high_entropy"]
+        metrics["entropy/threshold"] = -maxima["negative_threshold"]
+    if grpo.rollout_importance_sampling_mode or grpo.rollout_rs:
+        metrics |= _weight_metrics(mean, maxima, counted["rollout_masked"])
+    if grpo.off_policy_mask_threshold is not None:
+        metrics["off_policy_mask_ratio"] = mean["off_policy"]
+    return metrics
 
 
 def _weight_metrics(
     mean: Mapping[str, float], maxima: Mapping[str, float], masked: Tensor
 ) -> dict[str, float]:
-    """Importance weights of trainer over engine, over tokens, after truncating or masking.
-
-    `masked` is the share of tokens of each sequence whose weight is 0. The effective sample size is
-    a share of the tokens: 1 if all weights are equal, near 0 if a few of them outweigh the others.
-    """
+    """Importance weights of trainer over engine, after truncating or masking; `masked` is the share
+    of tokens of each sequence whose weight is 0. The effective sample size is a share of the
+    tokens: 1 if all weights are equal, near 0 if a few outweigh the others."""
     square = mean["squared_weight"]
     return {
         "rollout/weight_mean": mean["rollout_weight"],
@@ -242,15 +241,6 @@ def _weight_metrics(
     }
 
 
-def _total(values: Tensor | None, absent: Tensor) -> Tensor:
-    """The sum in float64, or `absent` if there are no values."""
-    return absent if values is None else values.sum(dtype=torch.float64)
-
-
-def _or_zero(values: Tensor) -> Tensor:
-    return values if len(values) else values.new_zeros(1)
-
-
 def reward_metrics(
     rewards: Sequence[Mapping[str, float]],
     totals: Tensor,
@@ -260,10 +250,8 @@ def reward_metrics(
 ) -> dict[str, float]:
     """Reward metrics of one generation of N completions, with sample standard deviations.
 
-    `rewards` holds the score of each reward function (in the order of `labels`), `totals` [N] their
-    weighted sums; `group_ids` [N] and `advantages` [N] are those of `group_advantages`.
-    `reward_std` is the standard deviation over all completions, `reward_group_std` that within a
-    group, averaged over groups. A NaN score means that the reward failed; it is excluded.
+    `totals`, `group_ids` and `advantages` are [N]. `reward_std` is the standard deviation over all
+    completions, `reward_group_std` that within a group, averaged. Failed scores, NaN, are excluded.
     """
     scored = ~totals.isnan()
     metrics = {
@@ -296,13 +284,10 @@ def _std(values: Tensor) -> float:
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Peak memory since the last call, in GB (1e9 bytes): the maximum over all ranks.
+    """Peak memory since the last call, in GB (1e9 bytes): the maximum over all ranks. Collective.
 
-    From torch's allocator: memory allocated to tensors, and memory reserved from the GPU.
-    Collective; empty without CUDA.
+    From torch's allocator on CUDA: memory allocated to tensors, and reserved from the GPU.
     """
-    if device.type != "cuda":
-        return {}
     taken = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
     torch.cuda.reset_peak_memory_stats(device)
     peaks = torch.tensor(taken, dtype=torch.float64)
@@ -317,13 +302,10 @@ def staleness_metrics(
     """Mean and largest staleness of the tokens of `generation`, in generations: how many were
     begun to be trained on between the weights that sampled a token and its own generation.
 
-    It is at most `rollout.max_staleness`; without that there are no metrics. A generation is
-    trained on in `updates` optimizer steps. If weights are pushed in flight, also the share of
-    tokens of each staleness, that of completions of more than one version, and that of tokens which
-    follow some of an older version in theirs.
+    It is at most `rollout.max_staleness`. A generation is trained on in `updates` optimizer steps.
+    If weights are pushed in flight, also the share of tokens of each staleness, that of completions
+    of more than one version, and that of tokens which follow some of an older version in theirs.
     """
-    if not rollout.max_staleness:
-        return {}
     counts = Counter[int]()
     for sample in samples:
         for version, n in sample.spans:
@@ -351,16 +333,12 @@ def gap_metrics(
 ) -> dict[str, float]:
     """The mean gap between trainer and engine, by what differs between them.
 
-    `values` is the `TokenLog` of the optimizer batch `samples`; its gaps compare the engine with
-    the trainer's weights `compared_version`. Tokens are `current` if those sampled them, and
-    `stale` otherwise. With `rollout.recompute_kv_cache` false, tokens that follow some of other
-    weights in their turn read keys and values of those: `current_kept_cache` and
-    `stale_kept_cache`. So `current` is numerics, `stale` - `current` is what the weights changed,
-    and `current_kept_cache` - `current` what the kept keys and values changed. Names without
-    tokens in the log are left out.
+    `values` is the `TokenLog` of the optimizer batch `samples`, against the trainer's weights
+    `compared_version`. Tokens are `current` if those sampled them, else `stale`; with
+    `rollout.recompute_kv_cache` false, tokens behind some of other weights in their turn are
+    `current_kept_cache` or `stale_kept_cache`. So `current` is numerics, `stale` - `current` what
+    the weights changed, and `current_kept_cache` - `current` what kept keys and values changed.
     """
-    if not rollout.in_flight_updates:
-        return {}
     gaps = values[:, VALUES.index("gap")].abs().double().numpy()
     sums, counts = Counter[str](), Counter[str]()
     firsts = first_rows([len(sample.completion_ids) for sample in samples], len(values))
@@ -389,10 +367,8 @@ def gap_metrics(
 
 
 def _follows_other_versions(sample: Sample, version: np.ndarray) -> np.ndarray:
-    """Whether each of the first tokens follows one of another version in its turn.
-
-    The prompt of a turn is computed by the weights that its first token is sampled by.
-    """
+    """Whether each of the first tokens follows one of another version in its turn; the prompt of a
+    turn is computed by the weights that sample its first token."""
     mask = np.asarray(sample.loss_mask[: len(version)])
     begins = np.diff(mask, prepend=0) == 1
     starts = np.maximum.accumulate(np.where(begins, np.arange(len(version)), 0))

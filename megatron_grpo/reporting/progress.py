@@ -49,25 +49,22 @@ class ProgressBar:
         """Print the line of a finished step (counted from 1) and update the bar."""
         line, phases = step_line(step, self._num_steps, metrics), phase_line(metrics)
         if self._console.is_terminal:
-            self._print(line)
+            self.tell(line, soft_wrap=False)
             self._bar.update(self._task, completed=step)
         else:
             # For log files and grep: everything in one line, whatever its width.
-            self._print(f"{line}: {phases}", soft_wrap=True)
+            self.tell(f"{line}: {phases}")
 
     def show_evaluation(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
-        """Print the line of the evaluation of the set `name` after `step`."""
         width = len(str(self._num_steps))
-        line = f"step {step:>{width}}/{self._num_steps}  {evaluation_line(name, metrics)}"
-        self._print(line, soft_wrap=True)
+        self.tell(f"step {step:>{width}}/{self._num_steps}  {evaluation_line(name, metrics)}")
 
     def show_completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print completions, given as rows of `completion_rows`."""
-        if rows:
-            self._console.print(completions_table(rows))
+        self._console.print(completions_table(rows))
 
-    def tell(self, line: str) -> None:
-        self._print(line, soft_wrap=True)
+    def tell(self, line: str, *, soft_wrap: bool = True) -> None:
+        # No markup: paths and names may have brackets and colons.
+        self._console.print(line, soft_wrap=soft_wrap, markup=False, emoji=False)
 
     def enter(self, phase: str) -> None:
         """Show that the run is in `phase`, and for how long, until the next call."""
@@ -83,31 +80,22 @@ class ProgressBar:
         wait.close()
         self.tell(f"{what}: {time.monotonic() - began:.0f} s")
 
-    def _print(self, line: str, *, soft_wrap: bool = False) -> None:
-        # No markup: paths and names may have brackets and colons.
-        self._console.print(line, soft_wrap=soft_wrap, markup=False, emoji=False)
-
     def close(self) -> None:
-        """Stop the bar, leaving its last state on the terminal."""
         self._bar.stop()
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """The key metrics of a step in one line.
-
-    Says of which functions the reward is the sum, if there are several, and, if any are, how many
-    groups have equal rewards, which teach nothing, and how many completions reached their limit.
-    """
-    shortest, longest = (metrics[f"completions/{end}_length"] for end in ("min", "max"))
+    """The key metrics of a step in one line; the parts of the reward if there are several, and the
+    shares of groups with equal rewards and of completions that were cut, if any are."""
+    shortest, longest = metrics["completions/min_length"], metrics["completions/max_length"]
     parts = {
         name.removeprefix("reward/").removesuffix("/mean"): value
         for name, value in metrics.items()
         if name.startswith("reward/") and name.endswith("/mean")
     }
     shares = ", ".join(f"{name} {value:.3f}" for name, value in parts.items())
-    equal, cut = (
-        metrics.get(name, 0.0) for name in ("frac_reward_zero_std", "completions/clipped_ratio")
-    )
+    equal = metrics.get("frac_reward_zero_std", 0.0)
+    cut = metrics.get("completions/clipped_ratio", 0.0)
     return "  ".join(
         [
             f"step {step:>{len(str(num_steps))}}/{num_steps}",
@@ -127,7 +115,6 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def completions_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table of completions with their rewards, one row for each of `completion_rows`."""
     table = Table(show_lines=True, title=f"step {rows[0]['step']}")
     names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
     for column in ("prompt", "completion"):
@@ -155,7 +142,6 @@ def _as_it_is(text: str) -> Text:
 
 
 def evaluation_title(name: str) -> str:
-    """Title of the held-out set `name` in lines and bars."""
     return f"evaluation of {name}" if name else "evaluation"
 
 
@@ -175,9 +161,10 @@ def evaluation_line(name: str, metrics: Mapping[str, float]) -> str:
 
 def phase_line(metrics: Mapping[str, float]) -> str:
     """Seconds per phase, in execution order, without phases that ran concurrently with the step."""
-    return ", ".join(
+    phases = [
         f"{name.removeprefix('time/')} {seconds:.1f}"
         for name, seconds in metrics.items()
         if name.startswith("time/") and name != "time/step" and seconds >= SHOWN_SECONDS
         if not is_beside(name, metrics)
-    )
+    ]
+    return ", ".join(phases)

@@ -104,10 +104,8 @@ def _read_records(path: Path) -> list[Record]:
 
 
 def draw_reward(axis: Axes, records: Sequence[Record]) -> None:
-    """Mean reward, in all and per function if there are several, and its spread within groups.
-
-    With evaluations, also pass@k and mean@n of the held-out prompts, or mean@n of each named set.
-    """
+    """Mean reward, in all and per function if there are several, and its spread within groups; with
+    evaluations also pass@k and mean@n of the held-out prompts, or mean@n of each named set."""
     _name(axis, "Reward")
     _line(axis, *_curve(records, "reward"), BLUE, "mean")
     _line(axis, *_curve(records, "reward_group_std"), FAINT, "std within groups")
@@ -150,7 +148,6 @@ def draw_lengths(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_shares(axis: Axes, records: Sequence[Record]) -> None:
-    """Draw the shares of completions that were cut off and of groups with equal rewards."""
     _name(axis, "Shares of completions and groups")
     _line(axis, *_curve(records, "completions/clipped_ratio"), ORANGE, "completions cut off")
     _line(axis, *_curve(records, "frac_reward_zero_std"), INK, "groups without signal")
@@ -159,7 +156,6 @@ def draw_shares(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_entropy(axis: Axes, records: Sequence[Record]) -> None:
-    """Mean entropy of the policy over the tokens of completions."""
     _name(axis, "Entropy (nats per token)")
     _line(axis, *_curve(records, "entropy"), BLUE)
     axis.set_ylim(bottom=0)
@@ -177,10 +173,7 @@ def draw_gap(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def log_scale(axis: Axes) -> None:
-    """Make the vertical axis logarithmic, if any of its values is above 0.
-
-    A logarithmic axis leaves out values that are not, and has no range without any others.
-    """
+    """Make the vertical axis logarithmic if a value is above 0: without any, it has no range."""
     values = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axis.get_lines()])
     if not (values > 0).any():
         axis.set_ylim(bottom=0)
@@ -203,18 +196,12 @@ def draw_grad_norm(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_time(axis: Axes, records: Sequence[Record]) -> None:
-    """Seconds of each step, stacked by phase in execution order.
-
-    With asynchronous generation, only the time that the step waited for it.
-    """
+    """Seconds of each step, stacked by phase in execution order; of a generation beside training,
+    only the time that the step waited for it."""
     _name(axis, "Seconds per step")
     records = _of_steps(records)
-    phases = list(
-        dict.fromkeys(
-            n for r in records for n in r if n.startswith("time/") and not is_beside(n, r)
-        )
-    )
-    phases = [name for name in phases if name not in ("time/step", "time/eval")]
+    found = {n: None for r in records for n in r if n.startswith("time/") and not is_beside(n, r)}
+    phases = [name for name in found if name not in ("time/step", "time/eval")]
     steps = [record["step"] for record in records]
     edges = [steps[0] - 0.5, *(step + 0.5 for step in steps)]
     below = np.zeros(len(records))
@@ -248,7 +235,6 @@ def _of_steps(records: Sequence[Record]) -> Sequence[Record]:
 
 
 def _curve(records: Sequence[Record], name: str) -> tuple[Curve, Curve]:
-    """Steps and values of a metric, from the records that have it."""
     points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     steps, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
     return steps, values

@@ -1,10 +1,8 @@
 """Rows of a step in files of gigabytes, found without reading the rest.
 
-Every file here has one JSON object per line, with its `step` near the start of the line, in
-ascending order. So the first line of a step is found by bisection over byte offsets, in about 20
-reads, and no index has to be written. A line without a newline at its end is still being written,
-and is not there yet. In a timeline, a resumed run goes back to the steps that it repeats: one of
-the repetitions is found.
+Every line is a JSON object with its `step` near the start, in ascending order: the first of a step
+is found by bisection over byte offsets, in about 20 reads. A line without a newline is still being
+written. Of steps that a resumed run repeats in a timeline, one of the repetitions is found.
 """
 
 import os
@@ -68,8 +66,8 @@ def newest_rows(path: Path, num_bytes: int) -> list[bytes]:
 def rows_since(path: Path, offset: int, step: int) -> tuple[int, list[bytes], bool]:
     """The rows from `offset` on, the offset of the last of them, and whether they are all rows.
 
-    The last known row, at `offset` and of `step`, is among them, since metrics may be added to it.
-    If another row is there, the file is that of a resumed run: then all rows are new.
+    The last known row, of `step`, is among them, since metrics may be added to it. If another is
+    there, a resumed run has written the file: then all rows are new.
     """
     with path.open("rb") as file:
         known = _row_from(file, offset)
@@ -81,7 +79,6 @@ def rows_since(path: Path, offset: int, step: int) -> tuple[int, list[bytes], bo
 
 
 def row_with(path: Path, identity: Sequence[int]) -> bytes | None:
-    """The row of a step, prompt and sample; None if there is none."""
     rows = rows_of(path, identity[0], identity[0])
     return next((row for row in rows if identity_of(row) == tuple(identity)), None)
 
@@ -107,8 +104,7 @@ def identity_of(line: bytes) -> tuple[int, ...] | None:
 def _seek(file: BinaryIO, step: int) -> None:
     """Move to the first line of a step of at least `step`, or less than `NEAR` and a line before.
 
-    The question to an offset is whether the first row that begins there or later, if any, is of
-    `step` at least. It is answered with yes at `high`, and with no before `low`.
+    The first row from `high` on, if any, is of `step` at least; the last one before `low` is not.
     """
     low, high = 0, file.seek(0, os.SEEK_END)
     while high - low > NEAR:

@@ -21,12 +21,7 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config
 from megatron_grpo.data.samples import Sample, columns_by_prompt
-from megatron_grpo.evaluation.evaluation import (
-    Evaluated,
-    eval_metrics,
-    eval_rows,
-    metric_prefix,
-)
+from megatron_grpo.evaluation.evaluation import Evaluated, eval_metrics, eval_rows, metric_prefix
 from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.reporting.completions import completion_rows, sample_row, token_rows
 from megatron_grpo.reporting.metrics import (
@@ -71,10 +66,7 @@ class RunLog:
         experience: Experience,
         timer: PhaseTimer,
     ) -> None:
-        """Log optimizer step `step`, counted from 1.
-
-        Completions are logged in the step that first trains on them.
-        """
+        """Log optimizer step `step`, counted from 1, and the completions that it uses first."""
         cfg, samples, cursor = self._cfg, experience.samples, self._batches.cursor(step - 1)
         indices = self._batches.minibatches(cursor.generation, cfg.train.seed)[cursor.minibatch]
         updates, times = self._batches.updates_per_generation, timer.metrics()
@@ -96,13 +88,14 @@ class RunLog:
                 [sample.num_sampled for sample in samples],
                 [sample.finish_reason == "length" for sample in samples],
             ),
-            **staleness_metrics(cursor.generation, samples, updates, cfg.rollout),
-            **gap_metrics(
-                compared_version, [samples[i] for i in indices], report.tokens, cfg.rollout
-            ),
-            "tokens_per_second": self._tokens_per_second(experience.num_tokens, times["time/step"]),
-            **times,
         }
+        if cfg.rollout.max_staleness:
+            metrics |= staleness_metrics(cursor.generation, samples, updates, cfg.rollout)
+        if cfg.rollout.in_flight_updates:
+            own = [samples[i] for i in indices]
+            metrics |= gap_metrics(compared_version, own, report.tokens, cfg.rollout)
+        throughput = self._tokens_per_second(experience.num_tokens, times["time/step"])
+        metrics |= {"tokens_per_second": throughput, **times}
         if self._has_dialogues:
             metrics |= dialogue_metrics(samples, experience.rewards)
         if cfg.sources.by_name:
@@ -116,38 +109,32 @@ class RunLog:
         tokens = token_rows(step, experience, indices, report.tokens, self._tokenizer)
         self.tracking.log(step, metrics, rows, tokens)
         self.bar.show(step, metrics)
-        self.bar.show_completions(rows[: cfg.train.print_completions])
+        if shown := rows[: cfg.train.print_completions]:
+            self.bar.show_completions(shown)
         self.symptoms.check(step, metrics)
 
     def replaced(self, step: int, scored: Sequence[tuple[Sample, dict[str, float], float]]) -> None:
         """Log samples, with their scores and the sums, that are not trained on in `step`."""
-        columns = columns_by_prompt(
-            (sample for sample, _, _ in scored), self._cfg.data.prompt_column
-        )
+        samples = [sample for sample, _, _ in scored]
+        columns = columns_by_prompt(samples, self._cfg.data.prompt_column)
         self.tracking.log_replaced(
             [{"step": step, **sample_row(*of_sample, columns)} for of_sample in scored]
         )
 
     def _tokens_per_second(self, num_tokens: int, seconds: float) -> float:
-        """Throughput of the last steps up to this one, which took `seconds`.
-
-        They are as many as train on a generation, of `num_tokens`: exactly one of them waits for
-        one, so that the figure does not jump from step to step.
-        """
+        """Throughput of as many steps as train on a generation, of `num_tokens`: exactly one of
+        them waits for one, so that the figure does not jump from step to step."""
         self._recent.append((num_tokens / self._batches.updates_per_generation, seconds))
         tokens, times = zip(*self._recent, strict=True)
         return sum(tokens) / sum(times)
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether the evaluation after `step` is in the log, of every held-out set."""
         names = [f"{metric_prefix(name)}num_prompts" for name in self._cfg.eval.named_sets]
         return self.tracking.has_metrics(step, names)
 
     def evaluation(self, step: int, evaluated: Mapping[str, Evaluated], seconds: float) -> None:
-        """Show the evaluation after `step`, log its completions, and add its metrics to the step's.
-
-        `evaluated` are the results of the held-out sets, by name; they took `seconds`.
-        """
+        """Show and log the results of the held-out sets, by name, after `step`; add their metrics
+        to the step's."""
         rows: list[dict[str, Any]] = []
         metrics: dict[str, float] = {}
         for name, result in evaluated.items():
@@ -159,7 +146,6 @@ class RunLog:
         self.tracking.amend(step, metrics | {"time/eval": seconds})
 
     def begin(self, num_prompts: int) -> None:
-        """Print what is trained, on how much, and where it is recorded."""
         first = f", after step {self._first_step}" if self._first_step else ""
         self.bar.tell(
             f"{self._cfg.model.path} on {num_prompts:,} prompts{first}; everything is recorded in "
@@ -180,11 +166,8 @@ class RunLog:
             )
 
     def close(self) -> None:
-        """Finish the records and draw the curves.
-
-        Failures are printed and not raised: every step is on disk already, and the run may be
-        ending for a reason that determines its exit code.
-        """
+        """Finish the records and draw the curves; print failures: every step is on disk already,
+        and the run may be ending for a reason that determines its exit code."""
         self.bar.close()
         with print_failure(f"{TIMELINE_FILE} could not be finished"):
             self.timeline.close()
@@ -276,21 +259,16 @@ class Symptoms:
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note the metrics of `step`, and warn of what they show for the first time."""
         for symptom in SYMPTOMS:
-            if symptom.metric in metrics and symptom.metric not in self._told:
-                self._note(symptom, step, metrics[symptom.metric])
-
-    def _note(self, symptom: Symptom, step: int, value: float) -> None:
-        begun = self._first[symptom.metric]
-        if len(begun) < WINDOW:
-            begun.append(value)
-        recent = self._last[symptom.metric]
-        self._last[symptom.metric].append(value)
-        if len(recent) < WINDOW:
-            return
-        first, last = mean(begun), mean(recent)
-        if symptom.shows(first, last):
-            self._told.add(symptom.metric)
-            message = symptom.message.format(first=first, last=last)
-            print(
-                f"step {step}: {message}; see docs/symptoms.md#{symptom.heading}", file=sys.stderr
-            )
+            name = symptom.metric
+            if name not in metrics or name in self._told:
+                continue
+            begun, recent = self._first[name], self._last[name]
+            if len(begun) < WINDOW:
+                begun.append(metrics[name])
+            recent.append(metrics[name])
+            first, last = mean(begun), mean(recent)
+            if len(recent) == WINDOW and symptom.shows(first, last):
+                self._told.add(name)
+                message = symptom.message.format(first=first, last=last)
+                where = f"docs/symptoms.md#{symptom.heading}"
+                print(f"step {step}: {message}; see {where}", file=sys.stderr)

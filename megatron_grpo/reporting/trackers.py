@@ -22,7 +22,8 @@ SWANLAB_DIR = "swanlog"
 REFUSAL = re.compile(r"\berror 4\d\d\b")
 """Matches errors of wandb when it was reached but refuses the key or the project."""
 FINISH_SECONDS = 300.0
-"""Time for wandb to send the rest at the end of a run, while the job still holds its GPUs."""
+"""Time for wandb to send the rest at the end of a run, while the job still holds its GPUs; it
+reports what it could not send."""
 
 
 def open_trackers(cfg: Config, first_step: int) -> list[Tracker]:
@@ -37,14 +38,37 @@ def open_trackers(cfg: Config, first_step: int) -> list[Tracker]:
     return [opening[package]() for package in cfg.trackers]
 
 
-class WandbRun:
+class _Run:
+    """A run of a tracker's package, which gets the first completions of a step as a table."""
+
+    _run: Any
+    _num_completions: int
+
+    def log(
+        self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
+    ) -> None:
+        record: dict[str, Any] = dict(metrics)
+        columns, rows = _table(completions[: self._num_completions])
+        if rows:
+            record["completions"] = self._made_table(columns, rows)
+        self._send(step, record)
+
+    def close(self) -> None:
+        """Flush and end the run."""
+        self._run.finish()
+
+    def _made_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
+        raise NotImplementedError
+
+    def _send(self, step: int, record: dict[str, Any]) -> None:
+        self._run.log(record, step=step)
+
+
+class WandbRun(_Run):
     """A wandb run in the run directory; a resumed run continues it by its id.
 
-    It is offline without an API key, and also, with a message, if wandb cannot be reached, so that
-    training does not wait for that.
-
-    Curves are drawn over our own `step` and not over wandb's counter, which can only increase and
-    would reject the steps that a resumed run repeats.
+    It is offline without an API key, and, with a message, if wandb cannot be reached. Curves are
+    over our own `step`: wandb's counter would reject the steps that a resumed run repeats.
     """
 
     def __init__(self, run_dir: Path, cfg: WandbConfig, config: dict[str, Any]) -> None:
@@ -89,26 +113,16 @@ class WandbRun:
             self._run = init(mode="offline")
         self._run.define_metric("*", step_metric="step")
 
-    def log(
-        self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Send one step: its metrics, and the first of its completions as a table."""
-        record: dict[str, Any] = {"step": step, **metrics}
-        columns, rows = _table(completions[: self._num_completions])
-        if rows:
-            record["completions"] = self._wandb.Table(columns=columns, data=rows)
-        self._run.log(record)
+    def _made_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
+        return self._wandb.Table(columns=columns, data=rows)
 
-    def close(self) -> None:
-        """Flush and end the run; wandb reports what it could not send within `FINISH_SECONDS`."""
-        self._run.finish()
+    def _send(self, step: int, record: dict[str, Any]) -> None:
+        self._run.log({"step": step, **record})
 
 
 class TensorBoardRun:
-    """Metrics as TensorBoard's event files in the run directory.
-
-    A resumed run adds a file, which hides the steps that it repeats from the older ones.
-    """
+    """Metrics as TensorBoard's event files in the run directory; that of a resumed run hides the
+    steps that it repeats."""
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, like wandb
@@ -128,11 +142,10 @@ class TensorBoardRun:
         self._writer.close()
 
 
-class TrackioRun:
-    """A run in trackio's database, or on the server that trackio's environment variables name.
+class TrackioRun(_Run):
+    """A run in trackio's database, or on the server that its environment variables name.
 
-    trackio knows runs by their names. A resumed run continues the last one of its name, where the
-    steps that it repeats stand twice; a run from the beginning is another one of the same name.
+    A resumed run continues the last one of its name, where the steps that it repeats stand twice.
     """
 
     def __init__(
@@ -148,26 +161,14 @@ class TrackioRun:
             config=config,
         )
 
-    def log(
-        self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Send one step: its metrics, and the first of its completions as a table."""
-        record: dict[str, Any] = dict(metrics)
-        columns, rows = _table(completions[: self._num_completions])
-        if rows:
-            record["completions"] = self._trackio.Table(columns=columns, data=rows)
-        self._run.log(record, step=step)
-
-    def close(self) -> None:
-        """Flush and end the run."""
-        self._run.finish()
+    def _made_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
+        return self._trackio.Table(columns=columns, data=rows)
 
 
-class SwanlabRun:
+class SwanlabRun(_Run):
     """A SwanLab run in the run directory; a resumed run continues it by its id.
 
-    It is offline without an API key. If SwanLab refuses the key or cannot be reached, which it
-    does not tell apart, the run ends with its error.
+    It is offline without an API key, and ends with SwanLab's error if it cannot be reached.
     """
 
     def __init__(self, run_dir: Path, cfg: SwanlabConfig, config: dict[str, Any]) -> None:
@@ -197,19 +198,8 @@ class SwanlabRun:
         # Its own handler would end the run at SwanLab before the trainer ends.
         signal.signal(signal.SIGINT, on_interrupt)
 
-    def log(
-        self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Send one step: its metrics, and the first of its completions as a table."""
-        record: dict[str, Any] = dict(metrics)
-        columns, rows = _table(completions[: self._num_completions])
-        if rows:
-            record["completions"] = self._swanlab.echarts.Table().add(columns, rows)
-        self._run.log(record, step=step)
-
-    def close(self) -> None:
-        """Send the rest, and end the run."""
-        self._run.finish()
+    def _made_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
+        return self._swanlab.echarts.Table().add(columns, rows)
 
 
 def _run_id(run_dir: Path) -> str:
@@ -220,10 +210,7 @@ def _run_id(run_dir: Path) -> str:
 
 
 def _table(completions: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows: one column per reward function, and none of the data's own.
-
-    Rows of other sources have other functions, and None in the columns of those that they lack.
-    """
+    """Columns and rows: one column per reward function, None for those of other sources."""
     flat = [
         {name: value for name, value in row.items() if not isinstance(value, dict | list)}
         | {f"reward/{name}": value for name, value in row["rewards"].items()}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from megatron_grpo.launch.run_dir import append_lines, write_whole
+from megatron_grpo.launch.run_dir import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
@@ -16,6 +16,9 @@ EVAL_COMPLETIONS_FILE = "eval_completions.jsonl"
 REPLACED_FILE = "replaced_completions.jsonl"
 RECORDS = (METRICS_FILE, COMPLETIONS_FILE, TOKENS_FILE, EVAL_COMPLETIONS_FILE, REPLACED_FILE)
 """Files of JSON lines with ascending steps."""
+UNKNOWN = {"kl": None, "loss": None, "grad_norm": None}
+"""Keys that scripts may rely on: without a reference model there is no KL, and a skipped step has
+no gradient norm and perhaps no loss."""
 BLOCK_BYTES = 2**20
 
 
@@ -32,11 +35,8 @@ class Tracker(Protocol):
 
 
 class Tracking:
-    """The records of one run. A resumed run continues them, without the steps that it repeats.
-
-    `first_step` is the number of optimizer steps in the loaded checkpoint. Records of later steps
-    come from lost work and are dropped; without a checkpoint, all records are.
-    """
+    """The records of one run; those after `first_step`, that of the loaded checkpoint, come from
+    lost work and are dropped, all without a checkpoint."""
 
     def __init__(self, run_dir: Path, first_step: int, trackers: Sequence[Tracker] = ()) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -54,30 +54,24 @@ class Tracking:
         completions: Sequence[Mapping[str, Any]],
         tokens: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Record a finished optimizer step (counted from 1) and the completions it trained on.
-
-        `completions` are rows of `completion_rows`, empty when the step reuses a generation, and
-        `tokens` are rows of `token_rows`. Raises ValueError naming the metrics that are not finite.
-        """
+        """Record a finished optimizer step (counted from 1), with rows of `completion_rows` and
+        `token_rows`. Raises ValueError naming the metrics that are not finite."""
         _check_finite(step, metrics)
-        self._append(COMPLETIONS_FILE, completions)
-        self._append(TOKENS_FILE, tokens)
-        self._append(METRICS_FILE, [{**_record(step), **metrics}])
+        append_rows(self._run_dir / COMPLETIONS_FILE, completions)
+        append_rows(self._run_dir / TOKENS_FILE, tokens)
+        append_rows(self._run_dir / METRICS_FILE, [{"step": step, **UNKNOWN, **metrics}])
         for tracker in self._trackers:
             tracker.log(step, metrics, completions)
 
     def log_replaced(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record completions that dynamic sampling replaced, before the step that is in `rows`."""
-        if rows:
-            self._append(REPLACED_FILE, rows)
-
-    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        append_lines(self._run_dir / name, (json.dumps(row, ensure_ascii=False) for row in rows))
+        append_rows(self._run_dir / REPLACED_FILE, rows)
 
     def log_evaluated(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record the completions of the evaluation after `step`, replacing earlier ones of it."""
-        drop_records_after(self._run_dir / EVAL_COMPLETIONS_FILE, step - 1)
-        self._append(EVAL_COMPLETIONS_FILE, [{"step": step, **row} for row in rows])
+        file = self._run_dir / EVAL_COMPLETIONS_FILE
+        drop_records_after(file, step - 1)
+        append_rows(file, [{"step": step, **row} for row in rows])
 
     def has_metrics(self, step: int, names: Iterable[str]) -> bool:
         """Whether the last record is of `step` and contains these metrics."""
@@ -91,7 +85,7 @@ class Tracking:
         path = self._run_dir / METRICS_FILE
         lines = path.read_text(encoding="utf-8").splitlines()
         is_there = bool(lines) and json.loads(lines[-1])["step"] == step
-        record = json.loads(lines.pop()) if is_there else _record(step)
+        record = json.loads(lines.pop()) if is_there else {"step": step, **UNKNOWN}
         lines.append(json.dumps({**record, **metrics}))
         write_whole(path, "".join(f"{line}\n" for line in lines))
         for tracker in self._trackers:
@@ -102,10 +96,14 @@ class Tracking:
             tracker.close()
 
 
-def _record(step: int) -> dict[str, Any]:
-    """A record with keys that scripts may rely on: without a reference model there is no KL, and a
-    skipped step has no gradient norm and perhaps no loss."""
-    return {"step": step, "kl": None, "loss": None, "grad_norm": None}
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append lines of JSON; raises OSError that names the file, as that of a write does not."""
+    try:
+        with path.open("ab") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _check_finite(step: int, metrics: Mapping[str, float]) -> None:
@@ -127,9 +125,8 @@ def last_step(run_dir: Path) -> int:
 def drop_records_after(path: Path, step: int) -> None:
     """Truncate a JSON-lines file with ascending steps after its last complete record up to `step`.
 
-    A last line without a newline was being written when the run died and is dropped, too, as are
-    last lines that a host's crash has damaged. Only the part to drop is read: after weeks, a run
-    has gigabytes of completions.
+    Lines that a death has cut or a host's crash damaged go, too. Only the part to drop is read:
+    after weeks, a run has gigabytes of completions.
     """
     if not path.exists():
         return

@@ -35,9 +35,8 @@ class RewardsBySource:
             pool.wait_ready(())
 
     def try_out(self, prompts: Sequence[Prompt]) -> None:
-        """Check that the data has the columns that functions need, and have made-up completions of
-        a prompt of each source scored. Raises what `RewardPool.wait_ready` and `score_trial` raise.
-        """
+        """Check the columns of the data, and score made-up completions of a prompt of each source.
+        Raises what `RewardPool.wait_ready` and `score_trial` raise."""
         for name, pool in self._pools.items():
             own = [prompt for prompt in prompts if prompt.source == name]
             pool.wait_ready([prompt.row for prompt in own])

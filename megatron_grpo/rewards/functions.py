@@ -102,8 +102,8 @@ class LoadedFunction:
     def __call__(self, columns: Mapping[str, Any], timeout: float) -> Answer:
         """Score `columns["completions"]`; the others are GIVEN_COLUMNS and the data's, if accepted.
 
-        None, NaN, infinity or an exception is a failed score. Raises NoScores if the result is
-        otherwise not a list of one number per completion, and whatever the function raises.
+        Raises NoScores if the result is not a list of one score or failure per completion, and
+        whatever the function raises.
         """
         return _answer(self._call(columns, timeout), len(columns["completions"]))
 
@@ -126,11 +126,8 @@ class LoadedFunction:
 
 
 def load_function(spec: RewardFunction) -> LoadedFunction:
-    """Import the function that a config names.
-
-    Raises ValueError if its file has none, if it does not take the config's arguments or, for a
-    built-in function, if it refuses their values.
-    """
+    """Import the function that a config names; ValueError if there is none, if it does not take the
+    config's arguments or, if it is built in, refuses their values."""
     path, colon, name = spec.name.rpartition(":")
     module = (
         load_user_file(Path(path), "file of reward functions")

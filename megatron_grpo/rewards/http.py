@@ -29,7 +29,6 @@ class Unscored(Exception):
 
 
 def check_base_url(base_url: str) -> None:
-    """Raise ValueError unless the argument `base_url` is an address."""
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"base_url {base_url!r} is not an address like http://host:8000/v1")

@@ -1,8 +1,5 @@
-"""Scores completions in worker processes, with time and memory limits.
-
-A process has one pool for each way of scoring. A worker that fails or is late is killed and
-replaced.
-"""
+"""Scores completions in worker processes, with time and memory limits. A worker that fails or is
+late is killed and replaced."""
 
 import math
 import sys
@@ -49,7 +46,6 @@ class RewardWorkerProcess(SupervisedWorker):
 
     @property
     def is_loading(self) -> bool:
-        """Whether it does not take calls yet."""
         return LOAD in self.deadlines
 
     def send_call(self, number: int, call: tuple[Any, ...], seconds: float) -> None:
@@ -111,13 +107,10 @@ class ModelServers(Protocol):
 class RewardPool:
     """Processes that run the config's reward functions, one call per prompt and function.
 
-    They start at once and load in the background. They die with this process, however it ends, and
-    so do the processes they have started. Functions have the rights of the user who trains: time
-    and memory limits are not a sandbox.
-
-    The first process runs all calls of asynchronous functions, up to `reward.max_concurrent_calls`
-    at once; each process runs calls of ordinary functions one after the other. Reward models that
-    the run serves itself are asked in `servers`.
+    They start at once, load in the background, and die with this process, as do their descendants.
+    The first one runs all calls of asynchronous functions, up to `reward.max_concurrent_calls` at
+    once; each runs calls of ordinary functions one after the other. Reward models that the run
+    serves itself are asked in `servers`.
     """
 
     def __init__(self, cfg: RewardConfig, servers: ModelServers | None = None) -> None:
@@ -141,27 +134,33 @@ class RewardPool:
         self._cancelled, self._cancel = Pipe(duplex=False)
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Wait until the functions are loaded, and check that the data has the columns they need.
+        """Wait until the functions are loaded, and check that all rows have the columns they need.
 
-        `rows` are the rows of all prompts to be scored. Raises RewardError, and closes the pool, if
-        a function is not loaded in time or requires a column that some row lacks. Raises
-        EngineError or TimeoutError if the server of a reward model does not start.
+        Raises RewardError, and closes the pool, if not; EngineError or TimeoutError if the server
+        of a reward model does not start.
         """
         try:
             while any(worker.is_loading for worker in self._workers):
                 answers = list(self._advance())
                 assert not answers, "calls run"
-            self._check_columns(rows)
+            for function, names in zip(self.cfg.functions, self._wanted, strict=True):
+                for name in names:
+                    if text := missing_column(name, rows):
+                        raise RewardError(
+                            f"reward function {function.label} requires {name!r}: not in its "
+                            f"arguments {function.arguments}, and {text}"
+                        )
         except RewardError:
             self.close()
             raise
-        self._restart_dead_servers()
+        if self._servers:
+            self._restart_dead(self._servers)
 
     def score_trial(self, prompt: Prompt) -> None:
         """Score two made-up completions of `prompt`, so that a broken function shows before a run.
 
-        Raises RewardError, and closes the pool, for what is not one score per completion. Other
-        failures are printed: in training they are masked, and these texts are not the model's.
+        Raises RewardError, and closes the pool, for what is not one score per completion; prints
+        other failures, which are masked in training.
         """
         samples = [
             Sample(
@@ -186,15 +185,13 @@ class RewardPool:
             )
 
     def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[Scores]:
-        """Scores of every sample by function label; NaN for a failed score.
+        """Scores of every sample by function label; NaN for a failed score (see `rewards`).
 
-        Samples of one prompt must be adjacent. All scores of a call fail if it raises, times out,
-        uses too much memory or kills its process; a single score fails if it is None, an exception
-        or not finite. Raises RewardError, and closes the pool, when more completions than
-        `reward.max_failed_fraction` of `num_completions` have a failed score, and for a call that
-        returns anything but one score per completion. Raises ScoringCancelled once `cancel` was
-        called: the pool can then only be closed. Raises what `wait_ready` raises if the server of a
-        reward model dies twice; once, it is started again, and its calls are repeated.
+        Samples of one prompt must be adjacent. Raises RewardError, and closes the pool, when more
+        completions than `reward.max_failed_fraction` of `num_completions` have a failed score, and
+        for a call that returns anything but one score per completion. Raises ScoringCancelled once
+        `cancel` was called: the pool can then only be closed. Raises what `wait_ready` raises if
+        the server of a reward model dies twice; once, it is started again, its calls repeated.
         """
         assert self._workers, "the pool is closed"
         self.wait_ready([sample.prompt.row for sample in samples])
@@ -207,21 +204,20 @@ class RewardPool:
                 self._send_calls(calls)
                 for call, answer in self._advance():
                     # The failure may be the server's death and not the completion's: repeat it.
-                    if self._was_interrupted(call) and answer.error:
+                    if self._interrupted and self._was_interrupted(call) and answer.error:
                         calls[self._is_async[call.function]].appendleft(call)
                     else:
                         scoring.record(call, answer)
-                self._restart_dead_servers()
+                if self._servers:
+                    self._restart_dead(self._servers)
         except RewardError:
             self.close()
             raise
         return scoring.scores
 
-    def _restart_dead_servers(self) -> None:
+    def _restart_dead(self, servers: ModelServers) -> None:
         """Start dead servers of reward models again, and note which calls that has interrupted."""
-        if self._servers and self._servers.restart_dead(
-            lambda done, total: self._check_cancelled()
-        ):
+        if servers.restart_dead(lambda done, total: self._check_cancelled()):
             functions = self.cfg.functions
             served = [c for c in self._calls.values() if functions[c.function].is_served_here]
             self._interrupted += served
@@ -246,41 +242,36 @@ class RewardPool:
             worker.finish_kill()
         self._workers.clear()
 
-    def _check_columns(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        for function, names in zip(self.cfg.functions, self._wanted, strict=True):
-            for name in names:
-                if text := missing_column(name, rows):
-                    raise RewardError(
-                        f"reward function {function.label} requires {name!r}: not in its "
-                        f"arguments {function.arguments}, and {text}"
-                    )
-
     def _send_calls(self, calls: Mapping[bool, deque[Call]]) -> None:
         """Send the workers as many ordinary and asynchronous calls as they can take."""
-        first = self._workers[0]
-        # The worker cancels such a call by itself at the timeout. If it does not, it is killed,
-        # which fails all its open calls: hence the seconds in addition.
-        while calls[True] and self._can_take(first, is_async=True):
-            self._send_call(first, calls[True].popleft(), self.cfg.timeout + CANCEL_SECONDS)
+        # The worker cancels an asynchronous call by itself at the timeout. If it does not, it is
+        # killed, which fails all its open calls: hence the seconds in addition.
+        limits = {
+            True: (self.cfg.max_concurrent_calls, self.cfg.timeout + CANCEL_SECONDS),
+            False: (1, self.cfg.timeout),
+        }
         for worker in self._workers:
-            if calls[False] and self._can_take(worker, is_async=False):
-                self._send_call(worker, calls[False].popleft(), self.cfg.timeout)
-
-    def _can_take(self, worker: RewardWorkerProcess, *, is_async: bool) -> bool:
-        most = self.cfg.max_concurrent_calls if is_async else 1
-        is_good = not (worker.is_loading or worker.is_retired or worker.failure)
-        return is_good and len(worker.deadlines) < most
-
-    def _send_call(self, worker: RewardWorkerProcess, call: Call, seconds: float) -> None:
-        number = next(self._numbers)
-        self._calls[number] = call
-        columns = call.columns(self._accepted[call.function])
-        worker.send_call(number, (call.function, columns), seconds)
+            if worker.is_loading or worker.is_retired:
+                continue
+            for is_async in [True, False] if worker is self._workers[0] else [False]:
+                (most, seconds), waiting = limits[is_async], calls[is_async]
+                while waiting and len(worker.deadlines) < most and not worker.failure:
+                    number, call = next(self._numbers), waiting.popleft()
+                    self._calls[number] = call
+                    columns = call.columns(self._accepted[call.function])
+                    worker.send_call(number, (call.function, columns), seconds)
 
     def _advance(self) -> Iterator[tuple[Call, Answer]]:
-        """Wait until a worker has loaded, answered or failed; replace failed workers."""
+        """Wait until a worker has loaded, answered or failed, at most until the next deadline;
+        replace failed workers."""
         busy = [worker for worker in self._workers if worker.deadlines]
-        ready = self._wait(busy)
+        dues = [0.0 if w.failure else min(w.deadlines.values()) for w in busy]
+        seconds = max(0.0, min(dues) - running_time())
+        if self._servers:
+            seconds = min(seconds, LOOK_SECONDS)
+        ready = wait([self._cancelled, *[worker.connection for worker in busy]], seconds)
+        if self._cancelled in ready:
+            self._check_cancelled()
         for worker in busy:
             if worker.connection in ready and not worker.failure:
                 yield from self._read(worker)
@@ -294,19 +285,9 @@ class RewardPool:
             if worker.failure or (worker.is_retired and not worker.deadlines):
                 for number in worker.deadlines:
                     yield self._calls.pop(number), Answer(None, worker.failure)
-                self._replace(worker)
-
-    def _wait(self, workers: Sequence[RewardWorkerProcess]) -> list[Any]:
-        """Wait, at most until the next deadline; return the connections with something to read."""
-        is_over = any(worker.failure for worker in workers)
-        deadline = 0.0 if is_over else min(min(w.deadlines.values()) for w in workers)
-        connections = [worker.connection for worker in workers]
-        seconds = max(0.0, deadline - running_time())
-        if self._servers:
-            seconds = min(seconds, LOOK_SECONDS)
-        ready = wait([self._cancelled, *connections], seconds)
-        self._check_cancelled()
-        return ready
+                worker.begin_kill()
+                worker.finish_kill()
+                self._workers[self._workers.index(worker)] = RewardWorkerProcess(self._worker_cfg)
 
     def _check_cancelled(self) -> None:
         if self._cancelled.poll():
@@ -316,25 +297,17 @@ class RewardPool:
         """An answer, if the worker has sent one to a call."""
         was_loading, received = worker.is_loading, worker.receive_answer()
         if was_loading:
-            self._set_functions(worker.failure if received is None else received[1])
+            loaded = worker.failure if received is None else received[1]
+            if isinstance(loaded, str):
+                raise RewardError(f"reward functions {self._names} cannot be loaded: {loaded}")
+            self._wanted = [wanted for wanted, _, _ in loaded]
+            self._accepted = [accepted for _, accepted, _ in loaded]
+            self._is_async = [is_async for _, _, is_async in loaded]
         elif received is not None:
             number, fields = received
             answer = Answer(**fields)
             worker.is_retired |= answer.is_out_of_memory
             yield self._calls.pop(number), answer
-
-    def _set_functions(self, loaded: list[tuple[list[str], list[str] | None, bool]] | str) -> None:
-        """Note what the functions take and which are asynchronous; a text says why none is."""
-        if isinstance(loaded, str):
-            raise RewardError(f"reward functions {self._names} cannot be loaded: {loaded}")
-        self._wanted = [wanted for wanted, _, _ in loaded]
-        self._accepted = [accepted for _, accepted, _ in loaded]
-        self._is_async = [is_async for _, _, is_async in loaded]
-
-    def _replace(self, worker: RewardWorkerProcess) -> None:
-        worker.begin_kill()
-        worker.finish_kill()
-        self._workers[self._workers.index(worker)] = RewardWorkerProcess(self._worker_cfg)
 
     @property
     def _names(self) -> str:
@@ -373,17 +346,14 @@ class RewardPools:
             self._servers.restart_dead(show)
 
     def end_round(self) -> None:
-        """Tell the servers that a round of samples has been scored, by all its pools."""
         if self._servers:
             self._servers.end_round()
 
     def cancel(self) -> None:
-        """Soon end a running `score` of any pool; safe from any thread."""
         for pool in self._pools:
             pool.cancel()
 
     def close(self) -> None:
-        """Kill the workers of all pools, and end the servers."""
         for pool in self._pools:
             pool.close()
         if self._servers:

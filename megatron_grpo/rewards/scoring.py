@@ -40,19 +40,15 @@ class Call:
     samples: Sequence[Sample]
 
     def columns(self, accepted: Collection[str] | None) -> dict[str, list[Any]]:
-        """The completions and the `accepted` arguments, None: all; one value per completion.
-
-        What a function does not read is not sent: token ids are most of a generation's bytes.
-        """
+        """The completions and the `accepted` arguments, None: all; one value per completion. Others
+        are not sent: token ids are most of a generation's bytes."""
         group = [self.samples[place] for place in self.places]
-
-        def is_sent(name: str) -> bool:
-            return accepted is None or name == "completions" or name in accepted
-
-        row = {name: [value] * len(group) for name, value in group[0].prompt.row.items()}
-        given = {name: of for name, of in GIVEN.items() if accepted or name != ONLY_BY_NAME}
-        return {name: column for name, column in row.items() if is_sent(name)} | {
-            name: [of(sample) for sample in group] for name, of in given.items() if is_sent(name)
+        row, everything = group[0].prompt.row, accepted is None
+        names = {"completions", *(accepted or ())}
+        return {n: [value] * len(group) for n, value in row.items() if everything or n in names} | {
+            n: [of(sample) for sample in group]
+            for n, of in GIVEN.items()
+            if n in names or (everything and n != ONLY_BY_NAME)
         }
 
 
@@ -76,11 +72,8 @@ def check_failed(num_failed: int, num_completions: float, cfg: RewardConfig) -> 
 
 
 class Scoring:
-    """The scores of `samples` so far; samples of one prompt must be adjacent.
-
-    `reported` holds the indices of functions of which a failure was already printed. The limit of
-    failures is a share of `num_completions`.
-    """
+    """The scores of `samples` so far; samples of one prompt must be adjacent. `reported` holds the
+    indices of functions of which a failure was printed."""
 
     def __init__(
         self,
@@ -104,11 +97,8 @@ class Scoring:
         ]
 
     def record(self, call: Call, answer: Answer) -> None:
-        """Enter the answer to a call into `scores`.
-
-        Raises RewardError for a result that cannot be masked, and as soon as more completions have
-        failed scores than `reward.max_failed_fraction` allows.
-        """
+        """Enter the answer to a call into `scores`; RewardError for a result that cannot be masked,
+        and once more scores have failed than `reward.max_failed_fraction` allows."""
         label = self._cfg.functions[call.function].label
         prompt = call.samples[call.places[0]].prompt
         error = (
@@ -146,14 +136,9 @@ def total_rewards(
     functions: Sequence[RewardFunction],
     clip_range: tuple[float, float] | None = None,
 ) -> list[float]:
-    """Weighted sum over the functions, clipped to `clip_range` if given, one per completion.
-
-    `scores` are keyed by function label. NaN if any function's score is NaN, whatever its weight:
-    such a completion counts as unscored.
-    """
-    totals = [
-        sum(function.weight * score[function.label] for function in functions) for score in scores
-    ]
+    """Weighted sum over the functions, clipped to `clip_range` if given, one per completion; NaN if
+    any function's score is, whatever its weight: the completion counts as unscored."""
+    totals = [sum(each.weight * score[each.label] for each in functions) for score in scores]
     if clip_range is None:
         return totals
     low, high = clip_range
@@ -170,10 +155,8 @@ FIRST_WINDOW = 64
 def with_steps(
     samples: Sequence[Sample], scores: Sequence[Scores], decode: Decode
 ) -> Sequence[Sample]:
-    """The samples, with the scores of their steps as rewards of the tokens that end these.
-
-    `decode` makes text of tokens as engines do, without special tokens.
-    """
+    """The samples, with the scores of their steps as rewards of the tokens that end these; `decode`
+    leaves out special tokens, as engines do."""
     if not any(score.steps for score in scores):
         return samples
     return [

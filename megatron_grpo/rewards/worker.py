@@ -1,13 +1,10 @@
 """The process that runs reward functions: `python -m megatron_grpo.rewards.worker FD MEGABYTES`.
 
-It reads the config's functions and `reward.timeout` from the socket FD, and answers with the
-columns that each function requires and accepts and whether it is asynchronous, or with why they
-cannot be loaded. Then it answers every call, by the call's number. It sends JSON, so that the
-trainer unpickles nothing from it. It ends when the socket closes.
-
-Calls of ordinary functions run one after the other in the main thread, outside of any event loop;
-calls of asynchronous functions run concurrently in one loop. The trainer sends calls of one kind
-only when all calls of the other kind are answered.
+It reads the config's functions and `reward.timeout` from the socket FD, answers with the columns
+that each requires and accepts and whether it is asynchronous, or with why they cannot be loaded,
+and then every call by its number, in JSON, until the socket closes. Calls of ordinary functions run
+one after the other in the main thread, those of asynchronous ones concurrently in one loop. The
+trainer sends calls of one kind only when all calls of the other kind are answered.
 """
 
 import asyncio
@@ -40,7 +37,6 @@ class RewardWorker:
         self._timeout = 0.0
 
     def serve(self) -> None:
-        """Answer until the socket closes."""
         specs, self._timeout = self._trainer.recv()
         is_loaded, loaded = attempt(lambda: [*map(load_function, specs)], self._limit)
         if not is_loaded:
@@ -66,11 +62,8 @@ class RewardWorker:
             return self._failed(error)
 
     async def _answer_concurrently(self, first: Any) -> Any:
-        """Run `first` and the asynchronous calls that arrive meanwhile, until none is left.
-
-        An ordinary call arrives once all of them are answered, perhaps before their tasks have
-        finished here; it is returned to the caller.
-        """
+        """Run `first` and the asynchronous calls that arrive meanwhile, until none is left; return
+        the ordinary call that arrives once all are answered, perhaps before their tasks end."""
         loop = asyncio.get_running_loop()
         tasks = set[asyncio.Task[None]]()
         ordinary: list[Any] = []

@@ -73,11 +73,9 @@ class RunFiles:
         return head[:-1].encode() + b', "records": ' + array(rows) + b"}"
 
     def completions(self, step: int) -> bytes:
-        """The completions that were logged with a step."""
         return array(rows_of(self.run_dir / COMPLETIONS_FILE, step, step))
 
     def eval_completions(self, step: int) -> bytes:
-        """The completions of the evaluation after a step."""
         return array(rows_of(self.run_dir / EVAL_COMPLETIONS_FILE, step, step))
 
     def token_keys(self, step: int) -> bytes:
@@ -86,7 +84,6 @@ class RunFiles:
         return json.dumps([key[1:] for row in rows if (key := identity_of(row))]).encode()
 
     def tokens(self, step: int, prompt_index: int, sample_index: int) -> bytes:
-        """The tokens of a completion, or null."""
         identity = (step, prompt_index, sample_index)
         return row_with(self.run_dir / TOKENS_FILE, identity) or b"null"
 

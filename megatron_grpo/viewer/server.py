@@ -73,7 +73,6 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        """Answer with a file of the page or a part of a run."""
         if not is_ours(self.headers.get("Host", "")):
             self.send_error(HTTPStatus.FORBIDDEN, "This page is served on this host alone")
             return

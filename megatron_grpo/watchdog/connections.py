@@ -1,10 +1,9 @@
 """Both ends of the connections between the ranks and rank 0: lines of JSON over TCP.
 
 A thread of each rank (`Heartbeat`) reports to a thread of rank 0 (`WatchdogServer`), which tells
-all ranks when the job is over. Sockets rather than keys in torch's TCPStore, because the kernel
-closes a dead rank's connection: the death is known in half a second, where a key would only cease
-to change. As in the rest of the job, the network is trusted; a client whose first line is not
-`{"rank": r, "host": h, "pid": p}` is hung up on.
+all ranks when the job is over. Sockets rather than keys in torch's TCPStore: the kernel closes a
+dead rank's connection, so that its death is known in half a second. The network is trusted; a
+client whose first line is not `{"rank": r, "host": h, "pid": p}` is hung up on.
 """
 
 import asyncio
@@ -51,7 +50,6 @@ class ServerAddress:
 
 
 def encode_line(**fields: Any) -> bytes:
-    """A message: one line of JSON."""
     return json.dumps(fields).encode() + b"\n"
 
 
@@ -88,7 +86,6 @@ class WatchdogServer:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until all ranks have been told that the job is over."""
         self._thread.join()
 
     async def _run(self) -> None:
@@ -159,10 +156,8 @@ class WatchdogServer:
             writer.write(message)
 
     async def _finish(self, end: End) -> None:
-        """Tell the other ranks first, since this thread ends with rank 0's process.
-
-        Stacks are written in a separate thread: the job may hang in the file system.
-        """
+        """Tell the other ranks first, since this thread ends with rank 0's process. Stacks are
+        written in a separate thread: the job may hang in the file system."""
         message = encode_line(end={"code": end.code, "text": end.text})
         own = self._ranks.get(0)
         for writer in self._ranks.values():
@@ -186,10 +181,7 @@ class WatchdogServer:
 
 
 def connect(address: ServerAddress, rank: int, timeout: float) -> socket.socket:
-    """Connect this process to the server as `rank`.
-
-    Raises OSError if the server cannot be reached within `timeout` seconds.
-    """
+    """Connect this process to the server as `rank`; OSError if that takes `timeout` seconds."""
     connection = socket.create_connection((address.host, address.port), timeout)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(encode_line(rank=rank, host=socket.gethostname(), pid=os.getpid()))
@@ -200,9 +192,8 @@ def connect(address: ServerAddress, rank: int, timeout: float) -> socket.socket:
 class Heartbeat:
     """Sends heartbeats with the main thread's `position()`, and passes on its messages.
 
-    `preempt` is called when any rank of the job was told to stop; `interrupted()` is what a job
-    says that Ctrl-C ends. Unless all ranks succeed, this thread ends the process when the job is
-    over.
+    `preempt` is called when any rank was told to stop; `interrupted()` is the last line after
+    Ctrl-C. Unless all ranks succeed, this thread ends the process when the job is over.
     """
 
     def __init__(
@@ -235,11 +226,8 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Start the thread and handle signals; call this from the main thread.
-
-        Python's C signal handler writes each signal's number to the wake-up socket, whatever the
-        main thread is doing.
-        """
+        """Start the thread and handle signals; call this from the main thread. Python's C handler
+        writes each signal's number to the wake-up socket, whatever the main thread is doing."""
         signal.signal(UNWIND, signal.default_int_handler)
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as under nohup
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -250,7 +238,6 @@ class Heartbeat:
         self._thread.start()
 
     def send(self, **fields: Any) -> None:
-        """Send a message to the server; callable from any thread."""
         self._loop.call_soon_threadsafe(self._writer.write, encode_line(**fields))
 
     def join(self) -> None:
@@ -285,7 +272,6 @@ class Heartbeat:
         self._exit_without_rank_0("died")
 
     def _beat(self) -> None:
-        """Send heartbeats from now on."""
         if running_time() - self._heard >= self._intervals.silence:
             self._exit_without_rank_0(f"has not answered for {self._intervals.silence:g} s")
         cpu = time.clock_gettime(self._main_clock)

@@ -73,12 +73,9 @@ class Limits:
         )
 
     def for_phase(self, phase: str, *, is_first_step: bool) -> Limit | None:
-        """The limit while rank 0 is in `phase`; None if it may take any time.
-
-        Files may be slow, an engine that generates nothing or does not start counts as lost, and
-        every call of a reward or an environment has its own limit. The first step of a process gets
-        more time, for compiling kernels and making connections.
-        """
+        """The limit while rank 0 is in `phase`; None if it may take any time: files may be slow,
+        and engines and calls of rewards have limits of their own. The first step of a process gets
+        more time, for compiling kernels and making connections."""
         match phase.removeprefix(f"{WAIT}_"):
             case "await_engines":
                 return self.start
@@ -297,17 +294,13 @@ class Job:
             return None
         if answered and self._num_limits < COMPUTING and self._is_computing(now):
             self._num_limits += 1
-            self._look(now)
+            self._looked, self._asked = now, None
             return None
         return self._hang(now)
 
     def _reset_progress(self, now: float) -> None:
-        self._progress, self._num_limits = now, 1
-        self._look(now)
-
-    def _look(self, now: float) -> None:
-        # Not over all members: each of 1,024 ranks makes progress every second.
-        self._looked, self._asked = now, None
+        # Without a walk over all members: each of 1,024 ranks makes progress every second.
+        self._progress, self._looked, self._num_limits, self._asked = now, now, 1, None
 
     def _is_computing(self, now: float) -> bool:
         """Whether a rank that waits for no other has used the CPU since the last look."""

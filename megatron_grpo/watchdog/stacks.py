@@ -34,9 +34,8 @@ def place_of(stack: str) -> str:
 def stragglers(stacks: Mapping[int, str], progress: Mapping[int, tuple[int, int]]) -> list[int]:
     """The ranks that the others wait for, as far as stacks and progress show; else none.
 
-    `progress` increases as a rank advances. If most ranks wait for others in a collective, the ones
-    that do not are the cause. Otherwise it is those that lag behind, or else those that are at a
-    different place than most.
+    If most ranks wait in a collective, the others are the cause; otherwise those that lag behind,
+    or else those at a different place than most.
     """
     busy = [rank for rank, stack in stacks.items() if not WAITS.search(stack)]
     if busy and 2 * len(busy) <= len(stacks):

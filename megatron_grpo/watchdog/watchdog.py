@@ -1,8 +1,8 @@
 """The watchdog of a rank, as its main thread uses it.
 
-Main threads spend their time in collectives, which cannot be interrupted. So a second thread talks
-to a server on rank 0 (`connections.py`), which tracks the state of all ranks (`job.py`). When the
-job is over, that second thread ends the process.
+Main threads spend their time in collectives, which cannot be interrupted: a second thread talks to
+a server on rank 0 (`connections.py`), which tracks all ranks (`job.py`), and ends the process when
+the job is over.
 """
 
 import json
@@ -52,11 +52,9 @@ class Watchdog:
     """The watchdog of one rank; each creates one with the job's `store` and enters its context.
 
     Anything that ends the block on one rank ends all ranks within seconds: an exception, Preempted,
-    a death, a hang, SIGINT. The process then exits inside the context with the job's exit code,
-    and rank 0 prints the reason. The context is left only when all ranks have reached its end.
-
-    After a hang, logs/stacks.txt in `run_dir` holds the stacks of all ranks; after an error
-    reported in one line, its traceback.
+    a death, a hang, SIGINT. The process then exits inside the context with the job's exit code, and
+    rank 0 prints the reason; logs/stacks.txt in `run_dir` holds the stacks of all ranks after a
+    hang, the traceback after an error of one line. All ranks leave the context together.
     """
 
     def __init__(
@@ -142,10 +140,8 @@ class Watchdog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Report the first exception that ends the main thread to all ranks at once.
-
-        Meant for `ExitStack.push`, because closing the rest of the stack may take seconds.
-        """
+        """Report the first exception that ends the main thread to all ranks at once; for
+        `ExitStack.push`, because closing the rest of the stack may take seconds."""
         if error is None or self._has_reported or isinstance(error, (*AGREED, KeyboardInterrupt)):
             return
         self._has_reported = True
@@ -183,9 +179,8 @@ def server_host(place: RankPlace, store: Store) -> str:
 def _failure(error: BaseException, step: int) -> Failure:
     """The report of an exception in optimizer step `step`: one line, if that says everything.
 
-    Before the first step (0), ValueError, OSError and ModuleNotFoundError mean that config, data,
-    files or packages need fixing, unless the error is transient. Later the same command may
-    succeed, and unforeseen errors are reported with their stack.
+    Before the first step, ValueError, OSError and ModuleNotFoundError mean that config, data, files
+    or packages need fixing, unless transient. Later the same command may succeed.
     """
     trace = "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
     is_ours = isinstance(error, (ValueError, OSError, ModuleNotFoundError))

@@ -31,11 +31,9 @@ Start = tuple[Future[Popen[bytes]], Callable[[], Popen[bytes]]]
 
 
 def spawn(command: list[str], **options: Any) -> Popen[bytes]:
-    """Start a process as `Popen` does, from a thread that lasts as long as this process.
-
-    Linux signals a child that is tied to its parent when the *thread* that started it ends
-    (PR_SET_PDEATHSIG), and threads of pools end before their process.
-    """
+    """Start a process as `Popen` does, from a thread that lasts as long as this process: Linux
+    signals a child that is tied to its parent when the *thread* that started it ends
+    (PR_SET_PDEATHSIG), and threads of pools end before their process."""
     started: Future[Popen[bytes]] = Future()
     _spawner(os.getpid()).put((started, lambda: Popen(command, **options)))
     return started.result()
@@ -65,16 +63,17 @@ class ChildProcess:
 
     process: Popen[bytes]
     folder: Path
-    """TMPDIR of the process, removed with it: a killed engine leaves sockets and the like there.
-
-    If this process is killed, the process that `parent_death` leaves waiting removes it."""
+    """TMPDIR of the process, removed with it, or if this process is killed by the process that
+    `parent_death` leaves waiting: a killed engine leaves sockets and the like there."""
 
     @classmethod
     def start(
         cls, command: list[str], environment: Mapping[str, str], output: IO[bytes]
     ) -> "ChildProcess":
-        """Start `command`, which writes to `output`."""
-        folder = _make_folder()
+        folder = Path(tempfile.mkdtemp(prefix="engine_"))
+        if len(str(folder)) > MAX_FOLDER_LENGTH:
+            folder.rmdir()
+            folder = Path(tempfile.mkdtemp(prefix="engine_", dir="/tmp"))
         wrapper = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), str(folder)]
         process = spawn(
             [*wrapper, *command],
@@ -92,7 +91,6 @@ class ChildProcess:
         return "" if code is None else f"ended with {describe_exit(code)}"
 
     def terminate(self, within: float) -> None:
-        """Tell it to end, and kill it with all that it started after `within` seconds."""
         self.process.terminate()
         self.end(within)
         self.kill()
@@ -108,12 +106,3 @@ class ChildProcess:
                 time.sleep(0.05)
             os.killpg(self.process.pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _make_folder() -> Path:
-    """A new private folder whose path is short enough for the paths of an engine's sockets."""
-    folder = tempfile.mkdtemp(prefix="engine_")
-    if len(folder) > MAX_FOLDER_LENGTH:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="engine_", dir="/tmp")
-    return Path(folder)

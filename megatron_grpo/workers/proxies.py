@@ -18,9 +18,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def direct(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
-    """The variables with which clients reach loopback, this host and `hosts` without a proxy.
-
-    What the user has excepted stays so. Empty where `environ` has no proxy.
+    """The variables with which clients reach loopback, this host and `hosts` without a proxy, and
+    what the user has excepted; empty where `environ` has no proxy.
 
     >>> direct({"http_proxy": "http://proxy:3128", "NO_PROXY": ".corp"})["no_proxy"]
     '.corp,localhost,127.0.0.1,::1,node-7'
@@ -36,7 +35,6 @@ def direct(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
 
 
 def proxy_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `environ` that name a proxy."""
     names = [*PROXIES, *map(str.upper, PROXIES)]
     return {name: environ[name] for name in names if environ.get(name)}
 
@@ -56,10 +54,8 @@ def proxy_of(url: str) -> str | None:
 
 
 def proxy_hint(url: str) -> str:
-    """Advice on `NO_PROXY` after a failed request for `url`; empty if no proxy applies.
-
-    The proxy itself is not told, as its address may hold a password.
-    """
+    """Advice on `NO_PROXY` after a failed request for `url`; empty if no proxy applies. The proxy
+    itself is not named, as its address may hold a password."""
     if not (variable := _variable_for(url)):
         return ""
     host = urlsplit(url).hostname

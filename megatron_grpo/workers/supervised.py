@@ -28,9 +28,9 @@ END_SECONDS = 10.0
 class SupervisedWorker:
     """`python -m MODULE FD MEGABYTES` below a supervisor, started at once.
 
-    The process is a fresh interpreter rather than a fork, without torch and the trainer's threads.
-    It dies with this process, however that ends, and so do the processes it has started. It
-    receives pickles and answers in JSON, so that nothing from user code is unpickled.
+    A fresh interpreter, without torch and the trainer's threads, which dies with this process, as
+    do the processes it has started. It receives pickles and answers in JSON, so that nothing from
+    user code is unpickled.
     """
 
     def __init__(
@@ -64,7 +64,6 @@ class SupervisedWorker:
         return death_text(self._supervisor.returncode, self._memory_limit)
 
     def begin_kill(self) -> None:
-        """Tell the supervisor to kill the worker and all its descendants."""
         self._supervisor.send_signal(supervisor.END)
 
     def finish_kill(self) -> None:
@@ -75,10 +74,8 @@ class SupervisedWorker:
 
 
 def limit_sends(connection: Connection, seconds: float) -> None:
-    """Let a send that makes no progress for `seconds` raise BlockingIOError.
-
-    A message may be larger than what the kernel buffers while the other side does not read.
-    """
+    """Let a send that makes no progress for `seconds` raise BlockingIOError: a message may be
+    larger than what the kernel buffers while the other side does not read."""
     whole = int(seconds)
     timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
@@ -91,10 +88,8 @@ def load_seconds(timeout: float) -> float:
 
 
 def begin_worker() -> tuple[Connection, int]:
-    """Connection of a worker to the trainer, and the memory limit in megabytes.
-
-    Limits this process's memory to that, and makes it ignore the scheduler's signals.
-    """
+    """Connection of a worker to the trainer, and its memory limit in megabytes, which is set; the
+    scheduler's signals are ignored."""
     for number in supervisor.SCHEDULERS:
         # A handler rather than SIG_IGN, which programs started by user code would inherit.
         signal.signal(number, lambda *_: None)
@@ -107,10 +102,8 @@ def begin_worker() -> tuple[Connection, int]:
 
 @contextmanager
 def forks_end_here() -> Iterator[None]:
-    """Run a worker's user code in the block; processes that it forks exit at its end.
-
-    So they can neither return from it nor raise out of it.
-    """
+    """Run a worker's user code in the block; processes that it forks exit at its end, so that they
+    neither return from it nor raise out of it."""
     pid = os.getpid()
     try:
         yield

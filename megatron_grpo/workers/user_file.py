@@ -47,10 +47,8 @@ EVENT_LOOP = Path(traceback.__file__).parent / "asyncio"
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether this package has raised the ValueError, whose text then says all.
-
-    One of the user's code (a JSONDecodeError, for example) needs its type, file and line.
-    """
+    """Whether this package has raised the ValueError, whose text then says all; one of the user's
+    code (a JSONDecodeError, for example) needs its type, file and line."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return isinstance(error, ValueError) and _is_ours(frames[-1].f_code.co_filename)
 
@@ -105,10 +103,8 @@ def required_parameters(parameters: Mapping[str, Parameter]) -> list[str]:
 
 
 def accepted_columns(parameters: Mapping[str, Parameter]) -> list[str] | None:
-    """Names of the columns that these parameters accept; None: all, since one is `**columns`.
-
-    `**_` accepts none: by its name, nothing reads it.
-    """
+    """Names of the columns that these parameters accept; None: all, since one is `**columns`. `**_`
+    accepts none: by its name, nothing reads it."""
     catch_all = [name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD]
     if catch_all and catch_all != ["_"]:
         return None
@@ -118,7 +114,6 @@ def accepted_columns(parameters: Mapping[str, Parameter]) -> list[str] | None:
 def select_accepted(
     given: Mapping[str, Any], parameters: Mapping[str, Parameter]
 ) -> dict[str, Any]:
-    """The items of `given` that these parameters accept."""
     names = accepted_columns(parameters)
     return {name: value for name, value in given.items() if names is None or name in names}
 

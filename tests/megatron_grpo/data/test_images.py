@@ -25,7 +25,7 @@ from helpers.images import (
 from helpers.towers import tiny_multimodal
 from megatron_grpo.data.images import check_images, read_images
 from megatron_grpo.data.prompts import load_prompts
-from megatron_grpo.data.rows import logged_columns
+from megatron_grpo.data.samples import logged_columns
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.vllm.args import check_engine_arguments
 from megatron_grpo.prompt_checks import _short_text

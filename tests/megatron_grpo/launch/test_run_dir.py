@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 from megatron_grpo.launch import run_dir
 from megatron_grpo.launch.run_dir import (
     Mount,
-    append_lines,
     check_run_dir,
     check_token,
     interrupted_text,
@@ -24,6 +22,7 @@ from megatron_grpo.launch.run_dir import (
     run_lock,
     take_token,
 )
+from megatron_grpo.reporting.tracking import append_rows
 
 HOLD = """
 import sys, time
@@ -183,7 +182,7 @@ def test_lines_that_cannot_be_written_are_told_by_file_and_the_step_to_resume_fr
     tmp_path: Path,
 ) -> None:
     with pytest.raises(OSError) as told, resumable(tmp_path):
-        append_lines(Path("/dev/full"), [json.dumps({"step": 1})] * 9)
+        append_rows(Path("/dev/full"), [{"step": 1}] * 9)
     assert str(told.value) == (
         "/dev/full: No space left on device; run the same command to begin from the start"
     )

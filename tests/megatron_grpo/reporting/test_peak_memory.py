@@ -17,7 +17,3 @@ def peak_on_rank(rank: int) -> dict[str, float]:
 def test_of_all_ranks_the_fullest_gpu_is_told():
     told = {"perf/max_memory_allocated_gb": 2.0, "perf/max_memory_reserved_gb": 4.0}
     assert run_ranks(2, peak_on_rank) == [told, told]
-
-
-def test_without_gpus_nothing_is_told():
-    assert peak_memory(torch.device("cpu")) == {}
