@@ -146,7 +146,7 @@ class GenerationRunner(Runner):
         taken: Sequence[Attempt],
         rejected: Sequence[Attempt],
     ) -> RolloutBatch:
-        """What training gets of a generation; in the main thread, as it may be large."""
+        """Make the batch for training; in the main thread, as it may be large."""
         groups = [each.scored for each in taken if each.scored]
         experience = compute_advantages(
             [sample for group in groups for sample in group.samples],
