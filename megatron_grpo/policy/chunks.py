@@ -194,9 +194,9 @@ def describe(chunk: GPTModel, optimizer: Any) -> str:
     )
 
 
-def expert_biases(chunk: Any) -> Iterator[tuple[str, Tensor]]:
+def expert_biases(chunk: Any) -> list[tuple[str, Tensor]]:
     """The biases by which experts are chosen, by name: they are buffers."""
-    return (each for each in chunk.named_buffers() if each[0].endswith(EXPERT_BIAS))
+    return [each for each in chunk.named_buffers() if each[0].endswith(EXPERT_BIAS)]
 
 
 def _pass_hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
