@@ -262,8 +262,7 @@ class RewardPool:
                     worker.send_call(number, (call.function, columns), seconds)
 
     def _advance(self) -> Iterator[tuple[Call, Answer]]:
-        """Wait until a worker has loaded, answered or failed, at most until the next deadline;
-        replace failed workers."""
+        """Wait until a worker has loaded, answered, failed or is late; replace failed workers."""
         busy = [worker for worker in self._workers if worker.deadlines]
         dues = [0.0 if w.failure else min(w.deadlines.values()) for w in busy]
         seconds = max(0.0, min(dues) - running_time())
