@@ -81,9 +81,9 @@ class RankZero:
         """
         with self.log.bar.waiting(self.with_engines.servers.awaited, "answer") as show:
             self.with_engines.wait_ready(show)
-        if awaited := self.with_engines.pools.awaited:
-            with self.log.bar.waiting(awaited, "answer") as show:
-                self.with_engines.pools.wait_ready(show)
+        if (models := self.with_engines.pools.servers) and models.awaited:
+            with self.log.bar.waiting(models.awaited, "answer") as show:
+                models.restart_dead(show)
         self.watchdog.on_preempt(self.with_engines.cancel)
 
     def enter(self, phase: str) -> None:
