@@ -81,9 +81,9 @@ class FolderEvaluation:
             self._evaluations = Evaluations(cfg, shape, tokenizer, router, pools, partners)
             with waiting(self.servers.awaited, "answer") as show:
                 self.servers.wait_ready(cfg.rollout.startup_timeout, show)
-            if pools.awaited:
-                with waiting(pools.awaited, "answer") as show:
-                    pools.wait_ready(show)
+            if pools.servers and pools.servers.awaited:
+                with waiting(pools.servers.awaited, "answer") as show:
+                    pools.servers.restart_dead(show)
             self._stack = stack.pop_all()
 
     def close(self) -> None:

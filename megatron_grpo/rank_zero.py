@@ -76,9 +76,9 @@ class RankZero:
         services = self.with_engines
         with self.log.bar.waiting(services.servers.awaited, "answer") as show:
             services.wait_ready(show)
-        if awaited := services.pools.awaited:
-            with self.log.bar.waiting(awaited, "answer") as show:
-                services.pools.wait_ready(show)
+        if (models := services.pools.servers) and models.awaited:
+            with self.log.bar.waiting(models.awaited, "answer") as show:
+                models.restart_dead(show)
         services.partners.wait_ready(self.stream.prompts)
         self.watchdog.on_preempt(services.cancel)
 

@@ -110,8 +110,7 @@ def verify(folder: Path, manifest: Manifest, names: Collection[str], show: Show)
 
 
 def fair_share(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
-    """The files that `rank` verifies: assigned largest first, each to the rank with the fewest
-    bytes so far."""
+    """The files that `rank` verifies: largest first, each to the rank with the fewest bytes."""
     loads = [(0, other) for other in range(num_ranks)]
     mine = []
     for name in sorted(manifest, key=lambda name: (-manifest[name].num_bytes, name)):

@@ -139,8 +139,7 @@ def _verify(checkpoint: Path) -> None:
 def _read(
     checkpoint: Path, step: int, dims: ParallelDims, policy: Policy, reference: Reference | None
 ) -> None:
-    """Load a checkpoint into the models; if that fails half-way, another one overwrites everything,
-    or the run ends."""
+    """Load a checkpoint; if that fails half-way, another overwrites everything, or the run ends."""
     if dist.get_rank() == 0:
         screen_checkpoint(checkpoint)
     record = trainer_state.read_record(checkpoint, step)

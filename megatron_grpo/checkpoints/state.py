@@ -118,8 +118,7 @@ def chained_optimizers(policy: Policy) -> list[Any]:
 
 
 def object_names(policy: Policy) -> list[str]:
-    """Names of entries that Megatron requires and that are empty; ValueError if one holds
-    something, such as FP8 scales."""
+    """Names of empty entries that Megatron requires; ValueError if one holds FP8 scales or so."""
     objects = [sharded for sharded in _sharded(policy) if isinstance(sharded, ShardedObject)]
     full = [each.key for each in objects if isinstance(each.data, Tensor) and each.data.numel()]
     if full:

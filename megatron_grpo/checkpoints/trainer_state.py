@@ -98,8 +98,7 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def read_record(folder: Path, step: int) -> Record:
-    """Read `trainer.json` of the checkpoint of `step`; ValueError if it is damaged, OSError, naming
-    the file, when it cannot be read."""
+    """Read `trainer.json` of the checkpoint of `step`; ValueError if damaged, OSError if unread."""
     path = folder / STATE_FILE
     try:
         with errors_named(path):

@@ -47,7 +47,7 @@ def encode_rows(
     reader: ImageReader | None = None,
 ) -> list[Encoded | Fault]:
     """The prompt of every row, or why it has none. Raises ValueError if the tokenizer makes no
-    tokens of any row, or its chat template is missing or uses no variable that is set for it."""
+    tokens of any row, or its chat template is missing or ignores a variable of the config."""
     chats = [chat_of(data, row) for row in rows]
     if not data.apply_chat_template:
         return _encode(data, tokenizer, chats)

@@ -1,5 +1,4 @@
-"""Chat messages as people write them, of data and of agents: OpenAI's forms, and what tables do to
-them."""
+"""Chat messages of data and of agents: OpenAI's forms, and what tables do to them."""
 
 import json
 from typing import Any

@@ -44,8 +44,7 @@ class Prompt:
     source: str = ALONE
     """Its source, by the name in `sources`."""
     is_own: bool = False
-    """Whether it is of one sample alone: its environment has appended to it, or its agent made it.
-    """
+    """Whether it is of one sample alone: its environment has changed it, or its agent made it."""
     images: PromptSources | None = None
     data: DataConfig | None = None
     """How `row` became `text`; None for a text alone."""

@@ -45,8 +45,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 SERIES_OF_EVALUATION = -1
-"""Used in place of a generation's number, so that every evaluation of a run has the same seeds, and
-training never uses them."""
+"""In place of a generation's number: all evaluations have the same seeds, none of training's."""
 
 ROUNDING = 1e-9
 """A weighted sum of rewards may miss `eval.pass_threshold` by this, as 0.7 + 0.2 + 0.1 does."""
@@ -65,10 +64,7 @@ class Evaluated:
 
 
 def as_evaluated(cfg: Config, name: str = "") -> Config:
-    """`cfg` with the data, rewards and sampling of the held-out set `name` in place of its own.
-
-    Its `eval` describes that set alone.
-    """
+    """`cfg` with the data, rewards, sampling and `eval` of the held-out set `name` alone."""
     own, rollout = cfg.eval.named_sets[name], cfg.rollout
     assert own.data is not None, "it has prompts"
     sampling: dict[str, Any] = {"top_p": own.top_p, "top_k": own.top_k}

@@ -1,7 +1,4 @@
-"""This process's role: a rank under torchrun or Slurm, or alone and about to start the ranks.
-
-Without torch, which takes seconds.
-"""
+"""This process's role: a rank under torchrun or Slurm, or about to start them. Without torch."""
 
 import json
 import os

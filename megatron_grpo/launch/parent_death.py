@@ -78,7 +78,7 @@ def state_of(pid: int) -> str:
 
 def kill_group(group: int) -> bool:
     """Kill the other processes of a group, even stopped ones; returns whether there were any.
-    Python's resource trackers unlink the shared memory that the others leave, and then end."""
+    Spares resource trackers of Python: they unlink the others' shared memory, and then end."""
     is_any_killed = False
     for pid in {int(name) for name in os.listdir("/proc") if name.isdecimal()} - {os.getpid()}:
         with suppress(OSError):  # it has ended

@@ -284,10 +284,8 @@ def _std(values: Tensor) -> float:
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Peak memory since the last call, in GB (1e9 bytes): the maximum over all ranks. Collective.
-
-    From torch's allocator on CUDA: memory allocated to tensors, and reserved from the GPU.
-    """
+    """Peaks of torch's allocator on CUDA since the last call, allocated and reserved, in GB (1e9
+    bytes): the maximum over all ranks. Collective."""
     taken = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
     torch.cuda.reset_peak_memory_stats(device)
     peaks = torch.tensor(taken, dtype=torch.float64)

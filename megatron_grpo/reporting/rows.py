@@ -30,10 +30,8 @@ class Row(NamedTuple):
 
 
 def rows_of(path: Path, first: int, last: int) -> Iterator[bytes]:
-    """The JSON objects of the steps `first` to `last`, undecoded.
-
-    One without a step, as some of the timeline, belongs to the step before it; at first to 0.
-    """
+    """The JSON objects of the steps `first` to `last`, undecoded; one without a step, as some of
+    the timeline, belongs to the step before it, at first 0."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -1,7 +1,4 @@
-"""The log of a run, step by step: terminal output and files. Rank 0 only.
-
-It warns, once each, of patterns that docs/symptoms.md explains.
-"""
+"""The log of a run on rank 0, step by step: terminal and files; warns of docs/symptoms.md."""
 
 import sys
 from collections import defaultdict, deque
@@ -133,8 +130,7 @@ class RunLog:
         return self.tracking.has_metrics(step, names)
 
     def evaluation(self, step: int, evaluated: Mapping[str, Evaluated], seconds: float) -> None:
-        """Show and log the results of the held-out sets, by name, after `step`; add their metrics
-        to the step's."""
+        """Show and log the results of the held-out sets, by name, with the metrics of `step`."""
         rows: list[dict[str, Any]] = []
         metrics: dict[str, float] = {}
         for name, result in evaluated.items():

@@ -42,7 +42,8 @@ class RewardsBySource:
             pool.wait_ready([prompt.row for prompt in own])
             if own:
                 pool.score_trial(own[0])
-        self._all_pools.end_round()
+        if self._all_pools.servers:
+            self._all_pools.servers.end_round()
 
     def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[Scores]:
         """The scores of every sample by label: those of its source's functions, and `environment`
@@ -59,7 +60,8 @@ class RewardsBySource:
                     for score, sample in zip(found, own, strict=True):
                         score[term] = sample.dialogue_reward
                 scores |= zip(places, found, strict=True)
-            self._all_pools.end_round()
+            if self._all_pools.servers:
+                self._all_pools.servers.end_round()
         return [scores[i] for i in range(len(samples))]
 
     def totals(

@@ -95,7 +95,8 @@ class ModelServers(Protocol):
         """The functions, with an address in place of the path of each model."""
 
     def restart_dead(self, show: Show) -> bool:
-        """Start those again that have died, and return when all answer; whether any had died."""
+        """Start those again that have died, and return when all answer; whether any had died.
+        Raises EngineError or TimeoutError if they do not."""
 
     def end_round(self) -> None:
         """Record that completions were scored."""
@@ -262,8 +263,7 @@ class RewardPool:
                     worker.send_call(number, (call.function, columns), seconds)
 
     def _advance(self) -> Iterator[tuple[Call, Answer]]:
-        """Wait until a worker has loaded, answered or failed, at most until the next deadline;
-        replace failed workers."""
+        """Wait until a worker has loaded, answered, failed or is late; replace failed workers."""
         busy = [worker for worker in self._workers if worker.deadlines]
         dues = [0.0 if w.failure else min(w.deadlines.values()) for w in busy]
         seconds = max(0.0, min(dues) - running_time())
@@ -321,7 +321,7 @@ class RewardPools:
     """
 
     def __init__(self, servers: ModelServers | None = None) -> None:
-        self._servers = servers
+        self.servers = servers
         self._pools: list[RewardPool] = []
         self.lock = Lock()
         """Held while completions are scored: pools serve one thread at a time, and an evaluation
@@ -332,22 +332,8 @@ class RewardPools:
         for pool in self._pools:
             if pool.cfg == cfg:
                 return pool
-        self._pools.append(RewardPool(cfg, self._servers))
+        self._pools.append(RewardPool(cfg, self.servers))
         return self._pools[-1]
-
-    @property
-    def awaited(self) -> str:
-        """Text for `wait_ready`: the servers of reward models; empty if there are none."""
-        return self._servers.awaited if self._servers else ""
-
-    def wait_ready(self, show: Show) -> None:
-        """Wait until the servers of reward models answer; raises EngineError or TimeoutError."""
-        if self._servers:
-            self._servers.restart_dead(show)
-
-    def end_round(self) -> None:
-        if self._servers:
-            self._servers.end_round()
 
     def cancel(self) -> None:
         for pool in self._pools:
@@ -356,5 +342,5 @@ class RewardPools:
     def close(self) -> None:
         for pool in self._pools:
             pool.close()
-        if self._servers:
-            self._servers.close()
+        if self.servers:
+            self.servers.close()

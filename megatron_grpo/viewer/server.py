@@ -21,8 +21,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
     "img-src data: blob:"
 )
-"""Content Security Policy of the page, whatever a completion contains. plotly.js makes style
-elements."""
+"""Content Security Policy of the page. plotly.js makes style elements."""
 
 
 class Server(ThreadingHTTPServer):

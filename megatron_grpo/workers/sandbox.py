@@ -179,8 +179,8 @@ def _bubblewrap(paths: Sequence[str], num_bytes: int) -> list[str]:
 def _as_somebody(paths: Sequence[str]) -> list[str]:
     """The command by which root runs another one as a user of its own, who can read these files.
 
-    Linux counts and limits the processes of each user but root. The outer bubblewrap is there
-    because this user may not enter root's folders.
+    Linux limits the processes of each user but root, so that each program gets another one. The
+    outer bubblewrap is there because this user may not enter root's folders.
     """
     user = str(FIRST_USER + secrets.randbelow(NUM_USERS))
     folders = {str(folder) for path in paths for folder in Path(path).parents}

@@ -88,8 +88,8 @@ def load_seconds(timeout: float) -> float:
 
 
 def begin_worker() -> tuple[Connection, int]:
-    """Connection of a worker to the trainer, and its memory limit in megabytes, which is set; the
-    scheduler's signals are ignored."""
+    """Connect a worker to the trainer, set its memory limit, returned in megabytes, and ignore the
+    scheduler's signals."""
     for number in supervisor.SCHEDULERS:
         # A handler rather than SIG_IGN, which programs started by user code would inherit.
         signal.signal(number, lambda *_: None)
