@@ -210,7 +210,7 @@ class RequestRouter:
             self._limits[url] = queue.limit
             del self._queues[url], self._lives[url], self._tasks[url]
             # One entry for each batch: its requests share a prompt, which one engine caches.
-            left = sorted((each for each in queue.open if each.is_open), key=BATCH)
+            left = sorted([each for each in queue.open if each.is_open], key=BATCH)
             for _, requests in groupby(left, key=BATCH):
                 self._enqueue([*requests])
         if failure:
