@@ -45,11 +45,12 @@ def cosine(
 ) -> list[float | Exception]:
     """Half a cosine from the value at length 0 to the value at L = `cosine_max_len` tokens.
 
-    v_L + (v_0 - v_L) * (1 + cos(pi * min(length, L) / L)) / 2, with values for correct and wrong
-    completions: CosFn of arXiv 2502.03373, which favours short right answers and gives wrong ones
-    room to think. Names and defaults are ms-swift's, which also leaves out the paper's r_e for
-    length L; there `cosine_max_len` defaults to our `rollout.max_completion_length`. A completion
-    is correct if the reward `accuracy`, `math_answer` or `exact`, gives it 1; `boxed` and
+    v_L + (v_0 - v_L) * (1 + cos(pi * length / L)) / 2, with separate values for correct and wrong
+    completions: CosFn of the cosine length-scaling reward of arXiv 2502.03373, which favours short
+    right answers and gives wrong ones room to think. Names and defaults are ms-swift's, which also
+    leaves out the paper's r_e for length L; there `cosine_max_len` defaults to what is
+    `rollout.max_completion_length` here. Beyond L the value stays at that of L. A completion is
+    correct if the reward `accuracy`, `math_answer` or `exact`, gives it 1; `boxed` and
     `only_finished` are arguments of math_answer.
     """
     if cosine_max_len < 1:
@@ -101,10 +102,11 @@ def repetition(
     repetition_max_penalty: float = -1.0,
     **_: Any,
 ) -> list[float]:
-    """`repetition_max_penalty` times the share of n-grams that occurred before, 1 - distinct / all.
+    """`repetition_max_penalty` times the share of n-grams that occurred before.
 
-    The penalty of arXiv 2502.03373, appendix C.2, over lower-cased words split at whitespace, with
-    the names and defaults of Open-R1 and ms-swift. 0 if there are fewer than n words.
+    (1 - distinct / all) * repetition_max_penalty: the n-gram repetition penalty of arXiv
+    2502.03373, appendix C.2, over lower-cased words split at whitespace as in Open-R1 and ms-swift,
+    from which names and defaults are taken. 0 if there are fewer than n words.
     """
     if repetition_n_grams < 1:
         raise ValueError(f"repetition_n_grams {repetition_n_grams} must be at least 1, such as 3")
@@ -132,10 +134,11 @@ def soft_overlong(
     soft_cache_length: int,
     **_: Any,
 ) -> list[float]:
-    """0 up to `soft_max_length` - `soft_cache_length` tokens, then linearly to -1 at the former.
+    """0 up to L_max - L_cache tokens, then linearly down to -1 at L_max, and -1 beyond.
 
-    Equation 13 of DAPO (arXiv 2503.14476), with the names of ms-swift; there `soft_max_length`
-    defaults to our `rollout.max_completion_length`.
+    Equation 13 of DAPO (arXiv 2503.14476), where L_max is `soft_max_length` and L_cache is
+    `soft_cache_length`, the names of ms-swift; there `soft_max_length` defaults to what is
+    `rollout.max_completion_length` here.
     """
     if not 0 < soft_cache_length < soft_max_length:
         raise ValueError(

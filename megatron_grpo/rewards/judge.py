@@ -40,12 +40,14 @@ async def judge(
 ) -> list[float | Unscored]:
     """The number in `model`'s answer to `prompt`, divided by `max_score`; an Unscored without one.
 
-    A generative reward model (arXiv 2306.05685, 2408.15240). `prompt` is a template for {prompt}
-    (as the model reads it), {completion} and {answer}; the score is the first group of the last
-    match of `pattern`, by default the last number (8 in "8/10" and "8 out of 10"), and none beyond
-    `max_score`. Each completion is a request at temperature 0 to `base_url`/chat/completions
-    (`base_url` usually ends in /v1), with the fields of `extra_body`, such as max_tokens. The API
-    key is read from the environment variable `api_key_env`.
+    A generative reward model (arXiv 2306.05685, 2408.15240). `prompt` is a template in which
+    {prompt} (as the model reads it), {completion} and {answer} are filled in; the score is the
+    first group of the last match of the regular expression `pattern`, by default the last number
+    (8 in "8/10" and "8 out of 10"). A number above `max_score`, or below its negative, is not a
+    score. Each completion is a request of its own, at temperature 0, to
+    `base_url`/chat/completions (`base_url` usually ends in /v1), with the fields of `extra_body`,
+    such as max_tokens. 408, 409, 429, 5xx and lost connections are retried while time is left. The
+    API key is read from the environment variable `api_key_env`, never from the config.
     """
     expression = _checked(base_url, prompt, max_score, pattern)
     if completions and "{answer}" in prompt and answer is None:

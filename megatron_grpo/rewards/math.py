@@ -47,12 +47,14 @@ def math_answer(
 ) -> list[float | Exception]:
     """1 when the completion's final answer equals the reference answer, else 0.
 
-    The final answer is the text after the last `####` (GSM8K), unless that is a heading or a box
-    follows; otherwise what math-verify extracts: a box, a formula or the last number, with `boxed`
-    the last boxes alone. Several boxes in a row are the members of a set. A completion without a
-    final answer is wrong, with `only_finished` also one that reached the length limit. Once the
-    call runs out of time, the remaining ones get no score. Raises ValueError for a reference answer
-    that cannot be parsed.
+    The final answer is the text after the last `####` (GSM8K), unless that is the heading of more
+    text or a box follows it; otherwise what math-verify extracts: a box, a formula or the last
+    number. Several boxes in a row are the members of a set. With `boxed` it is otherwise the last
+    box or boxes, or there is none: reasoning that stops at the right number is no answer. With
+    `only_finished` a completion that reached the length limit has none. A completion without a
+    final answer, or with one too hard to evaluate in time, is wrong.
+    If so many are slow that the call runs out of time, the remaining ones get no score. Raises
+    ValueError for a reference answer that cannot be parsed.
     """
     deadline = running_time() + SHARE_OF_TIME * reward_timeout
     references = {wanted: _reference(wanted) for wanted in set(map(str, answer))}

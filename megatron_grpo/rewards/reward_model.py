@@ -50,14 +50,15 @@ async def reward_model(
 ) -> list[float | StepScores | Unscored]:
     """The logit that a model gives the prompt with the completion; an Unscored without one.
 
-    The run serves the folder `path` itself on `tensor_parallel_size` GPUs, its own or those of the
-    ranks (`share_gpus`), with the engine arguments `vllm`; or a vLLM serves it at `base_url`. The
-    model reads the prompt's messages and the completion as the assistant's by its own chat
-    template; without a chat template of the policy, the text of both.
+    The model is the folder `path`, which the run serves itself with `tensor_parallel_size` GPUs,
+    its own or those of the ranks (`share_gpus`), and the engine arguments `vllm`, or the one that a
+    vLLM serves at `base_url`. It reads the prompt's messages and the completion as the assistant's,
+    by its own chat template and tokenizer; without a chat template of the policy, the text of both.
 
-    With `step_tag`, a token of the model, it is a process reward model (arXiv 2501.07301): the tag
-    replaces `step_separator` at the end of each step, where the model says how good the step is, by
-    the probability of the second of two labels, or the logit of one.
+    With `step_tag`, a token of the model, it is a process reward model: the text between
+    `step_separator` is a step, and the tag is put at the end of each step in place of it, where the
+    model says how good the step is (arXiv 2501.07301): by the probability of the second of two
+    labels, or the logit of one.
     """
     _check(path, base_url, api_key, step_separator)
     _check_server(base_url, tensor_parallel_size, share_gpus, vllm)

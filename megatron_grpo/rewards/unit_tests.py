@@ -49,13 +49,15 @@ async def unit_tests(
     """1 if the program passes all tests, else 0; with `partial`, the share that it passes.
 
     The program is the last block of Python in the completion; without one, the score is 0. The
-    first `max_tests` of a row's `tests` are run; these are, also as JSON in a string,
+    `tests` of a row are, also as JSON in a string,
 
-    - a list of statements, each run behind the program (MBPP's `test_list`);
-    - `{"inputs": [...], "outputs": [...]}`: stdin and stdout, spaces and line breaks aside (APPS,
-      TACO, LiveCodeBench);
+    - a list of statements: each is run behind the program (MBPP's `test_list`);
+    - `{"inputs": [...], "outputs": [...]}`: what the program reads from stdin and what it has to
+      print, spaces and line breaks aside (APPS, TACO, LiveCodeBench);
     - the same with `"fn_name"`, a function of the program or a method of its class `Solution`: an
       input is the list of arguments, an output what is returned, in JSON.
+
+    Only the first `max_tests` are run. Other arguments are those of `Sandbox`.
     """
     if max_tests is not None and max_tests < 1:
         raise ValueError(f"max_tests {max_tests} must be at least 1")
