@@ -203,27 +203,27 @@ class EnginePool:
             answers = [*pool.map(is_healthy, [each.url for each in asked], limits)]
         came_back = {}
         for record, has_answered in zip(asked, answers, strict=True):
-            if end := self._servers.end(record.url):
-                self.mark_dead(record.url, end)
-            elif record.state is State.DOWN:
-                if has_answered:
+            if has_answered:
+                if record.state is State.DOWN:
                     came_back[record.url] = record.num_losses
-                elif self._servers.are_ours and self._is_late(record):
-                    self.mark_dead(
-                        record.url,
-                        f"did not answer within {self._startup_timeout:g} s of its start "
-                        "(rollout.startup_timeout)",
-                    )
-                elif record.file_changed:
-                    record.unanswered = record.file_changed
-                    _log(
-                        f"rollout engine {record.url} does not answer: it is asked again when its "
-                        "file in engines/ has changed"
-                    )
-            elif not has_answered:
+            elif end := self._servers.end(record.url):
+                self.mark_dead(record.url, end)
+            elif record.state is not State.DOWN:
                 self.mark_dead(
                     record.url,
                     f"did not answer within {self._health_timeout:g} s (rollout.health_timeout)",
+                )
+            elif self._servers.are_ours and self._is_late(record):
+                self.mark_dead(
+                    record.url,
+                    f"did not answer within {self._startup_timeout:g} s of its start "
+                    "(rollout.startup_timeout)",
+                )
+            elif record.file_changed:
+                record.unanswered = record.file_changed
+                _log(
+                    f"rollout engine {record.url} does not answer: it is asked again when its "
+                    "file in engines/ has changed"
                 )
         return came_back
 

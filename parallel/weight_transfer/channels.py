@@ -10,14 +10,18 @@ import secrets
 import select
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from parallel.clock import running_time, stopped_time
+
+T = TypeVar("T")
 
 NUM_SLOTS = 2
 """Number of buffers of a channel."""
@@ -90,6 +94,57 @@ SIGNAL = b"\1"
 
 class ChannelError(ConnectionError):
     """The other end of a channel, named in the message, closed it, died, or stopped responding."""
+
+
+class ChannelSet:
+    """The open channels of a process."""
+
+    def __init__(self) -> None:
+        self._channels: list[Channel] = []
+        self._is_closed = False
+
+    def open_all(self, calls: Sequence[Callable[[], Channel]]) -> list[Channel]:
+        """Add the channels that `calls` open, all at the same time; returns them."""
+
+        def add(call: Callable[[], Channel]) -> Channel:
+            channel = call()
+            self._channels.append(channel)
+            return channel
+
+        return self.run_all([partial(add, call) for call in calls])
+
+    def run_all(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Run each of `jobs` in its own thread; returns their results.
+
+        When one fails, aborts the others, closes all channels, and raises the first error.
+        """
+        if self._is_closed:
+            raise ChannelError("the channels were closed, by a failure or by this process")
+        future: Future[T] | None = None
+        with ThreadPoolExecutor(max_workers=len(jobs) or 1) as pool:
+            futures = [pool.submit(job) for job in jobs]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:  # also the user's interrupt
+                for channel in [*self._channels]:
+                    channel.abort()
+                wait(futures)
+                # The error's traceback references this frame and the channels' buffers. A cycle
+                # would keep these allocated until the next garbage collection.
+                del futures, future
+                with suppress(Exception):  # the first failure says more
+                    self.close()
+                raise
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """Close all channels, even if closing one fails; call it while no job is running."""
+        if not self._is_closed:
+            self._is_closed = True
+            with ExitStack() as stack:
+                for channel in reversed(self._channels):
+                    stack.callback(channel.close)
 
 
 class ControlSocket:

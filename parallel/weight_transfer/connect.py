@@ -1,4 +1,4 @@
-"""Channels of one process: opened, and used all at once.
+"""Opens channels.
 
 Every receiver publishes which memory its buffers are in. The sender of a channel then chooses the
 best kind of channel that both support, and publishes the address at which it waits for the
@@ -7,12 +7,10 @@ receiver. Before that it has published what will arrive: validated JSON, not pic
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
 
 import torch
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
@@ -23,6 +21,7 @@ from parallel.reshard import check_arrivals
 from parallel.weight_transfer.channels import (
     Channel,
     ChannelError,
+    ChannelSet,
     ControlSocket,
     Listener,
     connect,
@@ -35,8 +34,6 @@ from parallel.weight_transfer.rendezvous import (
     local_address,
     memory_domain,
 )
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,57 +62,6 @@ def open_channel(
     except BaseException:
         control.close()
         raise
-
-
-class ChannelSet:
-    """The open channels of a process."""
-
-    def __init__(self) -> None:
-        self._channels: list[Channel] = []
-        self._is_closed = False
-
-    def open_all(self, calls: Sequence[Callable[[], Channel]]) -> list[Channel]:
-        """Add the channels that `calls` open, all at the same time; returns them."""
-
-        def add(call: Callable[[], Channel]) -> Channel:
-            channel = call()
-            self._channels.append(channel)
-            return channel
-
-        return self.run_all([partial(add, call) for call in calls])
-
-    def run_all(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Run each of `jobs` in its own thread; returns their results.
-
-        When one fails, aborts the others, closes all channels, and raises the first error.
-        """
-        if self._is_closed:
-            raise ChannelError("the channels were closed, by a failure or by this process")
-        future: Future[T] | None = None
-        with ThreadPoolExecutor(max_workers=len(jobs) or 1) as pool:
-            futures = [pool.submit(job) for job in jobs]
-            try:
-                for future in as_completed(futures):
-                    future.result()
-            except BaseException:  # also the user's interrupt
-                for channel in [*self._channels]:
-                    channel.abort()
-                wait(futures)
-                # The error's traceback references this frame and the channels' buffers. A cycle
-                # would keep these allocated until the next garbage collection.
-                del futures, future
-                with suppress(Exception):  # the first failure says more
-                    self.close()
-                raise
-        return [future.result() for future in futures]
-
-    def close(self) -> None:
-        """Close all channels, even if closing one fails; call it while no job is running."""
-        if not self._is_closed:
-            self._is_closed = True
-            with ExitStack() as stack:
-                for channel in reversed(self._channels):
-                    stack.callback(channel.close)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from parallel.checksum import added_up, checksums
 from parallel.layout import Copy, Shape
-from parallel.weight_transfer.channels import synchronize
+from parallel.weight_transfer.channels import ChannelSet, synchronize
 from parallel.weight_transfer.connect import (
-    ChannelSet,
     Peer,
     Worker,
     check_arriving,

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from helpers.ranks import running
-from parallel.weight_transfer.channels import ChannelError, Listener, connect
-from parallel.weight_transfer.connect import ChannelSet
+from parallel.weight_transfer.channels import ChannelError, ChannelSet, Listener, connect
 from parallel.weight_transfer.local_channels import LocalChannel
 
 BUCKET = 1 << 20
