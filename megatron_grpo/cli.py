@@ -213,14 +213,14 @@ def evaluate(
     silence_libraries()
     from rich.console import Console
 
-    from megatron_grpo.agents.fork_pool import EnvironmentsLost
+    from megatron_grpo.agents.fork_pool import InstancesLost
     from megatron_grpo.eval_command import FolderEvaluation, result_table  # torch: see above
     from megatron_grpo.rewards.scoring import RewardError
 
     with closing(FolderEvaluation(cfg, out or cfg.train.run_dir / "eval")) as evaluation:
         try:
             metrics = evaluation.run()
-        except (RewardError, EnvironmentsLost, OSError) as error:
+        except (RewardError, InstancesLost, OSError) as error:
             print(f"megatron-grpo: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
         Console().print(result_table(metrics, cfg.eval.named_sets))

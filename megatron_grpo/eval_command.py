@@ -93,7 +93,7 @@ class FolderEvaluation:
         """Evaluate, write the results to the output folder, and return the metrics.
 
         Engines that are lost meanwhile are restarted, and asked for the rest. Raises RolloutAborted
-        if none comes back, RewardError, and EnvironmentsLost.
+        if none comes back, RewardError, and InstancesLost.
         """
         timer = PhaseTimer(lambda phase: None)
         with progress_bar(Console()) as bar:

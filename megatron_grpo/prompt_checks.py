@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from checkpoint_convert import ModelShape
 from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.agents.agents import actor_pool, try_agent
-from megatron_grpo.agents.fork_pool import EnvironmentPool
-from megatron_grpo.agents.turns import Turns, end_of_turn
+from megatron_grpo.agents.fork_pool import ForkPool
+from megatron_grpo.agents.turns import ObservationTemplate, end_of_turn
 from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.config.agent import AGENT
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import section_of
 from megatron_grpo.config.file import with_num_steps
-from megatron_grpo.config.reward import REWARD_MODEL, served_here
+from megatron_grpo.config.reward import ENVIRONMENT, REWARD_MODEL, served_here
 from megatron_grpo.data.images import check_images
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts, with_date
 from megatron_grpo.data.rows import Row
@@ -59,7 +60,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
             if pool := _dialogue_pool(view):
                 stack.callback(pool.close)
                 pool.wait_ready(_rows_of(name, view, prompts))
-                if view.agent.is_used:
+                if view.partner == AGENT:
                     first = next(each for each in prompts if each.source == name)
                     try_agent(pool, view.agent, first)
             _check_turns(view, tokenizer, ends)
@@ -80,10 +81,10 @@ def check_reward_models(cfg: Config) -> None:
     """Raise ValueError for reward models that cannot be served or asked as the config says."""
     for view in cfg.by_source.values():
         names = [each.name for reward in view.rewards.values() for each in reward.functions]
-        if view.dialogue_term and REWARD_MODEL in names:
+        if view.partner and REWARD_MODEL in names:
             raise ValueError(
                 "reward_model scores completions of one turn, as its chat template has one for it, "
-                f"and this run has the dialogues of an {view.dialogue_term}: leave one of the two "
+                f"and this run has the dialogues of an {view.partner}: leave one of the two "
                 "out"
             )
     for function in served_here(cfg.rewards.values()):
@@ -114,7 +115,7 @@ def _check_sources(cfg: Config, prompts: Sequence[Prompt]) -> None:
 
 def _rows_of(source: str, cfg: Config, prompts: Sequence[Prompt]) -> list[Row]:
     """The rows that an environment must be able to begin with; an agent gets all columns."""
-    return [] if cfg.agent.is_used else [each.row for each in prompts if each.source == source]
+    return [] if cfg.partner == AGENT else [each.row for each in prompts if each.source == source]
 
 
 def _with_steps_of_epochs(cfg: Config, stream: PromptStream) -> Config:
@@ -132,7 +133,7 @@ def _described(
         return f"{cfg.num_steps} optimizer steps on rows of {', '.join(cfg.sources.by_name)}"
     if _has_agent(cfg):
         return f"{cfg.num_steps} optimizer steps; an agent acts on each row of the data"
-    observed = "" if cfg.environment.name is None else ", but for what the environment says"
+    observed = "" if not cfg.partner else ", but for what the environment says"
     return (
         f"{cfg.num_steps} optimizer steps; row {prompt.index} of the data becomes "
         f"{len(prompt.token_ids)} tokens, which do not enter the loss:\n"
@@ -177,11 +178,11 @@ def check_evaluation(cfg: Config, shape: ModelShape) -> None:
                 raise ValueError(f"{section}: {error}") from None
 
 
-def _dialogue_pool(cfg: Config) -> EnvironmentPool | None:
+def _dialogue_pool(cfg: Config) -> ForkPool | None:
     """Pool of a run's environments or agents, if it has any."""
-    if cfg.agent.is_used:
+    if cfg.partner == AGENT:
         return None if cfg.agent.listen else actor_pool(cfg)
-    return None if cfg.environment.name is None else EnvironmentPool(cfg.environment)
+    return ForkPool(cfg.environment) if cfg.partner else None
 
 
 def _check_turns(cfg: Config, tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int]) -> None:
@@ -190,14 +191,16 @@ def _check_turns(cfg: Config, tokenizer: "PreTrainedTokenizerBase", ends: Sequen
             "agent.tools: the chat template of the model does not mention tools: use a model whose "
             "template does"
         )
-    if cfg.environment.name is not None:
-        Turns.from_config(cfg, tokenizer, ends)  # refuses more than _check_end_of_turn
+    if cfg.partner == ENVIRONMENT:
+        ObservationTemplate.from_config(
+            cfg, tokenizer, ends
+        )  # refuses more than _check_end_of_turn
     elif cfg.data.apply_chat_template:
         _check_end_of_turn(cfg, tokenizer, ends)
 
 
 def _has_agent(cfg: Config) -> bool:
-    return any(view.agent.is_used for view in cfg.by_source.values())
+    return any(view.partner == AGENT for view in cfg.by_source.values())
 
 
 def _longest_prompt(cfg: Config, prompts: list[Prompt]) -> int:

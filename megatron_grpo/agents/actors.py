@@ -1,6 +1,6 @@
 """Who acts in a session: an `agent.command` or an `agent.function`, in a process of its own.
 
-The process of a sample is an instance of an `EnvironmentPool`, which forks, limits and kills it.
+The process of a sample is an instance of an `ForkPool`, which forks, limits and kills it.
 Its only call is `run_episode`, which lasts as long as the agent acts.
 """
 

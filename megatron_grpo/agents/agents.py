@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.agents import actors
 from megatron_grpo.agents.chat import BadRequest, ChatTemplate
 from megatron_grpo.agents.endpoint import LOOPBACK, Endpoint
-from megatron_grpo.agents.fork_pool import EnvironmentFailed, EnvironmentPool
+from megatron_grpo.agents.fork_pool import ForkPool, InstanceFailed
 from megatron_grpo.agents.session import Session, SessionOver
 from megatron_grpo.agents.task_queue import TaskQueue
 from megatron_grpo.config.agent import AgentConfig
@@ -45,10 +45,10 @@ DERENDER = "/v1/chat/completions/derender"
 """The engines' route from the tokens of a turn to an assistant's message."""
 
 
-def actor_pool(cfg: Config) -> EnvironmentPool:
+def actor_pool(cfg: Config) -> ForkPool:
     """The processes of agents: those of environments, whose class acts by itself."""
     agent = cfg.agent
-    return EnvironmentPool(
+    return ForkPool(
         EnvironmentConfig(
             name=f"{Path(actors.__file__)}:Actor",
             arguments=agent.model_dump(include=set(ACTORS), mode="json"),
@@ -60,7 +60,7 @@ def actor_pool(cfg: Config) -> EnvironmentPool:
     )
 
 
-def try_agent(pool: EnvironmentPool, agent: AgentConfig, prompt: Prompt) -> None:
+def try_agent(pool: ForkPool, agent: AgentConfig, prompt: Prompt) -> None:
     """Start the agent on a row, until it first asks the endpoint, where nobody answers it here.
     Raises ValueError if it fails or ends before, or has tools and does not get so far."""
     who = _described(agent)
@@ -68,7 +68,7 @@ def try_agent(pool: EnvironmentPool, agent: AgentConfig, prompt: Prompt) -> None
         url = f"http://{LOOPBACK}:{endpoint.getsockname()[1]}"
         instance = pool.new_instance()
         stack.callback(instance.end)
-        acting = instance.run_episode(prompt.text, _columns(prompt, url, "trial"), seed=0)
+        acting = instance.begin(prompt.text, _columns(prompt, url, "trial"), seed=0)
         if _is_asked(endpoint, acting):
             return
     if not acting.done():  # a program of the user's may have much to prepare
@@ -122,7 +122,7 @@ class Agents:
         return partial(AgentGroup, agents=self, template=template, max_prompt_length=longest)
 
     async def run(self, group: "AgentGroup", sample_index: int, router: RequestRouter) -> Sample:
-        """Open a session, and let an agent of its own act in it to its end. Raises EnvironmentsLost
+        """Open a session, and let an agent of its own act in it to its end. Raises InstancesLost
         if no agent can be started any more."""
         agent_cfg = self._cfg.agent
         session = Session(
@@ -132,10 +132,10 @@ class Agents:
         key, agent = self._endpoint.admit(session), self._pool.new_instance()
         try:
             seed = group.params.turn_seed(sample_index, turn=-1)
-            acting = agent.run_episode(prompt.text, _columns(prompt, url, key), seed)
+            acting = agent.begin(prompt.text, _columns(prompt, url, key), seed)
             ending = await asyncio.wrap_future(acting)
             session.end(ending["reward"], ending["metrics"])
-        except EnvironmentFailed as failure:
+        except InstanceFailed as failure:
             # Processes of the run have the endpoint in NO_PROXY.
             may_be_proxy = agent_cfg.listen is not None and not session.turns
             hint = proxy_hint(url) if may_be_proxy else ""

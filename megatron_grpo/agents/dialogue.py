@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_grpo.agents.fork_pool import EnvironmentFailed, EnvironmentPool, Step
-from megatron_grpo.agents.turns import Turns
+from megatron_grpo.agents.fork_pool import ForkPool, InstanceFailed, Step
+from megatron_grpo.agents.turns import ObservationTemplate
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, extend_spans
 from megatron_grpo.engines.choice import Choice
@@ -78,20 +78,20 @@ class Dialogue:
         self.text += choice.text
         self._is_cut = choice.finish_reason == "length"
 
-    def add_first_observation(self, observation: str | None, turns: Turns) -> None:
+    def add_first_observation(self, observation: str | None, turns: ObservationTemplate) -> None:
         """Begin, with the first observation (if any) appended to the prompt."""
         if observation is None:
             return
         longer = turns.with_first_observation(self.prompt, observation)
         room = self.room - (len(longer.token_ids) - len(self.prompt.token_ids))
         if room < 1:
-            raise EnvironmentFailed(
+            raise InstanceFailed(
                 f"its first observation is {1 - room} tokens too long for "
                 "rollout.max_completion_length, which includes observations: raise it"
             )
         self.prompt, self.room = longer, room
 
-    def add_step(self, step: Step, turns: Turns, max_turns: int) -> None:
+    def add_step(self, step: Step, turns: ObservationTemplate, max_turns: int) -> None:
         """Append the observation of an environment step, or end the dialogue."""
         self.step_rewards.append((len(self.completion_ids) - 1, step.reward))
         if self._is_cut:
@@ -150,8 +150,8 @@ class DialogueGroup(Group):
         priority: int,
         _: Json | None = None,
         *,
-        environments: EnvironmentPool,
-        turns: Turns,
+        environments: ForkPool,
+        turns: ObservationTemplate,
         max_turns: int,
     ) -> None:
         super().__init__(prompt, params, priority)
@@ -166,7 +166,7 @@ class DialogueGroup(Group):
         dialogue = Dialogue(self.prompt, index, params.max_completion_length)
         try:
             await self._converse(dialogue, router)
-        except EnvironmentFailed as failure:
+        except InstanceFailed as failure:
             has_begun = bool(dialogue.completion_ids)
             call = f"turn {len(dialogue.step_rewards) + 1}" if has_begun else "reset"
             dialogue.finish_reason = "failed"
@@ -180,7 +180,7 @@ class DialogueGroup(Group):
         environment = self._environments.new_instance()
         try:
             own_seed = params.turn_seed(dialogue.sample_index, turn=-1)
-            first = await asyncio.wrap_future(environment.reset(prompt.text, prompt.row, own_seed))
+            first = await asyncio.wrap_future(environment.begin(prompt.text, prompt.row, own_seed))
             dialogue.add_first_observation(first, self._turns)
             while not dialogue.finish_reason:
                 request = self._request(dialogue, url)

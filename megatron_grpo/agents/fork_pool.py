@@ -1,4 +1,4 @@
-"""The trainer's side of environments: any number at once, with a future for each call."""
+"""The trainer's side of environments and agents: any number at once, a future for each call."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,12 @@ SEND_SECONDS = 10
 """The worker reads continuously: if a send takes longer than this, it is broken."""
 
 
-class EnvironmentFailed(Exception):
+class InstanceFailed(Exception):
     """A call failed or was late; the text says how. Only that sample has failed."""
 
 
-class EnvironmentsLost(RuntimeError):
-    """The process that environments are forked from is gone, and all environments with it."""
+class InstancesLost(RuntimeError):
+    """The process that instances are forked from is gone, and all instances with it."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,10 @@ class Step:
     done: bool
 
 
-class EnvironmentPool:
-    """A worker that forks one process per environment; it loads in the background until `close`.
-    Messages name the keys of `section`, and `what` is loaded."""
+class ForkPool:
+    """A worker that forks one process for each sample: an environment, or an agent. It loads the
+    class in the background, until `close`. Messages name the keys of `section`, and `what` is
+    loaded."""
 
     def __init__(
         self, cfg: EnvironmentConfig, section: str = "environment", what: str = ""
@@ -74,7 +75,7 @@ class EnvironmentPool:
         patience = load_seconds(self.cfg.timeout)
         try:
             wanted = result_within(self._loaded, patience)
-        except (EnvironmentFailed, EnvironmentsLost) as error:
+        except (InstanceFailed, InstancesLost) as error:
             self.close()
             raise ValueError(f"{self._what} cannot be loaded: {error}") from None
         except TimeoutError:
@@ -89,11 +90,11 @@ class EnvironmentPool:
         return Instance(self, next(self._keys))
 
     def call(self, action: str, key: int, *what: Any) -> Future[Any]:
-        """Send the worker a call; the future may raise EnvironmentFailed or EnvironmentsLost."""
+        """Send the worker a call; the future may raise InstanceFailed or InstancesLost."""
         future = lasting_future()
         with self._lock:
             if self._failure:
-                future.set_exception(EnvironmentsLost(self._failure))
+                future.set_exception(InstancesLost(self._failure))
                 return future
             assert key not in self._calls, "a call of this instance is open"
             self._calls[key] = future
@@ -101,12 +102,12 @@ class EnvironmentPool:
         return future
 
     def send(self, *message: Any) -> None:
-        """Send the worker a message; raises EnvironmentsLost if it does not read. If the worker is
+        """Send the worker a message; raises InstancesLost if it does not read. If the worker is
         dead, this raises nothing: the futures of pending calls do."""
         try:
             self._worker.connection.send(message)
         except BlockingIOError:
-            raise EnvironmentsLost(
+            raise InstancesLost(
                 f"the worker of the environments: it read nothing for {SEND_SECONDS} s"
             ) from None
         except ConnectionError:
@@ -129,7 +130,7 @@ class EnvironmentPool:
                 if is_good:
                     future.set_result(result)
                 else:
-                    future.set_exception(EnvironmentFailed(result))
+                    future.set_exception(InstanceFailed(result))
         except (EOFError, ConnectionError):
             cause = self._worker.cause_of_death(DEATH_SECONDS)
             self._fail_all(f"the worker of the environments: {cause}")
@@ -141,22 +142,21 @@ class EnvironmentPool:
             self._failure = cause
             waiting, self._calls = [*self._calls.values()], {}
         for future in waiting:
-            future.set_exception(EnvironmentsLost(cause))
+            future.set_exception(InstancesLost(cause))
 
 
 @dataclass(frozen=True)
 class Instance:
-    """The environment of one sample."""
+    """The environment or the agent of one sample."""
 
-    pool: EnvironmentPool
+    pool: ForkPool
     key: int
 
-    def reset(self, prompt: str, columns: Mapping[str, Any], seed: int) -> Future[Any]:
-        """Get the first observation, or None; of an agent, the end of its episode
-        (`actors.checked`). `seed` seeds the random generators of its process."""
-        return self.pool.call("reset", self.key, seed, prompt, dict(columns))
-
-    run_episode = reset
+    def begin(self, prompt: str, columns: Mapping[str, Any], seed: int) -> Future[Any]:
+        """Call `reset` of an environment: its first observation, or None; or `run_episode` of an
+        agent: the end of its episode (`actors.checked`). `seed` seeds the random generators of its
+        process."""
+        return self.pool.call("begin", self.key, seed, prompt, dict(columns))
 
     def step(self, text: str, **turn: Any) -> "Future[list[Any]]":
         """Answer a turn of the model with the fields of a `Step`; `turn` has values for

@@ -4,7 +4,7 @@ It reads section, class and limits of the config from the socket FD, loads the c
 the columns that its first method requires, and then executes commands, with any number of calls at
 once:
 
-    ("reset", key, seed, prompt, columns)    fork a process, make the instance `key` in it, and call
+    ("begin", key, seed, prompt, columns)    fork a process, make the instance `key` in it, and call
                            its `reset`, or `run_episode` of an agent
     ("step", key, text, turn)    call its `step`
     ("end", key)           kill it
@@ -154,7 +154,7 @@ class InstanceProcess:
     connection: Connection
 
 
-class EnvironmentWorker:
+class ForkWorker:
     """Serves the trainer's commands; holds all instances by key."""
 
     def __init__(self, trainer: Connection, memory_megabytes: int) -> None:
@@ -206,7 +206,7 @@ class EnvironmentWorker:
         self.killed = [pid for pid in self.killed if os.waitpid(pid, os.WNOHANG) == (0, 0)]
 
     def _execute(self, action: str, key: int, *what: Any) -> None:
-        if action == "reset":
+        if action == "begin":
             try:
                 process = self.processes[key] = self._fork(*what)
             except OSError as error:
@@ -321,4 +321,4 @@ class EnvironmentWorker:
 
 
 if __name__ == "__main__":
-    EnvironmentWorker(*begin_worker()).serve()
+    ForkWorker(*begin_worker()).serve()

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from megatron_grpo.agents.agents import Agents
 from megatron_grpo.agents.dialogue import DialogueGroup
-from megatron_grpo.agents.fork_pool import EnvironmentPool
-from megatron_grpo.agents.turns import Turns
+from megatron_grpo.agents.fork_pool import ForkPool
+from megatron_grpo.agents.turns import ObservationTemplate
+from megatron_grpo.config.agent import AGENT
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.reward import ENVIRONMENT
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.engine import Json
@@ -32,14 +34,14 @@ class Environments:
         self, cfg: Config, tokenizer: "PreTrainedTokenizerBase", end_tokens: Sequence[int]
     ) -> None:
         self._tokenizer, self._end_tokens = tokenizer, end_tokens
-        self._pool = EnvironmentPool(cfg.environment)
+        self._pool = ForkPool(cfg.environment)
         self.wait_ready, self.close = self._pool.wait_ready, self._pool.close
 
     def groups(self, cfg: Config) -> NewGroup:
         return partial(
             DialogueGroup,
             environments=self._pool,
-            turns=Turns.from_config(cfg, self._tokenizer, self._end_tokens),
+            turns=ObservationTemplate.from_config(cfg, self._tokenizer, self._end_tokens),
             max_turns=cfg.environment.max_turns,
         )
 
@@ -60,9 +62,9 @@ class Partners:
             stack.callback(self.close)
             for name, view in cfg.by_source.items():
                 partner: Agents | Environments | None = None
-                if view.agent.is_used:
+                if view.partner == AGENT:
                     partner = Agents(view, tokenizer, end_tokens, client)
-                elif view.environment.name is not None:
+                elif view.partner == ENVIRONMENT:
                     partner = Environments(view, tokenizer, end_tokens)
                 self._by_source[name] = partner
             stack.pop_all()

@@ -20,7 +20,7 @@ from typing import Any
 from aiohttp import web
 
 from megatron_grpo.agents.actors import checked
-from megatron_grpo.agents.fork_pool import EnvironmentFailed, EnvironmentsLost
+from megatron_grpo.agents.fork_pool import InstanceFailed, InstancesLost
 from megatron_grpo.launch.run_dir import bearer, new_token
 from megatron_grpo.unicode import as_unicode
 from megatron_grpo.workers.tasks import lasting_future
@@ -42,10 +42,8 @@ class ExternalTask:
         """Reward and metrics (`actors.checked`)."""
         self.deadline = 0.0
 
-    def run_episode(
-        self, prompt: str, columns: Mapping[str, Any], seed: int
-    ) -> "Future[dict[str, Any]]":
-        """Have an agent take it; the future may raise EnvironmentFailed or EnvironmentsLost."""
+    def begin(self, prompt: str, columns: Mapping[str, Any], seed: int) -> "Future[dict[str, Any]]":
+        """Have an agent take it; the future may raise InstanceFailed or InstancesLost."""
         self.columns = columns
         self._queue.enqueue(self)
         return self.done
@@ -138,10 +136,10 @@ class TaskQueue:
             return _answer(404, "no agent has this task: it was late, or given up")
         try:
             task.done.set_result(_ending(body))
-        except EnvironmentFailed as failure:
+        except InstanceFailed as failure:
             task.done.set_exception(failure)
         except (ValueError, RecursionError) as error:
-            task.done.set_exception(EnvironmentFailed(str(error)))
+            task.done.set_exception(InstanceFailed(str(error)))
             return _answer(400, str(error))
         return _answer(200, "")
 
@@ -170,17 +168,17 @@ class TaskQueue:
                 lost, self._waiting = [*self._waiting], deque()
             for task in late:
                 text = f"its agent has not ended it within agent.timeout {self._timeout:g} s"
-                task.done.set_exception(EnvironmentFailed(text))
+                task.done.set_exception(InstanceFailed(text))
             for task in lost:
                 text = f"agent.listen: no agent has asked for a task for {self._timeout:g} s"
-                task.done.set_exception(EnvironmentsLost(text))
+                task.done.set_exception(InstancesLost(text))
 
 
 def _ending(body: str) -> dict[str, Any]:
-    """Reward and metrics; raises EnvironmentFailed, or ValueError for what is neither."""
+    """Reward and metrics; raises InstanceFailed, or ValueError for what is neither."""
     ending = json.loads(body)
     if isinstance(ending, dict) and ending.get("error"):
-        raise EnvironmentFailed(str(ending["error"]))
+        raise InstanceFailed(str(ending["error"]))
     return checked(ending)
 
 

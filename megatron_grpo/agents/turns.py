@@ -21,7 +21,7 @@ OBSERVED = 'qxjvzk2 "\\\n<é&> qxjvzk3'
 
 
 @dataclass(frozen=True)
-class Turns:
+class ObservationTemplate:
     """How an observation is encoded, so that sampled tokens are never encoded again.
 
     A turn ends with the end token that was sampled. One that ended with a token of
@@ -42,7 +42,7 @@ class Turns:
     @classmethod
     def from_config(
         cls, cfg: Config, tokenizer: "PreTrainedTokenizerBase", end_tokens: Sequence[int]
-    ) -> "Turns":
+    ) -> "ObservationTemplate":
         """The turns of the chat template, or bare observations if none is applied. Raises
         ValueError for a template with which a dialogue cannot be continued token by token."""
         if not cfg.data.apply_chat_template:

@@ -14,9 +14,9 @@ from megatron_grpo.algorithm.advantages import (
     normalized_sum_advantages,
     process_advantages,
 )
-from megatron_grpo.config.agent import AGENT_TERM
+from megatron_grpo.config.agent import AGENT
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.reward import ENVIRONMENT_TERM
+from megatron_grpo.config.reward import ENVIRONMENT
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards.scoring import total_rewards
 
@@ -131,7 +131,7 @@ def dialogue_metrics(
     """
     by_term = {
         term: [sample for sample, scores in zip(samples, rewards, strict=True) if term in scores]
-        for term in (ENVIRONMENT_TERM, AGENT_TERM)
+        for term in (ENVIRONMENT, AGENT)
     }
     metrics: dict[str, float] = {}
     if dialogues := [sample for of_term in by_term.values() for sample in of_term]:
@@ -146,7 +146,7 @@ def dialogue_metrics(
         if of_term:
             failed = [sample.finish_reason == "failed" for sample in of_term]
             metrics[f"{term}/failed_ratio"] = fmean(failed)
-    if acted := by_term[AGENT_TERM]:
+    if acted := by_term[AGENT]:
         metrics |= branch_metrics(acted)
         for name in sorted({name for sample in acted for name in sample.metrics}):
             values = [sample.metrics[name] for sample in acted if name in sample.metrics]
@@ -190,7 +190,7 @@ def source_metrics(experience: Experience) -> dict[str, float]:
             f"source/{name}/num_turns/mean": fmean(
                 # The `step_rewards` of a sample that is no dialogue are of a process reward model.
                 max(1, len(experience.samples[i].step_rewards))
-                if {AGENT_TERM, ENVIRONMENT_TERM} & experience.rewards[i].keys()
+                if {AGENT, ENVIRONMENT} & experience.rewards[i].keys()
                 else 1
                 for i in own
             ),

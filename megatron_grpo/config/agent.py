@@ -10,8 +10,9 @@ from megatron_grpo.config.section import Section
 if TYPE_CHECKING:
     from megatron_grpo.config.config import Config
 
-AGENT_TERM = "agent"
-"""Label of the reward that an agent gives itself; those of reward functions must differ from it."""
+AGENT = "agent"
+"""`Config.partner` of a run with agents, and the label of the reward that an agent gives itself;
+those of reward functions must differ from it."""
 
 PYTHON = "python"
 """The built-in tool."""

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
-from megatron_grpo.config.agent import AGENT_TERM, AgentConfig, check_agent
+from megatron_grpo.config.agent import AGENT, AgentConfig, check_agent
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.eval import EvalConfig, section_of, with_defaults
 from megatron_grpo.config.grpo import GRPOConfig
@@ -18,7 +18,7 @@ from megatron_grpo.config.megatron_fields import token_multiple
 from megatron_grpo.config.offload import Offload, check_offload, parts_moved
 from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.config.reward import (
-    ENVIRONMENT_TERM,
+    ENVIRONMENT,
     EnvironmentConfig,
     RewardConfig,
     RewardFunction,
@@ -100,7 +100,7 @@ class Config(Section):
                 "them as samples of the current ones: use grpo.old_logprobs=rollout, or a mode "
                 "such as token_truncate"
             )
-        if self.rollout.over_sampling > 1 and self.dialogue_term:
+        if self.rollout.over_sampling > 1 and self.partner:
             raise ValueError(
                 f"rollout.over_sampling {self.rollout.over_sampling} has completions in progress "
                 "in every checkpoint, and dialogues with an environment or an agent cannot be "
@@ -193,10 +193,10 @@ class Config(Section):
                     f"{section}.functions is empty: name at least 1, such as [exact], or an "
                     "environment"
                 )
-            if self.dialogue_term in labels:
+            if self.partner in labels:
                 raise ValueError(
-                    f"{section}.functions names {self.dialogue_term}, the name of the "
-                    f"{self.dialogue_term}'s own reward: rename the function"
+                    f"{section}.functions names {self.partner}, the name of the "
+                    f"{self.partner}'s own reward: rename the function"
                 )
         name, known = self.grpo.dynamic_sample_reward, [term.label for term in self.reward_terms]
         if name is not None and name not in known:
@@ -304,20 +304,21 @@ class Config(Section):
     @property
     def has_dialogues(self) -> bool:
         """Whether any row is answered by an environment or an agent."""
-        return any(view.dialogue_term for view in self.by_source.values())
+        return any(view.partner for view in self.by_source.values())
 
     @property
-    def dialogue_term(self) -> str:
-        """Label of the reward that an environment or an agent gives; empty without dialogues."""
+    def partner(self) -> str:
+        """The model's partner in sessions, `agent` or `environment`, which is also the label of the
+        reward that it gives; empty without one."""
         if self.agent.is_used:
-            return AGENT_TERM
-        return "" if self.environment.name is None else ENVIRONMENT_TERM
+            return AGENT
+        return "" if self.environment.name is None else ENVIRONMENT
 
     def _terms_of(self, reward: RewardConfig) -> tuple[RewardFunction, ...]:
-        if not self.dialogue_term:
+        if not self.partner:
             return reward.functions
-        weight = self.agent.weight if self.agent.is_used else self.environment.weight
-        return (*reward.functions, RewardFunction(name=self.dialogue_term, weight=weight))
+        weight = self.agent.weight if self.partner == AGENT else self.environment.weight
+        return (*reward.functions, RewardFunction(name=self.partner, weight=weight))
 
     @property
     def mixes_in_float32(self) -> bool:

@@ -5,11 +5,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from megatron_grpo.config.agent import AGENT_TERM
+from megatron_grpo.config.agent import AGENT
 from megatron_grpo.config.section import Section
 
-ENVIRONMENT_TERM = "environment"
-"""Label of an environment's reward; those of reward functions must differ from it."""
+ENVIRONMENT = "environment"
+"""`Config.partner` of a run with environments, and the label of the reward that these give; those
+of reward functions must differ from it."""
 
 RIGHT = ("exact", "math_answer", "unit_tests")
 """Built-in functions that score right answers 1 and all others 0."""
@@ -170,7 +171,7 @@ def check_judges(terms: Sequence[RewardFunction], threshold: float, section: str
         unshaped = [name for name in names if name not in SHAPING]
         judge = next(iter(sorted(unshaped, key=lambda name: name not in RIGHT)), "math_answer")
         sums = ", ".join(f"{term.name} * {term.weight:g}" for term in judges)
-        has_own = not {ENVIRONMENT_TERM, AGENT_TERM}.isdisjoint(names)
+        has_own = not {ENVIRONMENT, AGENT}.isdisjoint(names)
         functions = "" if has_own else f"{section}.reward.functions=[{judge}], or "
         raise ValueError(
             f"{section}.pass_threshold {threshold} is for rewards that score right answers alone, "

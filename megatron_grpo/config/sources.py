@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_grpo.config.agent import AGENT_TERM, AgentConfig
-from megatron_grpo.config.reward import ENVIRONMENT_TERM, EnvironmentConfig, RewardConfig
+from megatron_grpo.config.agent import AGENT, AgentConfig
+from megatron_grpo.config.reward import ENVIRONMENT, EnvironmentConfig, RewardConfig
 from megatron_grpo.config.section import Section, completed
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def check_views(run: "Config", views: Mapping[str, "Config"]) -> None:
                 f"({limit:g}): set reward.max_failed_fraction"
             )
         labels = {function.label for function in view.reward.functions}
-        if run.has_dialogues and (told := labels & {AGENT_TERM, ENVIRONMENT_TERM}):
+        if run.has_dialogues and (told := labels & {AGENT, ENVIRONMENT}):
             raise ValueError(
                 f"sources.by_name.{name}.reward has a function called {min(told)}, which is what "
                 "metrics call the reward of dialogues: give it another name"

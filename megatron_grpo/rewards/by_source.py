@@ -23,7 +23,7 @@ class RewardsBySource:
     def __init__(self, views: Mapping[str, Config], pools: RewardPools) -> None:
         self._all_pools = pools
         self._pools = {name: pools.pool_for(view.reward) for name, view in views.items()}
-        self._dialogue_terms = {name: view.dialogue_term for name, view in views.items()}
+        self._dialogue_terms = {name: view.partner for name, view in views.items()}
         self._terms = {
             name: (view.reward_terms, view.reward.clip_range) for name, view in views.items()
         }

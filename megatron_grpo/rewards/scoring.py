@@ -43,12 +43,14 @@ class Call:
         """The completions and the `accepted` arguments, None: all; one value per completion. Others
         are not sent: token ids are most of a generation's bytes."""
         group = [self.samples[place] for place in self.places]
-        row, everything = group[0].prompt.row, accepted is None
-        names = {"completions", *(accepted or ())}
-        return {n: [value] * len(group) for n, value in row.items() if everything or n in names} | {
-            n: [of(sample) for sample in group]
-            for n, of in GIVEN.items()
-            if n in names or (everything and n != ONLY_BY_NAME)
+
+        def is_sent(name: str) -> bool:
+            return accepted is None or name == "completions" or name in accepted
+
+        row = {name: [value] * len(group) for name, value in group[0].prompt.row.items()}
+        given = {name: of for name, of in GIVEN.items() if accepted or name != ONLY_BY_NAME}
+        return {name: column for name, column in row.items() if is_sent(name)} | {
+            name: [of(sample) for sample in group] for name, of in given.items() if is_sent(name)
         }
 
 

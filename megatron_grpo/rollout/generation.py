@@ -15,7 +15,7 @@ from statistics import fmean
 
 import torch
 
-from megatron_grpo.agents.fork_pool import EnvironmentsLost
+from megatron_grpo.agents.fork_pool import InstancesLost
 from megatron_grpo.algorithm.advantages import differ
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
@@ -181,6 +181,6 @@ def as_rollout_aborted(what: str, is_preempted: Callable[[], bool]) -> Iterator[
             raise Preempted(str(error)) from error
         if isinstance(error, NoServingEngine | RolloutAborted):
             raise
-        if isinstance(error, RewardError | TimeoutError | EngineError | EnvironmentsLost):
+        if isinstance(error, RewardError | TimeoutError | EngineError | InstancesLost):
             raise RolloutAborted(f"{what} failed: {error}") from error
         raise

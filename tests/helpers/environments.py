@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from megatron_grpo.agents.fork_pool import EnvironmentPool
+from megatron_grpo.agents.fork_pool import ForkPool
 from megatron_grpo.config.reward import EnvironmentConfig
 
 LONG_SLEEP = str(20_000_000 + os.getpid())  # seconds, so that the process can be recognised
@@ -136,8 +136,8 @@ def write_environments(folder: Path) -> Path:
 
 
 @contextmanager
-def environment_pool(folder: Path, name: str, **config: Any) -> Iterator[EnvironmentPool]:
+def environment_pool(folder: Path, name: str, **config: Any) -> Iterator[ForkPool]:
     """A pool of the class `name` of that file."""
     cfg = EnvironmentConfig(name=f"{write_environments(folder)}:{name}", **config)
-    with closing(EnvironmentPool(cfg)) as pool:
+    with closing(ForkPool(cfg)) as pool:
         yield pool

@@ -30,7 +30,7 @@ from helpers.runs import TINY_CONFIG
 from helpers.sampling import Completions, generate, routing
 from helpers.trainers import as_soon_as, trainer
 from megatron_grpo.agents.dialogue import DialogueGroup
-from megatron_grpo.agents.turns import Turns
+from megatron_grpo.agents.turns import ObservationTemplate
 from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, turn_seed
@@ -82,8 +82,10 @@ def record(monkeypatch):
     monkeypatch.setattr(DialogueGroup, "_request", noted)
 
 
-def turns() -> Turns:
-    return Turns.from_config(load_config(TINY_CONFIG, []), character_tokenizer(250), END_IDS)
+def turns() -> ObservationTemplate:
+    return ObservationTemplate.from_config(
+        load_config(TINY_CONFIG, []), character_tokenizer(250), END_IDS
+    )
 
 
 def prompts_with(count: int, **columns) -> list[Prompt]:
@@ -244,7 +246,7 @@ def test_dialogue_has_the_routes_of_all_its_turns(tmp_path):
 class Heard:
     """Stands for an environment, and remembers its last turn."""
 
-    def reset(self, *args):
+    def begin(self, *args):
         return done(None)
 
     def step(self, text: str, **turn):

@@ -10,7 +10,7 @@ import pytest
 from helpers.engines import wait_until
 from helpers.environments import environment_pool, sleepers
 from helpers.stopped import stop_for
-from megatron_grpo.agents.fork_pool import EnvironmentFailed, EnvironmentPool, EnvironmentsLost
+from megatron_grpo.agents.fork_pool import ForkPool, InstanceFailed, InstancesLost
 from megatron_grpo.config.reward import EnvironmentConfig
 
 SECONDS = 20
@@ -24,7 +24,7 @@ def processes_of(pool) -> list[psutil.Process]:
 def odd(pool, deed: str, turn: int = 1):
     """An instance after its reset that does `deed` in `turn`."""
     instance = pool.new_instance()
-    instance.reset("prompt", {"deed": deed, "turn": turn}, SEED).result(SECONDS)
+    instance.begin("prompt", {"deed": deed, "turn": turn}, SEED).result(SECONDS)
     return instance
 
 
@@ -45,9 +45,9 @@ def test_every_instance_has_its_own_state_and_columns_by_name(tmp_path):
     with environment_pool(tmp_path, "Echo", arguments={"last": 2}) as pool:
         first, second = pool.new_instance(), pool.new_instance()
         assert (
-            first.reset("prompt", {"first": "hello", "other": 1}, SEED).result(SECONDS) == "hello"
+            first.begin("prompt", {"first": "hello", "other": 1}, SEED).result(SECONDS) == "hello"
         )
-        assert second.reset("prompt", {"prompt": "a column"}, SEED).result(SECONDS) is None
+        assert second.begin("prompt", {"prompt": "a column"}, SEED).result(SECONDS) is None
         assert first.step("abc").result(SECONDS) == ["1: abc", 3.0, False]
         assert first.step("ąbc\n").result(SECONDS) == ["2: ąbc\n", 4.0, True]
         assert second.step("").result(SECONDS) == ["1: ", 0.0, False]
@@ -56,7 +56,7 @@ def test_every_instance_has_its_own_state_and_columns_by_name(tmp_path):
 def test_many_step_at_once_and_are_gone_when_they_end(tmp_path):
     with environment_pool(tmp_path, "Slow", arguments={"seconds": 2.0}) as pool:
         instances = [pool.new_instance() for _ in range(20)]
-        for future in [instance.reset("prompt", {}, SEED) for instance in instances]:
+        for future in [instance.begin("prompt", {}, SEED) for instance in instances]:
             future.result(SECONDS)
         start = time.monotonic()
         for future in [instance.step("x") for instance in instances]:
@@ -71,7 +71,7 @@ def test_many_step_at_once_and_are_gone_when_they_end(tmp_path):
 def test_time_in_which_all_were_stopped_does_not_make_a_call_late(tmp_path):
     with environment_pool(tmp_path, "Slow", arguments={"seconds": 1.0}, timeout=3.0) as pool:
         instance = pool.new_instance()
-        instance.reset("prompt", {}, SEED).result(SECONDS)
+        instance.begin("prompt", {}, SEED).result(SECONDS)
         step = instance.step("x")
         time.sleep(0.2)  # it has begun
         stop_for(4.0, pool._worker.pid)
@@ -83,7 +83,7 @@ def test_random_numbers_follow_the_seed(tmp_path):
 
         def throws(seed: int) -> list[str]:
             instance = pool.new_instance()
-            first = instance.reset("prompt", {}, seed).result(SECONDS)
+            first = instance.begin("prompt", {}, seed).result(SECONDS)
             return [first, instance.step("x").result(SECONDS)[0]]
 
         assert throws(1) == throws(1)
@@ -110,7 +110,7 @@ def test_random_numbers_follow_the_seed(tmp_path):
 )
 def test_call_of_an_instance_that_fails_raises_and_the_others_go_on(odd_pool, deed, told):
     other, bad = odd(odd_pool, "go_on"), odd(odd_pool, deed)
-    with pytest.raises(EnvironmentFailed, match=told):
+    with pytest.raises(InstanceFailed, match=told):
         bad.step("x").result(SECONDS)
     assert other.step("x").result(SECONDS) == ["go on", 0.0, False]
     other.end()
@@ -120,8 +120,8 @@ def test_call_of_an_instance_that_fails_raises_and_the_others_go_on(odd_pool, de
 def test_a_reset_that_fails_is_told_once_and_nothing_of_the_worker(tmp_path, capfd):
     with environment_pool(tmp_path, "Odd") as pool:
         row = {"deed": "fail", "turn": 0}  # of many at once, some would live to print
-        for call in [pool.new_instance().reset("prompt", row, SEED) for _ in range(16)]:
-            with pytest.raises(EnvironmentFailed, match=r"^Traceback .*\n  File \".*mine.py"):
+        for call in [pool.new_instance().begin("prompt", row, SEED) for _ in range(16)]:
+            with pytest.raises(InstanceFailed, match=r"^Traceback .*\n  File \".*mine.py"):
                 call.result(SECONDS)
         assert is_alone(pool)
     assert capfd.readouterr().err == ""
@@ -131,7 +131,7 @@ def test_step_gets_the_values_of_a_turn_that_its_parameters_name(tmp_path):
     turn = {"token_ids": [5, 2], "finish_reason": "stop", "tokens_left": 9}
     with environment_pool(tmp_path, "Attentive") as pool:
         instance = pool.new_instance()
-        instance.reset("prompt", {}, SEED).result(SECONDS)
+        instance.begin("prompt", {}, SEED).result(SECONDS)
         answer = instance.step("x", **turn, unknown_to_it=1).result(SECONDS)
         assert answer == ["x: stop [5, 2] 9", 0.0, False]
 
@@ -140,10 +140,10 @@ def test_step_gets_the_values_of_a_turn_that_its_parameters_name(tmp_path):
 def test_late_instances_are_killed_with_what_they_started_and_the_others_go_on(odd_pool):
     other, at_reset = odd(odd_pool, "go_on"), odd_pool.new_instance()
     late = [odd(odd_pool, deed).step("x") for deed in ("hang", "run_away", "spin")]
-    late.append(at_reset.reset("prompt", {"deed": "hang", "turn": 0}, SEED))
+    late.append(at_reset.begin("prompt", {"deed": "hang", "turn": 0}, SEED))
     assert other.step("x").result(3) == ["go on", 0.0, False]
     for call in late:
-        with pytest.raises(EnvironmentFailed, match=r"no answer after 4 s \(environment.timeout\)"):
+        with pytest.raises(InstanceFailed, match=r"no answer after 4 s \(environment.timeout\)"):
             call.result(SECONDS)
     assert other.step("x").result(SECONDS) == ["2: x", 1.0, False]
     other.end()
@@ -154,7 +154,7 @@ def test_instance_that_dies_between_two_calls_fails_the_next(odd_pool):
     instance = odd(odd_pool, "pid")
     os.kill(int(instance.step("x").result(SECONDS)[0]), signal.SIGKILL)
     assert is_alone(odd_pool)
-    with pytest.raises(EnvironmentFailed, match="signal SIGKILL"):
+    with pytest.raises(InstanceFailed, match="signal SIGKILL"):
         instance.step("x").result(SECONDS)
 
 
@@ -165,7 +165,7 @@ def test_instance_that_takes_no_more_turns_does_not_hold_up_the_others(tmp_path)
         os.kill(int(stopped.step("x").result(SECONDS)[0]), signal.SIGSTOP)
         assert wait_until(lambda: any(p.status() == "stopped" for p in processes_of(pool)), SECONDS)
         late, well = stopped.step(long), other.step(long)
-        with pytest.raises(EnvironmentFailed, match=r"did not take its turn within 1\.5 s"):
+        with pytest.raises(InstanceFailed, match=r"did not take its turn within 1\.5 s"):
             late.result(SECONDS)
         assert well.result(SECONDS) == ["go on", 0.0, False]
 
@@ -182,7 +182,7 @@ def test_nothing_is_left_when_the_pool_is_closed(tmp_path):
         hanging = odd(pool, "hang").step("x")
         assert wait_until(sleepers, SECONDS)
         left = processes_of(pool)
-    with pytest.raises(EnvironmentsLost, match="died with exit code 0"):
+    with pytest.raises(InstancesLost, match="died with exit code 0"):
         hanging.result(SECONDS)
     assert not sleepers()
     assert not any(p.is_running() for p in left)
@@ -194,7 +194,7 @@ def test_death_of_the_worker_fails_all_instances(tmp_path):
         [worker] = psutil.Process(pool._worker.pid).children()
         os.kill(worker.pid, signal.SIGKILL)
         for waiting in (call, other.step("y")):
-            with pytest.raises(EnvironmentsLost, match="died with signal SIGKILL"):
+            with pytest.raises(InstancesLost, match="died with signal SIGKILL"):
                 waiting.result(SECONDS)
         assert not sleepers()
 
@@ -228,6 +228,6 @@ def test_file_that_hangs_while_it_is_loaded_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_grpo.workers.supervised.LOAD_SECONDS", 1.0)
     file = tmp_path / "stuck.py"
     file.write_text("import time\ntime.sleep(1000)\n")
-    pool = EnvironmentPool(EnvironmentConfig(name=f"{file}:Any", timeout=1.0))
+    pool = ForkPool(EnvironmentConfig(name=f"{file}:Any", timeout=1.0))
     with pytest.raises(ValueError, match="not loaded after 1 s"):
         pool.wait_ready([])

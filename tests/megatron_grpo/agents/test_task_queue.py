@@ -13,7 +13,7 @@ import pytest
 
 from helpers.agents import acting, generation_of, running_agents
 from helpers.proxies import DEAD, set_proxies
-from megatron_grpo.agents.fork_pool import EnvironmentsLost
+from megatron_grpo.agents.fork_pool import InstancesLost
 from megatron_grpo.integrations.task_worker import serve
 
 SECONDS = 60
@@ -103,7 +103,7 @@ def test_a_late_agent_is_masked_and_none_at_all_ends_the_run(engine, tied_model,
     text = "no agent has asked for a task for 1 s"
     with (
         outside(engine, tied_model, folder, 1, timeout=1) as (_, samples),
-        pytest.raises(EnvironmentsLost, match=text),
+        pytest.raises(InstancesLost, match=text),
     ):
         samples.result(SECONDS)
     assert time.monotonic() - began < SECONDS / 2

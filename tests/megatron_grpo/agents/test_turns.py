@@ -4,7 +4,7 @@ import pytest
 
 from helpers.models import CHAT_TEMPLATE, EOS_ID, character_tokenizer
 from helpers.runs import TINY_CONFIG
-from megatron_grpo.agents.turns import Turns, end_of_turn
+from megatron_grpo.agents.turns import ObservationTemplate, end_of_turn
 from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import Prompt
 
@@ -28,10 +28,12 @@ QWEN_3 = (
 )
 
 
-def turns_of(template: str, *overrides: str, end_tokens: tuple = (EOS_ID,)) -> Turns:
+def turns_of(template: str, *overrides: str, end_tokens: tuple = (EOS_ID,)) -> ObservationTemplate:
     tokenizer = character_tokenizer(250)
     tokenizer.chat_template = template
-    return Turns.from_config(load_config(TINY_CONFIG, overrides), tokenizer, end_tokens)
+    return ObservationTemplate.from_config(
+        load_config(TINY_CONFIG, overrides), tokenizer, end_tokens
+    )
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, LLAMA_3, MISTRAL, QWEN_3])
@@ -152,7 +154,7 @@ def test_pieces_with_other_tokens_than_the_whole_are_refused():
     merging = Merging(tokenizer_object=turns.tokenizer.backend_tokenizer, eos_token="<eos>")
     merging.chat_template = CHAT_TEMPLATE
     with pytest.raises(ValueError, match="cannot be continued token by token"):
-        Turns.from_config(load_config(TINY_CONFIG), merging, (EOS_ID,))
+        ObservationTemplate.from_config(load_config(TINY_CONFIG), merging, (EOS_ID,))
 
 
 def test_a_first_observation_is_the_end_of_the_last_message():

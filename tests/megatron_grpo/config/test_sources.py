@@ -35,7 +35,7 @@ def test_a_source_has_the_keys_of_the_run_but_for_its_own(tmp_path):
     assert [term.label for term in game.reward_terms] == ["environment"]
     assert (math.reward.timeout, game.reward.timeout) == (7, 7)
     assert (game.environment.max_turns, game.environment.timeout) == (3, 3)
-    assert cfg.has_dialogues and not math.dialogue_term
+    assert cfg.has_dialogues and not math.partner
     (tmp_path / "again.yaml").write_text(dump_config(cfg))
     assert load_config(tmp_path / "again.yaml") == cfg
 

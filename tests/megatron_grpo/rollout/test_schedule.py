@@ -9,7 +9,7 @@ import pytest
 
 from helpers.models import tiny_model
 from helpers.scripted_engines import scripted_services
-from megatron_grpo.agents.fork_pool import EnvironmentsLost
+from megatron_grpo.agents.fork_pool import InstancesLost
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.config.rollout import RolloutConfig
@@ -53,7 +53,7 @@ def finish(services):
     ("error", "told"),
     [
         # All ranks save first.
-        *((kind, RolloutAborted) for kind in (RewardError, TimeoutError, EnvironmentsLost)),
+        *((kind, RolloutAborted) for kind in (RewardError, TimeoutError, InstancesLost)),
         (NoServingEngine, NoServingEngine),
         (KeyError, KeyError),  # a mistake of the program
     ],
@@ -66,7 +66,7 @@ def test_the_failure_of_a_generation_is_told_for_what_it_is(error, told, finish)
 
 def test_what_fails_when_the_machine_is_wanted_back_is_no_failure(finish):
     with pytest.raises(Preempted):
-        finish(EnvironmentsLost("by fire"), is_preempted=True)
+        finish(InstancesLost("by fire"), is_preempted=True)
 
 
 def test_what_a_failed_push_has_suspended_is_not_waited_for_before_the_run_is_saved():
