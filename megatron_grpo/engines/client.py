@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from operator import methodcaller
+from functools import partial
 from typing import Any, TypeVar
 
 from checkpoint_convert.vllm import EngineReport
@@ -127,12 +127,12 @@ class RolloutClient:
         """Pause the engines, drop their caches and mark their weights as having no version."""
         self.pool.lose_weights(self._chain)
         if self._rollout.enable_sleep_mode:
-            self._on_all(methodcaller("wake", "weights"))
-        self._on_all(methodcaller("begin_push", push, self._channels))
+            self._on_all(lambda engine: engine.wake("weights"))
+        self._on_all(partial(Engine.begin_push, push=push, channels=self._channels))
 
     def receive_push(self, push: str, is_sending: Callable[[], bool]) -> None:
         """Make every worker receive its shard; returns when all have finished or failed."""
-        self._on_all(methodcaller("ask_workers", "receive_push", push=push), is_sending)
+        self._on_all(partial(Engine.ask_workers, call="receive_push", push=push), is_sending)
 
     def check_push(self, push: str, expected: Sequence[WorkerSums] | None) -> None:
         """Raise PushFailed unless every worker of every engine has loaded `push`, with the
@@ -140,7 +140,7 @@ class RolloutClient:
 
         An engine that has joined with other weights is lost: the run can do without it.
         """
-        reports = self._on_all(methodcaller("ask_workers", "push_report"))
+        reports = self._on_all(partial(Engine.ask_workers, call="push_report"))
         try:
             check_reports([*self._chain], reports, push, expected)
         except PushFailed as failure:
@@ -150,10 +150,10 @@ class RolloutClient:
 
     def finish_push(self, push: str, policy_version: int) -> None:
         """Make every engine serve `push` as `policy_version`."""
-        self._on_all(methodcaller("finish_push", push, policy_version))
+        self._on_all(partial(Engine.finish_push, push=push, policy_version=policy_version))
         if self._rollout.enable_sleep_mode:
-            self._on_all(methodcaller("wake", "kv_cache"))
-        self._on_all(methodcaller("post", "/resume"))
+            self._on_all(lambda engine: engine.wake("kv_cache"))
+        self._on_all(partial(Engine.post, route="/resume"))
         self.pool.finish_push(self._chain)
 
     def sleep(self) -> None:
@@ -185,7 +185,7 @@ class RolloutClient:
 
     def serve_loaded(self) -> None:
         """Make every engine serve the weights that it loaded itself, as LOADED_VERSION."""
-        self._on_all(methodcaller("serve_loaded"))
+        self._on_all(Engine.serve_loaded)
         self.pool.finish_push(self._chain)
 
     def _on_all(
