@@ -217,7 +217,7 @@ class Trainer:
             kept = self.preparation.after_step(minibatch, report.logprobs, is_skipped=is_skipped)
             self.minibatches[self.schedule.cursor(self.step).minibatch] = kept
             self.step += 1
-            if self.reference:
+            if self.reference and self.cfg.grpo.sync_ref_model:
                 self.reference.follow(self.policy, self.step)
             if self._is_boundary():
                 self.residency.copy_ahead("push")

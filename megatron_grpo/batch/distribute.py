@@ -9,7 +9,6 @@ take longer.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -102,7 +101,7 @@ class DataParallelShard:
     @property
     def sources(self) -> list[PromptSources]:
         """The images of its prompts, each once."""
-        return [*dict.fromkeys([each for each in self.columns["images"] if each is not None])]
+        return [*dict.fromkeys(each for each in self.columns["images"] if each is not None)]
 
     def with_images(
         self, found: Mapping[PromptSources | None, PromptImages]
@@ -133,7 +132,7 @@ def split_for_data_parallel(
         samples = [experience.samples[i] for i in indices]
         wholes = _sequences(experience, indices, cfg)
         sequences = dict(enumerate(wholes))
-        if any(map(attrgetter("branches"), samples)):
+        if any(sample.branches for sample in samples):
             sequences = numbered_sequences(samples, wholes)
         plan = _plan(sequences, cost, cfg, dims, alignment)
         numbers = [*sequences]
