@@ -3,7 +3,7 @@
 Slurm's gang scheduling, `scontrol suspend` and a freezer stop all processes of a job, and let them
 go on minutes later. No limit may count that time. The kernel does not tell a process that it was
 stopped, so a thread looks at the time every `TICK`, and of a longer gap at most `MOST` counts.
-Event loops of `run` wait by this clock, and with them the time-outs of asyncio, httpx and aiohttp.
+Event loops of `run` wait by this clock, and with them the time-outs of asyncio and aiohttp.
 """
 
 import asyncio
