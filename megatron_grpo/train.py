@@ -127,6 +127,7 @@ class Trainer:
 
     def _probe_engines(self) -> None:
         if self.zero:
+            self.run.watchdog.enter("load")  # a restored generation has ended this phase
             self.zero.wait_ready()
         self.push(self.step)
         experience = ask_engines(
