@@ -12,10 +12,10 @@ from bench_code import lines_of_rooms, trace_step
 
 ROOT = Path(__file__).parents[1]
 LINES = {
-    "megatron_grpo": 3000,
+    "megatron_grpo": 3001,
     "megatron_grpo/agents": 3246,
     "megatron_grpo/algorithm": 657,
-    "megatron_grpo/batch": 1050,
+    "megatron_grpo/batch": 1049,
     "megatron_grpo/checkpoints": 1408,
     "megatron_grpo/config": 3477,
     "megatron_grpo/data": 1553,
