@@ -39,7 +39,7 @@ class Box:
     @property
     def slices(self) -> tuple[slice, ...]:
         """Index of the box in its tensor."""
-        return tuple(map(slice, self.start, map(add, self.start, self.size)))
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
 
     @property
     def num_elements(self) -> int:

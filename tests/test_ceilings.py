@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "megatron_grpo": 3001,
     "megatron_grpo/agents": 3246,
-    "megatron_grpo/algorithm": 657,
+    "megatron_grpo/algorithm": 659,
     "megatron_grpo/batch": 1049,
     "megatron_grpo/checkpoints": 1408,
     "megatron_grpo/config": 3477,
     "megatron_grpo/data": 1553,
     "megatron_grpo/doctor": 943,
     "megatron_grpo/engine_weights": 743,
-    "megatron_grpo/engines": 5958,
+    "megatron_grpo/engines": 5959,
     "megatron_grpo/evaluation": 330,
     "megatron_grpo/integrations": 491,
     "megatron_grpo/launch": 1111,
@@ -51,7 +51,7 @@ def test_no_room_is_larger_than_its_ceiling() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("has_agents", "most_files", "most_functions"), [(False, 85, 433), (True, 96, 491)]
+    ("has_agents", "most_files", "most_functions"), [(False, 85, 437), (True, 95, 495)]
 )
 def test_a_step_enters_no_more_code_than_its_ceiling(
     has_agents: bool, most_files: int, most_functions: int

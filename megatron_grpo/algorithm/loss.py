@@ -4,7 +4,7 @@ Token weights are global, so that the losses of microbatches and ranks add up.
 """
 
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import assert_never
 
 import torch
 import torch.distributed as dist
@@ -60,9 +60,11 @@ class LossTokens:
         Values of other tokens in `batch` have no influence, even if they are NaN.
         """
 
-        def at(values: Tensor | None) -> Any:
-            # In 2/3 of the time of indexing.
-            return None if values is None else values.index_select(0, chosen.positions)
+        def at(values: Tensor) -> Tensor:
+            return values.index_select(0, chosen.positions)  # in 2/3 of the time of indexing
+
+        def at_if(values: Tensor | None) -> Tensor | None:
+            return None if values is None else at(values)
 
         starts = batch.cu_seqlens[:-1].long()
         return cls(
@@ -71,15 +73,15 @@ class LossTokens:
             weights=at(batch.loss_weights),
             advantages=at(batch.advantages),
             rollout_logprobs=at(batch.rollout_logprobs).to(chosen.logprobs),
-            old_logprobs=at(batch.old_logprobs),
-            ref_logprobs=at(batch.ref_logprobs),
-            high_entropy=at(batch.high_entropy),
-            entropy_weights=at(batch.entropy_weights),
+            old_logprobs=at_if(batch.old_logprobs),
+            ref_logprobs=at_if(batch.ref_logprobs),
+            high_entropy=at_if(batch.high_entropy),
+            entropy_weights=at_if(batch.entropy_weights),
             sequences=SequenceMeans(
                 counted_lengths(batch.cu_seqlens, chosen.positions), context_group
             ),
             sequence_index=batch.sequence_index[starts],
-            log_rows=at(batch.log_rows),
+            log_rows=at_if(batch.log_rows),
         )
 
 

@@ -251,7 +251,7 @@ class Engine:
         asked = {"call": call, "question": question, **arguments}
         body = {"method": "answer_push", "kwargs": asked}
         answers: list[Any] = (await self.post("/collective_rpc", body))["results"]
-        if [a for a in answers if not isinstance(a, dict) or a["question"] != question]:
+        if not all(isinstance(a, dict) and a["question"] == question for a in answers):
             raise EngineDown(
                 f"rollout engine {self.url}: its workers answered an earlier call than {call}, "
                 "as happens after a call failed in one of them: restart it"
@@ -339,7 +339,7 @@ class Engine:
                 f"rollout engine {self.url} sampled from weights of version "
                 f"{', '.join(found)}, but version {' or '.join(allowed)} was requested"
             )
-        if min(choice.token_logprobs, default=0.0) <= NOT_FINITE:
+        if any(logprob <= NOT_FINITE for logprob in choice.token_logprobs):
             raise EngineError(
                 f"rollout engine {self.url} returned a log-probability that is not finite"
             )

@@ -93,6 +93,7 @@ class EngineQueue:
         if self._is_sending and not self.aborted.is_set():
             for request in requests:
                 ask = self._asks[request] = self._group.create_task(self._ask(request))
+                # It is called with the task, which `pop` takes as its default.
                 ask.add_done_callback(partial(self._asks.pop, request))
 
     def withdraw(self, request: Request) -> None:

@@ -178,11 +178,11 @@ class StageMessages(P2PCommunicator):
         super().__init__(groups.pipeline, config)
         dims, stage = groups.dims, groups.coordinates.pipeline
         parts = dims.tensor if config.sequence_parallel else 1
+        # Of the activations of each microbatch between stages, and of their gradients.
         shapes = [
             (len(batch.tokens) // batch.context_size // parts, 1, config.hidden_size)
             for batch in batches
         ]
-        """Shapes of the activations of each microbatch between stages, and of their gradients."""
         self._from_previous, self._from_next = [
             [shapes[number] for number in reversed(received_order(len(shapes), dims, is_end=end))]
             for end in (stage == 0, stage == dims.pipeline - 1)
