@@ -1,0 +1,25 @@
+"""Plans of the shipped configs stay as they were: totals within half a percent, all else equal."""
+
+import pytest
+
+from golden import plans
+
+RECORDED = plans.read()
+REL = 0.005
+"""Formulas may be made simpler by that much; `ATTAINABLE` of the peak is known to 14 %."""
+
+
+@pytest.mark.parametrize("run", plans.RUNS, ids=lambda run: plans.title(run[0], run[1], run[3]))
+def test_plan_job_gives_the_recorded_totals_and_verdict(run):
+    name, published, gpu, words = run
+    found = plans.totals(plans.plan_job(plans.job(name, published, gpu, words)).as_json())
+    recorded = RECORDED["plans"][plans.title(name, published, words)]
+    sizes, expected = found.pop("sizes"), recorded["sizes"]
+    assert found == {key: recorded[key] for key in found}
+    assert sizes == {key: pytest.approx(values, rel=REL) for key, values in expected.items()}
+
+
+@pytest.mark.parametrize(("name", "published", "num_gpus"), plans.SUGGESTED)
+def test_suggest_gives_the_recorded_layouts(name, published, num_gpus):
+    recorded = RECORDED["layouts"][plans.title(name, published, [f"on {num_gpus} GPUs"])]
+    assert plans.layouts_of(name, published, num_gpus) == recorded
