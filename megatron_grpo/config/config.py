@@ -188,7 +188,7 @@ class Config(Section):
             return self
         for section, reward in self.rewards.items():
             labels = [function.label for function in reward.functions]
-            if not any(term.weight for term in self._terms_of(reward)) and not labels:
+            if not any(term.weight for term in self.terms_of(reward)) and not labels:
                 raise ValueError(
                     f"{section}.functions is empty: name at least 1, such as [exact], or an "
                     "environment"
@@ -217,7 +217,7 @@ class Config(Section):
         for name, held_out in self.eval.named_sets.items():
             reward, section = held_out.reward or self.reward, section_of(name)
             if "pass_threshold" not in held_out.model_fields_set:
-                check_judges(self._terms_of(reward), held_out.pass_threshold, section)
+                check_judges(self.terms_of(reward), held_out.pass_threshold, section)
             bounds = reward.clip_range
             if bounds is not None and held_out.pass_threshold > bounds[1]:
                 raise ValueError(
@@ -293,7 +293,7 @@ class Config(Section):
     @property
     def reward_terms(self) -> tuple[RewardFunction, ...]:
         """The terms of the total reward, a weighted sum: the functions, and the dialogue's own."""
-        return self._terms_of(self.reward)
+        return self.terms_of(self.reward)
 
     @property
     def reward_labels(self) -> list[str]:
@@ -314,7 +314,8 @@ class Config(Section):
             return AGENT
         return "" if self.environment.name is None else ENVIRONMENT
 
-    def _terms_of(self, reward: RewardConfig) -> tuple[RewardFunction, ...]:
+    def terms_of(self, reward: RewardConfig) -> tuple[RewardFunction, ...]:
+        """The terms of a total reward: the functions, and the dialogue's own."""
         if not self.partner:
             return reward.functions
         weight = self.agent.weight if self.partner == AGENT else self.environment.weight

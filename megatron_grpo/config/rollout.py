@@ -316,16 +316,20 @@ class RolloutConfig(Section):
         return self
 
     @property
+    def drafts(self) -> dict[str, Any]:
+        """The table `speculative_config` of vLLM; empty if engines do not draft."""
+        table = self.vllm.get("speculative_config")
+        return table if isinstance(table, dict) else {}
+
+    @property
     def drafts_with_mtp(self) -> bool:
         """Whether engines draft with a layer for multi-token prediction."""
-        table = self.vllm.get("speculative_config")
-        return isinstance(table, dict) and str(table.get("method")).endswith("mtp")
+        return str(self.drafts.get("method")).endswith("mtp")
 
     @property
     def num_speculative_tokens(self) -> int:
         """Tokens of a draft of engines; 0: they do not draft."""
-        table = self.vllm.get("speculative_config")
-        return int(table["num_speculative_tokens"]) if table and isinstance(table, dict) else 0
+        return int(self.drafts.get("num_speculative_tokens", 0))
 
 
 def _check_indexer_replay(rollout: RolloutConfig) -> None:
