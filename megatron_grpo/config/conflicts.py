@@ -10,7 +10,10 @@ from megatron_grpo.config.features import as_overrides, is_on
 
 _FROZEN = "it does not know a model of which most weights are frozen; leave it out, or set lora.r=0"
 _IMAGES = "it was not made to go with images yet"
-_LAYER = "it does not know that layer; leave it out, or set model.mtp_num_layers=0"
+_LAYER = (
+    "it does not know the layer for multi-token prediction; leave it out, or set "
+    "model.mtp_num_layers=0"
+)
 _TRAINED_DRAFTS = "pushes fill the layer of model.path that engines draft with"
 _EIGHT_BITS = "it was not made to go with quantised engines yet"
 _UNTRIED = "it was not tried with several groups; leave it out, or use rollout.engine=vllm"
@@ -149,7 +152,7 @@ CONFLICTS = {
     "compares other parts; set grpo.supervision=outcome",
     ("grpo.scale_rewards: group or none", "whitened advantages"): "these are divided by the "
     "deviation of the batch; set grpo.scale_rewards=batch",
-    ("grpo.delta", "grpo.loss_type: cispo or gmpo or sapo or vespo"): "that has no dual clip; set "
+    ("grpo.delta", "grpo.loss_type: gmpo or cispo or sapo or vespo"): "that has no dual clip; set "
     "grpo.delta=null",
     ("grpo.rollout_rs", "grpo.loss_type: vespo"): "vespo has a weight of the whole sequence, which "
     "is next to 0 for a far one; set grpo.rollout_rs=null",

@@ -107,7 +107,8 @@ FEATURES = {
     "eval.data or eval.sets": Feature(lambda cfg: cfg.eval.named_sets),
     "reward_model": Feature(_has_reward_model),
     "rewards in parts": Feature(
-        lambda cfg: cfg.grpo.by_parts, ("grpo.supervision", "grpo.multi_objective_aggregation")
+        lambda cfg: cfg.grpo.compares_parts,
+        ("grpo.supervision", "grpo.multi_objective_aggregation"),
     ),
     "rewards of steps": Feature(
         lambda cfg: cfg.environment.name is not None or cfg.reward.process_model
@@ -119,7 +120,7 @@ FEATURES = {
     # Advantages and loss.
     "a KL term in the loss": Feature(lambda cfg: cfg.grpo.beta and not cfg.grpo.kl_in_reward),
     "a KL term in the reward": Feature(
-        lambda cfg: cfg.grpo.beta and cfg.grpo.kl_in_reward, ("grpo.beta", "grpo.kl_in_reward")
+        lambda cfg: cfg.grpo.beta and cfg.grpo.kl_in_reward, ("grpo.kl_in_reward",)
     ),
     "a grpo.loss_type that clips, such as dapo": Feature(lambda cfg: cfg.grpo.has_clip),
     "a grpo.loss_type that clips below, such as dapo": Feature(_clips_below),

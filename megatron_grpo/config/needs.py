@@ -5,7 +5,7 @@ from megatron_grpo.config.features import as_overrides, is_on, value_and_default
 from megatron_grpo.config.section import as_yaml
 
 _MOMENTS = "without it moments are float32; set that, or leave it out"
-_STAGES = "it splits layers over pipeline ranks; leave it out, or raise that"
+_STAGES = "it splits layers over pipeline ranks, of which there is 1; leave it out, or raise that"
 _CHAT = "it is for the chat template; set that, or leave it out"
 
 NEEDS = {
@@ -13,7 +13,7 @@ NEEDS = {
     ("train.offload", "rollout.enable_sleep_mode: true"): "it makes room for engines that generate "
     "on the ranks' GPUs while the ranks wait; set that, with rollout.max_staleness=0, or "
     "train.offload=none",
-    ("train.offload that names the reference", "grpo.beta"): "grpo.beta 0 loads none; leave "
+    ("train.offload that names the reference", "grpo.beta"): "grpo.beta=0 loads none; leave "
     "reference out",
     ("train.offload_communicators", "train.offload of weights"): "it moves what is left on the GPU "
     "when weights have left; set train.offload=all or a list with weights, or leave it out",
@@ -65,7 +65,7 @@ NEEDS = {
     ("grpo.supervision: process", "rewards of steps"): "it compares these; name an environment in "
     "environment.name, or a reward_model with step_tag, or use grpo.supervision=outcome",
     # Divergence and adapters.
-    ("grpo.sync_ref_model", "grpo.beta"): "it updates the reference model, and grpo.beta 0 loads "
+    ("grpo.sync_ref_model", "grpo.beta"): "it updates the reference model, and grpo.beta=0 loads "
     "none; use a beta above 0, such as 0.04, or leave it out",
     ("grpo.kl_target", "grpo.beta"): "beta is adapted from an initial one; use a grpo.beta above "
     "0, such as 0.04",
