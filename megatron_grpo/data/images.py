@@ -22,7 +22,6 @@ from checkpoint_convert.folder import read_json
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import DataConfig
-from megatron_grpo.config.reward import REWARD_MODEL
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.rows import BASE64, Fault, Row
 
@@ -270,16 +269,9 @@ def read_images(
 
 def check_images(cfg: Config) -> None:
     """Raise ValueError for what does not go with prompts that have images."""
-    columns = {"data.image_column": cfg.data.image_column} | {
-        f"eval.{name}.data.image_column": held_out.data.image_column
-        for name, held_out in cfg.eval.named_sets.items()
-        if held_out.data
-    }
-    key = next((key for key, column in columns.items() if column), None)
-    if key is None:
-        return
     if cfg.data.image_column is None:
-        raise ValueError(f"{key} needs data.image_column, too: the run itself has no images")
+        return
+    key = "data.image_column"
     _check_model(key, cfg.model.path / "config.json")
     engine = cfg.rollout.engine
     if engine not in LIMITS:
@@ -296,21 +288,6 @@ def check_images(cfg: Config) -> None:
             f"{key} needs engines that take images, and {limit} is {limits}: set it to "
             f"{{{legal}}}, with the most images of one prompt"
         )
-    table = getattr(cfg.rollout, engine)
-    refused = {
-        "data.apply_chat_template false": not cfg.data.apply_chat_template,
-        "an environment or an agent": cfg.has_dialogues,
-        "rollout.enable_sleep_mode true": cfg.rollout.enable_sleep_mode,
-        f"rollout.{engine}.load_format dummy": table.get("load_format") == "dummy",
-        "rollout.vllm.speculative_config": "speculative_config" in table,
-        "a reward_model": any(
-            each.name == REWARD_MODEL
-            for reward in cfg.rewards.values()
-            for each in reward.functions
-        ),
-    }
-    if told := [name for name, is_used in refused.items() if is_used]:
-        raise ValueError(f"{key} does not go with {told[0]} yet: leave out one of the two")
 
 
 def _check_model(key: str, file: Path) -> None:

@@ -94,27 +94,11 @@ def _check_sglang(rollout: RolloutConfig, shape: ModelShape) -> None:
     experts, and for arguments that make sparse attention dense, or end an engine."""
     family, moe = shape.family, shape.moe
     groups, experts = rollout.data_parallel_size, rollout.sglang.get("ep_size", 1)
-    if groups > 1:
-        untried = {
-            "rollout.tensor_parallel_size above 1": rollout.tensor_parallel_size > 1,
-            "rollout.in_flight_updates": rollout.in_flight_updates,
-            "rollout.router_replay": rollout.router_replay,
-            "rollout.enable_sleep_mode": rollout.enable_sleep_mode,
-            "rollout.quantization": rollout.quantization != "none",
-            f"rollout.sglang.{LIMIT}": LIMIT in rollout.sglang,
-        }
-        several = f"rollout.data_parallel_size {groups}"
-        # Attention of some is not data-parallel (Mixtral), or their embedding is whole (Qwen3.5).
-        _refuse(
-            {
-                f"{several} with rollout.engine sglang is not supported for a {family}: set it to "
-                "1, or use rollout.engine=vllm": moe and family not in SGLANG_GROUPS
-            }
-            | {
-                f"{key} was not tried with {several} and rollout.engine sglang: leave it out, or "
-                "use rollout.engine=vllm": is_set
-                for key, is_set in untried.items()
-            }
+    # Attention of some is not data-parallel (Mixtral), or their embedding is whole (Qwen3.5).
+    if groups > 1 and moe and family not in SGLANG_GROUPS:
+        raise ValueError(
+            f"rollout.data_parallel_size {groups} with rollout.engine sglang is not supported for "
+            f"a {family}: set it to 1, or use rollout.engine=vllm"
         )
     if experts > 1 and moe and moe.stacks == "alternating":
         raise ValueError(
@@ -316,14 +300,6 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
         return
     method, model = str(table.get("method")), table.get("model")
     is_mtp, is_own = method.endswith("mtp"), model in (None, str(cfg.model.path))
-    has_weights = method in ("ngram", "ngram_gpu", "suffix") or (is_mtp and shape.trains_mtp)
-    is_dummy = rollout.vllm.get("load_format") == "dummy"
-    without_trained = {
-        f"{drafts} of the model {model}": not is_own,
-        "rollout.weight_transport disk": rollout.weight_transport == "disk",
-        f"{drafts}.quantization": "quantization" in table,
-        f"{drafts}.draft_tensor_parallel_size": "draft_tensor_parallel_size" in table,
-    }
     _refuse(
         {
             f"{drafts} is not supported for a model with sparse attention: leave it out": (
@@ -333,16 +309,9 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
             f"{drafts} {table} has no method: give its method, such as mtp": (
                 table.get("method") is None
             ),
-            "rollout.vllm.load_format dummy: the weights that engines draft with are not pushed; "
-            "leave out speculative_config, or load_format": is_dummy and not has_weights,
             f"{drafts} drafts with {method}, and model.path has quantised weights, which vLLM "
             "dequantises without the layer for it: leave it out, or train from a copy that is not "
             "quantised": is_mtp and read_scheme(cfg.model.path) is not None,
-        }
-        | {
-            f"{key} does not go with model.mtp_num_layers 1, which pushes the layer that engines "
-            "draft with: leave out one of the two": is_mtp and shape.trains_mtp and is_set
-            for key, is_set in without_trained.items()
         }
     )
     if is_mtp and is_own and not shape.trains_mtp and not mtp_tensors(cfg.model.path, shape):

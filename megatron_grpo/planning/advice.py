@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from checkpoint_convert import ModelShape, check_divisible
+from megatron_grpo.config.checks import check_config
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.megatron_fields import check_fp8_model
@@ -48,13 +49,14 @@ def legal(job: Job, changes: Changes) -> Job | None:
 def changed(cfg: Config, changes: Changes) -> Config:
     """`cfg` with these fields. Raises ValueError if it is refused."""
     sections: dict[str, Section] = {name: getattr(cfg, name) for name in changes}
-    return Config.model_validate(
-        dict(cfg)
-        | {
+    other = cfg.model_copy(
+        update={
             name: type(section).model_validate(section.model_dump() | dict(changes[name]))
             for name, section in sections.items()
         }
     )
+    check_config(other)
+    return other
 
 
 def with_megatron(cfg: Config, **fields: object) -> Changes:
