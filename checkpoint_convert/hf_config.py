@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert import mxfp4
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Experts, Family
 from checkpoint_convert.folder import boolean, even, integer, number, read_json, token_ids
@@ -15,7 +14,14 @@ from checkpoint_convert.layer_types import (
     read_linear,
     read_windows,
 )
-from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE, Scheme, scheme_of
+from checkpoint_convert.quantized.scheme import (
+    CONFIG_KEYS,
+    MODELOPT_FILE,
+    Mxfp4Scheme,
+    Scheme,
+    is_mxfp4,
+    scheme_of,
+)
 from checkpoint_convert.rope import num_positions, read_ropes
 from checkpoint_convert.shape import LatentShape, ModelShape, MoeShape, Stacks
 from checkpoint_convert.text_tower import MULTIMODAL, is_multimodal, text_config
@@ -152,7 +158,7 @@ def may_have_linear_attention(folder: Path) -> bool:
     )
 
 
-def read_scheme(folder: Path) -> Scheme | mxfp4.Mxfp4Scheme | None:
+def read_scheme(folder: Path) -> Scheme | Mxfp4Scheme | None:
     """How the weights in `folder` are quantised; None if they are not, or it has no config.json.
 
     Raises ValueError for a way that is not supported.
@@ -161,7 +167,7 @@ def read_scheme(folder: Path) -> Scheme | mxfp4.Mxfp4Scheme | None:
     return _scheme(path, read_json(path)) if path.is_file() else None
 
 
-def _scheme(path: Path, config: Mapping[str, Any]) -> Scheme | mxfp4.Mxfp4Scheme | None:
+def _scheme(path: Path, config: Mapping[str, Any]) -> Scheme | Mxfp4Scheme | None:
     tables = [config[key] for key in CONFIG_KEYS if config.get(key)]
     if not all(isinstance(table, dict) for table in tables):
         raise ValueError(f"{path}: quantization_config must be an object")
@@ -173,8 +179,8 @@ def _scheme(path: Path, config: Mapping[str, Any]) -> Scheme | mxfp4.Mxfp4Scheme
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if dtype not in list(NAMES):  # a list, as a JSON value may be unhashable
         raise ValueError(f"{path}: dtype is {dtype!r}, supported: {sorted(NAMES)}")
-    if mxfp4.is_method_of(config):
-        return mxfp4.Mxfp4Scheme(NAMES[dtype])
+    if is_mxfp4(config):
+        return Mxfp4Scheme(NAMES[dtype])
     return scheme_of(path, tables[0], NAMES[dtype])
 
 
@@ -336,7 +342,7 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
             key = f"with head_dim {size}, {family.rotary_size}"
             refused.append(f"{key} is {given!r}, only {own} is supported")
     alternates = family.experts is not None and family.experts.stacks == "alternating"
-    if mxfp4.is_method_of(config) and not alternates:
+    if is_mxfp4(config) and not alternates:
         refused.append("weights are quantised with quant_method 'mxfp4', which is of stacks only")
     # Their kinds of layers are checked elsewhere.
     has_kinds = family.windows or family.linear or family.indexer_pairs

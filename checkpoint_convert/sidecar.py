@@ -12,10 +12,10 @@ from typing import Any
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.folder import check_folder, read_json
 from checkpoint_convert.formats import is_torch_dist
-from checkpoint_convert.formats.hf_folder import ADAPTER_FILE
 from checkpoint_convert.formats.safetensors_file import TORCH_NAMES
 from checkpoint_convert.hf_config import read_shape
-from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE
+from checkpoint_convert.hf_folder import ADAPTER_FILE
+from checkpoint_convert.quantized.scheme import CONFIG_KEYS, MODELOPT_FILE
 from checkpoint_convert.shape import ModelShape, differing_fields
 from checkpoint_convert.text_tower import text_config
 from parallel import Shape

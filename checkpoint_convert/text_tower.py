@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_convert.families.vision import VISION
-from checkpoint_convert.quantization import CONFIG_KEYS
+from checkpoint_convert.quantized.scheme import CONFIG_KEYS
 
 # The family of the text tower, by the `model_type` of the whole and that in its `text_config`. Of
 # text, the three positions of a token in Qwen's RoPE (`mrope`) are equal.

@@ -10,7 +10,13 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.families.description import Parameter
 from checkpoint_convert.families.vision import VISION, vision_tower
 from checkpoint_convert.formats.safetensors_file import NAMES
-from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
+from checkpoint_convert.quantized.model import (
+    QuantizedModel,
+    check_quantized_served,
+    quantized_engine_dtypes,
+    quantized_engine_layouts,
+    quantized_model,
+)
 from checkpoint_convert.vllm import (
     VOCAB_MULTIPLE,
     EngineDims,
@@ -20,11 +26,6 @@ from checkpoint_convert.vllm import (
     worker_layout,
 )
 from checkpoint_convert.vllm_lora import adapter_layouts
-from checkpoint_convert.vllm_quantized import (
-    check_quantized_served,
-    quantized_engine_dtypes,
-    quantized_engine_layouts,
-)
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.policy.lora_targets import targets_of

@@ -8,8 +8,8 @@ from typing import Any
 from checkpoint_convert import ModelShape, read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.folder import read_json
-from checkpoint_convert.formats.hf_folder import mtp_tensors
 from checkpoint_convert.hf_config import has_other_towers, read_scheme
+from checkpoint_convert.hf_folder import mtp_tensors
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig

@@ -13,7 +13,7 @@ from typing import Any
 from checkpoint_convert import ModelShape, read_shape
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.hf_config import has_other_towers, read_scheme
-from checkpoint_convert.quantization import CONFIG_KEYS, engine_config
+from checkpoint_convert.quantized.scheme import CONFIG_KEYS, engine_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engine_weights.layouts import quantized_engine

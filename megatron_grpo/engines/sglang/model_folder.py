@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.hf_config import has_other_towers
-from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE
+from checkpoint_convert.quantized.scheme import CONFIG_KEYS, MODELOPT_FILE
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.engines.arguments import command_flags
 from megatron_grpo.engines.sglang.args import LIMIT, NEEDED, is_plain

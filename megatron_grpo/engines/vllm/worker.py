@@ -25,8 +25,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from checkpoint_convert.families import FAMILIES
-from checkpoint_convert.quantization import CONFIG_KEYS, ENGINE_SCHEMES, ignored_modules
-from checkpoint_convert.quantized_shard import quantized_tensors
+from checkpoint_convert.quantized.scheme import CONFIG_KEYS, ENGINE_SCHEMES, ignored_modules
+from checkpoint_convert.quantized.shard import quantized_tensors
 from checkpoint_convert.text_tower import text_name
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engine_weights.protocol import (
