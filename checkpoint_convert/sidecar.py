@@ -142,8 +142,8 @@ def copy_sidecar_files(
     for key in ("auto_map", *CONFIG_KEYS):
         config.pop(key, None)
     family = FAMILIES[text_config(source / "config.json", config)["model_type"]]
-    if family.num_mtp_layers is not None:
-        config.get("text_config", config)[family.num_mtp_layers] = num_mtp_layers
+    if family.mtp.num_layers is not None:
+        config.get("text_config", config)[family.mtp.num_layers] = num_mtp_layers
     (folder / "config.json").write_text(
         json.dumps({**config, **further}, indent=2) + "\n", encoding="utf-8"
     )

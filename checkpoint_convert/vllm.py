@@ -70,7 +70,7 @@ def engine_parameters(shape: ModelShape) -> list[Parameter]:
     if shape.trains_mtp:
         parameters += decoder.mtp_layer(shape, experts, transformer_engine=True)
     parameters += vision_tower(shape.vision, in_engine=True)
-    if names := FAMILIES[shape.family].engine_names:
+    if names := FAMILIES[shape.family].engines.vllm.names:
         parameters = [replace(each, engine_name=_renamed(each, names)) for each in parameters]
     return [part for each in parameters for part in each.in_engine()]
 
@@ -154,9 +154,8 @@ def _has_whole_shared_expert(shape: ModelShape, dims: EngineDims) -> bool:
     Where vLLM deals tokens out over the tensor-parallel workers before the experts, each computes
     all of its own tokens.
     """
-    names = FAMILIES[shape.family].experts
     deals_out = dims.expert_parallel and dims.tensor > 1 and dims.data > 1
-    return deals_out and names is not None and names.is_shared_whole_in_engine
+    return deals_out and FAMILIES[shape.family].engines.vllm.has_whole_shared_expert
 
 
 def worker_shard(parameter: Parameter, rank: int, size: int) -> Shard:
@@ -265,7 +264,7 @@ def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
     further = {"padded vocabulary": _padded_vocab(shape)}
     # Where a worker has all of a norm over all heads, vLLM does not know copies of heads in it; nor
     # does its gpt-oss know any.
-    has_whole_norms = not FAMILIES[shape.family].are_norms_split_in_engine
+    has_whole_norms = not FAMILIES[shape.family].engines.vllm.has_split_norms
     if shape.has_sinks or (shape.norms_all_heads and has_whole_norms):
         further["num_key_value_heads"] = shape.num_key_value_heads
     obstacles = split_obstacles(shape, dims.tensor, further)

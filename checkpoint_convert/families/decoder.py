@@ -155,7 +155,7 @@ MTP_LAYER = "mtp.layers.0."
 
 def mtp_layer(shape: ModelShape, experts: range, *, transformer_engine: bool) -> list[Parameter]:
     """The layer for multi-token prediction, behind the last; parameters of the last stage only."""
-    is_apart, hidden = FAMILIES[shape.family].has_mtp_apart, shape.hidden_size
+    is_apart, hidden = FAMILIES[shape.family].mtp.is_apart, shape.hidden_size
     if is_apart:
         source, of_layer = "mtp.", "mtp.layers.0."
         stored = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
@@ -223,6 +223,6 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
         for x in "qk":
             size = rows[x][0] if shape.norms_all_heads else shape.head_dim
             norm = Tensor(f"{source}{x}_norm.weight", (size,), rows[x][1])
-            name, split = f"{target}{x}_layernorm.weight", family.are_norms_split_in_engine
+            name, split = f"{target}{x}_layernorm.weight", family.engines.vllm.has_split_norms
             parameters.append(Parameter(name, (norm,), engine_split=0 if split else None))
     return parameters

@@ -81,7 +81,7 @@ def _router(shape: ModelShape, moe: MoeShape, names: Experts, source: str) -> li
     matrix = Parameter(
         ROUTER,
         (Tensor(f"{source}{names.router}.weight", (moe.num_experts, shape.hidden_size)),),
-        is_float32_in_engine=names.is_router_float32_in_engine,
+        is_float32_in_engine=FAMILIES[shape.family].engines.vllm.has_float32_router,
     )
     if shape.has_linear_biases:
         own = Tensor(f"{source}{names.router}.bias", (moe.num_experts,))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Parameter, Tensor
 from checkpoint_convert.families.ffn import ROUTER
 from checkpoint_convert.formats.safetensors_file import QUANTIZED_TORCH_NAMES
@@ -24,9 +25,6 @@ from parallel import Box, Layout, ParallelDims, Shape, ShardMapping
 
 HEAD = "lm_head"
 _IGNORE = "rollout.quantization_ignore (--ignore of checkpoint-convert)"
-EXPERTS_ASKED_ELSEWHERE = ("minimax_m2",)
-"""Families of whose experts vLLM 0.32 asks by `mlp.experts`, whatever the files have: see the
-prefix of its block_sparse_moe in models/minimax_m2.py."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,7 @@ def _ignored(
             )
     experts = (each.sources[0].name for each in parameters if each.is_expert)
     found = {name for name in experts if name.removesuffix(WEIGHT) in named}
-    if found and family in EXPERTS_ASKED_ELSEWHERE:
+    if found and FAMILIES[family].engines.vllm.renames_experts:
         raise ValueError(
             f"{_IGNORE} has {_shown(sorted(found))}: in {family}, vLLM looks for experts under "
             "another name than that of the weight files, and would quantise them: leave them out"

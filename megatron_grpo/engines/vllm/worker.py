@@ -141,7 +141,7 @@ class VllmWorker(PushWorker):
         """The weights that pushes bring, by name; with adapters, those that they do not."""
         weights = pushable_parameters(self.model, self._with_vision)
         if self._drafter is not None:
-            is_apart = FAMILIES[self._config.hf_text_config.model_type].has_mtp_apart
+            is_apart = FAMILIES[self._config.hf_text_config.model_type].mtp.is_apart
             weights |= drafter_parameters(self._drafter, self.model, is_apart=is_apart)
         return weights
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint_convert.text_tower import MULTIMODAL
+from checkpoint_convert.families.multimodal import MULTIMODAL
 from checkpoint_convert.vllm import EngineDims
 from helpers.conversions import assert_same
 from helpers.engines import (
