@@ -5,11 +5,10 @@ import pytest
 from checkpoint_convert import hf_tensors, read_shape
 from helpers.published_models import NUM_PARAMETERS, write_config
 
-# Counts of the parameters in the weight files, from the model hub, with the biases by which routers
-# choose experts. GLM's and DeepSeek's are without the layer that predicts further tokens; those of
-# Nemotron and the Qwens with linear attention (80B: 81.3 billion with that layer), of
-# GLM-4.7-Flash, Seed-OSS, Phi-4, OLMo, Gemma, gpt-oss, MiniMax, Ministral and Kimi, of
-# DeepSeek-V3.2 and of GLM-5 are of transformers' models.
+# Parameters in the weight files, with the biases by which routers choose experts. Counts of SmolLM2,
+# Llama, Qwen2.5, Qwen3, GLM-4.5 and DeepSeek-V3 are from the model hub, the last two without the
+# layer that predicts further tokens; those of the others are of transformers' models (Qwen3-Next:
+# 81.3 billion with that layer).
 
 LARGER = ("DeepSeek-V3", "GLM-4.5", "Kimi-K2", "Qwen3-235B-A22B", "gpt-oss-120b")
 """Seconds each, to count tensors that smaller models have, or DeepSeek-V3.2: docs/models.md has
