@@ -5,9 +5,9 @@ import pytest
 from checkpoint_convert import hf_tensors, read_shape
 from helpers.published_models import NUM_PARAMETERS, write_config
 
-# Parameters in the weight files, with the biases by which routers choose experts. Counts of SmolLM2,
-# Llama, Qwen2.5, Qwen3, GLM-4.5 and DeepSeek-V3 are from the model hub, the last two without the
-# layer that predicts further tokens; those of the others are of transformers' models (Qwen3-Next:
+# Parameters in the weight files, with the biases by which routers choose experts. Those of SmolLM2,
+# Llama, Qwen2.5, Qwen3, GLM-4.5 and DeepSeek-V3 are from the model hub, of the last two without the
+# layer that predicts further tokens; the others are counted in transformers' models (Qwen3-Next:
 # 81.3 billion with that layer).
 
 LARGER = ("DeepSeek-V3", "GLM-4.5", "Kimi-K2", "Qwen3-235B-A22B", "gpt-oss-120b")

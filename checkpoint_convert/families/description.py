@@ -264,6 +264,27 @@ def in_one_tensor(name: str, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class InVllm:
+    """What a vLLM engine has in place of a parameter: it fuses the same tensors."""
+
+    name: str = ""
+    """Empty: the name of the only source."""
+    parts: tuple[tuple[str, int], ...] = ()
+    """If it has several parameters: the name of each, and how many of the sources it has."""
+    rows: tuple[int, int] | None = None
+    """If this is a part of its parameter: the first row, and rows of the whole."""
+    split: int | None = None
+    """Dimension that workers split, if it is another than that of tensor ranks."""
+    is_float32: bool = False
+    """Whether an engine of any dtype keeps it in float32."""
+    alternates: bool = False
+    """Whether, in an expert, rows of its sources alternate."""
+    is_added_once: bool = False
+    """Whether, in an expert, the first of the workers that split it holds it, and the others zeros.
+    """
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of Megatron-Core before it is split over tensor ranks, and its other names.
@@ -277,8 +298,6 @@ class Parameter:
     sources: tuple[Tensor, ...]
     split: int | None = None
     """Dimension split into equal parts over tensor ranks; None: every rank holds the whole."""
-    engine_split: int | None = None
-    """Dimension that the workers of a vLLM engine split, if it is another than `split`."""
     interleave_groups: int = 1
     is_split_by_source: bool = False
     """Whether each rank holds its share of every source, one after the other (gate and up), which
@@ -291,20 +310,7 @@ class Parameter:
     """Whether it is split and replicated over the expert-parallel ranks."""
     key: str = ""
     """Name in a torch_dist checkpoint; empty: `name`."""
-    engine_name: str = ""
-    """Name in a vLLM engine, which fuses the same tensors; empty: the name of the only source."""
-    engine_parts: tuple[tuple[str, int], ...] = ()
-    """If a vLLM engine has it in several parameters: the name of each, and how many of the sources
-    it has."""
-    engine_rows: tuple[int, int] | None = None
-    """First row of a part of an engine's parameter, and rows of the whole; None: it is whole."""
-    is_float32_in_engine: bool = False
-    """Whether a vLLM engine of any dtype keeps it in float32."""
-    alternates_in_engine: bool = False
-    """Whether, in an expert, rows of its sources alternate in a vLLM engine."""
-    is_added_once_in_engine: bool = False
-    """Whether, in an expert, the first of the workers that split it in a vLLM engine holds it, and
-    the others zeros."""
+    vllm: InVllm = InVllm()
     stack_axes: tuple[tuple[int, int], ...] = ()
     """(index, size) along each leading dimension on which a checkpoint stacks layers or experts."""
 
@@ -317,14 +323,18 @@ class Parameter:
     @property
     def name_in_engine(self) -> str:
         """Name of what a vLLM engine has in its place, if that is one parameter."""
-        return self.engine_name or self.sources[0].name
+        return self.vllm.name or self.sources[0].name
+
+    def renamed_in_engine(self, name: str) -> "Parameter":
+        """The parameter under another name in a vLLM engine."""
+        return replace(self, vllm=replace(self.vllm, name=name))
 
     def in_engine(self) -> list["Parameter"]:
         """Parameters of a vLLM engine in its place."""
         found, first = [], 0
-        for name, num_sources in self.engine_parts:
+        for name, num_sources in self.vllm.parts:
             sources = self.sources[first : first + num_sources]
-            found.append(replace(self, sources=sources, engine_name=name))
+            found.append(replace(self, sources=sources).renamed_in_engine(name))
             first += num_sources
         return found or [self]
 

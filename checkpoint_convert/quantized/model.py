@@ -203,7 +203,7 @@ def _shown(weights: list[str], most: int = 8) -> str:
 
 def _upper(parameter: Parameter) -> Iterator[tuple[str, Shape]]:
     """Name and shape of the sources below which an engine has others in the same parameter."""
-    first, total = parameter.engine_rows or (0, parameter.shape[0])
+    first, total = parameter.vllm.rows or (0, parameter.shape[0])
     row = first
     for source in parameter.sources:
         row += source.shape[0]
@@ -346,11 +346,14 @@ def _scales(parameter: Parameter, model: QuantizedModel) -> Parameter:
         for each in parameter.sources
     ]
     is_cut = parameter.split is not None and model.scheme.block[parameter.split] is not None
-    first, total = parameter.engine_rows or (0, 0)
+    first, total = parameter.vllm.rows or (0, 0)
     return replace(
         parameter,
         sources=tuple(sources),
         split=parameter.split if is_cut else None,
-        engine_rows=(first // rows, -(-total // rows)) if total else None,
-        engine_name=parameter.name_in_engine + model.scheme.suffix,
+        vllm=replace(
+            parameter.vllm,
+            name=parameter.name_in_engine + model.scheme.suffix,
+            rows=(first // rows, -(-total // rows)) if total else None,
+        ),
     )

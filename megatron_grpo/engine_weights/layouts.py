@@ -229,11 +229,11 @@ def _with_own_tower(layout: Layout, shape: ModelShape, dims: EngineDims, number:
 
 def _in_sglang(parameter: Parameter) -> Parameter:
     """A parameter of a vision tower, padded along the dimension that workers split."""
-    dim = parameter.engine_split
-    if parameter.engine_name == PLACES:
+    dim = parameter.vllm.split
+    if parameter.vllm.name == PLACES:
         zeros = -parameter.shape[0] % PLACES_MULTIPLE
-        return replace(parameter, engine_split=0, zero_rows=zeros)
-    if dim is None or not HIDDEN.search(parameter.engine_name):
+        return replace(parameter, vllm=replace(parameter.vllm, split=0), zero_rows=zeros)
+    if dim is None or not HIDDEN.search(parameter.vllm.name):
         return parameter
     return replace(parameter, zero_rows=-parameter.sources[0].shape[dim] % HIDDEN_MULTIPLE)
 
