@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from checkpoint_convert.quantization import EngineQuantization
+from checkpoint_convert.quantized.scheme import EngineQuantization
 from megatron_grpo.config.section import Section
 
 MIN_TEMPERATURE = 0.01

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from checkpoint_convert.quantization import Quantization
+from checkpoint_convert.quantized.scheme import Quantization
 from megatron_grpo.config.megatron_fields import DEEPEP_RANKS, uses_deepep
 from megatron_grpo.config.offload import Offload
 from megatron_grpo.config.section import Section

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from checkpoint_convert import ModelShape
+from checkpoint_convert.families.multimodal import WITH_IMAGES
 from checkpoint_convert.families.vision import vision_tensors
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
 from parallel import pipeline_layers
-
-TRAINABLE = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Models whose vision tower `families/vision.py` describes, by `model_type` of config.json."""
 
 
 def mrope_axes(cfg: Config) -> Sequence[int]:
@@ -49,10 +47,10 @@ def trained_vision(cfg: Config, shape: ModelShape) -> tuple[tuple[str, tuple[int
     if cfg.model.freeze_vision:
         return ()
     kind = read_json(cfg.model.path / "config.json").get("model_type")
-    if kind not in TRAINABLE:
+    if kind not in WITH_IMAGES:
         raise ValueError(
             f"model.freeze_vision false: model.path is a {kind}, and vision towers are trained of "
-            f"{', '.join(TRAINABLE)} only: leave it out"
+            f"{', '.join(WITH_IMAGES)} only: leave it out"
         )
     first, *_ = pipeline_layers(shape.num_layers, cfg.dims)[0]
     num_layers = num_deepstack_layers(cfg)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from checkpoint_convert import ModelShape
 from checkpoint_convert.families.decoder import layer_prefix
 from checkpoint_convert.families.vision import vision_tensors
-from checkpoint_convert.quantized_model import QuantizedModel
+from checkpoint_convert.quantized.model import QuantizedModel
 from checkpoint_convert.vllm import engine_sizes
 from checkpoint_convert.vllm_lora import worker_adapters
 from megatron_grpo.config.config import Config

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.peft import adapter_tensors, b_name
-from checkpoint_convert.quantized_model import quantized_model
+from checkpoint_convert.quantized.model import quantized_model
 from helpers.environments import write_environments
 from helpers.models import add_mtp_layer, character_tokenizer, servable_model, tiny_model
 from helpers.quantized import FORMATS, quantized_copy

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint_convert import check_weights, megatron_layout, read_shape
-from checkpoint_convert.formats.dequantized import DequantizedTensors
-from checkpoint_convert.formats.hf_folder import locate_tensors
 from checkpoint_convert.hf_config import read_scheme
+from checkpoint_convert.hf_folder import locate_tensors
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from checkpoint_convert.quantization import scheme_of
-from checkpoint_convert.quantized_place import with_scales
+from checkpoint_convert.quantized.numbers import DequantizedTensors
+from checkpoint_convert.quantized.places import with_scales
+from checkpoint_convert.quantized.scheme import scheme_of
 from checkpoint_convert.verify import verify_weights
 from checkpoint_convert.weights import open_weights, read_weights
 from helpers.conversions import assert_same, read_tensor, weights_of
@@ -115,7 +115,7 @@ BOXES = {
 @pytest.mark.parametrize("most", [1 << 20, 700], ids=["at once", "in parts"])
 @pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
 def test_any_box_is_that_box_of_the_dequantised_matrix(matrix, box, most, monkeypatch):
-    monkeypatch.setattr("checkpoint_convert.formats.dequantized._MAX_ELEMENTS", most)
+    monkeypatch.setattr("checkpoint_convert.quantized.numbers._MAX_ELEMENTS", most)
     places, expected = matrix
     found = read_tensor(DequantizedTensors(places), "x.weight", box)
     assert torch.equal(found, expected[box.slices])
@@ -145,8 +145,8 @@ def test_a_matrix_is_never_whole_in_float32(matrix, monkeypatch):
         sizes.append(values.numel())
         return product(values, *rest)
 
-    monkeypatch.setattr("checkpoint_convert.formats.dequantized._MAX_ELEMENTS", 5000)
-    monkeypatch.setattr("checkpoint_convert.formats.dequantized.dequantized", recorded)
+    monkeypatch.setattr("checkpoint_convert.quantized.numbers._MAX_ELEMENTS", 5000)
+    monkeypatch.setattr("checkpoint_convert.quantized.numbers.dequantized", recorded)
     read_tensor(DequantizedTensors(matrix[0]), "x.weight", BOXES["whole"])
     assert max(sizes) <= 5000
     assert sum(sizes) == ROWS * COLUMNS

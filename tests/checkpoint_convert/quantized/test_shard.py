@@ -16,10 +16,10 @@ from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.hf_export import create_export, write_weights
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from checkpoint_convert.quantization import SCHEMES, engine_config, ignored_modules
-from checkpoint_convert.quantized_model import quantized_layout, quantized_model
-from checkpoint_convert.quantized_shard import QuantizedShard, quantized_tensors
-from checkpoint_convert.quantizer import block_maxima, quantized, scales_of
+from checkpoint_convert.quantized.model import quantized_layout, quantized_model
+from checkpoint_convert.quantized.numbers import block_maxima, quantized, scales_of
+from checkpoint_convert.quantized.scheme import SCHEMES, engine_config, ignored_modules
+from checkpoint_convert.quantized.shard import QuantizedShard, quantized_tensors
 from checkpoint_convert.transfer import transfer
 from checkpoint_convert.verify import verify_weights
 from checkpoint_convert.weights import read_weights, whole_tensors
@@ -259,7 +259,7 @@ def shards(plain, model, dims):
 def test_ranks_whose_cuts_fall_into_blocks_write_the_same_bytes(
     checkpoints, exports, tmp_path, family, dims, scheme, monkeypatch
 ):
-    monkeypatch.setattr("checkpoint_convert.quantized_shard.MAX_ELEMENTS", 7000)
+    monkeypatch.setattr("checkpoint_convert.quantized.shard.MAX_ELEMENTS", 7000)
     _, _, plain = checkpoints[family]
     shape = read_shape(plain)
     model = quantized_model(scheme, shape, "BF16")

@@ -9,14 +9,14 @@ from math import prod
 
 import pytest
 
-from checkpoint_convert.quantization import ENGINE_SCHEMES
-from checkpoint_convert.quantized_model import quantized_model
-from checkpoint_convert.vllm import EngineDims, engine_dtypes, engine_layouts
-from checkpoint_convert.vllm_quantized import (
+from checkpoint_convert.quantized.model import (
     check_quantized_served,
     quantized_engine_dtypes,
     quantized_engine_layouts,
+    quantized_model,
 )
+from checkpoint_convert.quantized.scheme import ENGINE_SCHEMES
+from checkpoint_convert.vllm import EngineDims, engine_dtypes, engine_layouts
 from helpers.shapes import DEEPSEEK_V3, LLAMA_70B, QWEN3_30B
 from parallel import Layout, intersect
 

@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checkpoint_convert.formats.safetensors_file import TensorPlace
-from checkpoint_convert.quantization import DEEPSEEK_SUFFIX, Scheme
+from checkpoint_convert.quantized.scheme import (
+    DEEPSEEK_SUFFIX,
+    MXFP4_BLOCK,
+    MXFP4_BLOCKS,
+    MXFP4_SCALES,
+    Mxfp4Scheme,
+    Scheme,
+)
 from parallel import Box, Shape
 
 # What engines need beside the weights: they quantise activations, and keys and values.
@@ -14,6 +21,8 @@ _OF_ACTIVATIONS = (
     *(".input_zero_point", ".output_zero_point", ".input_global_scale"),
 )
 _ZERO_POINT = ".weight_zero_point"
+_BYTES = "U8"
+"""Dtype of both numbers and scales of MXFP4 in the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +155,69 @@ def _check_scale(
         raise ValueError(
             f"{name} in {place.file.name} has dtype {place.dtype}, supported: {list(dtypes)}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Place(TensorPlace):
+    """Where the blocks of a stack are stored, and where their scales.
+
+    `shape` is the stack's, and `dtype` that of the numbers that are read.
+    """
+
+    scale_name: str
+    scale: TensorPlace
+
+    def stored_shape(self) -> Shape:
+        """The shape of the numbers in the order in which they are stored: inputs last."""
+        experts, inputs, *outputs = self.shape
+        return (experts, *outputs, inputs)
+
+    def stored_box(self, box: Box) -> Box:
+        """A box of the stack in that order."""
+        (expert, first, *start), (experts, inputs, *size) = box.start, box.size
+        return Box((expert, *start, first), (experts, *size, inputs))
+
+    def as_blocks(self) -> TensorPlace:
+        """View the bytes as they are stored, [..., blocks, 16]."""
+        *outer, inputs = self.stored_shape()
+        return replace(self, shape=(*outer, inputs // MXFP4_BLOCK, MXFP4_BLOCK // 2))
+
+    def as_scales(self) -> TensorPlace:
+        """View the scales of the blocks, [..., blocks]."""
+        *outer, inputs = self.stored_shape()
+        return replace(self.scale, shape=(*outer, inputs // MXFP4_BLOCK))
+
+
+def with_blocks(
+    places: Mapping[str, TensorPlace], scheme: Mxfp4Scheme
+) -> tuple[dict[str, TensorPlace], list[str]]:
+    """The tensors with an `Mxfp4Place` for each that is quantised, and what is wrong with these."""
+    found, faults = dict(places), []
+    for blocks_name, blocks in places.items():
+        if not blocks_name.endswith(MXFP4_BLOCKS):
+            continue
+        name = blocks_name.removesuffix(MXFP4_BLOCKS)
+        del found[blocks_name]
+        scale_name = name + MXFP4_SCALES
+        scale = found.pop(scale_name, None)
+        if scale is None:
+            faults.append(f"{scale_name} of {blocks_name} in {blocks.file.name} is missing")
+            continue
+        size = (*scale.shape, MXFP4_BLOCK // 2)
+        wanted = {"blocks": (blocks, size), "scales": (scale, scale.shape)}
+        wrong = [
+            f"{name}_{kind} in {place.file.name} is {place.dtype} {list(place.shape)}; it must be "
+            f"{_BYTES} {list(shape)}"
+            for kind, (place, shape) in wanted.items()
+            if place.dtype != _BYTES or place.shape != shape or len(scale.shape) != 3
+        ]
+        faults += wrong
+        if not wrong:
+            experts, outputs, num_blocks = scale.shape
+            found[name] = Mxfp4Place(
+                *(blocks.file, scheme.read_as, (experts, num_blocks * MXFP4_BLOCK, outputs)),
+                *(blocks.offset, blocks.num_bytes),
+                scale_name=scale_name,
+                scale=scale,
+            )
+    return found, faults

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint_convert import check_weights, megatron_layout, read_shape
-from checkpoint_convert.formats.dequantized import DequantizedTensors
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from checkpoint_convert.quantized_model import check_ranks, quantized_model
-from checkpoint_convert.quantizer import (
+from checkpoint_convert.quantized.model import check_ranks, quantized_model
+from checkpoint_convert.quantized.numbers import (
+    DequantizedTensors,
     block_maxima,
     packed,
     quantized,
@@ -140,7 +140,7 @@ def test_any_box_is_that_of_the_whole_matrix(folders, form, monkeypatch):
         numbers = torch.where(codes >= 8, -table[codes % 8], table[codes % 8])
         expected = (numbers * scales.repeat_interleave(16, 1)).bfloat16()
     for box in (Box((0, 0), (64, 64)), Box((3, 5), (7, 30)), Box((63, 63), (1, 1))):
-        monkeypatch.setattr("checkpoint_convert.formats.dequantized._MAX_ELEMENTS", 50)
+        monkeypatch.setattr("checkpoint_convert.quantized.numbers._MAX_ELEMENTS", 50)
         found = read_tensor(tensors, name, box)
         assert torch.equal(bytes_of(found), bytes_of(expected[box.slices]))
 

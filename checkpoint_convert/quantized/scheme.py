@@ -1,8 +1,8 @@
 """Quantised weights: which scheme a folder follows, and which scale belongs to which weight.
 
 A quantised matrix holds numbers of 8 or 4 bits; each is multiplied by the scale of its block. Those
-of NVFP4 are FP8 numbers themselves, relative to a scale of the whole matrix. Needs no torch:
-`formats/dequantized.py` computes.
+of NVFP4 are FP8 numbers themselves, relative to a scale of the whole matrix; those of MXFP4 are
+powers of two. Needs no torch: `numbers.py` computes.
 """
 
 import re
@@ -20,6 +20,10 @@ REGEX = "re:"
 """Prefix of a module's name that is a regular expression."""
 DEEPSEEK_SUFFIX = "_scale_inv"
 SCALE_DTYPES = ("F32", "BF16", "F16")
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+"""Added to the name of a stack, they are the names of its numbers and of their scales."""
+MXFP4_BLOCK = 32
+"""Numbers of MXFP4 with one scale."""
 
 # The extents of a block; None: all of that dimension.
 Block = tuple[int | None, int | None]
@@ -108,6 +112,29 @@ class Scheme:
     def grid(self, shape: Shape) -> Shape:
         """The shape of the scales of a matrix: one per block, the last of which may be partial."""
         return tuple(-(-n // size) for n, size in zip(shape, self.block_in(shape), strict=True))
+
+
+@dataclass(frozen=True)
+class Mxfp4Scheme:
+    """How the experts of gpt-oss are quantised; all else has a dtype of its own.
+
+    In place of a stack of matrices `x` [experts, inputs, outputs], files have `x_blocks` [experts,
+    outputs, inputs / 32, 16], bytes of two numbers, and `x_scales` [experts, outputs, inputs / 32],
+    exponents plus 127.
+    """
+
+    read_as: str
+    """The dtype of the numbers that are read: that of the model in config.json."""
+
+    def stored_names(self, names: Collection[str]) -> set[str]:
+        """The names in the files of tensors with these names."""
+        return {*names, *(name + end for name in names for end in (MXFP4_BLOCKS, MXFP4_SCALES))}
+
+
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that its weights are in MXFP4."""
+    table = config.get("quantization_config")
+    return isinstance(table, dict) and table.get("quant_method") == "mxfp4"
 
 
 EngineQuantization = Literal["none", "fp8", "fp8_channel", "int8"]

@@ -1,29 +1,30 @@
-"""A model whose linear layers are quantised: its weights and their scales. Integers only.
+"""A model whose linear layers are quantised: its weights, their scales and layouts. Integers only.
 
-Embedding, head, norms, biases and routers stay as they are.
+Embedding, head, norms, biases and routers stay as they are. A worker of vLLM (0.32, 0.33) holds the
+8-bit weights where it has others' weights, and beside each the scales of its blocks: those of the
+rows and columns that it holds. SGLang (0.5.23) has another name for experts, which
+`engine_weights/layouts.py` gives them.
 """
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert.families.description import Parameter
+from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.families.description import Parameter, Tensor
 from checkpoint_convert.families.ffn import ROUTER
+from checkpoint_convert.formats.safetensors_file import QUANTIZED_TORCH_NAMES
 from checkpoint_convert.megatron import megatron_layout
 from checkpoint_convert.peft import WEIGHT
-from checkpoint_convert.quantization import REGEX, Scheme, quantization_config, scheme_of
+from checkpoint_convert.quantized.scheme import REGEX, Scheme, quantization_config, scheme_of
 from checkpoint_convert.shape import ModelShape
-from checkpoint_convert.vllm import engine_parameters
+from checkpoint_convert.vllm import EngineDims, engine_parameters, part_of, worker_layout
 from parallel import Box, Layout, ParallelDims, Shape, ShardMapping
 
 HEAD = "lm_head"
 _IGNORE = "rollout.quantization_ignore (--ignore of checkpoint-convert)"
-EXPERTS_ASKED_ELSEWHERE = ("minimax_m2",)
-"""Families of whose experts vLLM 0.32 asks by `mlp.experts`, whatever the files have: see the
-prefix of its block_sparse_moe in models/minimax_m2.py."""
-_NUM_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def _ignored(
             )
     experts = (each.sources[0].name for each in parameters if each.is_expert)
     found = {name for name in experts if name.removesuffix(WEIGHT) in named}
-    if found and family in EXPERTS_ASKED_ELSEWHERE:
+    if found and FAMILIES[family].engines.vllm.renames_experts:
         raise ValueError(
             f"{_IGNORE} has {_shown(sorted(found))}: in {family}, vLLM looks for experts under "
             "another name than that of the weight files, and would quantise them: leave them out"
@@ -195,14 +196,14 @@ def _check_fits(linear: list[Parameter], scheme: Scheme) -> None:
         )
 
 
-def _shown(weights: list[str]) -> str:
-    more = f" and {len(weights) - _NUM_SHOWN} more" if len(weights) > _NUM_SHOWN else ""
-    return ", ".join(weights[:_NUM_SHOWN]) + more
+def _shown(weights: list[str], most: int = 8) -> str:
+    more = f" and {len(weights) - most} more" if len(weights) > most else ""
+    return ", ".join(weights[:most]) + more
 
 
 def _upper(parameter: Parameter) -> Iterator[tuple[str, Shape]]:
     """Name and shape of the sources below which an engine has others in the same parameter."""
-    first, total = parameter.engine_rows or (0, parameter.shape[0])
+    first, total = parameter.vllm.rows or (0, parameter.shape[0])
     row = first
     for source in parameter.sources:
         row += source.shape[0]
@@ -268,3 +269,91 @@ def over(box: Box, block: Shape) -> Box:
         for each in (box.start, box.size)
     )
     return Box(start, size)
+
+
+def check_quantized_served(
+    shape: ModelShape, dims: EngineDims, model: QuantizedModel, engine: str = "vllm"
+) -> None:
+    """Raise ValueError if engines could not take the weights of a quantised model as they are."""
+    cut = []
+    for parameter in filter(model.quantizes, engine_parameters(shape)):
+        split = parameter.split
+        _, size = part_of(parameter, shape, dims, rank=0)
+        if split is None:
+            continue
+        for source in parameter.sources:
+            num_parts = min(size, source.num_heads or size)
+            if num_parts > 1 and source.shape[split] // num_parts % (
+                model.scheme.block[split] or 1
+            ):
+                cut.append(f"{source.name} {list(source.shape)}")
+    if cut:
+        whole = {
+            "vllm": ", rollout.vllm.enable_expert_parallel: true",
+            "sglang": f", rollout.sglang.ep_size: {dims.num_workers}",
+        }[engine]
+        others = {"vllm": "fp8_channel or int8", "sglang": "or rollout.engine=vllm"}[engine]
+        cuts_experts = any(".experts." in each for each in cut)
+        instead = f"{whole if cuts_experts else ''}, {others}"
+        raise ValueError(
+            f"rollout.quantization fp8: the {dims.num_workers} workers of an engine "
+            f"(rollout.tensor_parallel_size {dims.tensor}) would cut blocks of "
+            f"{list(model.scheme.block)} in {_shown(cut, 3)}: use fewer "
+            f"workers{instead}"
+        )
+
+
+def quantized_engine_layouts(
+    layouts: Sequence[Layout], shape: ModelShape, dims: EngineDims, model: QuantizedModel
+) -> list[Layout]:
+    """Layouts of the quantised model, given the `engine_layouts` before it is quantised."""
+    parameters = [
+        _scales(each, model) for each in engine_parameters(shape) if model.quantizes(each)
+    ]
+    scales = [worker_layout(parameters, shape, dims, rank) for rank in range(dims.num_workers)]
+    return [
+        Layout({**a.shapes, **b.shapes}, (*a.pieces, *b.pieces), a.zeros)
+        for a, b in zip(layouts, scales, strict=True)
+    ]
+
+
+def quantized_engine_dtypes(
+    dtypes: dict[str, str], shape: ModelShape, model: QuantizedModel
+) -> dict[str, str]:
+    """The dtype of every parameter of an engine, from those before the model is quantised."""
+    found = dict(dtypes)
+    for parameter in engine_parameters(shape):
+        if model.quantizes(parameter):
+            name = parameter.name_in_engine
+            found[name] = QUANTIZED_TORCH_NAMES[model.scheme.dtype]
+            found[name + model.scheme.suffix] = "float32"
+    return found
+
+
+def _scales(parameter: Parameter, model: QuantizedModel) -> Parameter:
+    """The scales of a weight, as a parameter that is split like it.
+
+    A row has one scale, whoever holds a part of its columns.
+    """
+    rows = model.scheme.block[0] or 1
+    sources = [
+        Tensor(
+            model.scale_name(each.name),
+            model.scheme.grid(each.shape),
+            each.num_heads,
+            rows=(each.first_row // rows, model.scheme.grid(each.whole_shape)[0]),
+        )
+        for each in parameter.sources
+    ]
+    is_cut = parameter.split is not None and model.scheme.block[parameter.split] is not None
+    first, total = parameter.vllm.rows or (0, 0)
+    return replace(
+        parameter,
+        sources=tuple(sources),
+        split=parameter.split if is_cut else None,
+        vllm=replace(
+            parameter.vllm,
+            name=parameter.name_in_engine + model.scheme.suffix,
+            rows=(first // rows, -(-total // rows)) if total else None,
+        ),
+    )

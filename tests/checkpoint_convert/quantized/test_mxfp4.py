@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from checkpoint_convert import megatron_layout, read_shape
-from checkpoint_convert.formats.dequantized import DequantizedTensors
-from checkpoint_convert.formats.hf_folder import locate_tensors
+from checkpoint_convert.hf_folder import locate_tensors
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from checkpoint_convert.mxfp4 import Mxfp4Scheme, with_blocks
+from checkpoint_convert.quantized.numbers import DequantizedTensors
+from checkpoint_convert.quantized.places import with_blocks
+from checkpoint_convert.quantized.scheme import Mxfp4Scheme
 from checkpoint_convert.weights import read_weights
 from helpers.conversions import assert_same, read_tensor, weights_of
 from helpers.models import tiny_model
@@ -54,7 +55,7 @@ def test_any_box_is_that_box_of_the_dequantised_stack(model, tmp_path, monkeypat
     assert faults == []
     whole = weights_of(plain)["model.layers.0.mlp.experts.down_proj"]  # [4, 96, 64]
     for most in (1 << 20, 40):
-        monkeypatch.setattr("checkpoint_convert.formats.dequantized._MAX_ELEMENTS", most)
+        monkeypatch.setattr("checkpoint_convert.quantized.numbers._MAX_ELEMENTS", most)
         for box in (
             Box.whole((4, 96, 64)),
             Box((1, 33, 7), (2, 5, 9)),  # inside a block

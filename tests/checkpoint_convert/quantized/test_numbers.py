@@ -6,7 +6,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 
-from checkpoint_convert.quantizer import block_maxima, dequantized, quantized, scales_of
+from checkpoint_convert.quantized.numbers import block_maxima, dequantized, quantized, scales_of
 from parallel import Box
 
 ROWS, COLUMNS = 384, 512

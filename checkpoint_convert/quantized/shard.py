@@ -15,8 +15,8 @@ from torch import Tensor
 
 from checkpoint_convert.formats.torch_dtypes import DTYPES, STORED_DTYPES
 from checkpoint_convert.hf_config import read_shape
-from checkpoint_convert.quantized_model import QuantizedModel, over, quantized_model
-from checkpoint_convert.quantizer import (
+from checkpoint_convert.quantized.model import QuantizedModel, over, quantized_model
+from checkpoint_convert.quantized.numbers import (
     block_maxima,
     dequantized,
     packed,
