@@ -10,8 +10,9 @@ from helpers.policies import tiny_config
 from helpers.published_models import write_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.job_plan import plan_job
+from megatron_grpo.planning.optimizers import planned_optimizer
 from megatron_grpo.planning.state import state_bytes
-from megatron_grpo.planning.step_time import forward_flops, muon_flops, stage_flops
+from megatron_grpo.planning.step_time import forward_flops, stage_flops
 from megatron_grpo.planning.workload import Computed, Job
 from parallel import ParallelDims
 
@@ -102,14 +103,18 @@ def test_muon_computes_each_matrix_once_on_one_rank_of_its_stage(tmp_path):
     assert more == pytest.approx(seconds / 0.5)
     # Of a single layer on eight ranks, three have a matrix of the MLP each.
     alone = tiny_config(folder, ParallelDims(tensor=8, pipeline=32), "optimizer.optimizer=muon")
-    assert muon_flops(alone, shape) == (32 * OF_LLAMA, of_matrix(4096, 14336))
+    assert planned_optimizer(alone).flops(shape, alone.dims) == (
+        32 * OF_LLAMA,
+        of_matrix(4096, 14336),
+    )
 
 
 def test_muon_computes_the_matrices_of_a_layer_to_draft_with_on_the_last_stage(tmp_path):
     folder, shape = model(tmp_path, "DeepSeek-V3")
     cfg = tiny_config(folder, ParallelDims(pipeline=61), "optimizer.optimizer=muon")
     (plain, most), (drafting, last) = (
-        muon_flops(cfg, replace(shape, trains_mtp=trains_mtp)) for trains_mtp in (False, True)
+        planned_optimizer(cfg).flops(replace(shape, trains_mtp=trains_mtp), cfg.dims)
+        for trains_mtp in (False, True)
     )
     # All layers with experts are alike, so its last stage has one of them twice, and what joins.
     assert drafting - plain == most + of_matrix(7168, 2 * 7168)
