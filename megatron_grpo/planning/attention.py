@@ -1,12 +1,12 @@
 """Softmax attention: full, over windows, of latents, and sparse by an indexer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from checkpoint_convert.shape import IndexerShape, LatentShape
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.block import Block, ContextSplit, Flops, Heads, Kernels, Saved
+from megatron_grpo.planning.block import Block, Flops, Heads, Kernels, Saved, Weights
 from megatron_grpo.planning.card import ITEMSIZE
 from megatron_grpo.planning.workload import Computed, longest_sequence
 
@@ -38,16 +38,15 @@ class Attention(Block):
         """Outputs of the projection of queries that gate the output."""
         return self.heads.output if self.shape.has_output_gate else 0
 
-    @property
-    def linear_weights(self) -> Mapping[str, float]:
+    def weights(self) -> Iterator[Weights]:
         heads = self.heads
         outputs = heads.query + self._gates + heads.key + heads.value
-        return {"attention": self.shape.hidden_size * (outputs + heads.output)}
+        yield Weights("attention", self.shape.hidden_size * (outputs + heads.output))
 
-    def other_flops(self, work: Computed) -> Sequence[Flops]:
+    def other_flops(self, work: Computed) -> Iterator[Flops]:
         """Products of the query with the key, and of its weight with the value, of each pair."""
         of_pair = 2.0 * (self.heads.query + self.heads.output)
-        return [Flops("core_attn", of_pair * self._pairs(work), frozen_passes=3)]
+        yield Flops("core_attn", of_pair * self._pairs(work), frozen_passes=3)
 
     def _pairs(self, work: Computed) -> float:
         """Pairs of tokens that attend, in the mean over the model's layers: a token to a window, or
@@ -99,14 +98,14 @@ class Attention(Block):
             "attn_proj": output,
         }
 
-    def context_elements(self, forwards: float, split: ContextSplit) -> float:
+    def context_elements(self, forwards: float, others: float, *, is_ring: bool) -> float:
         """In a ring a backward passes keys and values round once more, and their gradients; else a
         rank keeps some heads of its tokens, of queries and outputs, too."""
         heads = self.heads
-        if split.is_ring:
-            return (forwards + 2) * (heads.key + heads.value) * split.others
+        if is_ring:
+            return (forwards + 2) * (heads.key + heads.value) * others
         elements = heads.query + heads.key + heads.value + heads.output
-        return (forwards + 1) * elements * split.others / (split.others + 1)
+        return (forwards + 1) * elements * others / (others + 1)
 
     def engine_flops(self, tokens: int, prompt_tokens: float, pairs: float) -> float:
         return 2.0 * (self.heads.query + self.heads.output) * pairs
@@ -127,8 +126,7 @@ class LatentAttention(Attention):
         assert self.shape.latent is not None
         return self.shape.latent
 
-    @property
-    def linear_weights(self) -> Mapping[str, float]:
+    def weights(self) -> Iterator[Weights]:
         hidden, heads, latent = self.shape.hidden_size, self.heads, self.latent
         queries = hidden * heads.query
         if latent.query_rank is not None:
@@ -136,23 +134,14 @@ class LatentAttention(Attention):
         without_rope = self.shape.num_attention_heads * (self.shape.head_dim - latent.rotary_dim)
         keys_and_values = hidden * (latent.rank + latent.rotary_dim)
         keys_and_values += latent.rank * (without_rope + heads.value)
-        return {"attention": queries + keys_and_values + heads.output * hidden}
-
-    def saved(self, kernels: Kernels) -> dict[str, Saved]:
-        """Both projections down keep the norm's output."""
-        parts = super().saved(kernels)
-        twice = kernels.precision.shared_input(2) - kernels.itemsize
-        output = parts["layernorm"].num_bytes
-        more = twice * self.shape.hidden_size * kernels.token_share
-        return parts | {"layernorm": Saved(output + more)}
+        yield Weights("attention", queries + keys_and_values + heads.output * hidden)
 
     def _saved_around(self, kernels: Kernels) -> float:
         """Norms of latents, whose outputs are inputs of linear layers."""
         ranks = [rank for rank in (self.latent.query_rank, self.latent.rank) if rank]
         norms = sum(kernels.norm(rank) - kernels.less_of_inputs * rank for rank in ranks)
-        if not kernels.copies_norm_inputs:  # a view, which keeps the rotated part of keys, too
-            norms += kernels.itemsize * self.latent.rotary_dim
-        return norms * kernels.token_share
+        # A view, which keeps the rotated part of keys, too; torch's norms in 16 bits copy it.
+        return (norms + kernels.itemsize * self.latent.rotary_dim) * kernels.token_share
 
     @property
     def gathered(self) -> tuple[int, int]:
@@ -185,16 +174,18 @@ class SparseAttention(LatentAttention):
         assert self.shape.indexer is not None
         return self.shape.indexer
 
-    @property
-    def other_weights(self) -> Mapping[str, float]:
+    def weights(self) -> Iterator[Weights]:
+        yield from super().weights()
         indexer, hidden = self.indexer, self.shape.hidden_size
         queries = (self.latent.query_rank or hidden) * indexer.num_heads * indexer.head_dim
-        return {"attention": queries + hidden * (indexer.head_dim + indexer.num_heads)}
+        size = queries + hidden * (indexer.head_dim + indexer.num_heads)
+        yield Weights("attention", size, is_linear=False)
 
-    def other_flops(self, work: Computed) -> Sequence[Flops]:
+    def other_flops(self, work: Computed) -> Iterator[Flops]:
         """The indexer scores all pairs, and has no backward."""
+        yield from super().other_flops(work)
         scores = 2.0 * self.indexer.num_heads * self.indexer.head_dim * work.pairs
-        return [*super().other_flops(work), Flops("indexer", scores, passes=1, frozen_passes=1)]
+        yield Flops("indexer", scores, passes=1, frozen_passes=1)
 
     def saved(self, kernels: Kernels) -> dict[str, Saved]:
         """Keys and values of all context ranks, and on every tensor rank the chosen tokens."""

@@ -4,7 +4,7 @@ Kinds of modules are in `attention.py`, `linear_attention.py` and `mlp.py`; `lay
 which a layer has.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -62,11 +62,6 @@ class Kernels:
         """Bytes of an element of queries, keys and values."""
         return self.itemsize
 
-    @property
-    def copies_norm_inputs(self) -> bool:
-        """Whether a norm keeps a copy of its input, and no view of a larger tensor."""
-        return False
-
     def norm(self, width: float) -> float:
         """Bytes of an RMS norm over `width` elements: input, output, and a float32 for each row."""
         return 2 * self.itemsize * width + 4
@@ -104,10 +99,6 @@ class TorchKernels(Kernels):
     @property
     def attention_itemsize(self) -> int:
         return 4
-
-    @property
-    def copies_norm_inputs(self) -> bool:
-        return self.itemsize == 2
 
     def norm(self, width: float) -> float:
         """The input and the normalized input in float32."""
@@ -151,6 +142,15 @@ class Saved(NamedTuple):
     """Its inputs and output, which are kept also if it is recomputed."""
 
 
+class Weights(NamedTuple):
+    """Weights of a part of a module that a token is multiplied with."""
+
+    part: str
+    size: float
+    is_linear: bool = True
+    """Whether a linear layer multiplies by them, in its `Precision`."""
+
+
 class Flops(NamedTuple):
     """Operations of a part of a module in a forward.
 
@@ -164,15 +164,6 @@ class Flops(NamedTuple):
     """Forwards that a forward and a backward cost."""
     frozen_passes: int = 2
     """Likewise if weights are not trained."""
-
-
-class ContextSplit(NamedTuple):
-    """Exchange of a microbatch's tokens between context ranks."""
-
-    others: float
-    """Tokens of other ranks for each of a rank's own."""
-    is_ring: bool
-    """Whether ranks pass keys and values around, and not tokens for heads: `cp_comm_type`."""
 
 
 @dataclass(frozen=True)
@@ -199,27 +190,19 @@ class Block:
     repeats: ClassVar[Mapping[str, str]]
     """What ranks exchange for it, and the part whose recomputation repeats that."""
 
-    @property
-    def linear_weights(self) -> Mapping[str, float]:
-        """Weights of each part's linear layers that a token is multiplied with."""
+    def weights(self) -> Iterator[Weights]:
+        """Weights that a token is multiplied with, without those of norms."""
         raise NotImplementedError
 
-    @property
-    def other_weights(self) -> Mapping[str, float]:
-        """Further weights of each part that a token is multiplied with."""
-        return {}
-
-    def other_flops(self, work: Computed) -> Sequence[Flops]:
-        """Operations that have no weights."""
-        return []
+    def other_flops(self, work: Computed) -> Iterator[Flops]:
+        """Operations without weights."""
+        yield from ()
 
     def flops(self, work: Computed, of_linear: float = 1.0) -> Iterator[Flops]:
-        """Operations in a forward: two for each weight and token, and others; those of linear
-        layers times `of_linear`."""
-        for part, size in self.linear_weights.items():
-            yield Flops(part, 2.0 * size * work.tokens * of_linear)
-        for part, size in self.other_weights.items():
-            yield Flops(part, 2.0 * size * work.tokens)
+        """Operations: two for each weight and token, those of linear layers times `of_linear`; and
+        others."""
+        for part, size, is_linear in self.weights():
+            yield Flops(part, 2.0 * size * work.tokens * (of_linear if is_linear else 1.0))
         yield from self.other_flops(work)
 
     def saved(self, kernels: Kernels) -> dict[str, Saved]:
@@ -257,8 +240,12 @@ class Block:
         inputs, others = self.gathered
         return (forwards + 1) * (inputs + others + self.shape.hidden_size) + inputs
 
-    def context_elements(self, forwards: float, split: ContextSplit) -> float:
-        """Elements that context ranks exchange in forwards and a backward, over tensor ranks."""
+    def context_elements(self, forwards: float, others: float, *, is_ring: bool) -> float:
+        """Elements that context ranks exchange in forwards and a backward, over tensor ranks.
+
+        `others`: tokens of other ranks for each of a rank's own; `is_ring`: whether ranks pass keys
+        and values around, and not tokens for heads.
+        """
         raise NotImplementedError
 
     def engine_flops(self, tokens: int, prompt_tokens: float, pairs: float) -> float:

@@ -1,11 +1,11 @@
 """Linear attention: the gated delta rule, and Mamba-2; both in chunks of tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from checkpoint_convert.shape import LinearShape
-from megatron_grpo.planning.block import Block, ContextSplit, Flops, Kernels, Saved
+from megatron_grpo.planning.block import Block, Flops, Kernels, Saved, Weights
 from megatron_grpo.planning.workload import Computed
 
 CHUNK = 64
@@ -28,18 +28,14 @@ class LinearAttention(Block):
         """Elements of a token's values, of all heads."""
         return self.linear.num_value_heads * self.linear.value_dim
 
-    @property
-    def linear_weights(self) -> Mapping[str, float]:
-        return {"attention": self.shape.hidden_size * (self.linear.projected_dim + self.values)}
+    def weights(self) -> Iterator[Weights]:
+        linear, hidden = self.linear, self.shape.hidden_size
+        yield Weights("attention", hidden * (linear.projected_dim + self.values))
+        convolution = linear.kernel_size * linear.num_key_heads * linear.mixed_dim
+        yield Weights("attention", convolution, is_linear=False)
 
-    @property
-    def other_weights(self) -> Mapping[str, float]:
-        """The convolution."""
-        linear = self.linear
-        return {"attention": linear.kernel_size * linear.num_key_heads * linear.mixed_dim}
-
-    def other_flops(self, work: Computed) -> Sequence[Flops]:
-        return [Flops("delta_rule", self.rule_flops() * work.tokens, frozen_passes=3)]
+    def other_flops(self, work: Computed) -> Iterator[Flops]:
+        yield Flops("delta_rule", self.rule_flops() * work.tokens, frozen_passes=3)
 
     def rule_flops(self, chunk: int = CHUNK) -> float:
         """Operations of a token without projections and convolution; engines generate in chunks of
@@ -62,11 +58,11 @@ class LinearAttention(Block):
     def offloadable(self, kernels: Kernels) -> Mapping[str, float]:
         return {"attn_norm": self._norm_without_input(kernels)}
 
-    def context_elements(self, forwards: float, split: ContextSplit) -> float:
+    def context_elements(self, forwards: float, others: float, *, is_ring: bool) -> float:
         """A rank has whole tokens before and after, and whole heads in between: it sends what the
         projection gives, and what goes into that of the output."""
         elements = self.linear.projected_dim + self.values
-        return (forwards + 1) * elements * split.others / (split.others + 1)
+        return (forwards + 1) * elements * others / (others + 1)
 
     def engine_flops(self, tokens: int, prompt_tokens: float, pairs: float) -> float:
         return self.rule_flops(chunk=1) * tokens + self.rule_flops() * prompt_tokens

@@ -1,13 +1,13 @@
 """The dense MLP, and the mixture of experts in its place."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import comb
 from typing import ClassVar
 
 from checkpoint_convert.shape import MoeShape
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.block import Block, Kernels, Saved
+from megatron_grpo.planning.block import Block, Kernels, Saved, Weights
 from megatron_grpo.planning.card import GpuSpec
 
 
@@ -21,9 +21,8 @@ class Mlp(Block):
         """Weights of an MLP of this intermediate size."""
         return (3 if self.shape.has_gates else 2) * self.shape.hidden_size * width
 
-    @property
-    def linear_weights(self) -> Mapping[str, float]:
-        return {"mlp": self.weights_of_width(self.shape.intermediate_size)}
+    def weights(self) -> Iterator[Weights]:
+        yield Weights("mlp", self.weights_of_width(self.shape.intermediate_size))
 
     def saved(self, kernels: Kernels) -> dict[str, Saved]:
         columns = self.shape.intermediate_size / kernels.dims.tensor
@@ -50,21 +49,12 @@ class Experts(Mlp):
         assert self.shape.moe is not None
         return self.shape.moe
 
-    @property
-    def linear_weights(self) -> Mapping[str, float]:
-        moe = self.moe
-        return {
-            "moe": moe.experts_per_token * self.weights_of_width(moe.intermediate_size),
-            "shared_experts": self.weights_of_width(moe.shared_intermediate_size),
-        }
-
-    @property
-    def other_weights(self) -> Mapping[str, float]:
-        hidden = self.shape.hidden_size
-        return {
-            "moe": hidden * self.moe.num_experts,
-            "shared_experts": hidden * self.moe.has_shared_gate,
-        }
+    def weights(self) -> Iterator[Weights]:
+        moe, hidden = self.moe, self.shape.hidden_size
+        yield Weights("moe", moe.experts_per_token * self.weights_of_width(moe.intermediate_size))
+        yield Weights("moe", hidden * moe.num_experts, is_linear=False)
+        yield Weights("shared_experts", self.weights_of_width(moe.shared_intermediate_size))
+        yield Weights("shared_experts", hidden * moe.has_shared_gate, is_linear=False)
 
     def saved(self, kernels: Kernels) -> dict[str, Saved]:
         """Router, permuted tokens and chosen experts."""

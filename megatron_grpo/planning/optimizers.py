@@ -34,9 +34,8 @@ class OwnedMatrix(NamedTuple):
     """Tensor ranks over which it is split."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerBytes:
-    """Bytes that an optimizer takes of one rank."""
+class OptimizerBytes(NamedTuple):
+    """Bytes that an optimizer takes of one rank, by names of `StateBytes`."""
 
     optimizer: int
     """Its shard of moments and master weights, and gradients that it keeps."""
@@ -125,19 +124,15 @@ class HostAdamW(AdamW):
     def state_bytes(
         self, shards: Sequence[Sequence[int]], matrices: Sequence[OwnedMatrix]
     ) -> OptimizerBytes:
-        fraction = self.cfg.optimizer.optimizer_offload_fraction
-        on_gpu = sum(sum(sizes) - ceil(fraction * sum(sizes)) for sizes in shards)
+        on_gpu = host = 0
+        for sizes in (shard for shard in shards if sum(shard)):
+            moved = ceil(self.cfg.optimizer.optimizer_offload_fraction * sum(sizes))
+            on_gpu += sum(sizes) - moved
+            most = min(sum(sizes), moved + max(sizes))
+            pinned = sum(page_locked(size * FLOAT) for size in sizes)
+            host += most * HOST_COPIES * FLOAT + min(pinned, 2 * most * FLOAT)
         itemsize = self.master_itemsize + self.moments_itemsize + self.copied_itemsize
-        return OptimizerBytes(
-            optimizer=on_gpu * itemsize,
-            host=sum(_host_bytes(sizes, fraction) for sizes in shards if sum(sizes)),
-        )
-
-
-def _host_bytes(sizes: Sequence[int], fraction: float) -> int:
-    most = min(sum(sizes), ceil(fraction * sum(sizes)) + max(sizes))
-    pinned = sum(page_locked(size * FLOAT) for size in sizes)
-    return most * HOST_COPIES * FLOAT + min(pinned, 2 * most * FLOAT)
+        return OptimizerBytes(optimizer=on_gpu * itemsize, host=host)
 
 
 def page_locked(num_bytes: int) -> int:

@@ -38,10 +38,6 @@ class Precision:
         """Bytes that experts keep of each element of a token."""
         return self.itemsize
 
-    def shared_input(self, num_layers: int) -> float:
-        """Bytes that linear layers with the same input keep of each of its elements."""
-        return self.itemsize
-
     @property
     def weight_itemsize(self) -> float:
         """Bytes of a copy of each element of a weight to multiply by, beside the model's."""
@@ -73,9 +69,6 @@ class Fp8(Precision):
     def expert_itemsize(self) -> float:
         in_fp8 = self.recipe == "mxfp8" or not self.moves_tokens
         return self.input_itemsize if in_fp8 else self.itemsize
-
-    def shared_input(self, num_layers: int) -> float:
-        return num_layers * self.input_itemsize
 
     @property
     def weight_itemsize(self) -> float:

@@ -129,7 +129,7 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
         expert_weights=expert_weights * itemsize,
         gradients=gradients * gradient_itemsize(cfg),
         reference=reference,
-        **vars(planned_optimizer(cfg).state_bytes(owned, matrices)),
+        **planned_optimizer(cfg).state_bytes(owned, matrices)._asdict(),
     )
 
 

@@ -9,7 +9,7 @@ from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import is_recomputed, most_offloaded, recomputed_layers
-from megatron_grpo.planning.block import Block, ContextSplit, Flops, token_share
+from megatron_grpo.planning.block import Block, Flops, token_share
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
 from megatron_grpo.planning.layer_kinds import kinds_of_layers, layer_kinds, mtp_kind
 from megatron_grpo.planning.mlp import copies_to_experts
@@ -30,7 +30,10 @@ for cuDNN's, on an H100 at 4,096 tokens and heads of 128 (arXiv 2407.08608)."""
 ATTAINABLE_OF_LINK = 0.8
 """NCCL's protocol takes about 20%: 370 of an H100's 450 GB/s are left (NVIDIA/nccl-tests#212)."""
 
+RING = ("p2p", None)
+"""Values of `cp_comm_type` with which ranks pass keys and values around; None: it is not set."""
 ALL = "all parts"
+"""Key of the seconds of whole layers."""
 Cover = tuple[float, float]
 """Share of a link's bytes, and the seconds of computation behind which they can hide."""
 
@@ -185,11 +188,10 @@ def forward_flops(shape: ModelShape, work: Computed) -> float:
 def active_weights(shape: ModelShape) -> float:
     """Weights of all layers that a token is multiplied with; of experts, only those it goes to."""
     return sum(
-        len(kind.layers) * size
+        len(kind.layers) * each.size
         for kind in layer_kinds(shape)
         for block in kind.blocks
-        for weights in (block.linear_weights, block.other_weights)
-        for size in weights.values()
+        for each in block.weights()
     )
 
 
@@ -208,7 +210,7 @@ def _links(
     itemsize = ITEMSIZE[cfg.model.dtype]
     tokens = work.filled / dims.data / dims.context
     row = itemsize * shape.hidden_size * tokens * token_share(cfg)
-    split = ContextSplit(work.received / work.filled, _is_ring(cfg))
+    others, is_ring = work.received / work.filled, cfg.model.megatron.get("cp_comm_type") in RING
     forward = _forward_seconds(cfg, work, seconds)
     found: list[LinkUse] = []
 
@@ -217,13 +219,13 @@ def _links(
             use = _link(purpose, num_bytes, span <= card.per_node, card)
             found.append(use.behind(*covers))
 
-    exchanged = _exchanged(cfg, shape, split)
+    exchanged = _exchanged(cfg, shape, others, is_ring=is_ring)
     for purpose, elements in exchanged.items():
         num_bytes, context = itemsize * tokens * elements, dims.tensor * dims.context
         match purpose:
             case "tensor":
                 add(purpose, dims.tensor, dims.tensor, _ring_share(dims.tensor) * num_bytes)
-            case "context" if split.is_ring and not work.is_shared:
+            case "context" if is_ring and not work.is_shared:
                 # A rank attends to one part of the keys while it receives the next. With shared
                 # prompts it gathers all of them first.
                 cover = 1.0, _ring_share(dims.context) * seconds["core_attn"]
@@ -272,15 +274,22 @@ def _forward_seconds(cfg: Config, work: Workload, seconds: Mapping[str, float]) 
     return seconds[ALL] / passes / work.microbatches
 
 
-def _is_ring(cfg: Config) -> bool:
-    return bool(cfg.model.megatron.get("cp_comm_type", "p2p") == "p2p")
-
-
-def _exchanged(cfg: Config, shape: ModelShape, split: ContextSplit) -> dict[str, float]:
+def _exchanged(cfg: Config, shape: ModelShape, others: float, *, is_ring: bool) -> dict[str, float]:
     """What ranks exchange of a token in forwards and a backward, on the stage with the most of it.
 
-    Elements of a token, but for `expert`: how often it goes to its experts and back.
+    Elements of a token, but for `expert`: how often it goes to its experts and back. `others`,
+    `is_ring`: see `Block.context_elements`.
     """
+
+    def sent(block: Block, purpose: str, forwards: float) -> float:
+        match purpose:
+            case "tensor":
+                return block.tensor_elements(forwards)
+            case "expert":
+                return forwards + 1
+        return block.context_elements(forwards, others, is_ring=is_ring)
+
+    forwards = 1 + forwards_alone(cfg)
     most: dict[str, float] = defaultdict(float)
     for chunks in pipeline_layers(shape.num_layers, cfg.dims):
         sums: dict[str, float] = defaultdict(float)
@@ -289,23 +298,12 @@ def _exchanged(cfg: Config, shape: ModelShape, split: ContextSplit) -> dict[str,
             for block in kind.blocks:
                 for purpose, part in block.repeats.items():
                     again = kind.count_in(*recomputed) if is_recomputed(cfg, part) else 0
-                    once, twice = (
-                        _sent(block, purpose, 1 + forwards_alone(cfg) + more, split)
-                        for more in (0, 1)
-                    )
-                    sums[purpose] += kind.count_in(*chunks) * once + again * (twice - once)
+                    once = sent(block, purpose, forwards)
+                    more = sent(block, purpose, forwards + 1) - once
+                    sums[purpose] += kind.count_in(*chunks) * once + again * more
         for purpose, elements in sums.items():
             most[purpose] = max(most[purpose], elements)
     return most
-
-
-def _sent(block: Block, purpose: str, forwards: float, split: ContextSplit) -> float:
-    match purpose:
-        case "tensor":
-            return block.tensor_elements(forwards)
-        case "expert":
-            return forwards + 1
-    return block.context_elements(forwards, split)
 
 
 def _pipeline_sends(dims: ParallelDims, forwards: float) -> float:
