@@ -111,7 +111,7 @@ class Attention(Block):
         return 2.0 * (self.heads.query + self.heads.output) * pairs
 
     def cached_bytes(self, tensor: int, itemsize: int) -> int:
-        """Of at least one key-value head, however many workers there are."""
+        """At least one key-value head, however many workers there are."""
         return 2 * -(-self.shape.num_key_value_heads // tensor) * self.shape.head_dim * itemsize
 
 

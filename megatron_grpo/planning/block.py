@@ -188,7 +188,7 @@ class Block:
     found.
     """
     repeats: ClassVar[Mapping[str, str]]
-    """What ranks exchange for it, and the part whose recomputation repeats that."""
+    """Purposes for which ranks exchange, and the part whose recomputation repeats that."""
 
     def weights(self) -> Iterator[Weights]:
         """Weights that a token is multiplied with, without those of norms."""

@@ -87,7 +87,7 @@ class Experts(Mlp):
         }
 
     def tensor_elements(self, forwards: float) -> float:
-        """Of the expert that all tokens go to."""
+        """Exchanges for the expert that all tokens go to."""
         return super().tensor_elements(forwards) if self.moe.shared_intermediate_size else 0.0
 
 

@@ -142,7 +142,7 @@ def page_locked(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Muon(AdamW):
-    """Of matrices one moment; one rank of a stage computes the update of each, and has its parts
+    """One moment of matrices; one rank of a stage computes the update of each, and has its parts
     sent (`WholeMatrices`)."""
 
     def state_bytes(

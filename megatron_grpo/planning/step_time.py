@@ -1,15 +1,20 @@
 """Operations and traffic of a step, and the least time that a card and its links need for them."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.activations import is_recomputed, most_offloaded, recomputed_layers
-from megatron_grpo.planning.block import Block, Flops, token_share
+from megatron_grpo.planning.activations import (
+    is_recomputed,
+    most_offloaded,
+    recomputed_layers,
+    row_bytes,
+)
+from megatron_grpo.planning.block import Block, Flops
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
 from megatron_grpo.planning.layer_kinds import kinds_of_layers, layer_kinds, mtp_kind
 from megatron_grpo.planning.mlp import copies_to_experts
@@ -30,8 +35,6 @@ for cuDNN's, on an H100 at 4,096 tokens and heads of 128 (arXiv 2407.08608)."""
 ATTAINABLE_OF_LINK = 0.8
 """NCCL's protocol takes about 20%: 370 of an H100's 450 GB/s are left (NVIDIA/nccl-tests#212)."""
 
-RING = ("p2p", None)
-"""Values of `cp_comm_type` with which ranks pass keys and values around; None: it is not set."""
 ALL = "all parts"
 """Key of the seconds of whole layers."""
 Cover = tuple[float, float]
@@ -203,65 +206,76 @@ def _links(
 ) -> list[LinkUse]:
     """Traffic of each axis, on the stage that sends most; `seconds` are those of layers' parts.
 
-    Tensor and context ranks of every stage exchange the activations of all its microbatches.
     Traffic stays within a node if the axis, together with the axes inside it, fits in one.
     """
-    cfg, shape, card, dims = job.cfg, job.shape, job.card, job.cfg.dims
-    itemsize = ITEMSIZE[cfg.model.dtype]
-    tokens = work.filled / dims.data / dims.context
-    row = itemsize * shape.hidden_size * tokens * token_share(cfg)
-    others, is_ring = work.received / work.filled, cfg.model.megatron.get("cp_comm_type") in RING
+    cfg, card, dims = job.cfg, job.card, job.cfg.dims
     forward = _forward_seconds(cfg, work, seconds)
-    found: list[LinkUse] = []
+    rows = _row_bytes(job, work) * _pipeline_sends(dims, 1 + forwards_alone(cfg))
+    splits = max(dims.tensor, dims.expert_tensor)
+    # Parts of matrices go to who computes them, and back.
+    parts = 2 * max(state.exchanged for state in states)
+    uses = [
+        *_exchanges(job, work, seconds),
+        _link("pipeline", rows, dims.world_size, card).behind(
+            (_steady_share(dims, work.microbatches), inf)
+        ),
+        _link("data", _data_bytes(cfg, states), dims.stage_size, card).behind(
+            *_data_covers(cfg, states, forward)
+        ),
+        _link(cfg.optimizer.optimizer, parts, splits, card),
+        _activation_link(job, work, forward),
+    ]
+    return [use for use in uses if use.num_bytes]
 
-    def add(purpose: str, size: int, span: int, num_bytes: float, *covers: Cover) -> None:
-        if size > 1:
-            use = _link(purpose, num_bytes, span <= card.per_node, card)
-            found.append(use.behind(*covers))
 
-    exchanged = _exchanged(cfg, shape, others, is_ring=is_ring)
+def _exchanges(job: Job, work: Workload, seconds: Mapping[str, float]) -> Iterator[LinkUse]:
+    """Activations of all microbatches that tensor, context and expert ranks exchange."""
+    cfg, shape, card, dims = job.cfg, job.shape, job.card, job.cfg.dims
+    itemsize, tokens = ITEMSIZE[cfg.model.dtype], _rank_tokens(job, work)
+    is_ring = cfg.model.megatron.get("cp_comm_type", "p2p") == "p2p"
+    exchanged = _exchanged(cfg, shape, work.received / work.filled, is_ring=is_ring)
     for purpose, elements in exchanged.items():
-        num_bytes, context = itemsize * tokens * elements, dims.tensor * dims.context
+        num_bytes = itemsize * tokens * elements
         match purpose:
             case "tensor":
-                add(purpose, dims.tensor, dims.tensor, _ring_share(dims.tensor) * num_bytes)
-            case "context" if is_ring and not work.is_shared:
-                # A rank attends to one part of the keys while it receives the next. With shared
-                # prompts it gathers all of them first.
-                cover = 1.0, _ring_share(dims.context) * seconds["core_attn"]
-                add(purpose, dims.context, context, num_bytes / dims.tensor, cover)
-            case "context" | "linear attention":
-                add(purpose, dims.context, context, num_bytes / dims.tensor)
-    sends = _pipeline_sends(dims, 1 + forwards_alone(cfg))
-    steady = _steady_share(dims, work.microbatches), inf
-    add("pipeline", dims.pipeline, dims.world_size, sends * row, steady)
-    shards = dims.data * dims.context
-    if "expert" in exchanged:
-        shards = max(shards, expert_shards(dims))
-    covers = _data_covers(cfg, states, forward)
-    add("data", shards, dims.stage_size, _data_bytes(cfg, states), *covers)
-    splits, parts = max(dims.tensor, dims.expert_tensor), max(s.exchanged for s in states)
-    if parts:  # go to who computes their matrices, and back
-        add(cfg.optimizer.optimizer, splits, splits, 2 * parts)
-    if "expert" in exchanged:  # tokens go to their experts and back
-        assert shape.moe is not None
-        span, copies = copies_to_experts(cfg, shape.moe, card)
-        overlaps = cfg.model.megatron.get("moe_shared_expert_overlap")
-        cover = 1.0, seconds["shared_experts"] if overlaps else 0.0
-        ranks, num_bytes = dims.expert * dims.expert_tensor, copies * row * 2
-        add("expert", ranks, span, num_bytes * exchanged["expert"], cover)
-    if offloaded := most_offloaded(cfg, shape):  # leave in forwards, come back in backwards
-        num_bytes = 2 * offloaded * tokens
-        bus = LinkUse(
-            purpose="activations",
-            num_bytes=round(num_bytes),
-            in_node=True,
-            seconds=num_bytes / card.host_rate,
-            to_host=True,
-        )
-        step = work.microbatches * forward
-        found.append(bus.behind((0.5, step), (0.5, 2 * step)))
-    return found
+                yield _link(purpose, _ring_share(dims.tensor) * num_bytes, dims.tensor, card)
+            case "expert":  # tokens go there and back
+                assert shape.moe is not None
+                span, copies = copies_to_experts(cfg, shape.moe, card)
+                use = _link(purpose, copies * _row_bytes(job, work) * 2 * elements, span, card)
+                overlaps = cfg.model.megatron.get("moe_shared_expert_overlap")
+                yield use.behind((1.0, seconds["shared_experts"] if overlaps else 0.0))
+            case _:
+                use = _link(purpose, num_bytes / dims.tensor, dims.tensor * dims.context, card)
+                if purpose == "context" and is_ring and not work.is_shared:
+                    # A rank attends to one part of the keys while it receives the next. With shared
+                    # prompts it gathers all of them first.
+                    use = use.behind((1.0, _ring_share(dims.context) * seconds["core_attn"]))
+                yield use
+
+
+def _activation_link(job: Job, work: Workload, forward: float) -> LinkUse:
+    """Activations that leave in forwards and come back in backwards, on the stage with most."""
+    num_bytes = 2 * most_offloaded(job.cfg, job.shape) * _rank_tokens(job, work)
+    use = LinkUse(
+        purpose="activations",
+        num_bytes=round(num_bytes),
+        in_node=True,
+        seconds=num_bytes / job.card.host_rate,
+        to_host=True,
+    )
+    forwards = work.microbatches * forward
+    return use.behind((0.5, forwards), (0.5, 2 * forwards))
+
+
+def _rank_tokens(job: Job, work: Workload) -> float:
+    """Tokens of a context rank in a step."""
+    return work.filled / job.cfg.dims.data / job.cfg.dims.context
+
+
+def _row_bytes(job: Job, work: Workload) -> float:
+    """Bytes of hidden states of a rank in a step."""
+    return row_bytes(job.cfg, job.shape) * _rank_tokens(job, work)
 
 
 def _forward_seconds(cfg: Config, work: Workload, seconds: Mapping[str, float]) -> float:
@@ -275,7 +289,7 @@ def _forward_seconds(cfg: Config, work: Workload, seconds: Mapping[str, float]) 
 
 
 def _exchanged(cfg: Config, shape: ModelShape, others: float, *, is_ring: bool) -> dict[str, float]:
-    """What ranks exchange of a token in forwards and a backward, on the stage with the most of it.
+    """Exchanges of a token in forwards and a backward, on the stage with the most of each.
 
     Elements of a token, but for `expert`: how often it goes to its experts and back. `others`,
     `is_ring`: see `Block.context_elements`.
@@ -363,9 +377,13 @@ def _data_covers(cfg: Config, states: Sequence[StateBytes], forward: float) -> l
     return covers
 
 
-def push_link(num_bytes: int, card: GpuSpec, *, in_node: bool) -> LinkUse:
-    """The weights of one engine worker, which it receives once per generation."""
-    return _link("push", num_bytes, in_node, card)
+def push_link(num_bytes: float, card: GpuSpec, *, in_node: bool, purpose: str = "push") -> LinkUse:
+    """Traffic over NVLink or the network; by default the weights of one engine worker, which it
+    receives once per generation."""
+    rate = card.node_rate if in_node else card.network_rate
+    return LinkUse(
+        purpose=purpose, num_bytes=round(num_bytes), in_node=in_node, seconds=num_bytes / rate
+    )
 
 
 def _ring_share(size: int) -> float:
@@ -373,8 +391,6 @@ def _ring_share(size: int) -> float:
     return (size - 1) / size
 
 
-def _link(purpose: str, num_bytes: float, in_node: bool, card: GpuSpec) -> LinkUse:
-    rate = card.node_rate if in_node else card.network_rate
-    return LinkUse(
-        purpose=purpose, num_bytes=round(num_bytes), in_node=in_node, seconds=num_bytes / rate
-    )
+def _link(purpose: str, num_bytes: float, span: int, card: GpuSpec) -> LinkUse:
+    """Traffic between ranks of an axis that spans so many neighbouring GPUs."""
+    return push_link(num_bytes, card, in_node=span <= card.per_node, purpose=purpose)
