@@ -12,9 +12,9 @@ from megatron_grpo.config.megatron_fields import check_fp8_model
 from megatron_grpo.config.section import Section, as_yaml
 from megatron_grpo.config.vision import mrope_axes
 from megatron_grpo.engines.support import check_drafts, check_served
-from megatron_grpo.planning.activations import uses_transformer_engine
+from megatron_grpo.planning.block import uses_transformer_engine
 from megatron_grpo.planning.card import card_named
-from megatron_grpo.planning.fp8 import check_fp8_card
+from megatron_grpo.planning.precision import check_fp8_card
 from megatron_grpo.planning.workload import Job
 from megatron_grpo.policy.lora_targets import check_lora
 
