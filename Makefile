@@ -8,7 +8,6 @@ ARGS ?=
 MARKS ?= not slow and not long
 
 VENV := .venv
-OLDER := .venv-3.11
 SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 # TIMED tests measure how long a process takes to end, and run alone. WAITS mostly wait, and run concurrently with the
@@ -20,18 +19,6 @@ FAST := $(addprefix tests/,parallel checkpoint_convert/formats test_project.py t
 	policy/test_model.py watchdog/test_job.py test_weight_sync.py)
 FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,agents/test_dialogue.py policy/test_skipped_steps.py \
 	test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
-# The longest file comes first, so that not one of two workers has it alone.
-MEGATRON := tests/megatron_grpo/checkpoints/test_releases.py \
-	$(addprefix tests/,test_project.py checkpoint_convert/formats/test_torch_dist.py) \
-	$(addprefix tests/parallel/,test_cpu_device.py test_groups.py test_megatron_import.py test_pipeline_schedule.py) \
-	$(addprefix tests/megatron_grpo/,planning/test_instantiate.py \
-	checkpoints/test_checkpointer.py::test_megatron_core_loads_it_too \
-	checkpoints/test_checkpointer.py::test_a_resumed_rank_is_bit_for_bit_the_one_that_saved_and_so_is_its_next_step) \
-	$(addprefix tests/megatron_grpo/policy/,test_export.py test_fields.py test_lora.py test_mla.py test_model.py test_moe.py \
-	test_optimizer.py test_packed_params.py test_skipped_steps.py test_stage_messages.py test_transformer.py)
-# Of these, what is ours and no release changes.
-OURS := float64 or (test_lora and (gpt_oss or deepseek_v32 or qwen3_5_text or phi3 or peft or tower)) or \
-	(test_moe and (recomputed or frozen or indexers))
 ENGINES := tests/sglang $(addprefix tests/megatron_grpo/,engines/test_access.py engines/test_client.py engines/test_router.py \
 	engines/test_push.py engines/test_joining.py engines/test_pool.py engines/test_sleep.py \
 	agents/test_dialogue.py \
@@ -42,7 +29,7 @@ TWO = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup demo demo-data learning-curves agent-curve test test-main test-fast test-long test-ends test-older test-slow test-faults test-slurm test-view test-trackers setup-sglang setup-sglang-gpu test-sglang check bench bench-async bench-convert bench-reshard bench-peers mutants
+.PHONY: help setup demo demo-data learning-curves agent-curve test test-main test-fast test-long test-ends test-slow test-faults test-slurm test-view test-trackers setup-sglang setup-sglang-gpu test-sglang check bench bench-async bench-convert bench-reshard bench-peers mutants
 
 # Makes .venv and installs all that runs, tests and checks need.
 setup: $(STAMP)
@@ -139,13 +126,6 @@ test-ends: setup
 # While you work: the mathematics on real ranks, formats, checkpoints, and the golden values. Three minutes.
 test-fast: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(FAST)
-
-# The older set, Python 3.11 with megatron-core 0.16.1: what touches Megatron-Core. Runs also go on
-# with the other set. Not in float64: what Megatron-Core changes in formulas is far above rounding.
-test-older: setup
-	$(MAKE) setup VENV=$(OLDER) PYTHON=3.11
-	OMP_NUM_THREADS=1 OTHER_PYTHON=$(abspath $(BIN)/python) $(OLDER)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" \
-		-k "not ($(OURS))" $(MEGATRON)
 
 # Every slow test, including those of faults.
 test-slow: setup

@@ -43,7 +43,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 NAMES = sorted(path.stem for path in (HERE / "peers").glob("*.py"))
 PYTHON = (3, 12)
-"""megatron-bridge, verl and AReaL exclude 3.13; megatron-bridge and megatron-core exclude 3.11."""
+"""megatron-bridge, verl and AReaL exclude 3.13."""
 TIMEOUT = 1800
 """Seconds that one side may take in one round."""
 

@@ -1,11 +1,10 @@
 #!/bin/sh
-# Makes a virtual environment with the newest Python that works, of 3.13, 3.12 and 3.11, or of one of these, or with
-# the one named:
+# Makes a virtual environment with the newest Python that works, 3.13 or 3.12, or of one of these, or with the one named:
 #
 #   requirements/make_venv.sh .venv [3.12 | /path/to/python]
 #
 # Looks on PATH, then at what pyenv and uv have installed; of two 3.13 it takes the first. An environment that exists
-# is kept; naming another Python than it has is an error. megatron-core has no wheel for 3.14.
+# is kept; naming another Python than it has is an error. megatron-core is for 3.12 and later, without a wheel for 3.14.
 set -eu
 
 venv=$1
@@ -20,7 +19,7 @@ version = platform.python_version()
 kind = (platform.python_implementation(), platform.system(), platform.machine())
 if kind != ("CPython", "Linux", "x86_64"):
     sys.exit("%s on %s %s" % kind)
-if sys.version_info[:2] not in ((3, 13), (3, 12), (3, 11)):
+if sys.version_info[:2] not in ((3, 13), (3, 12)):
     sys.exit("Python " + version)
 if sysconfig.get_config_var("Py_GIL_DISABLED"):
     sys.exit("Python %s without the GIL" % version)
@@ -53,7 +52,7 @@ places() (
     uv=${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-$HOME/.local/share}/uv/python}
     IFS=:
     for folder in $PATH; do
-        for name in python3.13 python3.12 python3.11 python3 python; do
+        for name in python3.13 python3.12 python3 python; do
             echo "$folder/$name"
         done
     done
@@ -80,10 +79,9 @@ find_newest() {
     done <<PLACES
 $(places)
 PLACES
-    [ -n "$python" ] || fail "found no Python ${1:-3.13, 3.12 or 3.11} that works on PATH, in pyenv or in uv.
-Install one: \`uv python install ${1:-3.13}\` (https://docs.astral.sh/uv), \`pyenv install ${1:-3.13}\`, or with
-your system's packages, such as python3 and python3-venv of Debian 12 and 13 and of Ubuntu 24.04. If
-there is one elsewhere, name it: make PYTHON=/path/to/python3.${refused:+${NEWLINE}Looked at:$refused}"
+    [ -n "$python" ] || fail "found no Python ${1:-3.13 or 3.12} that works on PATH, in pyenv or in uv.
+Get one by \`uv python install ${1:-3.13}\`, \`pyenv install ${1:-3.13}\` or, on Debian 13 and Ubuntu 24.04, \`apt install \
+python3 python3-venv\`. Or name one that is elsewhere: make PYTHON=/path/to/python3.${refused:+${NEWLINE}Looked at:$refused}"
 }
 
 have=""
@@ -106,11 +104,12 @@ case ${1:-} in
     find_newest
     why="the newest that works"
     ;;
-3.11 | 3.12 | 3.13)
+3.12 | 3.13)
     [ "${have%.*}" != "$1" ] || exit 0
     find_newest "$1"
     why="the newest $1 that works"
     ;;
+3.[0-9] | 3.[0-9][0-9]) fail "PYTHON=$1 is neither 3.12 nor 3.13" ;;
 *)
     examine "$1" || fail "PYTHON=$1 does not work: $answer"
     python=$1 version=$answer why="named by PYTHON"

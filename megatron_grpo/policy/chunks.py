@@ -113,8 +113,7 @@ def prepare_layers(chunk: Any, cfg: Config, shape: ModelShape, groups: Groups) -
         if isinstance(getattr(module, "mlp", None), IdentityOp):
             module.recompute_mlp = False  # for which Megatron would keep hidden states
         if hasattr(module, "kept_packed_seq_params"):
-            # Megatron then passes it to Transformer Engine's attention. 0.16.1 passes the fields of
-            # its own class, which has none of this name.
+            # Megatron then passes it to Transformer Engine's attention.
             module.kept_packed_seq_params.add("pad_between_seqs")
     _mark_experts(chunk)
     accumulate_in_products(chunk, cfg.model.megatron)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron_grpo.policy.chunks import gather_weights
 from megatron_grpo.policy.model import Model, forward, unwrapped
-from megatron_grpo.policy.releases import COUNTS_TOKENS_OF_ALL_RANKS
 from megatron_grpo.policy.transformer_engine import drop_quantized_weights
 from parallel.dims import ParallelDims
 from parallel.groups import Groups
@@ -101,9 +100,6 @@ def _weigh_router_losses(
     tokens = torch.tensor(sum(len(b.tokens) for b in batches), device=batches[0].tokens.device)
     dist.all_reduce(tokens, group=groups.data)
     num_tokens = float(tokens)
-    if not COUNTS_TOKENS_OF_ALL_RANKS:
-        # Context and sequence parallelism split the tokens of a microbatch over ranks.
-        num_tokens /= groups.dims.tensor * groups.dims.context
     config.grad_scale_func = lambda loss: loss / num_tokens
     return num_tokens
 

@@ -44,7 +44,7 @@ def normalized(x: Tensor, weight: Tensor, eps: float | None, is_zero_centered: b
 class RMSNorm(torch.nn.RMSNorm):
     """Torch's RMS norm, because Megatron-Core's wrapper refuses sequence parallelism."""
 
-    returns_residual = False  # read by Megatron-Core, but not by 0.16.1
+    returns_residual = False  # read by Megatron-Core
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(

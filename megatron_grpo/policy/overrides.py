@@ -12,7 +12,6 @@ from megatron_grpo.config.megatron_fields import (
     ROUTER_LOSS_FIELDS,
 )
 from megatron_grpo.config.train import ParallelConfig
-from megatron_grpo.policy.releases import HYBRIDEP_PADS, NAMES_WHAT_LEAVES
 from parallel import ParallelDims
 
 WGRAD_KERNELS = "fused_weight_gradient_mlp_cuda"
@@ -114,10 +113,6 @@ def check_activation_offload(
         own = "offload_modules", "min_offloaded_tensor_size"
         refuse_idle(settings, own, "fine_grained_activation_offloading=true")
         return
-    if not NAMES_WHAT_LEAVES:
-        raise ValueError(
-            f"{switch} needs Megatron-Core 0.19.2, which is for Python 3.12 and later: leave it out"
-        )
     legal = _offloadable(shape, implementation)
     if not isinstance(modules, list) or not modules or not {*modules} <= {*legal}:
         raise ValueError(
@@ -215,12 +210,6 @@ def _check_dispatcher(
             "parallel.expert_parallel_size and expert_tensor_parallel_size are 1: use alltoall"
         )
     backend = overrides.get("moe_flex_dispatcher_backend", "deepep")
-    if backend == "hybridep" and not HYBRIDEP_PADS:
-        raise ValueError(
-            f"{prefix}flex_dispatcher_backend hybridep of Megatron-Core 0.16.1 needs equally many "
-            "tokens on all ranks, and packed microbatches differ in length: use deepep, or Python "
-            "3.12 with Megatron-Core 0.19.2"
-        )
     if backend not in flexible_backends:
         branch = " of its branch hybrid-ep" if backend == "hybridep" else ""
         raise ValueError(

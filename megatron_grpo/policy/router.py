@@ -19,10 +19,10 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megatron_grpo.policy.releases import router_losses
 from megatron_grpo.policy.sparse_attention import SparseAttention
 from parallel import pipeline_layers
 from parallel.groups import Groups
@@ -180,8 +180,9 @@ class RouterLosses:
             return  # no training, or activations will be recomputed: Megatron counts nothing
         num_tokens = inputs[0].shape[:-1].numel()
         found: list[Tensor] = []
+        recorded = get_moe_metrics_tracker().metrics
         for name in self._names:
-            value = router_losses(name)[router.layer_number - 1]
+            value = recorded[name].values[router.layer_number - 1]
             # The balance of a microbatch is a sum over the ranks that share it; the z-loss of each
             # is a mean over its own tokens.
             num_parts = router.tp_cp_group.size() if name == BALANCE else 1

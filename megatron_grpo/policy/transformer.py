@@ -40,12 +40,6 @@ from megatron_grpo.policy.overrides import (
     check_context_exchange,
     check_overrides,
 )
-from megatron_grpo.policy.releases import (
-    FREES_OUTPUTS_AFTER_OVERLAPPED_SENDS,
-    HYBRIDEP_PADS,
-    mlp_submodules,
-    no_initialization,
-)
 from megatron_grpo.policy.sparse_attention import SparseAttention
 from megatron_grpo.policy.transformer_engine import (
     best_implementation,
@@ -55,7 +49,7 @@ from megatron_grpo.policy.transformer_engine import (
 from parallel import ParallelDims, pipeline_layers
 
 # Routers multiply with torch. Transformer Engine's product rounds float32 factors to TF32, whatever
-# torch is told; and without it Megatron-Core 0.16.1 leaves the name undefined.
+# torch is told.
 moe_utils.te_general_gemm = None
 
 
@@ -103,7 +97,7 @@ def transformer_config(
         _architecture(shape)
         | _mesh(shape, dims, dtype, sequence_parallel)
         | _plain_sums()
-        | no_initialization()
+        | {"perform_initialization": False}  # weights are read from files
     )
     if shape.moe is not None:
         _check_sequence_parallel(dims, sequence_parallel)
@@ -113,8 +107,7 @@ def transformer_config(
         free = {"moe_router_dtype": "fp32", "moe_permute_fusion": is_fused} | free
         if shape.has_linear_biases:  # with which Megatron's grouped experts refuse it
             decided["bias_dropout_fusion"] = False
-        if HYBRIDEP_PADS:
-            decided["moe_hybridep_pad_uneven_dispatch_inputs"] = True
+        decided["moe_hybridep_pad_uneven_dispatch_inputs"] = True
     check_overrides(overrides, decided, best_implementation(dtype), _flexible_backends())
     check_activation_offload(overrides, shape, free["transformer_impl"])
     check_fp8(overrides, shape, dims, dtype, free["transformer_impl"])
@@ -208,7 +201,7 @@ def fused_layer_spec(
     if not shape.has_pre_norms:
         attention = layer.submodules.self_attention.submodules
         attention.linear_qkv = TEColumnParallelLinear  # without the norm of what it is given
-        mlp_submodules(layer).linear_fc1 = TEColumnParallelLinear
+        layer.submodules.mlp.keywords["submodules"].linear_fc1 = TEColumnParallelLinear
     return layer
 
 
@@ -354,9 +347,7 @@ def _mesh(
         "bf16": dtype == torch.bfloat16,
         # Packed microbatches differ in length.
         "variable_seq_lengths": True,
-        "deallocate_pipeline_outputs": (
-            dims.virtual_pipeline == 1 or FREES_OUTPUTS_AFTER_OVERLAPPED_SENDS
-        ),
+        "deallocate_pipeline_outputs": True,
     }
 
 

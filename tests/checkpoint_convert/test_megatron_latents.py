@@ -7,7 +7,6 @@ names of fused norms.
 
 import dataclasses
 
-import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -22,7 +21,6 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from helpers.models import tiny_model
 from helpers.ranks import run_ranks
-from megatron_grpo.policy.releases import IS_OLD
 from megatron_grpo.policy.transformer import transformer_config
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
@@ -104,12 +102,9 @@ def logits_of_import(rank, shape, imported):
         return model.eval()(TOKENS, positions, None)
 
 
-# Without latents of queries, 0.19.2's own attention wants a norm that DeepSeek's models lack.
-@pytest.mark.parametrize("query_rank", [24, None] if IS_OLD else [24])
-def test_megatrons_own_latent_attention_computes_with_an_import_what_transformers_does(
-    tmp_path, query_rank
-):
-    model = tiny_model(tmp_path / "model", "deepseek_v3", q_lora_rank=query_rank)
+# Without latents of queries, Megatron's own attention wants a norm that DeepSeek's models lack.
+def test_megatrons_own_latent_attention_computes_with_an_import_what_transformers_does(tmp_path):
+    model = tiny_model(tmp_path / "model", "deepseek_v3", q_lora_rank=24)
     import_checkpoint(model, tmp_path / "megatron", ParallelDims(tensor=2))
     (logits,) = run_ranks(1, logits_of_import, read_shape(model), tmp_path / "megatron")
     with torch.no_grad():

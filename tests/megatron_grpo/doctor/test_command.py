@@ -86,7 +86,7 @@ def test_a_missing_package_and_an_unwritable_folder_are_exit_code_1_with_remedie
     """A package that is declared and not there: the working directory hides it."""
     hidden = tmp_path / "megatron_grpo-9.dist-info"
     hidden.mkdir()
-    metadata = "Metadata-Version: 2.1\nName: megatron-grpo\nVersion: 9\nRequires-Python: >=3.11\n"
+    metadata = "Metadata-Version: 2.1\nName: megatron-grpo\nVersion: 9\nRequires-Python: >=3.12\n"
     needs = ["not-on-this-machine>=2", 'not-for-this-python; python_version < "3"']
     metadata += "".join(f"Requires-Dist: {each}\n" for each in needs)
     (hidden / "METADATA").write_text(metadata)

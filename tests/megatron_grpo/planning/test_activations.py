@@ -28,7 +28,6 @@ from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.planning.memory import mtp_activations
 from megatron_grpo.planning.workload import in_flight
 from megatron_grpo.policy.model import build_model, forward
-from megatron_grpo.policy.releases import IS_OLD
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
@@ -79,6 +78,7 @@ def of_blocks(megatron: Sequence[str] = (), **dims: int) -> Run:
     return Run("nemotron_h", ParallelDims(**dims), megatron, model={"num_hidden_layers": 4})
 
 
+EVERY_MODULE = "attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm"
 RUNS = {
     "bfloat16": Run(),
     "float32": Run(overrides=["model.dtype=float32"]),
@@ -114,11 +114,9 @@ RUNS = {
     "a module in each layer recomputed": of_blocks(FULL),
     "a module in each layer, MLPs recomputed": of_blocks(recomputed("mlp")),
     "attention between linear recomputed": Run("qwen3_5_text", megatron=recomputed("core_attn")),
+    "offloaded": Run("qwen3_moe", ParallelDims(tensor=2), offloaded(EVERY_MODULE)),
+    "linear, norms offloaded": Run("qwen3_next", megatron=offloaded("attn_norm, mlp_norm")),
 }
-if not IS_OLD:
-    everything = offloaded("attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm")
-    RUNS["offloaded"] = Run("qwen3_moe", ParallelDims(tensor=2), everything)
-    RUNS["linear, norms offloaded"] = Run("qwen3_next", megatron=offloaded("attn_norm, mlp_norm"))
 
 
 class Saved:
@@ -177,11 +175,6 @@ def test_layers_keep_what_autograd_saves(run, tmp_path):
         weights = shape.linear.num_key_heads * shape.linear.mixed_dim * shape.linear.kernel_size
         copied = 4 * weights / run.dims.tensor / run.dims.context
         left_out += len(shape.linear_layers) * (CHUNK**2 + copied)
-    if IS_OLD and shape.moe and run.megatron not in (FULL, recomputed("moe")):
-        # 0.16.1 keeps a mask and a probability of 5 bytes, where 0.19.2 keeps a number of 8.
-        routers = sum(len(kind.layers) for kind in layer_kinds(shape) if kind.shape.moe)
-        tokens = TOKENS / run.dims.context / run.dims.tensor
-        left_out -= (8 - 5) * shape.moe.num_experts * routers * tokens
     assert measured == pytest.approx(planned + left_out, rel=0.001)
 
 

@@ -22,10 +22,8 @@ from helpers.ranks import run_ranks
 from megatron_grpo.planning.activations import layer_bytes
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import forward
-from megatron_grpo.policy.releases import NAMES_WHAT_LEAVES
 from parallel import ParallelDims
 
-pytestmark = pytest.mark.skipif(not NAMES_WHAT_LEAVES, reason="needs Megatron-Core 0.19.2")
 MODULES = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 
 

@@ -18,7 +18,6 @@ from helpers.policies import (
 from helpers.ranks import run_ranks
 from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
 from megatron_grpo.policy.model import build_policy
-from megatron_grpo.policy.releases import NAMES_WHAT_LEAVES
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
@@ -55,9 +54,6 @@ ON_GPUS = {
     "moe_router_fusion",
 }
 """Fields of Transformer Engine's layers: see tests/gpu."""
-OF_THIS_RELEASE = [
-    each for each in SETTINGS if NAMES_WHAT_LEAVES or not each[0].startswith("fine_grained")
-]
 
 
 def test_every_field_is_tried():
@@ -73,7 +69,7 @@ def numbers_by_setting(rank: int, folder: Path, dims: ParallelDims) -> list[Numb
         build_policy(
             tiny_config(folder, dims, *map("model.megatron.{}".format, each)), shape, groups
         )
-        for each in OF_THIS_RELEASE
+        for each in SETTINGS
     )
     return [numbers_of(policy, groups, share) for policy in policies]
 
@@ -91,6 +87,6 @@ def test_logprobs_and_gradients_equal_transformers(tmp_path, dims):
     """A model with a dense layer, a shared expert and experts chosen by biased scores."""
     case = OracleCase.of(tiny_model(tmp_path, "glm4_moe", num_hidden_layers=4))
     ranks = run_ranks(dims.world_size, numbers_by_setting, case.folder, dims, timeout=240)
-    for number, setting in enumerate(OF_THIS_RELEASE):
+    for number, setting in enumerate(SETTINGS):
         print(setting)  # what failed, if it does
         case.check([rank[number] for rank in ranks])

@@ -15,7 +15,6 @@ from checkpoint_convert.shape import LatentShape
 from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS, ROUTER_LOSS_FIELDS
 from megatron_grpo.policy import overrides, transformer, transformer_engine
 from megatron_grpo.policy.overrides import check_context_exchange
-from megatron_grpo.policy.releases import IS_OLD
 from megatron_grpo.policy.transformer import transformer_config
 from parallel import ParallelDims
 
@@ -154,16 +153,12 @@ def test_a_flexible_dispatcher_needs_its_kernels_and_ranks_to_send_to(monkeypatc
     plain = {"moe_permute_fusion": False}
     for backend, kernels in ("deepep", "fused_dispatch"), ("hybridep", "hybrid_ep_dispatch"):
         chosen = plain | flex | {"moe_flex_dispatcher_backend": backend}
-        if backend == "hybridep" and IS_OLD:
-            with pytest.raises(ValueError, match=r"0\.16\.1 needs equally many tokens"):
-                configure(dims, MIXTURE, **chosen)
-            continue
         with pytest.raises(ValueError, match=f"with {backend} needs the package deep_ep"):
             configure(dims, MIXTURE, **chosen)
         monkeypatch.setattr(fused_a2a, kernels, object())
         config = configure(dims, MIXTURE, **chosen)
         assert config.moe_token_dispatcher_type == "flex"
-        assert IS_OLD or config.moe_hybridep_pad_uneven_dispatch_inputs
+        assert config.moe_hybridep_pad_uneven_dispatch_inputs
     with pytest.raises(ValueError, match="expert_tensor_parallel_size are 1: use alltoall"):
         configure(ParallelDims(data=2), MIXTURE, **plain, **flex)
 
@@ -240,7 +235,6 @@ ATTENTION = ["qkv_linear", "core_attn"]
 OFFLOAD = {"fine_grained_activation_offloading": True, "offload_modules": ATTENTION}
 
 
-@pytest.mark.skipif(IS_OLD, reason="refused")
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
