@@ -37,8 +37,7 @@ setup: $(STAMP)
 	@$(if $(PYTHON),requirements/make_venv.sh $(VENV) $(PYTHON))
 
 # pip 25.1 is the first that shows its progress while it installs.
-$(STAMP): requirements/torch.txt requirements/lock.txt pyproject.toml $(wildcard parallel/*.c)
-	@command -v $(CC) >/dev/null || { echo 'make setup needs a C compiler, such as gcc'; exit 1; }
+$(STAMP): requirements/torch.txt requirements/lock.txt pyproject.toml
 	@requirements/make_venv.sh $(VENV) $(PYTHON)
 	@echo 'Installing into $(VENV) takes some minutes and 7 GB, or 3 GB if pip finds a CPU build of torch.'
 	$(PIP) install --quiet 'pip>=25.1'

@@ -175,7 +175,7 @@ def exchange(operator: ast.AST) -> ast.AST:
 
 
 def copy_of_checkout(folder: Path) -> Path:
-    """The files that git knows, and compiled kernels, below `folder`."""
+    """The files that git knows, below `folder`."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"],
         cwd=ROOT,
@@ -184,8 +184,7 @@ def copy_of_checkout(folder: Path) -> Path:
         check=True,
         encoding="utf-8",
     )
-    kernels = [str(path.relative_to(ROOT)) for path in (ROOT / "parallel").glob("*.so")]
-    for name in [*listed.stdout.split("\0")[:-1], *kernels]:
+    for name in listed.stdout.split("\0")[:-1]:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target)

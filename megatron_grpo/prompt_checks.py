@@ -26,7 +26,7 @@ from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rewards.functions import load_function
 from megatron_grpo.rewards.pool import RewardPools
-from parallel.microbatches import plan_microbatches
+from parallel.microbatches import microbatch_capacity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -276,7 +276,7 @@ def _check_token_budget(cfg: Config, prompts: list[Prompt]) -> None:
     length = longest + cfg.rollout.max_completion_length
     alignment = cfg.alignment
     try:
-        plan_microbatches([length], cfg.train.max_tokens_per_microbatch, cfg.dims, alignment)
+        microbatch_capacity([length], cfg.train.max_tokens_per_microbatch, alignment)
     except ValueError as error:
         of = [f"prompt {each.index} has" for each in prompts if len(each.token_ids) == longest]
         who = "an agent's prompt may have" if _has_agent(cfg) else of[0]

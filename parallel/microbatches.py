@@ -100,6 +100,8 @@ def plan_microbatches(
     dims: ParallelDims,
     alignment: Alignment,
     cost: CostModel | None = None,
+    *,
+    search: bool = True,
 ) -> Plan:
     """Assign sequences to the microbatches of data-parallel ranks.
 
@@ -107,7 +109,8 @@ def plan_microbatches(
     sequence). Each index occurs once; no microbatch exceeds `max_tokens`, alignment included; every
     rank has the same number of microbatches, a multiple of the pipeline size under interleaving,
     possibly with empty ones at the end. The plan depends only on the arguments, so all ranks
-    compute the same one without communication.
+    compute the same one without communication. Without `search` there are as few microbatches as
+    without a pipeline, and none is smaller for the pipeline's sake.
 
     Raises ValueError if a sequence does not fit.
     """
@@ -115,11 +118,17 @@ def plan_microbatches(
     capacity = microbatch_capacity(lengths, max_tokens, alignment)
     cost = cost or CostModel()
     costs = cost.linear * aligned + cost.quadratic * aligned.astype(float) ** 2
-    return plan_items(aligned, costs, capacity, dims, overhead=cost.linear * cost.overhead)
+    return plan_items(aligned, costs, capacity, dims, cost.linear * cost.overhead, search=search)
 
 
 def plan_items(
-    tokens: np.ndarray, costs: np.ndarray, capacity: int, dims: ParallelDims, overhead: float
+    tokens: np.ndarray,
+    costs: np.ndarray,
+    capacity: int,
+    dims: ParallelDims,
+    overhead: float,
+    *,
+    search: bool = True,
 ) -> Plan:
     """The plan for items with these `tokens`, each at most `capacity`, and `costs`.
 
@@ -139,7 +148,8 @@ def plan_items(
     step = dims.pipeline if dims.virtual_pipeline > 1 else 1
     used = int(bins.max(initial=-1)) + 1
     fewest = max(round_up(math.ceil(used / dims.data), step), step)
-    if (dims.pipeline - 1) / dims.virtual_pipeline < SMALL_BUBBLE * fewest:
+    bubble = (dims.pipeline - 1) / dims.virtual_pipeline
+    if not search or bubble < SMALL_BUBBLE * fewest:
         dims = replace(dims, pipeline=1, virtual_pipeline=1)
 
     found = [_scheduled(bins, snake_assign(bins, (dims.data, fewest), items), items, dims)]

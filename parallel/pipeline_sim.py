@@ -20,44 +20,125 @@ one and the neighbour has sent its input. Sending takes no time, and senders do 
 receiver.
 """
 
-import ctypes
 import math
+from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from parallel.balance import Items
 from parallel.dims import ParallelDims
-from parallel.kernels import load_kernel
 
 ABSENT = -np.inf
 """Cost of a missing microbatch, to pad rows of different lengths in one array."""
-LANES = 16
-"""Rows that pipeline_kernel.c processes at once."""
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
-_time_rows = load_kernel("pipeline_kernel", "time_rows", _POINTER, *[_SIZE] * 4, *[_POINTER] * 5)
+
+
+class Operation(NamedTuple):
+    """A forward or backward pass of one microbatch in one model chunk of a stage."""
+
+    is_backward: bool
+    chunk: int
+    microbatch: int
+
+
+def stage_operations(
+    stage: int, count: int, pipeline: int, virtual_pipeline: int = 1
+) -> list[Operation]:
+    """Operations of a stage in Megatron's order, for `count` microbatches.
+
+    With interleaving, each group of `pipeline` microbatches goes through all chunks of a stage
+    (section 2.2 of Narayanan et al., arXiv 2104.04473): `count` must be a multiple of `pipeline`.
+    """
+    group = pipeline if virtual_pipeline > 1 else count
+    assert count % group == 0, f"{count} microbatches are not a multiple of {pipeline} stages"
+    turns = [
+        (chunk, i)
+        for first in range(0, count, group)
+        for chunk in range(virtual_pipeline)
+        for i in range(first, first + group)
+    ]
+    forwards = [Operation(False, chunk, i) for chunk, i in turns]
+    backwards = [Operation(True, virtual_pipeline - 1 - chunk, i) for chunk, i in turns]
+    ahead = pipeline - 1 - stage
+    if virtual_pipeline > 1:
+        ahead = 2 * ahead + (virtual_pipeline - 1) * pipeline
+    ahead = min(ahead, len(forwards))
+    in_turn = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
+    return [*forwards[:ahead], *in_turn, *backwards[len(forwards) - ahead :]]
+
+
+class _Schedule(NamedTuple):
+    """Operations of all stages, numbered from 1 such that each comes after those that it waits for.
+
+    Number 0 stands for the start. The arrays have one element for each operation.
+    """
+
+    microbatch: np.ndarray
+    factor: np.ndarray
+    """Part of a microbatch's cost."""
+    previous: np.ndarray
+    """Number of the stage's operation before it."""
+    source: np.ndarray
+    """Number of the operation of which the output is its input."""
+    waves: list[slice]
+    """Operations that run at the same time on different stages."""
+
+
+@lru_cache(maxsize=256)
+def _schedule(count: int, pipeline: int, virtual_pipeline: int) -> _Schedule:
+    queues = [
+        deque(stage_operations(stage, count, pipeline, virtual_pipeline))
+        for stage in range(pipeline)
+    ]
+    last = pipeline * virtual_pipeline - 1
+    numbers: dict[tuple[bool, int, int], int] = {}
+    latest = [0] * pipeline
+    operations: list[tuple[int, float, int, int]] = []
+    waves = []
+    while any(queues):
+        begin, wave = len(operations), {}
+        for stage, queue in enumerate(queues):
+            if not queue:
+                continue
+            is_backward, chunk, i = queue[0]
+            part = chunk * pipeline + stage
+            if part == (last if is_backward else 0):
+                source = 0  # a last chunk's backward needs only its forward, which comes before it
+            elif (needed := (is_backward, part + 2 * is_backward - 1, i)) in numbers:
+                source = numbers[needed]
+            else:
+                continue
+            queue.popleft()
+            operations.append((i, (1 + is_backward) / virtual_pipeline, latest[stage], source))
+            wave[is_backward, part, i] = latest[stage] = len(operations)
+        numbers |= wave
+        waves.append(slice(begin, len(operations)))
+    of, factor, previous, source_of = (np.array(field) for field in zip(*operations, strict=True))
+    return _Schedule(of, factor, previous, source_of, waves)
 
 
 def makespan(costs: np.ndarray, pipeline: int, virtual_pipeline: int = 1) -> np.ndarray:
     """Time from the first forward to the last backward, for each row of `costs`.
 
     `costs` [rows, microbatches] are those of a forward on one stage, all its chunks together; a
-    backward takes twice as long. Rows may end with `ABSENT`. With interleaving, where each group of
-    `pipeline` microbatches goes through all chunks of a stage (section 2.2 of Narayanan et al.,
-    arXiv 2104.04473), the number of microbatches must be a multiple of the pipeline size.
+    backward takes twice as long. Rows may end with `ABSENT`. With interleaving, the number of
+    microbatches must be a multiple of the pipeline size.
     """
-    costs = np.ascontiguousarray(costs, dtype=np.float64)
-    rows, count = costs.shape
-    assert virtual_pipeline == 1 or count % pipeline == 0, (
-        f"{count} microbatches are not a multiple of {pipeline} stages"
-    )
-    lane_costs = np.empty((count, LANES))
-    ends = np.empty((2 * pipeline * virtual_pipeline * count, LANES))
-    clocks, turn = np.empty((pipeline, LANES)), np.empty(pipeline, dtype=np.uintp)
-    times = np.empty(rows)
-    scratch = (array.ctypes.data for array in (lane_costs, ends, clocks, turn, times))
-    _time_rows(costs.ctypes.data, rows, count, pipeline, virtual_pipeline, *scratch)
+    if pipeline == virtual_pipeline == 1:  # one operation after the other
+        passes = np.repeat(np.maximum(costs, 0.0), 2, axis=1) * np.tile([1, 2], costs.shape[1])
+        totals: np.ndarray = np.cumsum(passes, axis=1)[:, -1]
+        return totals
+    schedule = _schedule(costs.shape[1], pipeline, virtual_pipeline)
+    work = costs.T[schedule.microbatch] * schedule.factor[:, None]
+    ends = np.zeros((1 + len(work), len(costs)))  # of each operation, after the start
+    for wave in schedule.waves:
+        ready = ends[schedule.previous[wave]]
+        done = np.maximum(ready, ends[schedule.source[wave]]) + work[wave]
+        np.maximum(ready, done, out=ends[1:][wave])  # absent microbatches take no time
+    times: np.ndarray = ends.max(axis=0)
     return times
 
 

@@ -77,6 +77,8 @@ def plan_shared_prompts(
     dims: ParallelDims,
     alignment: Alignment,
     cost: CostModel,
+    *,
+    search: bool = True,
 ) -> Plan:
     """Assign sequences to microbatches, with prompts shared; see `plan_microbatches`.
 
@@ -96,16 +98,17 @@ def plan_shared_prompts(
     groups = [part for group in groups for part in _parts(group, capacity, alignment.sequence)]
     multiple, overhead = alignment.sequence, cost.linear * cost.overhead
     largest = max((len(group.responses) for group in groups), default=1)
+    timed = dims if search else replace(dims, pipeline=1, virtual_pipeline=1)
     plans = []
     for most in [*(1 << k for k in range((largest - 1).bit_length())), largest]:
         items = _items(groups, most, capacity, multiple)
         tokens = [groups[number].length(members, multiple) for number, members in items]
         costs = [groups[number].cost(members, multiple, cost) for number, members in items]
-        dealt = [
-            [_merged([items[i] for i in microbatch]) for microbatch in rank]
-            for rank in plan_items(np.array(tokens), np.array(costs), capacity, dims, overhead)
-        ]
-        plans.append((_time(dealt, groups, multiple, dims, cost), dealt))
+        plan = plan_items(
+            np.array(tokens), np.array(costs), capacity, dims, overhead, search=search
+        )
+        dealt = [[_merged([items[i] for i in microbatch]) for microbatch in rank] for rank in plan]
+        plans.append((_time(dealt, groups, multiple, timed, cost), dealt))
     _, fastest = min(plans, key=lambda timed: timed[0])
     with_branches = {
         i: [i, *group.branches.get(i, ())] for group in groups for i in group.responses

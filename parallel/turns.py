@@ -31,6 +31,8 @@ def plan_turns(
     dims: ParallelDims,
     alignment: Alignment,
     cost: CostModel,
+    *,
+    search: bool = True,
 ) -> list[list[Turn]]:
     """The turns of each data rank, for sequences of `lengths` tokens.
 
@@ -40,10 +42,10 @@ def plan_turns(
 
     Raises ValueError if a sequence does not fit.
     """
-    fixed = plan_microbatches(lengths, max_tokens, dims, alignment, cost)
+    fixed = plan_microbatches(lengths, max_tokens, dims, alignment, cost, search=search)
     found = fixed_turns(fixed, dims.context)
     planner = _Planner(lengths, max_tokens, dims, alignment, cost)
-    return min((found, planner.plan()), key=planner.time)
+    return min((found, planner.plan(search)), key=planner.time)
 
 
 class _Planner:
@@ -71,14 +73,14 @@ class _Planner:
         self.size_of = np.array([*self.capacity])[np.array(fits).argmax(axis=0)]
         """[sequences] the fewest ranks that have memory for each."""
 
-    def plan(self) -> list[list[Turn]]:
-        """The turns in descending order of size, or in that which suits the pipeline best."""
+    def plan(self, search: bool) -> list[list[Turn]]:
+        """The turns in descending order of size, or after a `search` as suits the pipeline best."""
         ranks = [self._turns(members) for members in self._by_rank()]
         step = self.dims.pipeline if self.dims.virtual_pipeline > 1 else 1
         count = round_up(max(1, *map(len, ranks)), step)
         idle = Turn(context_size=1, microbatches=[[] for _ in range(self.dims.context)])
         ranks = [[*turns, *[idle] * (count - len(turns))] for turns in ranks]
-        ramps = range(len(RAMPS) if self.dims.pipeline > 1 else 0)
+        ramps = range(len(RAMPS) if search and self.dims.pipeline > 1 else 0)
         orders = [o for ramp in ramps for o in candidate_orders(count, self.dims.pipeline, ramp)]
         found = [ranks, *([[turns[i] for i in order] for turns in ranks] for order in orders)]
         return min(found, key=self.time)

@@ -140,8 +140,10 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
 
     With `grpo.shared_prompts`, sequences of neighbouring lengths have the same prompt, of
     `data.max_prompt_length` tokens or as many as the shortest of them has; without that length,
-    nothing is shared. Raises ValueError if the batch arithmetic of `grpo.*` or the longest length
-    does not work.
+    nothing is shared. There are as few microbatches as the sequences need: in a pipeline a run may
+    take some more, each smaller, if that is faster.
+
+    Raises ValueError if the batch arithmetic of `grpo.*` or the longest length does not work.
     """
     chosen = spread(lengths, BatchSchedule.of(cfg.grpo).minibatch_size)
     dims, limit = cfg.dims, cfg.train.max_tokens_per_microbatch
@@ -185,7 +187,7 @@ layouts often share it."""
 @lru_cache(maxsize=1024)
 def _planned(lengths: tuple[int, ...], capacity: int, dims: ParallelDims, cost: CostModel) -> Plan:
     """The plan of aligned lengths, which layouts that align differently often share."""
-    return plan_microbatches(lengths, capacity, dims, Alignment(), cost)
+    return plan_microbatches(lengths, capacity, dims, Alignment(), cost, search=False)
 
 
 @lru_cache(maxsize=1024)
@@ -198,7 +200,7 @@ def _packed(
 ) -> Packed:
     """Pack sequences without shared prompts."""
     if dims.context > 1:  # see `workload`: else it is left out
-        plan = plan_turns(lengths, max_tokens, dims, alignment, cost)
+        plan = plan_turns(lengths, max_tokens, dims, alignment, cost, search=False)
     else:
         capacity = microbatch_capacity(lengths, max_tokens, alignment)
         aligned = tuple(round_up(length, alignment.sequence) for length in lengths)
@@ -229,7 +231,7 @@ def _packed_groups(
         prompt = min(max_prompt_length, lengths[first])  # the shortest of the group
         responses = {i: lengths[i] - prompt for i in members}
         groups.append(PromptGroup(num_prompt_tokens=prompt, responses=responses))
-    plan = plan_shared_prompts(groups, max_tokens, dims, alignment, cost)
+    plan = plan_shared_prompts(groups, max_tokens, dims, alignment, cost, search=False)
     multiple, filled, tokens, squares = alignment.sequence, [], 0, 0
     for microbatch in chain.from_iterable(plan):
         parts: dict[int, list[int]] = {}

@@ -19,7 +19,7 @@ from megatron_grpo.planning.reshard_table import reshard_table
 from megatron_grpo.planning.workload import Job, longest_sequence
 from parallel.alignment import Alignment
 from parallel.cpu_device import setup_device
-from parallel.microbatches import plan_microbatches
+from parallel.microbatches import microbatch_capacity
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GPUS_PER_NODE = 8
@@ -81,7 +81,7 @@ def test_batches_and_lengths_go_together(name, published, tmp_path):
     assert longest == cfg.rollout.vllm["max_model_len"]
     assert longest <= read_shape(cfg.model.path).max_position_embeddings
     alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
-    plan_microbatches([longest], cfg.train.max_tokens_per_microbatch, cfg.dims, alignment)
+    microbatch_capacity([longest], cfg.train.max_tokens_per_microbatch, alignment)
     check_engine_arguments(cfg.rollout.vllm)
     # Groups stay in a node, and every node is full.
     dims = cfg.dims
