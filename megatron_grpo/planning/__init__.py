@@ -8,11 +8,9 @@ To read it, go down this list; a file imports only from those above it:
   buffers; what products in FP8 change.
 - `state.py`, `activations.py`, `engine_memory.py`, `memory.py`: bytes that a rank always holds, and
   for a backward; that an engine takes; of a GPU in each phase.
-- `advice.py`: what a plan may advise, as the config is accepted with it.
 - `traffic.py`, `host.py`, `step_time.py`, `simulation.py`, `rollout_time.py`: what ranks send; what
   a node holds; the time of a step, of a generation, and of a run whose engines generate ahead.
-- `job_plan.py`, `suggest.py`, `quantized_engines.py`: all of that for a config; the layouts that
-  fit; the engines of 8 bits that it could have.
-- `command.py`, `reshard_table.py`, `instantiate.py`: what `plan`, `plan --reshard` and
+- `job_plan.py`, `suggest.py`: all of that for a config; the layouts that fit.
+- `advice.py`, `command.py`, `instantiate.py`: help where a plan does not fit; what `plan` and
   `plan --instantiate` print.
 """
