@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -53,9 +54,13 @@ Lengths = Annotated[
         "prompt and its completion. Default: every sequence has the maximum length.",
     ),
 ]
-Reshard = Annotated[
-    bool,
-    typer.Option("--reshard", help="Show how much each rank sends when weights go to the engines."),
+With = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="KEY=VALUE",
+        help="Compare with this override of a key; several --with are together one comparison.",
+    ),
 ]
 Instantiate = Annotated[
     bool,
@@ -285,7 +290,7 @@ def plan(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print all figures as JSON, for scripts.")
     ] = False,
-    reshard: Reshard = False,
+    changes: With = None,
     instantiate: Instantiate = False,
 ) -> None:
     """Estimate memory, time and traffic of CONFIG; nothing is started.
@@ -296,43 +301,46 @@ def plan(
     exact, the rest are estimates; docs/sizing.md has the formulas. If CONFIG cannot work or does
     not fit, it says what would, and the exit code is 2.
 
+    --with prints two columns: CONFIG as it is, and with this override, or with several. It fails
+    if they are refused, and not if memory is too small, which it shows.
+
     --instantiate compares the plan with Megatron-Core's own modules; the exit code is 1 if they
-    differ. --instantiate and --reshard cannot be combined with other options.
+    differ. It cannot be combined with other options.
 
     \b
-    Example:
-      megatron-grpo plan configs/grpo_70b.yaml --suggest --gpus 64 --gpu h100
+    Examples:
+      megatron-grpo plan configs/grpo_70b.yaml --suggest --gpus 64 --gpu h200
+      megatron-grpo plan configs/grpo_70b.yaml --with grpo.shared_prompts=true \\
+          --with train.max_tokens_per_microbatch=16384
     """
     options = {
         "--instantiate": instantiate,
-        "--reshard": reshard,
         "--suggest": suggest,
+        "--with": changes,
         "--json": as_json,
         "--gpu": gpu,
         "--gpus": gpus,
         "--lengths": lengths,
     }
-    _refuse_combinations(options, ("--instantiate", "--reshard"))
+    _refuse_combinations(options, "--instantiate", *options)
+    _refuse_combinations(options, "--suggest", "--with")
     cfg = load_config(config, overrides or [])
     cfg.model.check_folder(only_config=True)
     if instantiate:
         _instantiate(cfg)
-    elif reshard:
-        from megatron_grpo.planning.reshard_table import reshard_table  # a second, see above
+        return
+    from megatron_grpo.planning.command import print_comparison, print_plan, print_suggestions
 
-        print(reshard_table(cfg))
-    else:
-        from megatron_grpo.planning.command import print_plan, print_suggestions
-
-        show = print_suggestions if suggest else print_plan
-        show(cfg, gpu=gpu or "h100", num_gpus=gpus, lengths_file=lengths, as_json=as_json)
+    show = print_suggestions if suggest else print_plan
+    if changes:
+        show = partial(print_comparison, config=config, overrides=overrides or [], changes=changes)
+    show(cfg, gpu=gpu or "h100", num_gpus=gpus, lengths_file=lengths, as_json=as_json)
 
 
-def _refuse_combinations(options: Mapping[str, object], alone: tuple[str, ...]) -> None:
-    for option in alone:
-        others = [other for other, value in options.items() if value and other != option]
-        if options[option] and others:
-            raise typer.BadParameter(f"{option} cannot be combined with {', '.join(others)}")
+def _refuse_combinations(options: Mapping[str, object], one: str, *others: str) -> None:
+    given = [other for other in others if options[other] and other != one]
+    if options[one] and given:
+        raise typer.BadParameter(f"{one} cannot be combined with {', '.join(given)}")
 
 
 def _instantiate(cfg: Config) -> None:

@@ -24,9 +24,9 @@ from checkpoint_convert import hf_tensors
 from checkpoint_convert.megatron import first_senders, megatron_sender
 from checkpoint_convert.vllm import EngineDims, _cut, engine_layouts
 from helpers.shapes import LLAMA_70B
-from megatron_grpo.planning.reshard_table import traffic
 from parallel import Layout, ParallelDims, all_shares, cut_shares, plan_shares
 from peer_bytes import m2n_elements, nccl_elements
+from push_table import traffic
 
 RANKS = {
     64: ParallelDims(tensor=8, pipeline=4, data=2),

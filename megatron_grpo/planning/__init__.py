@@ -10,11 +10,9 @@ To read it, go down this list; a file imports only from those above it:
   buffers; what each optimizer takes; the bytes that a rank always holds.
 - `activations.py`, `engine_memory.py`, `memory.py`: bytes for a backward; that an engine takes; of
   a GPU in each phase.
-- `advice.py`: what a plan may advise, as the config is accepted with it.
 - `step_time.py`, `host.py`, `simulation.py`, `rollout_time.py`: the time of a step, with what ranks
   send; what a node holds; the time of a generation, and of a run whose engines generate ahead.
-- `job_plan.py`, `suggest.py`, `quantized_engines.py`: all of that for a config; the layouts that
-  fit; the engines of 8 bits that it could have.
-- `command.py`, `reshard_table.py`, `instantiate.py`: what `plan`, `plan --reshard` and
+- `job_plan.py`, `suggest.py`: all of that for a config; the layouts that fit.
+- `advice.py`, `command.py`, `instantiate.py`: help where a plan does not fit; what `plan` and
   `plan --instantiate` print.
 """

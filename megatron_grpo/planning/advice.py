@@ -1,88 +1,35 @@
-"""Advice of a plan, checked: the changed config must itself be accepted."""
+"""Advice of a plan: nothing that the same config would be refused for."""
 
-from collections.abc import Mapping
+import shlex
 from dataclasses import replace
-from typing import Any
 
-from checkpoint_convert import ModelShape, check_divisible
-from megatron_grpo.config.checks import check_config
+from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.grpo import check_shared_prompts
-from megatron_grpo.config.megatron_fields import check_fp8_model
-from megatron_grpo.config.section import Section, as_yaml
+from megatron_grpo.config.offload import words
 from megatron_grpo.config.vision import mrope_axes
-from megatron_grpo.engines.support import check_drafts, check_served
+from megatron_grpo.engines.arguments import PLANNED, engine_number
 from megatron_grpo.planning.block import uses_transformer_engine
-from megatron_grpo.planning.card import card_named
-from megatron_grpo.planning.precision import check_fp8_card
+from megatron_grpo.planning.job_plan import Changes, JobPlan, legal, overrides, plan_job
+from megatron_grpo.planning.suggest import suggest
 from megatron_grpo.planning.workload import Job
-from megatron_grpo.policy.lora_targets import check_lora
 
 NEEDS_FLASH = (
     "Transformer Engine needs flash-attn on {gpu}, where cuDNN has no attention over packed "
     "sequences"
 )
-
-Changes = Mapping[str, Mapping[str, Any]]
-"""Fields with other values, by section."""
-
-
-def overrides(changes: Changes) -> list[str]:
-    """The changes as overrides, to paste after the config's name."""
-    return [
-        f"{section}.{name}={as_yaml(value)}"
-        for section, fields in changes.items()
-        for name, value in fields.items()
-    ]
-
-
-def legal(job: Job, changes: Changes) -> Job | None:
-    """The job with these fields, checked as a config that has them is; None if it is refused."""
-    try:
-        cfg = changed(job.cfg, changes)
-        check_job(other := replace(job, cfg=cfg))
-    except ValueError:
-        return None
-    return other
-
-
-def changed(cfg: Config, changes: Changes) -> Config:
-    """`cfg` with these fields. Raises ValueError if it is refused."""
-    sections: dict[str, Section] = {name: getattr(cfg, name) for name in changes}
-    other = cfg.model_copy(
-        update={
-            name: type(section).model_validate(section.model_dump() | dict(changes[name]))
-            for name, section in sections.items()
-        }
-    )
-    check_config(other)
-    return other
-
-
-def with_megatron(cfg: Config, **fields: object) -> Changes:
-    """The change of fields of `model.megatron`."""
-    return {"model": {"megatron": {**cfg.model.megatron, **fields}}}
-
-
-def check_job(job: Job) -> None:
-    """Raise ValueError, with a legal value, if the model or the card cannot do what the config asks
-    for."""
-    cfg, shape = job.cfg, job.shape
-    check_divisible(shape, cfg.dims)
-    check_lora(cfg.lora, shape, cfg.dims.tensor)
-    check_shared_prompts(cfg.grpo, shape)
-    check_served(cfg.rollout, shape)
-    check_drafts(cfg, shape)
-    check_fp8_card(cfg, job.card)
-    check_fp8_model(cfg.model.megatron, shape, cfg.dims)
+PLACES: tuple[Changes, ...] = (
+    *({"train": {"offload": offload}} for offload in ("all", "optimizer", "none")),
+    {"lora": {"sync": "merged"}},
+)
+"""Changes of where state and weights are while GPUs or hosts are fullest."""
 
 
 def flash_lines(job: Job, gpu: str) -> list[str]:
     """A line if flash-attn is needed, with the setting that avoids it where that is legal."""
-    if card_named(gpu).packs_sequences or _has_own_attention(job.cfg, job.shape):
+    if job.card.packs_sequences or _has_own_attention(job.cfg, job.shape):
         return []
-    local = legal(job, with_megatron(job.cfg, transformer_impl="local"))
-    instead = "; or set model.megatron.transformer_impl=local" if local else ""
+    local = {"model": {"megatron": {**job.cfg.model.megatron, "transformer_impl": "local"}}}
+    instead = "; or set model.megatron.transformer_impl=local" if legal(job, local) else ""
     return [NEEDS_FLASH.format(gpu=gpu) + instead]
 
 
@@ -95,3 +42,85 @@ def _has_own_attention(cfg: Config, shape: ModelShape) -> bool:
         or shape.has_sinks
         or (cfg.dims.context > 1 and shape.window is not None)
     )
+
+
+def too_large(job: Job, plan: JobPlan) -> str:
+    """Why a plan does not fit, and what would: another place of its state, another layout."""
+    job = replace(job, num_gpus=plan.num_gpus)
+    text, starts = _lack(job.cfg, plan), [(job, list[str]())]
+    fits = False
+    if place := _other_place(job, plan):
+        other, words, changed = place
+        starts.append((other, words))
+        if fits := changed.fits:
+            text += f"; it fits with {' '.join(words)}"
+    for start, words in starts:
+        try:
+            suggestions = suggest(start)
+        except ValueError as error:
+            return f"{text}; {error}"
+        if suggestions:
+            pasted = shlex.join([*words, *suggestions[0].overrides])
+            return f"{text}; the fastest layout that fits: {pasted}"
+        if fits:
+            return text
+    return f"{text}; no layout fits on {plan.num_gpus} GPUs: {less(job)}"
+
+
+def _lack(cfg: Config, plan: JobPlan) -> str:
+    host, stage = plan.host, plan.fullest
+    if host is None or host.fits:
+        return (
+            f"a GPU of stage {stage.stage} needs {stage.total / 1e9:.1f} GB in phase "
+            f"{stage.worst}, but may use {plan.memory_limit / 1e9:.1f}"
+        )
+    parts = {
+        f"train.offload {words(cfg.train.offload)}": host.page_locked,
+        "optimizer.optimizer_cpu_offload": host.optimizer,
+        "engines that sleep with lora.sync adapter": host.asleep,
+        "reward models that sleep, with share_gpus": host.reward_models,
+        "model.megatron.offload_modules": host.activations,
+        "a checkpoint that is being written": host.saving,
+    }
+    taken = ", ".join(f"{size / 1e9:.1f} for {what}" for what, size in parts.items() if size)
+    return (
+        f"a node needs {host.total / 1e9:.1f} GB of host memory, but may use "
+        f"{host.limit / 1e9:.1f}: {taken}"
+    )
+
+
+def _other_place(job: Job, plan: JobPlan) -> tuple[Job, list[str], JobPlan] | None:
+    """The change of `PLACES` with which a GPU needs least and hosts have room; None if none helps.
+
+    With its overrides and its plan.
+    """
+    found = []
+    for changes in PLACES:
+        if (other := legal(job, changes)) is not None:
+            found.append((other, overrides(changes), plan_job(other)))
+    helpful = [
+        (other, words, changed)
+        for other, words, changed in found
+        if changed.fits_hosts
+        and (not plan.fits_hosts or changed.fullest.total < plan.fullest.total)
+    ]
+    return min(helpful, key=lambda each: each[2].fullest.total, default=None)
+
+
+def less(job: Job) -> str:
+    """Advice where no layout fits; a microbatch holds at least the longest sequence."""
+    rollout, ways = job.cfg.rollout, ["use more GPUs"]
+    longest, room = max(job.lengths), job.cfg.train.max_tokens_per_microbatch
+    if longest < room:
+        ways.append(
+            f"a train.max_tokens_per_microbatch below {room} (the longest sequence has {longest})"
+        )
+    else:
+        ways.append(f"shorter sequences than {longest} tokens (rollout.max_completion_length)")
+    if job.cfg.num_engines and not rollout.max_staleness:
+        given = engine_number(rollout, "kv_cache_memory_bytes")
+        fraction = PLANNED[rollout.engine].memory_fraction
+        ways.append(
+            f"a lower rollout.{rollout.engine}.{'kv_cache_memory_bytes' if given else fraction}"
+        )
+    return f"{', '.join(ways[:-1])}, or {ways[-1]}"

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 from checkpoint_convert import ModelShape
-from checkpoint_convert.megatron import hf_dtypes
 from checkpoint_convert.quantized.model import QuantizedModel
 from megatron_grpo.config.config import Config
 from megatron_grpo.doctor.gpus import PACKED_CAPABILITY
@@ -83,12 +82,6 @@ def card_named(name: str) -> GpuSpec:
 
 
 ITEMSIZE = {"float8_e4m3fn": 1, "int8": 1, "bfloat16": 2, "float32": 4}
-
-
-def file_itemsizes(cfg: Config, shape: ModelShape) -> dict[str, int]:
-    """Bytes per element of each tensor of the weight files, by name."""
-    dtypes = hf_dtypes(shape, cfg.model.dtype, "float32")
-    return {name: ITEMSIZE[dtype] for name, dtype in dtypes.items()}
 
 
 def worker_itemsizes(

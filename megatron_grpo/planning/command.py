@@ -1,31 +1,24 @@
-"""`megatron-grpo plan`: a plan, or suggestions, printed for people or for scripts."""
+"""`megatron-grpo plan`: one plan, two side by side, or suggestions, for people or for scripts."""
 
 import json
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.offload import Offload, Part, parts_away
+from megatron_grpo.config.file import load_config
+from megatron_grpo.config.offload import Part, Phase, parts_away
 from megatron_grpo.config.reward import RewardFunction, served_here
 from megatron_grpo.config.trained_shape import trained_shape
-from megatron_grpo.engines.arguments import PLANNED
-from megatron_grpo.planning.advice import flash_lines, legal, overrides
+from megatron_grpo.planning.advice import flash_lines, less, too_large
 from megatron_grpo.planning.card import card_named
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
-from megatron_grpo.planning.host import choice_lines, host_lines, too_little_host_memory
-from megatron_grpo.planning.job_plan import (
-    Fp8Change,
-    JobPlan,
-    PromptSharing,
-    min_gpus,
-    not_counted,
-    plan_job,
-)
+from megatron_grpo.planning.host import choice_lines, host_lines
+from megatron_grpo.planning.job_plan import JobPlan, min_gpus, not_counted, plan_job
 from megatron_grpo.planning.memory import StageMemory, file_bytes
-from megatron_grpo.planning.quantized_engines import EngineOption, engine_options
 from megatron_grpo.planning.rollout_time import RolloutTime, mode_of
 from megatron_grpo.planning.simulation import MODES, Forecast, Loop, simulate
 from megatron_grpo.planning.state import part_bytes
@@ -40,29 +33,166 @@ from megatron_grpo.planning.workload import (
 
 SHOWN_STAGES = 4
 SHOWN_SUGGESTIONS = 8
+STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer", "reference")
 NOT_COUNTED = "microbatches, operations, times and traffic are those of a run without"
-OFFLOADS: tuple[Offload, ...] = ("all", "optimizer")
+COMPARE = (
+    "compare with any other setting: --with KEY=VALUE, such as --with grpo.shared_prompts=true"
+)
+
+
+def print_plan(
+    cfg: Config, *, gpu: str, num_gpus: int | None, lengths_file: Path | None, as_json: bool
+) -> None:
+    """Print what `cfg` needs; ValueError, naming a layout that fits, if memory is too small."""
+    job = _job(cfg, gpu, num_gpus, lengths_file)
+    plan = plan_job(job)
+    print(json.dumps(plan.as_json()) if as_json else job_table(job, gpu, plan), flush=True)
+    if not plan.fits:
+        raise ValueError(too_large(job, plan))
+
+
+def print_comparison(
+    cfg: Config,
+    config: Path,
+    overrides: Sequence[str],
+    changes: Sequence[str],
+    *,
+    gpu: str,
+    num_gpus: int | None,
+    lengths_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Print the plan of `cfg`, the file `config` with overrides, beside that with further ones;
+    ValueError, naming these, if they are refused."""
+    plan = plan_job(_job(cfg, gpu, num_gpus, lengths_file))
+    try:
+        other = load_config(config, [*overrides, *changes])
+        other.model.check_folder(only_config=True)
+        changed = plan_job(_job(other, gpu, num_gpus, lengths_file))
+    except ValueError as error:
+        raise ValueError(f"--with {shlex.join(changes)}: {error}") from None
+    if as_json:
+        print(json.dumps({"config": plan.as_json(), "with": changed.as_json()}))
+        return
+    columns = _figures(cfg, plan), _figures(other, changed)
+    rows = [["", "as it is", "with", ""]]
+    for label, *cells in zip(columns[0], *(each.values() for each in columns), strict=True):
+        if {*cells} != {"-"}:
+            rows.append([label, *cells, "*" if len({*cells}) > 1 else ""])
+    print(f"{config} on {gpu}, and with {shlex.join(changes)}; memory in GB, * differs\n")
+    print("\n".join(table(rows, left=(0, 3))))
+
+
+def print_suggestions(
+    cfg: Config, *, gpu: str, num_gpus: int | None, lengths_file: Path | None, as_json: bool
+) -> None:
+    """Print layouts that fit; ValueError if none does."""
+    job = _job(cfg, gpu, num_gpus, lengths_file)
+    num_gpus = num_gpus or min_gpus(cfg, job.card, engine_bytes(cfg, job.shape, job.card))
+    job = replace(job, num_gpus=num_gpus)
+    suggestions = suggest(job)
+    if as_json:
+        print(json.dumps([each.as_json() for each in suggestions]))
+    elif suggestions:
+        print(suggestion_table(suggestions, num_gpus, gpu))
+        if forecast := simulated(suggestions[0], job):
+            print(f"\n{_forecast_line(suggestions[0].cfg, forecast)}")
+    if not suggestions:
+        raise ValueError(f"no layout fits on {num_gpus} {gpu}: {less(job)}")
+
+
+def _job(cfg: Config, gpu: str, num_gpus: int | None, lengths: Path | None) -> Job:
+    card, shape = card_named(gpu), trained_shape(cfg)
+    if lengths is None:
+        found = [longest_sequence(cfg, shape)]
+    elif lengths.suffix == ".jsonl":
+        found = read_completion_lengths(lengths, cfg)
+    else:
+        found = read_lengths(lengths)
+    return Job(cfg, shape, card, found, num_gpus or 0)
+
+
+def table(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
+    """Lines of equally wide cells, those of columns `left` at their left; headers come first."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = ["<" if number in left else ">" for number in range(len(widths))]
+    return [
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _gb(num_bytes: float | None, digits: int = 2) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 1e9:.{digits}f}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.2f} s"
+
+
+def _parts(cfg: Config, stage: StageMemory) -> dict[str, str]:
+    """GB of a GPU of the stage in its worst phase; those of state are exact."""
+    away = parts_away(cfg.train.offload, stage.worst)
+    state = {part: 0 if part in away else part_bytes(stage.state, [part]) for part in STATE}
+    others = stage.buffers, stage.engine, stage.phases[stage.worst]
+    return {part: _gb(size, 3) for part, size in state.items()} | dict(
+        zip(("buffers", "engine", "temporary"), map(_gb, others), strict=True)
+    )
+
+
+def _figures(cfg: Config, plan: JobPlan) -> dict[str, str]:
+    """Figures by which two plans are compared; "-" where a plan has none of a kind."""
+    stage, work, time = plan.fullest, plan.work, plan.time
+    engine, push, rollout, loop = plan.engine, plan.push, plan.rollout, plan.loop
+    steps = BatchSchedule.of(cfg.grpo).updates_per_generation
+    totals = {phase: stage.total_in(phase) for phase in stage.phases}
+    return {
+        "fits": "yes" if plan.fits else "no",
+        "GPUs": f"{plan.num_gpus:,}",
+        "memory that a GPU may use": _gb(plan.memory_limit),
+        "fullest stage": str(stage.stage),
+        **{f"  {part}": size for part, size in _parts(cfg, stage).items()},
+        **{f"  sum in phase {phase}": _gb(totals.get(phase)) for phase in get_args(Phase)},
+        "memory of a node's host": _gb(plan.host.total if plan.host else None),
+        "microbatches of a model copy": f"{work.microbatches:,}",
+        "tokens of a step": f"{work.computed.tokens:,}",
+        "tokens of padding": f"{work.padding:,}",
+        "a step, at least": _seconds(time.compute_seconds),
+        "a step, estimated": _seconds(time.estimate),
+        "  traffic that is not hidden": _seconds(time.waits),
+        "a push, at least": _seconds(push.seconds if push else None),
+        "a generation, at least": _seconds(rollout.seconds if rollout else None),
+        "a step beside engines, simulated": _seconds(
+            simulate(loop, mode_of(cfg)).seconds / steps if loop else None
+        ),
+        "weights of an engine, per GPU": _gb(engine.weights if engine else None),
+        "cache of an engine, per GPU": _gb(engine.cache if engine else None),
+        "tokens that an engine caches": f"{engine.cached_tokens:,}" if engine else "-",
+    }
 
 
 def job_table(job: Job, gpu: str, plan: JobPlan) -> str:
     """The memory of every kind of stage, the work of a step, and the traffic over each link."""
     cfg, shape = job.cfg, job.shape
-    of_host = host_lines(cfg, plan.host, plan.fullest, card_named(gpu))
-    of_host += choice_lines(cfg, shape, plan.work.lengths, plan.engine)
-    lines = [
+    title = (
         f"{shape.family} in {cfg.model.dtype} on {plan.num_gpus} {gpu}: trainer {cfg.dims}; "
-        f"{_engines(cfg, plan)}",
-        *flash_lines(job, gpu),
-        "",
-        *_memory_rows(cfg, plan),
-        *(["", *of_host] if of_host else []),
-        "",
-        *_work_lines(cfg, plan),
-        "",
-        *_link_rows(cfg, plan),
-        *(["", *_asynchrony_rows(cfg, plan.loop)] if plan.loop else []),
+        f"{_engines(cfg, plan)}"
+    )
+    blocks = [
+        [title, *flash_lines(job, gpu)],
+        _memory_lines(cfg, plan),
+        [
+            *host_lines(cfg, plan.host, plan.fullest, job.card),
+            *choice_lines(cfg, shape, plan.work.lengths, plan.engine),
+        ],
+        _work_lines(cfg, plan),
+        _link_lines(cfg, plan),
+        _asynchrony_lines(cfg, plan.loop) if plan.loop else [],
+        [COMPARE],
     ]
-    return "\n".join(lines)
+    return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def _engines(cfg: Config, plan: JobPlan) -> str:
@@ -73,105 +203,47 @@ def _engines(cfg: Config, plan: JobPlan) -> str:
     return f"{_count(cfg.num_engines, 'engine')} of {size}, {where}"
 
 
-def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str) -> str:
-    """The fastest layouts, and the command-line overrides for the first of them."""
-    rows = [
-        f"{'tp':>3}{'pp':>4}{'vp':>4}{'cp':>4}{'dp':>5}{'ep':>4}  {'recompute':<10}"
-        f"{'memory':>9}{'step':>9}{'bubble':>8}{'traffic':>9}"
-    ]
-    for each in suggestions[:SHOWN_SUGGESTIONS]:
-        dims = each.cfg.dims
-        rows.append(
-            f"{dims.tensor:>3}{dims.pipeline:>4}{dims.virtual_pipeline:>4}{dims.context:>4}"
-            f"{dims.data:>5}{dims.expert:>4}  {'full' if each.recomputes else 'none':<10}"
-            f"{each.memory.total / 1e9:>6.1f} GB{each.time.estimate:>7.1f} s"
-            f"{each.time.bubble:>8.3f}{each.time.waits:>7.1f} s"
-        )
-    return "\n".join(
-        [
-            f"layouts that fit on {num_gpus} {gpu}: {len(suggestions)}, the fastest by estimate "
-            "first:",
-            "",
-            *rows,
-            *(f"{key}: {NOT_COUNTED}" for key in not_counted(suggestions[0].cfg)),
-            "",
-            "to use the first, add these after the config's name:",
-            " \\\n".join(f"  {shlex.quote(word)}" for word in suggestions[0].overrides),
-        ]
-    )
-
-
-def _memory_rows(cfg: Config, plan: JobPlan) -> list[str]:
+def _memory_lines(cfg: Config, plan: JobPlan) -> list[str]:
     """Rows for the first stages, the last, and the fullest."""
-    rows = [
-        f"{'stage':>5}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'reference':>11}"
-        f"{'buffers':>12}{'engine':>8}{'temporary':>11}  {'most in phase':<18}{'sum':>8}"
-    ]
-    last = plan.stages[-1]
-    shown = [*plan.stages[:SHOWN_STAGES], plan.fullest, last]
-    numbers = sorted({stage.stage for stage in shown})
-    rows += [_memory_row(cfg, plan.stages[number]) for number in numbers]
-    limit, most = plan.memory_limit / 1e9, plan.fullest.total / 1e9
-    verdict = f"{limit - most:.1f} GB free" if plan.fits_gpus else f"{most - limit:.1f} GB too much"
-    left_out = len(plan.stages) - len(numbers)
+    shown = [*plan.stages[:SHOWN_STAGES], plan.fullest, plan.stages[-1]]
+    stages = [plan.stages[number] for number in sorted({stage.stage for stage in shown})]
+    rows = [["stage", *_parts(cfg, plan.fullest), "most in phase", "sum"]]
+    for stage in stages:
+        sizes = _parts(cfg, stage).values()
+        rows.append([str(stage.stage), *sizes, stage.worst, _gb(stage.total, 1)])
+    free = plan.memory_limit - plan.fullest.total
+    verdict = f"{_gb(abs(free), 1)} GB {'free' if free >= 0 else 'too much'}"
+    left_out = len(plan.stages) - len(stages)
     others = f"; not shown, and no fuller: {_count(left_out, 'stage')}" if left_out else ""
-    rows.append(f"all in GB; a GPU may use {limit:.1f}: {verdict}{others}")
-    if host := max(stage.state.host for stage in plan.stages):
-        rows.append(f"the optimizer also takes {host / 1e9:.1f} GB per GPU of its host's memory")
-    return rows
-
-
-def _memory_row(cfg: Config, stage: StageMemory) -> str:
-    """Memory of a GPU of the stage in its worst phase, as one row."""
-    parts: list[Part] = ["weights", "gradients", "optimizer", "reference"]
-    away = parts_away(cfg.train.offload, stage.worst)
-    exact = [0 if part in away else part_bytes(stage.state, [part]) for part in parts]
-    widths = [9, 11, 11, 11]
-    return (
-        f"{stage.stage:>5}"
-        + "".join(f"{size / 1e9:>{width}.3f}" for size, width in zip(exact, widths, strict=True))
-        + f"{stage.buffers / 1e9:>12.1f}{stage.engine / 1e9:>8.1f}"
-        + f"{stage.phases[stage.worst] / 1e9:>11.2f}  {stage.worst:<18}{stage.total / 1e9:>8.1f}"
-    )
+    limit = _gb(plan.memory_limit, 1)
+    return [
+        *table(rows, left=(len(rows[0]) - 2,)),
+        f"all in GB; a GPU may use {limit}: {verdict}{others}",
+    ]
 
 
 def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
-    work, time, lines = plan.work, plan.time, []
-    lines.append(
+    work, time, engine = plan.work, plan.time, plan.engine
+    lines = [
         f"an optimizer step: {_count(len(work.lengths), 'sequence')}, {work.computed.tokens:,} "
         f"tokens in {_count(work.microbatches, 'microbatch')} per model copy, "
         f"{work.computed.tokens / work.room:.1%} full, "
-        f"{work.padding:,} tokens of padding"
-    )
-    if plan.shares_tokens:
-        lines.append(_sharing_line(cfg, plan.shared_prompts[False], plan.shared_prompts[True]))
-    lines += [f"{key}: {NOT_COUNTED}" for key in plan.not_counted]
-    lines.append(
+        f"{work.padding:,} tokens of padding",
+        *(f"{key}: {NOT_COUNTED}" for key in plan.not_counted),
         f"{time.flops:.3g} operations: at least {time.compute_seconds:.1f} s at the cards' peak; "
         f"estimate {time.estimate:.1f} s, at {time.attainable:g} of the peak and "
         f"{ATTAINABLE_OF_LINK:g} of the links' rates, with a pipeline bubble of {time.bubble:.3f} "
-        f"and {time.waits:.1f} s of traffic that computation does not hide"
-    )
-    if plan.fp8:
-        lines.append(_fp8_line(cfg, plan.fp8, plan.fullest))
-    if plan.engine:
+        f"and {time.waits:.1f} s of traffic that computation does not hide",
+    ]
+    if engine:
         lines.append(
-            f"an engine has {plan.engine.weights / 1e9:.2f} GB of weights and "
-            f"{plan.engine.cache / 1e9:.1f} GB for keys and values on each GPU: "
-            f"{plan.engine.cached_tokens:,} tokens at once{_memory_words(plan.engine)}"
+            f"an engine has {engine.weights / 1e9:.2f} GB of weights and "
+            f"{engine.cache / 1e9:.1f} GB for keys and values on each GPU: "
+            f"{engine.cached_tokens:,} tokens at once{_memory_words(engine)}"
         )
     if plan.rollout:
         lines.append(_rollout_line(cfg, plan.rollout))
     return lines + [_reward_model_line(model) for model in served_here(cfg.rewards.values())]
-
-
-def _fp8_line(cfg: Config, change: Fp8Change, fullest: StageMemory) -> str:
-    return (
-        f"model.megatron.fp8 {cfg.model.megatron['fp8']}: in bfloat16 the estimate is "
-        f"{change.bfloat16_estimate_seconds:.1f} s, and the fullest stage has "
-        f"{change.bfloat16_memory / 1e9:.1f} GB instead of {fullest.total / 1e9:.1f}, of which "
-        f"{change.weights / 1e9:.2f} are weights in FP8 while a pass lasts"
-    )
 
 
 def _memory_words(engine: EngineBytes) -> str:
@@ -186,16 +258,6 @@ def _reward_model_line(model: RewardFunction) -> str:
     return (
         f"the reward model {model.arguments['path']} has {file_bytes(model) / 1e9:.2f} GB of "
         f"weights in its files, for {_count(model.num_gpus, 'GPU')} {whose} on the node of rank 0"
-    )
-
-
-def _sharing_line(cfg: Config, unshared: PromptSharing, shared: PromptSharing) -> str:
-    return (
-        f"with grpo.shared_prompts=true it {'is' if cfg.grpo.shared_prompts else 'would be'} "
-        f"{shared.filled_tokens:,} tokens instead of {unshared.filled_tokens:,}, "
-        f"{unshared.filled_tokens / shared.filled_tokens:.2f} times fewer, and by the estimate "
-        f"{shared.estimate_seconds:.1f} s instead of {unshared.estimate_seconds:.1f} s, where "
-        f"prompts have data.max_prompt_length {cfg.data.max_prompt_length:,}"
     )
 
 
@@ -216,38 +278,79 @@ def _rollout_line(cfg: Config, time: RolloutTime) -> str:
     )
 
 
-def _link_rows(cfg: Config, plan: JobPlan) -> list[str]:
-    rows = [f"{'per step and GPU':<18}{'bytes':>12}  {'over':<10}{'least time':>10}{'exposed':>10}"]
-    rows += [_link_row(use.purpose, use) for use in plan.time.links]
+def _link_lines(cfg: Config, plan: JobPlan) -> list[str]:
+    uses: list[LinkUse] = list(plan.time.links)
     if plan.push:
         updates = BatchSchedule.of(cfg.grpo).updates_per_generation
         steps = f", 1 step of {updates}" if updates > 1 else ""
-        rows.append(_link_row(f"{plan.push.purpose}{steps}", plan.push))
-    return rows + [
-        f"{way} would save {gain:.2f} s per step"
-        for way, gain in plan.overlaps.items()
-        if gain >= 0.01
-    ]
+        uses.append(replace(plan.push, purpose=f"{plan.push.purpose}{steps}"))
+    rows = [["per step and GPU", "bytes", "over", "least time", "exposed"]]
+    for use in uses:
+        over = "PCIe" if use.to_host else "NVLink" if use.in_node else "network"
+        seconds = f"{use.seconds:.2f} s", f"{use.exposed:.2f} s"
+        rows.append([use.purpose, f"{_gb(use.num_bytes)} GB", over, *seconds])
+    return table(rows, left=(0, 2))
 
 
-def _link_row(label: str, use: LinkUse) -> str:
-    over = "PCIe" if use.to_host else "NVLink" if use.in_node else "network"
-    size = f"{label:<18}{use.num_bytes / 1e9:>9.2f} GB  {over:<10}"
-    return f"{size}{use.seconds:>8.2f} s{use.exposed:>8.2f} s"
-
-
-def _asynchrony_rows(cfg: Config, loop: Loop) -> list[str]:
+def _asynchrony_lines(cfg: Config, loop: Loop) -> list[str]:
     """Gain of each `rollout.max_staleness`; a star marks that of `cfg`."""
     own, updates = mode_of(cfg), BatchSchedule.of(cfg.grpo).updates_per_generation
-    modes = sorted({*MODES, own}, key=lambda mode: (mode.max_staleness, mode.in_flight))
+    head = ["step", "tokens/s", "engines", "trainer", "staleness", "largest"]
+    rows = [["rollout.max_staleness", *head]]
+    for mode in sorted({*MODES, own}, key=lambda mode: (mode.max_staleness, mode.in_flight)):
+        forecast = simulate(loop, mode)
+        rows.append(
+            [
+                f"{mode}{' *' if mode == own else ''}",
+                f"{forecast.seconds / updates:.1f} s",
+                f"{forecast.tokens_per_second:,.0f}",
+                f"{forecast.engines_busy:.0%}",
+                f"{forecast.trainer_busy:.0%}",
+                f"{forecast.staleness_mean:.2f}",
+                str(forecast.staleness_max),
+            ]
+        )
+    note = (
+        "simulated; engines and trainer: busy; staleness of tokens, in generations; * this config"
+    )
+    return [*table(rows, left=(0,)), note]
+
+
+def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str) -> str:
+    """The fastest layouts, and the command-line overrides for the first of them."""
+    head = ["tp", "pp", "vp", "cp", "dp", "ep", "recompute", "memory", "step", "bubble", "traffic"]
+    rows = [head, *map(_suggestion_row, suggestions[:SHOWN_SUGGESTIONS])]
+    return "\n".join(
+        [
+            f"layouts that fit on {num_gpus} {gpu}: {len(suggestions)}, the fastest by estimate "
+            "first:",
+            "",
+            *table(rows, left=(head.index("recompute"),)),
+            *(f"{key}: {NOT_COUNTED}" for key in not_counted(suggestions[0].cfg)),
+            "",
+            "to use the first, add these after the config's name:",
+            " \\\n".join(f"  {shlex.quote(word)}" for word in suggestions[0].overrides),
+        ]
+    )
+
+
+def _suggestion_row(each: Suggestion) -> list[str]:
+    dims = each.cfg.dims
+    sizes: Iterable[int] = (
+        dims.tensor,
+        dims.pipeline,
+        dims.virtual_pipeline,
+        dims.context,
+        dims.data,
+        dims.expert,
+    )
     return [
-        f"{'rollout.max_staleness':<23}{'step':>9}{'tokens/s':>12}{'engines':>9}{'trainer':>9}"
-        f"{'staleness':>11}{'largest':>9}",
-        *(
-            _asynchrony_row(f"{mode}{' *' if mode == own else ''}", updates, simulate(loop, mode))
-            for mode in modes
-        ),
-        "simulated; engines and trainer: busy; staleness of tokens, in generations; * this config",
+        *map(str, sizes),
+        "full" if each.recomputes else "none",
+        f"{_gb(each.memory.total, 1)} GB",
+        f"{each.time.estimate:.1f} s",
+        f"{each.time.bubble:.3f}",
+        f"{each.time.waits:.1f} s",
     ]
 
 
@@ -260,135 +363,6 @@ def _forecast_line(cfg: Config, forecast: Forecast) -> str:
     )
 
 
-def _engines_table(cfg: Config, options: Sequence[EngineOption]) -> str:
-    """Engines beside the first layout; those of 8 bits with what to add for them."""
-    rows = [
-        f"{'engines':>7}{'GPUs each':>11}{'weights':>10}{'tokens at once':>16}{'a generation':>14}"
-        f"{'a step':>9}  add"
-    ]
-    for each in options:
-        words = " ".join(each.overrides) or "nothing: as they are"
-        step = f"{each.step_seconds:.1f} s" if each.step_seconds is not None else "-"
-        least = f"{each.generation_seconds:.1f} s" if each.generation_seconds is not None else "-"
-        rows.append(
-            f"{each.num_engines:>7}{each.gpus_per_engine:>11}{each.weights / 1e9:>7.1f} GB"
-            f"{each.cached_tokens:>16,}{least:>14}{step:>9}  {words}"
-        )
-    corrects = "corrects for that already" if cfg.grpo.corrects_rollouts else "then corrects for it"
-    return "\n".join(
-        [
-            "weights of 8 bits in engines beside the first layout (docs/low-precision.md); a",
-            "generation takes at least that, and a step is simulated:",
-            "",
-            *rows,
-            "",
-            f"such engines compute other log-probabilities than the ranks: grpo.* {corrects}; "
-            "--suggest with the words of a row divides the GPUs anew",
-        ]
-    )
-
-
-def _asynchrony_row(label: str, updates: int, forecast: Forecast) -> str:
-    return (
-        f"{label:<23}{forecast.seconds / updates:>7.1f} s{forecast.tokens_per_second:>12,.0f}"
-        f"{forecast.engines_busy:>9.0%}{forecast.trainer_busy:>9.0%}"
-        f"{forecast.staleness_mean:>11.2f}{forecast.staleness_max:>9}"
-    )
-
-
 def _count(number: int, noun: str) -> str:
     plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{plural}"
-
-
-def print_plan(
-    cfg: Config, *, gpu: str, num_gpus: int | None, lengths_file: Path | None, as_json: bool
-) -> None:
-    """Print what `cfg` needs; ValueError, naming a layout that fits, if memory is too small."""
-    job = _job(cfg, gpu, num_gpus, lengths_file)
-    plan = plan_job(job)
-    table = json.dumps(plan.as_json()) if as_json else job_table(job, gpu, plan)
-    print(table, flush=True)
-    if not plan.fits:
-        raise ValueError(_too_large(replace(job, num_gpus=plan.num_gpus), plan))
-
-
-def print_suggestions(
-    cfg: Config, *, gpu: str, num_gpus: int | None, lengths_file: Path | None, as_json: bool
-) -> None:
-    """Print layouts that fit; ValueError if none does."""
-    job = _job(cfg, gpu, num_gpus, lengths_file)
-    num_gpus = num_gpus or min_gpus(cfg, job.card, engine_bytes(cfg, job.shape, job.card))
-    job = replace(job, num_gpus=num_gpus)
-    suggestions = suggest(job)
-    first = suggestions[0] if suggestions else None
-    options = engine_options(first, job) if first else []
-    if as_json:
-        rows = [each.as_json() for each in suggestions]
-        for row in rows[:1]:  # beside other layouts a step takes another time
-            row["engines"] = [asdict(option) for option in options]
-        print(json.dumps(rows))
-    elif first:
-        print(suggestion_table(suggestions, num_gpus, gpu))
-        if forecast := simulated(first, job):
-            print(f"\n{_forecast_line(first.cfg, forecast)}")
-        if options:
-            print(f"\n{_engines_table(first.cfg, options)}")
-    if not suggestions:
-        ways = ["use more GPUs", _less_work(job)]
-        if cfg.num_engines:
-            fraction = PLANNED[cfg.rollout.engine].memory_fraction
-            ways.append(f"a lower rollout.{cfg.rollout.engine}.{fraction}")
-        text = f"{', '.join(ways[:-1])}, or {ways[-1]}"
-        raise ValueError(f"no layout fits on {num_gpus} {gpu}: {text}")
-
-
-def _job(cfg: Config, gpu: str, num_gpus: int | None, lengths: Path | None) -> Job:
-    card, shape = card_named(gpu), trained_shape(cfg)
-    if lengths is None:
-        found = [longest_sequence(cfg, shape)]
-    elif lengths.suffix == ".jsonl":
-        found = read_completion_lengths(lengths, cfg)
-    else:
-        found = read_lengths(lengths)
-    return Job(cfg, shape, card, found, num_gpus or 0)
-
-
-def _less_work(job: Job) -> str:
-    """Advice that makes activations smaller; a microbatch holds at least the longest sequence."""
-    longest, room = max(job.lengths), job.cfg.train.max_tokens_per_microbatch
-    if longest < room:
-        return (
-            f"a train.max_tokens_per_microbatch below {room} (the longest sequence has {longest})"
-        )
-    return f"shorter sequences than {longest} tokens (rollout.max_completion_length)"
-
-
-def _too_large(job: Job, plan: JobPlan) -> str:
-    if plan.host and not plan.host.fits:
-        return too_little_host_memory(job, plan.host)
-    stage = plan.fullest
-    text = (
-        f"a GPU of stage {stage.stage} needs {stage.total / 1e9:.1f} GB in phase {stage.worst}, "
-        f"but may use {plan.memory_limit / 1e9:.1f}"
-    )
-    if offloads := _offloads(job, plan):
-        words, freed = offloads
-        text += f", and {words} would free {freed / 1e9:.1f}"
-    for each in suggest(job)[:1]:
-        return f"{text}; the fastest layout that fits: {shlex.join(each.overrides)}"
-    return f"{text}; no layout fits on {plan.num_gpus}: use more GPUs, or {_less_work(job)}"
-
-
-def _offloads(job: Job, plan: JobPlan) -> tuple[str, int] | None:
-    """The `train.offload` that frees most bytes of the fullest GPU, and their number; None if
-    none is legal and fits the hosts."""
-    stage = plan.fullest
-    for offload in OFFLOADS:
-        freed = part_bytes(stage.state, parts_away(offload, stage.worst)) - stage.away[stage.worst]
-        changes = {"train": {"offload": offload}}
-        if freed <= 0 or (other := legal(job, changes)) is None:
-            continue
-        if (host := plan_job(other).host) is None or host.fits:
-            return " ".join(overrides(changes)), freed
-    return None

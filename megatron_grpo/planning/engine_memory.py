@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -177,8 +177,9 @@ def _cache_bytes(rollout: RolloutConfig, card: GpuSpec, weights: int, per_token:
         if cache < per_token:
             raise ValueError(
                 f"{engine}, and rollout.{rollout.engine}.{names.memory_fraction} {share:g} leaves "
-                "nothing for keys and values: use more than "
-                f"{(weights + per_token) / card.memory:.2f}, or a larger tensor_parallel_size"
+                "nothing for keys and values: use "
+                f"{ceil(100 * (weights + per_token) / card.memory) / 100} or more, or a larger "
+                "tensor_parallel_size"
             )
         return cache
     room = card.memory - weights

@@ -10,18 +10,15 @@ from dataclasses import dataclass
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import (
-    FEWER,
     NOT_COPIED,
     Part,
     Phase,
     parts_away,
     parts_copied,
     parts_moved,
-    smaller,
     words,
 )
 from megatron_grpo.planning.activations import offloaded_bytes
-from megatron_grpo.planning.advice import legal
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes
 from megatron_grpo.planning.memory import RESERVE, StageMemory, shared_models
@@ -60,6 +57,8 @@ class HostUse:
     scoring_seconds: float
     """Time in which these wake before completions are scored, and in which they sleep after it, at
     the full rate of the bus."""
+    optimizer: int
+    """Bytes of a node for the optimizer's state that stays there: `optimizer_cpu_offload`."""
     activations: int
     """Bytes of a node for activations that wait for their backward: at most, as torch rounds each
     allocation up to a power of two."""
@@ -76,7 +75,8 @@ class HostUse:
     @property
     def held(self) -> int:
         """Bytes of a node that are needed between two checkpoints."""
-        return self.page_locked + self.asleep + self.reward_models + self.activations
+        sleeping = self.asleep + self.reward_models
+        return self.page_locked + sleeping + self.optimizer + self.activations
 
     @property
     def fits(self) -> bool:
@@ -93,7 +93,8 @@ def host_use(
         offloaded_bytes(cfg, job.shape, stage, microbatches) for stage in range(len(states))
     )
     models = shared_models(cfg, card)
-    if not copied and not on_host and not models and not activations:
+    optimizer = max(each.host for each in states)
+    if not (copied or on_host or models or optimizer or activations):
         return None
     moved, state = max(((part_bytes(each, copied), each) for each in states), key=lambda m: m[0])
     saved: list[Part] = ["weights", "optimizer"]
@@ -118,6 +119,7 @@ def host_use(
         asleep_seconds=colocated.weights / card.host_rate if colocated and on_host else 0.0,
         reward_models=sum(2 * len(each.ranks) * each.weights for each in models),
         scoring_seconds=max((each.weights for each in models), default=0) / card.host_rate,
+        optimizer=num_ranks * optimizer,
         activations=num_ranks * 2 * activations,
         saving=num_ranks * (part_bytes(state, saved) - state.frozen),
         limit=round((1 - RESERVE) * card.host_memory),
@@ -159,6 +161,10 @@ def host_lines(cfg: Config, host: HostUse | None, stage: StageMemory, card: GpuS
         rows.append(
             "reward models that sleep copy their weights from their host before completions are "
             f"scored and back after it: at least {host.scoring_seconds:.2f} s each way"
+        )
+    if host.optimizer:
+        rows.append(
+            f"the optimizer's state on the host takes {host.optimizer / 1e9:.1f} GB of a node"
         )
     if host.activations:
         rows.append(
@@ -209,40 +215,3 @@ def _phase_row(cfg: Config, stage: StageMemory, phase: Phase) -> str:
     places = [f"{', '.join(on_host)} on the host"] if on_host else []
     places += [f"{', '.join(freed)} freed"] if freed else []
     return f"  {phase:<18}{stage.total_in(phase) / 1e9:>7.1f}  {'; '.join(places)}".rstrip()
-
-
-def too_little_host_memory(job: Job, host: HostUse) -> str:
-    """Why a plan does not fit its hosts, and what to do."""
-    cfg, instead = job.cfg, []
-    if host.activations > host.page_locked + host.asleep:
-        what = "model.megatron.fine_grained_activation_offloading"
-        instead = ["model.megatron.offload_modules to fewer of them"]
-    elif host.reward_models > host.page_locked + host.asleep:
-        what = "a reward model that sleeps"
-        instead = ["share_gpus to false, for GPUs of its own"]
-    elif host.asleep:
-        what = "rollout.enable_sleep_mode true, where lora.sync adapter leaves weights to engines"
-        if legal(job, {"lora": {"sync": "merged"}}):
-            instead = ["lora.sync to merged, whose pushes bring the weights"]
-    else:
-        what = f"train.offload {words(cfg.train.offload)}"
-        instead = _less_offload(job)
-    ways = [*(f"set {each}" for each in instead), "use more nodes"]
-    return (
-        f"a node needs {host.total / 1e9:.1f} GB of host memory with {what}, but may use "
-        f"{host.limit / 1e9:.1f}: {', or '.join(ways)}"
-    )
-
-
-def _less_offload(job: Job) -> list[str]:
-    """Values of `train.offload` that take less host memory; communicators leave with weights
-    alone."""
-    offload = job.cfg.train.offload
-    stay = {"offload_communicators": False} if job.cfg.train.offload_communicators else {}
-    found = [
-        value
-        for value in smaller(offload)
-        if value == FEWER or legal(job, {"train": {"offload": value, **stay}})
-    ]
-    beside = " and train.offload_communicators to false" if stay else ""
-    return [f"train.offload to {' or '.join(found)}{beside}"]

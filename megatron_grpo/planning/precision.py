@@ -128,11 +128,6 @@ def check_fp8_card(cfg: Config, card: GpuSpec) -> None:
         )
 
 
-def without_fp8(cfg: Config) -> Config:
-    kept = {name: value for name, value in cfg.model.megatron.items() if name != "fp8"}
-    return cfg.model_copy(update={"model": cfg.model.model_copy(update={"megatron": kept})})
-
-
 def fp8_layers(cfg: Config, num_layers: int) -> range:
     """The layers that `first_last_layers_bf16` leaves in FP8."""
     settings = cfg.model.megatron

@@ -7,19 +7,23 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-import yaml
-
 from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.bars import tracked
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.megatron_fields import check_fp8_model
+from megatron_grpo.config.reward import count_gpus, served_here
 from megatron_grpo.config.train import ParallelConfig
 from megatron_grpo.launch.placement import check_shared
-from megatron_grpo.planning.advice import legal
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.host import host_use
-from megatron_grpo.planning.job_plan import min_gpus, not_counted, shares_gpus
+from megatron_grpo.planning.job_plan import (
+    legal,
+    min_gpus,
+    not_counted,
+    overrides,
+    shares_gpus,
+)
 from megatron_grpo.planning.memory import (
     StageMemory,
     fullest_stage,
@@ -70,11 +74,7 @@ class Suggestion:
     @property
     def overrides(self) -> list[str]:
         """Arguments to write after the config's name on the command line."""
-        return [
-            f"{section}.{name}={_as_yaml(value)}"
-            for section, fields in self.changes.items()
-            for name, value in fields.items()
-        ]
+        return overrides(self.changes)
 
     def as_json(self) -> dict[str, object]:
         """The suggestion for scripts."""
@@ -154,7 +154,7 @@ def _best_split(job: Job) -> list[Suggestion]:
 
 def _splits(job: Job) -> list[tuple[Config, int]]:
     """The engines beside every number of ranks, ascending, that leaves them GPUs."""
-    cfg, card, num_gpus = job.cfg, job.card, job.num_gpus
+    cfg, card, num_gpus = job.cfg, job.card, _without_rewards(job)
     size = cfg.rollout.gpus_per_engine
     engines = {
         _whole_nodes(num_gpus - count * size, card): count
@@ -163,7 +163,7 @@ def _splits(job: Job) -> list[tuple[Config, int]]:
     found = []
     for num_ranks in sorted(engines):
         split = _with_num_engines(cfg, engines[num_ranks])
-        if not shares_gpus(_on_ranks(split, num_ranks), card, num_gpus):
+        if not shares_gpus(_on_ranks(split, num_ranks), card, job.num_gpus):
             found.append((split, num_ranks))
     return found
 
@@ -206,7 +206,7 @@ def _fitting_states(cfg: Config, shape: ModelShape, card: GpuSpec) -> list[State
 
 def _with_engines(job: Job, engine: EngineBytes | None) -> tuple[Config, int]:
     """The config with the engines of the job on its GPUs, and the number of trainer ranks."""
-    cfg, card, num_gpus = job.cfg, job.card, job.num_gpus
+    cfg, card, num_gpus = job.cfg, job.card, _without_rewards(job)
     size = cfg.rollout.gpus_per_engine
     engines = cfg.num_engines * size
     if cfg.dims.world_size + engines > min_gpus(cfg, card, engine):  # they share
@@ -215,9 +215,15 @@ def _with_engines(job: Job, engine: EngineBytes | None) -> tuple[Config, int]:
     if engines >= num_gpus:
         raise ValueError(
             f"the engines of rollout.* take {engines} of {num_gpus} GPUs and leave none for the "
-            f"trainer: use --gpus {engines + 1} or more, or a smaller rollout.num_engines"
+            f"trainer: use --gpus {engines + 1} or more, or "
+            f"{'fewer' if cfg.num_engines > 1 else 'smaller'} engines"
         )
     return cfg, _whole_nodes(num_gpus - engines, card)
+
+
+def _without_rewards(job: Job) -> int:
+    """GPUs of the job for ranks and engines: not those of reward models of their own."""
+    return job.num_gpus - count_gpus(served_here(job.cfg.rewards.values()), shared=False)
 
 
 def _with_num_engines(cfg: Config, number: int) -> Config:
@@ -243,12 +249,6 @@ def _whole_nodes(num_gpus: int, card: GpuSpec) -> int:
 def _on_ranks(cfg: Config, num_ranks: int) -> Config:
     """`cfg` with the simplest layout of `num_ranks` ranks: data parallelism only."""
     return cfg.model_copy(update={"parallel": ParallelConfig(data_parallel_size=num_ranks)})
-
-
-def _as_yaml(value: object) -> str:
-    """A value as YAML on one line, as in an override."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
-    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _fitting(

@@ -13,7 +13,6 @@ from checkpoint_convert import hf_tensors
 from checkpoint_convert.megatron import first_senders, megatron_sender
 from checkpoint_convert.vllm import EngineDims, engine_layouts
 from helpers.shapes import LLAMA_70B, QWEN3_30B, models
-from megatron_grpo.planning.reshard_table import traffic
 from parallel import (
     Box,
     Layout,
@@ -27,6 +26,7 @@ from parallel import (
 )
 from parallel.reshard import check_arrivals
 from parallel.views import as_whole
+from push_table import traffic
 
 
 def sender_at(shape, dims, rank):

@@ -15,11 +15,11 @@ from megatron_grpo.launch.placement import check_engine_size
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.instantiate import build_rank, instantiate
 from megatron_grpo.planning.job_plan import plan_job
-from megatron_grpo.planning.reshard_table import reshard_table
 from megatron_grpo.planning.workload import Job, longest_sequence
 from parallel.alignment import Alignment
 from parallel.cpu_device import setup_device
 from parallel.microbatches import microbatch_capacity
+from push_table import push_table
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GPUS_PER_NODE = 8
@@ -113,7 +113,7 @@ def test_weights_can_be_pushed_and_every_rank_is_built_as_planned(
     name, published, differing, tmp_path, elsewhere
 ):
     cfg = run_config(name, published, tmp_path, **differing)
-    assert "sum" in reshard_table(cfg)
+    assert "sum" in push_table(cfg)
     if name not in OWN_NODES:  # all stages of those take minutes: their first rank is built below
         assert elsewhere(instantiate, cfg).faults == []
 

@@ -180,7 +180,7 @@ def test_weights_of_engines_asleep_are_in_the_memory_of_their_hosts(tmp_path, ca
     assert 0 < float(line.split()[6]) - weights / 1e9 < 8 * 1
     small = replace(CARDS["h100"], host_memory=150 * 10**9)
     monkeypatch.setitem(CARDS, "h100", small)
-    with pytest.raises(ValueError, match=r"GB of host memory with rollout\.enable_sleep_mode true"):
+    with pytest.raises(ValueError, match=r"168\.3 for engines that sleep with lora\.sync adapter"):
         planned()
     capsys.readouterr()
     assert "sleep mode copy" not in planned("lora.sync=merged")

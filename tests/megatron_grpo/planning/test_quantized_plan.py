@@ -1,20 +1,14 @@
-"""What a plan counts of engines with weights of 8 bits, and where it suggests them."""
+"""What a plan counts of engines with weights of 8 bits."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from checkpoint_convert import read_shape
-from helpers.published_models import PUBLISHED_MODELS, write_config
+from helpers.published_models import write_config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.planning.card import CARDS
-from megatron_grpo.planning.command import print_suggestions
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
-from megatron_grpo.planning.job_plan import plan_job
-from megatron_grpo.planning.quantized_engines import EngineOption, engine_options
-from megatron_grpo.planning.suggest import suggest
-from megatron_grpo.planning.workload import Job
 
 
 def engine(
@@ -92,79 +86,3 @@ def test_an_engine_of_sglang_is_counted_as_one_of_vllm(
     are_views = quantization == "none"
     assert of_sglang.weights == of_vllm.weights + are_views * 2 * 4 * copied // 4
     assert of_sglang.pushed == of_vllm.pushed
-
-
-SMALL = "grpo.generation_batch_size=128", "rollout.max_staleness=0"
-
-
-def options(
-    folder: Path, published: str, *overrides: str, gpu: str = "h100", **differing: Any
-) -> tuple[list[EngineOption], list[str]]:
-    """Engines of 4 GPUs that could be quantised beside 4 ranks, and the config's overrides."""
-    path = write_config(folder / published, published, **{"num_hidden_layers": 4} | differing)
-    given = [f"model.path={path}", *SMALL, *LAYOUT, *overrides]
-    cfg, shape, card = load_config(CONFIG, given), read_shape(path), CARDS[gpu]
-    first = suggest(Job(cfg, shape, card, [8192], 8))[0]
-    return engine_options(first, Job(cfg, shape, card, [8192], 8)), given
-
-
-CONFIG = Path("configs/grpo_235b_a22b.yaml")
-LAYOUT = (
-    "rollout.num_engines=1",
-    "rollout.tensor_parallel_size=4",
-    "parallel.tensor_parallel_size=1",
-    "parallel.pipeline_parallel_size=1",
-    "parallel.expert_parallel_size=4",
-)
-UNCORRECTED = "grpo.rollout_importance_sampling_mode=null"
-
-
-def test_suggested_engines_of_8_bits_can_be_pasted_and_have_fewer_gpus_or_more_room(
-    tmp_path, capsys
-):
-    (plain, *found), given = options(tmp_path, "Qwen3-235B-A22B", UNCORRECTED)
-    assert plain.overrides == [] and plain.gpus_per_engine == 4
-    assert [each.gpus_per_engine for each in found] == [4, 2, 1]
-    same, half, _ = found
-    assert same.cached_tokens > plain.cached_tokens
-    assert same.generation_seconds < plain.generation_seconds
-    head_and_embedding = 2 * 2 * 151_936 * 4_096  # in bfloat16, on 2 workers instead of 4
-    assert half.weights - plain.weights == head_and_embedding // 4
-    shape = read_shape(tmp_path / "Qwen3-235B-A22B")
-    for each in found:
-        assert each.overrides[-1] == "grpo.rollout_importance_sampling_mode=token_truncate"
-        pasted = load_config(CONFIG, [*given, *each.overrides])
-        assert pasted.grpo.corrects_rollouts
-        planned = plan_job(Job(pasted, shape, CARDS["h100"], [8192], 8)).engine
-        assert (each.weights, each.cached_tokens) == (planned.weights, planned.cached_tokens)
-    corrected, given = options(tmp_path, "Qwen3-235B-A22B")
-    print_suggestions(
-        load_config(CONFIG, given), gpu="h100", num_gpus=8, lengths_file=None, as_json=False
-    )
-    shown = capsys.readouterr().out.splitlines()
-    for each in corrected[1:]:
-        assert sum(line.endswith("  " + " ".join(each.overrides)) for line in shown) == 1
-    assert "grpo." not in " ".join(word for each in corrected for word in each.overrides)
-
-
-def test_blocks_that_workers_would_cut_and_cards_without_fp8_get_another_scheme(tmp_path):
-    cut, _ = options(tmp_path, "Qwen3-235B-A22B", moe_intermediate_size=1280)
-    schemes = [each.overrides[0].partition("=")[2] for each in cut[1:]]
-    assert schemes == ["fp8_channel", "fp8", "fp8"]  # 4 workers would have 320 rows each
-    without, _ = options(tmp_path, "Qwen3-235B-A22B", gpu="a100")
-    assert {each.overrides[0] for each in without[1:]} == {"rollout.quantization=int8"}
-
-
-@pytest.mark.parametrize(
-    ("published", "override"),
-    [
-        ("Qwen3-Next-80B-A3B", SMALL[0]),  # linear attention
-        ("Qwen3-VL-30B-A3B", SMALL[0]),  # another tower
-        ("Qwen3-30B-A3B", "rollout.router_replay=true"),
-        ("Qwen3-30B-A3B", "rollout.quantization=int8"),  # which it has already
-    ],
-)
-def test_engines_that_cannot_be_quantised_are_not_suggested(tmp_path, published, override):
-    text = PUBLISHED_MODELS[published].get("text_config")
-    fewer = {"text_config": text | {"num_hidden_layers": 4}} if text else {}
-    assert options(tmp_path, published, override, **fewer)[0] == []

@@ -1,14 +1,22 @@
-"""Traffic of one push of weights, computed from only the config and config.json."""
+"""Bytes that each process sends and receives in one push of weights, from a config alone.
 
+    PYTHONPATH=. python benchmarks/push_table.py CONFIG [KEY.SUB=VALUE ...]
+
+Reads only CONFIG and the model's config.json. ValueError where trainer or engine cannot split the
+model, or where `rollout.update_weights_bucket_megabytes` is too small for the buffers.
+"""
+
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import prod
+from pathlib import Path
 
-from checkpoint_convert import ModelShape, check_divisible, hf_tensors
+from checkpoint_convert import ModelShape, check_divisible
 from checkpoint_convert.megatron import first_senders
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.file import load_config
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engine_weights.layouts import (
     quantized_engine,
@@ -17,19 +25,16 @@ from megatron_grpo.engine_weights.layouts import (
     worker_shards,
 )
 from megatron_grpo.engines.vllm.args import check_adapters
-from megatron_grpo.planning.card import ITEMSIZE, file_itemsizes, worker_itemsizes
-from megatron_grpo.policy.lora_targets import check_lora, first_adapter_senders, peft_tensors
+from megatron_grpo.planning.card import ITEMSIZE, worker_itemsizes
+from megatron_grpo.planning.command import table
+from megatron_grpo.policy.lora_targets import check_lora, first_adapter_senders
 from parallel import Layout, Sender, all_shares, senders_by_worker
 from parallel.reshard import Shared
 from parallel.weight_transfer import bucket_bytes_for, most_channels
 
 
-def reshard_table(cfg: Config) -> str:
-    """A table of the bytes that each process sends and receives in one push, and of the buffers.
-
-    Raises ValueError when the mesh of the trainer or an engine cannot split the model, or when
-    `rollout.update_weights_bucket_megabytes` is too small for the buffers.
-    """
+def push_table(cfg: Config) -> str:
+    """Bytes of each rank and worker in one push, and the buffers of its channels."""
     shape, dims, num_engines = trained_shape(cfg), cfg.dims, cfg.rollout.num_engines
     check_divisible(shape, dims)
     check_lora(cfg.lora, shape, dims.tensor)
@@ -38,8 +43,8 @@ def reshard_table(cfg: Config) -> str:
     shares = list(all_shares(senders, workers))
     sources = senders_by_worker(shares, len(workers))
     megabytes = cfg.rollout.update_weights_bucket_megabytes
-    limit = megabytes * 1_000_000
-    slot = bucket_bytes_for(limit, sources, num_engines, shard_bytes(workers, itemsizes))
+    size = shard_bytes(workers, itemsizes)
+    slot = bucket_bytes_for(megabytes * 1_000_000, sources, num_engines, size)
     push = traffic(
         shares,
         num_workers=len(workers),
@@ -50,8 +55,6 @@ def reshard_table(cfg: Config) -> str:
     )
     return "\n".join(
         [
-            _model_line(cfg, shape),
-            "",
             *_trainer_rows(push, Counter(chain.from_iterable(sources)), dims.pipeline),
             f"sum {_size(sum(push.sent))}; the busiest rank sends {push.imbalance:.3f} times the "
             f"mean; {push.num_messages:,} boxes of at most {_size(slot)}",
@@ -123,62 +126,36 @@ def traffic(
     return Traffic(sent, received * num_engines, forwarded, messages)
 
 
-def _model_line(cfg: Config, shape: ModelShape) -> str:
-    elements = {name: prod(size) for name, size in hf_tensors(shape).items()}
-    itemsizes = file_itemsizes(cfg, shape)
-    num_bytes = sum(itemsizes[name] * count for name, count in elements.items())
-    line = (
-        f"{shape.family}, {sum(elements.values()) / 1e9:,.2f} B parameters in {cfg.model.dtype}: "
-        f"{_size(num_bytes)}"
-    )
-    if not cfg.lora.r:
-        return line
-    count = sum(map(prod, peft_tensors(cfg.lora, shape).values()))
-    adapters = (
-        f"adapters of rank {cfg.lora.r} with {count / 1e6:,.2f} M: "
-        f"{_size(count * ITEMSIZE[cfg.model.dtype])}"
-    )
-    pushed = "which alone are pushed" if cfg.lora.is_served else "which are pushed merged into them"
-    return f"{line}; {adapters}, {pushed}"
-
-
 def _trainer_rows(push: Traffic, channels: Counter[int], num_stages: int) -> list[str]:
-    rows = [
-        f"{'trainer ranks':<16}{'stage':>6}{'each sends at least':>22}{'at most':>12}"
-        f"{'channels':>11}"
-    ]
+    rows = [["trainer ranks", "stage", "each sends at least", "at most", "channels"]]
     size = len(push.sent) // num_stages
     for stage in range(num_stages):
-        of_stage = range(stage * size, (stage + 1) * size)
-        sent = [push.sent[rank] for rank in of_stage]
-        rows.append(
-            f"{_ranks(of_stage.start, size):<16}{stage:>6}{_size(min(sent)):>22}"
-            f"{_size(max(sent)):>12}{max(channels[rank] for rank in of_stage):>11}"
-        )
-    return rows
+        ranks = range(stage * size, (stage + 1) * size)
+        sent = [push.sent[rank] for rank in ranks]
+        most = max(channels[rank] for rank in ranks)
+        rows.append([_ranks(ranks), str(stage), _size(min(sent)), _size(max(sent)), str(most)])
+    return table(rows, left=(0,))
 
 
 def _engine_rows(push: Traffic, sources: Sequence[Sequence[int]]) -> list[str]:
-    tensor, most_channels = len(sources), max(map(len, sources))
-    num_engines = len(push.received) // tensor
-    rows = [
-        f"{'engine ranks':<13}{'engine':>7}{'fed by':>10}{'channels in':>12}{'out':>5}"
-        f"{'each receives':>15}{'passes on':>12}"
-    ]
+    rows = [["engine ranks", "engine", "fed by", "channels in", "out", "receives", "passes on"]]
+    size, channels = len(sources), max(map(len, sources))
+    num_engines = len(push.received) // size
     for engine in range(num_engines):
-        ranks = slice(engine * tensor, (engine + 1) * tensor)
-        feeder = f"engine {engine - 1}" if engine else "trainer"
-        channels_out = most_channels if engine + 1 < num_engines else 0
-        rows.append(
-            f"{_ranks(engine * tensor, tensor):<13}{engine:>7}{feeder:>10}{most_channels:>12}"
-            f"{channels_out:>5}{_size(max(push.received[ranks])):>15}"
-            f"{_size(max(push.forwarded[ranks])):>12}"
+        ranks = range(engine * size, (engine + 1) * size)
+        received, passed_on = (
+            _size(max(num_bytes[rank] for rank in ranks))
+            for num_bytes in (push.received, push.forwarded)
         )
-    return rows
+        source = f"engine {engine - 1}" if engine else "trainer"
+        out = channels if engine + 1 < num_engines else 0
+        cells = [str(engine), source, str(channels), str(out), received, passed_on]
+        rows.append([_ranks(ranks), *cells])
+    return table(rows, left=(0, 2))
 
 
-def _ranks(first: int, count: int) -> str:
-    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+def _ranks(ranks: range) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 def _size(num_bytes: int) -> str:
@@ -187,3 +164,7 @@ def _size(num_bytes: int) -> str:
         if num_bytes >= scale:
             return f"{num_bytes / scale:,.2f} {unit}"
     return f"{num_bytes} B"
+
+
+if __name__ == "__main__":
+    print(push_table(load_config(Path(sys.argv[1]), sys.argv[2:])))
