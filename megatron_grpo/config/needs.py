@@ -13,7 +13,7 @@ NEEDS = {
     ("train.offload", "rollout.enable_sleep_mode: true"): "it makes room for engines that generate "
     "on the ranks' GPUs while the ranks wait; set that, with rollout.max_staleness=0, or "
     "train.offload=none",
-    ("train.offload that names the reference", "grpo.beta"): "grpo.beta=0 loads none; leave "
+    ("train.offload of the reference by name", "grpo.beta"): "grpo.beta=0 loads none; leave "
     "reference out",
     ("train.offload_communicators", "train.offload of weights"): "it moves what is left on the GPU "
     "when weights have left; set train.offload=all or a list with weights, or leave it out",
@@ -69,7 +69,10 @@ NEEDS = {
     "none; use a beta above 0, such as 0.04, or leave it out",
     ("grpo.kl_target", "grpo.beta"): "beta is adapted from an initial one; use a grpo.beta above "
     "0, such as 0.04",
-    ("grpo.use_bias_correction_kl", "a KL term in the loss"): "it multiplies that by the ratio; "
+    (
+        "grpo.use_bias_correction_kl",
+        "grpo.kl_in_reward: false with grpo.beta",
+    ): "it multiplies that by the ratio; "
     "leave it out, or use grpo.kl_in_reward=false and a grpo.beta above 0",
     ("grpo.kl_in_reward: true with grpo.advantage_estimator: grpo", "grpo.beta"): "there is no KL "
     "divergence to subtract; set that, or grpo.kl_in_reward=false",
