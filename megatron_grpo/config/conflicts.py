@@ -121,10 +121,8 @@ CONFLICTS = {
     ("rollout.vllm.speculative_config.model", _DRAFTER): _TRAINED_DRAFTS,
     ("rollout.vllm.speculative_config.quantization", _DRAFTER): _TRAINED_DRAFTS,
     ("rollout.vllm.speculative_config.draft_tensor_parallel_size", _DRAFTER): _TRAINED_DRAFTS,
-    (
-        "rollout.vllm.load_format: dummy",
-        "rollout.vllm.speculative_config without pushes",
-    ): "engines would draft with random weights",
+    ("rollout.vllm.load_format: dummy", "rollout.vllm.speculative_config without pushes"): ""
+    "engines would draft with random weights",
     # Images.
     ("data.apply_chat_template: false", "data.image_column"): "the chat template places images",
     ("dialogues", "data.image_column"): _IMAGES,
@@ -143,10 +141,8 @@ CONFLICTS = {
     ("rollout.sglang.mm_enable_dp_encoder", "model.freeze_vision: false"): _SHARE,
     # Dialogues, sources and rewards.
     ("environment", "agent"): "an agent has an environment of its own",
-    (
-        "reward_model",
-        "dialogues",
-    ): "it scores completions of one turn, as its chat template has one",
+    ("reward_model", "dialogues"): "it scores completions of one turn, as its chat template has "
+    "one",
     ("rewards in parts", "sources"): "each of sources.by_name has parts of its own",
     ("rewards in parts", "reward.clip_range"): "that clips the total alone; set "
     "reward.clip_range=null",
@@ -171,18 +167,12 @@ CONFLICTS = {
     "into its own of the sequence; use token_truncate or token_mask",
     ("grpo.rollout_importance_sampling_mode", "grpo.old_logprobs: rollout"): _ALIKE,
     ("grpo.rollout_rs", "grpo.old_logprobs: rollout"): _ALIKE,
-    (
-        "grpo.overlong_filter",
-        "grpo.kl_in_reward: true with grpo.beta",
-    ): "completions that it masks have no KL "
-    "divergence to subtract from their rewards; set one of grpo.overlong_filter and "
+    ("grpo.overlong_filter", "grpo.kl_in_reward: true with grpo.beta"): "completions that it masks "
+    "have no KL divergence to subtract from their rewards; set one of grpo.overlong_filter and "
     "grpo.kl_in_reward to false",
-    (
-        "grpo.scale_rewards: group",
-        "grpo.kl_in_reward: true with grpo.beta",
-    ): "where rewards are equal, the KL "
-    "divergence would be divided by its own spread, so that grpo.beta has no effect; use batch or "
-    "none, or grpo.kl_in_reward=false",
+    ("grpo.scale_rewards: group", "grpo.kl_in_reward: true with grpo.beta"): "where rewards are "
+    "equal, the KL divergence would be divided by its own spread, so that grpo.beta has no effect; "
+    "use batch or none, or grpo.kl_in_reward=false",
     # Optimizer. Megatron-Core's for the host would not update float32 weights on the GPU.
     ("optimizer.use_precision_aware_optimizer", "optimizer.optimizer: muon"): _ADAMW,
     ("optimizer.optimizer_cpu_offload", "optimizer.optimizer: muon"): _ADAMW,
@@ -202,11 +192,8 @@ CONFLICTS = {
     ("model.megatron.moe_z_loss_coeff", "parallel.dynamic_context_parallel"): _COUNTED,
     (_BALANCED, "parallel.dynamic_context_parallel"): _COUNTED,
     # Length and replays.
-    (
-        "train.num_epochs",
-        "data.path with several sets",
-    ): "these are passed over at different times, as "
-    "their weights say; set train.num_epochs=null and give train.num_steps",
+    ("train.num_epochs", "data.path with several sets"): "these are passed over at different "
+    "times, as their weights say; set train.num_epochs=null and give train.num_steps",
     ("train.replay", "eval.data or eval.sets"): "a replay starts no engines, which evaluations "
     "need; set eval.data=null and eval.sets={}",
 }

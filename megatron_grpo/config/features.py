@@ -99,8 +99,10 @@ def is_on(cfg: Config, name: str) -> bool:
     if " with " in name:
         return all(is_on(cfg, part) for part in name.split(" with "))
     key, _, values = name.partition(": ")
-    value, default = value_and_default(cfg, key)
-    return as_yaml(value) in values.split(" or ") if values else bool(value) and value != default
+    value = value_of(cfg, key)
+    if values:
+        return as_yaml(value) in values.split(" or ")
+    return bool(value) and value != default_of(cfg, key)
 
 
 def keys_of(name: str) -> tuple[str, ...]:
@@ -115,30 +117,27 @@ def keys_of(name: str) -> tuple[str, ...]:
 def as_overrides(cfg: Config, name: str) -> str:
     """A feature that is on as overrides: `rollout.max_staleness=2`."""
     keys = keys_of(name)
-    given = {key: value_and_default(cfg, key) for key in keys}
-    shown = [
-        f"{key}={as_yaml(to_jsonable_python(value))}"
-        for key, (value, default) in given.items()
-        if len(keys) == 1 or value != default
-    ]
+    given = [key for key in keys if len(keys) == 1 or value_of(cfg, key) != default_of(cfg, key)]
+    shown = [f"{key}={as_yaml(to_jsonable_python(value_of(cfg, key)))}" for key in given]
     return " with ".join(shown) or name
 
 
-def value_and_default(cfg: Config, key: str) -> tuple[Any, Any]:
-    """The value of a dotted key and its default: None in tables that are passed through."""
-    *parents, name = key.split(".")
+def value_of(cfg: Config, key: str) -> Any:
+    """The value of a dotted key; None if a table that is passed through does not have it."""
     table: Any = cfg
-    for parent in parents:
-        table = getattr(table, parent) if isinstance(table, Section) else _get(table, parent)
+    for name in key.split("."):
+        if isinstance(table, Section):
+            table = getattr(table, name)
+        else:
+            table = table.get(name) if isinstance(table, Mapping) else None
+    return table
+
+
+def default_of(cfg: Config, key: str) -> Any:
+    """The default of a dotted key, which may depend on other keys; None in other tables."""
+    section, _, name = key.rpartition(".")
+    table = value_of(cfg, section)
     if not isinstance(table, Section):
-        return _get(table, name), None
-    default = (
-        type(table)
-        .model_fields[name]
-        .get_default(call_default_factory=True, validated_data=dict(table))
-    )
-    return getattr(table, name), default
-
-
-def _get(table: Any, name: str) -> Any:
-    return table.get(name) if isinstance(table, Mapping) else None
+        return None
+    field = type(table).model_fields[name]
+    return field.get_default(call_default_factory=True, validated_data=dict(table))
