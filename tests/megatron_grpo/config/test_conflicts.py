@@ -1,4 +1,4 @@
-"""Runs are refused for what `CONFLICTS`, `NEEDS` and `IDLE` have, and for no other pair."""
+"""Runs are refused for the pairs that `CONFLICTS` and `NEEDS` have, and for no other pair."""
 
 from itertools import combinations
 
@@ -14,7 +14,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.conflicts import CONFLICTS
 from megatron_grpo.config.features import is_on, keys_of
 from megatron_grpo.config.file import load_config
-from megatron_grpo.config.needs import IDLE, NEEDS
+from megatron_grpo.config.needs import NEEDS
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.data.images import check_images
 from megatron_grpo.engines.support import check_drafts, check_towers_served
@@ -243,9 +243,3 @@ def test_a_feature_is_refused_without_what_it_needs(pair, unchecked, monkeypatch
     with pytest.raises(ValueError, match=r"needs .*: .*; [a-z]") as refused:
         check_config(cfg)
     assert keys_of(feature)[0] in str(refused.value)
-
-
-def test_idle_keys_and_features_are_keys_of_the_config(unchecked):
-    cfg = unchecked()
-    for feature in (*IDLE, *(each for pair in (*CONFLICTS, *NEEDS) for each in pair)):
-        is_on(cfg, feature)
