@@ -8,6 +8,15 @@ to add a row.
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.features import as_overrides, is_on
 
+_GROUPS = "rollout.engine: sglang with rollout.data_parallel_size"
+_DRAFTER = "model.mtp_num_layers of a drafter"
+_WHITENED = "grpo.advantage_estimator: reinforce_plus_plus or reinforce_plus_plus_baseline"
+_BY_SEQUENCE = (
+    "grpo.rollout_importance_sampling_mode: sequence_truncate or sequence_mask or "
+    "geometric_truncate or geometric_mask"
+)
+_BALANCED = "model.megatron.moe_router_load_balancing_type: aux_loss"
+
 _FROZEN = "it does not know a model of which most weights are frozen; leave it out, or set lora.r=0"
 _IMAGES = "it was not made to go with images yet"
 _LAYER = (
@@ -67,12 +76,12 @@ CONFLICTS = {
     "leave it out",
     ("rollout.vllm.speculative_config", "rollout.enable_sleep_mode"): "sleep loses all weights, "
     "and those that engines draft with are not pushed, or in part",
-    ("rollout.tensor_parallel_size", "groups of workers in SGLang"): _UNTRIED,
-    ("rollout.in_flight_updates", "groups of workers in SGLang"): _UNTRIED,
-    ("rollout.router_replay", "groups of workers in SGLang"): _UNTRIED,
-    ("rollout.enable_sleep_mode", "groups of workers in SGLang"): _UNTRIED,
-    ("rollout.quantization", "groups of workers in SGLang"): _UNTRIED,
-    ("rollout.sglang.limit_mm_data_per_request", "groups of workers in SGLang"): _UNTRIED,
+    ("rollout.tensor_parallel_size", _GROUPS): _UNTRIED,
+    ("rollout.in_flight_updates", _GROUPS): _UNTRIED,
+    ("rollout.router_replay", _GROUPS): _UNTRIED,
+    ("rollout.enable_sleep_mode", _GROUPS): _UNTRIED,
+    ("rollout.quantization", _GROUPS): _UNTRIED,
+    ("rollout.sglang.limit_mm_data_per_request", _GROUPS): _UNTRIED,
     # Low precision.
     ("rollout.weight_transport: disk", "rollout.quantization"): _EIGHT_BITS,
     ("rollout.router_replay", "rollout.quantization"): _EIGHT_BITS,
@@ -83,7 +92,7 @@ CONFLICTS = {
     "with a scale per row over after loading; use rollout.quantization=fp8, or rollout.engine=vllm",
     ("rollout.quantization", "train.offload of weights"): "the ranks need the maxima of weights "
     "before each push; set train.offload=optimizer",
-    ("pushes of rollout.quantization", "model.dtype: float32"): _BFLOAT16,
+    ("rollout.quantization of pushes", "model.dtype: float32"): _BFLOAT16,
     ("rollout.quantization_aware", "model.megatron.fp8"): "FP8 would round the rounded weights",
     # Routers and indexers.
     ("model.megatron.moe_router_fusion", "rollout.router_replay"): "its kernel chooses experts "
@@ -108,12 +117,12 @@ CONFLICTS = {
     ("model.megatron.fine_grained_activation_offloading", "model.mtp_num_layers"): _LAYER,
     ("model.megatron.moe_aux_loss_coeff", "model.mtp_num_layers"): _LAYER,
     ("model.megatron.moe_z_loss_coeff", "model.mtp_num_layers"): _LAYER,
-    ("rollout.weight_transport: disk", "drafts of the trained layer"): _TRAINED_DRAFTS,
-    ("drafts of another model", "drafts of the trained layer"): _TRAINED_DRAFTS,
-    ("quantised drafts", "drafts of the trained layer"): _TRAINED_DRAFTS,
-    ("drafts of fewer ranks", "drafts of the trained layer"): _TRAINED_DRAFTS,
-    ("rollout.vllm.load_format: dummy", "drafts of weights that are not pushed"): "engines would "
-    "draft with random weights",
+    ("rollout.weight_transport: disk", _DRAFTER): _TRAINED_DRAFTS,
+    ("rollout.vllm.speculative_config.model", _DRAFTER): _TRAINED_DRAFTS,
+    ("rollout.vllm.speculative_config.quantization", _DRAFTER): _TRAINED_DRAFTS,
+    ("rollout.vllm.speculative_config.draft_tensor_parallel_size", _DRAFTER): _TRAINED_DRAFTS,
+    ("rollout.vllm.load_format: dummy", "rollout.vllm.speculative_config without pushes"): ""
+    "engines would draft with random weights",
     # Images.
     ("data.apply_chat_template: false", "data.image_column"): "the chat template places images",
     ("dialogues", "data.image_column"): _IMAGES,
@@ -132,17 +141,15 @@ CONFLICTS = {
     ("rollout.sglang.mm_enable_dp_encoder", "model.freeze_vision: false"): _SHARE,
     # Dialogues, sources and rewards.
     ("environment", "agent"): "an agent has an environment of its own",
-    (
-        "reward_model",
-        "dialogues",
-    ): "it scores completions of one turn, as its chat template has one",
+    ("reward_model", "dialogues"): "it scores completions of one turn, as its chat template has "
+    "one",
     ("rewards in parts", "sources"): "each of sources.by_name has parts of its own",
     ("rewards in parts", "reward.clip_range"): "that clips the total alone; set "
     "reward.clip_range=null",
     # Advantages and loss.
     ("grpo.dynamic_sample", "rewards in parts"): "equal totals may have different parts; set "
     "grpo.dynamic_sample=false",
-    ("advantages of another estimator than grpo", "rewards in parts"): "parts are compared within "
+    ("grpo.advantage_estimator other than grpo", "rewards in parts"): "parts are compared within "
     "a group; set grpo.advantage_estimator=grpo",
     ("grpo.scale_rewards: batch or none", "rewards in parts"): "parts are divided by the deviation "
     "of their group; set grpo.scale_rewards=group",
@@ -150,22 +157,22 @@ CONFLICTS = {
     "total; set grpo.kl_in_reward=false",
     ("grpo.supervision: process", "grpo.multi_objective_aggregation: normalize_then_sum"): "each "
     "compares other parts; set grpo.supervision=outcome",
-    ("grpo.scale_rewards: group or none", "whitened advantages"): "these are divided by the "
+    ("grpo.scale_rewards: group or none", _WHITENED): "these are divided by the "
     "deviation of the batch; set grpo.scale_rewards=batch",
     ("grpo.delta", "grpo.loss_type: gmpo or cispo or sapo or vespo"): "that has no dual clip; set "
     "grpo.delta=null",
     ("grpo.rollout_rs", "grpo.loss_type: vespo"): "vespo has a weight of the whole sequence, which "
     "is next to 0 for a far one; set grpo.rollout_rs=null",
-    ("rollout weights of sequences", "grpo.loss_type: vespo"): "vespo multiplies weights of tokens "
+    (_BY_SEQUENCE, "grpo.loss_type: vespo"): "vespo multiplies weights of tokens "
     "into its own of the sequence; use token_truncate or token_mask",
     ("grpo.rollout_importance_sampling_mode", "grpo.old_logprobs: rollout"): _ALIKE,
     ("grpo.rollout_rs", "grpo.old_logprobs: rollout"): _ALIKE,
-    ("grpo.overlong_filter", "a KL term in the reward"): "completions that it masks have no KL "
-    "divergence to subtract from their rewards; set one of grpo.overlong_filter and "
+    ("grpo.overlong_filter", "grpo.kl_in_reward: true with grpo.beta"): "completions that it masks "
+    "have no KL divergence to subtract from their rewards; set one of grpo.overlong_filter and "
     "grpo.kl_in_reward to false",
-    ("grpo.scale_rewards: group", "a KL term in the reward"): "where rewards are equal, the KL "
-    "divergence would be divided by its own spread, so that grpo.beta has no effect; use batch or "
-    "none, or grpo.kl_in_reward=false",
+    ("grpo.scale_rewards: group", "grpo.kl_in_reward: true with grpo.beta"): "where rewards are "
+    "equal, the KL divergence would be divided by its own spread, so that grpo.beta has no effect; "
+    "use batch or none, or grpo.kl_in_reward=false",
     # Optimizer. Megatron-Core's for the host would not update float32 weights on the GPU.
     ("optimizer.use_precision_aware_optimizer", "optimizer.optimizer: muon"): _ADAMW,
     ("optimizer.optimizer_cpu_offload", "optimizer.optimizer: muon"): _ADAMW,
@@ -183,10 +190,10 @@ CONFLICTS = {
     "attention, which shared prompts replace",
     ("model.megatron.moe_aux_loss_coeff", "parallel.dynamic_context_parallel"): _COUNTED,
     ("model.megatron.moe_z_loss_coeff", "parallel.dynamic_context_parallel"): _COUNTED,
-    ("a loss that balances routers", "parallel.dynamic_context_parallel"): _COUNTED,
+    (_BALANCED, "parallel.dynamic_context_parallel"): _COUNTED,
     # Length and replays.
-    ("train.num_epochs", "several sets of prompts"): "these are passed over at different times, as "
-    "their weights say; set train.num_epochs=null and give train.num_steps",
+    ("train.num_epochs", "data.path with several sets"): "these are passed over at different "
+    "times, as their weights say; set train.num_epochs=null and give train.num_steps",
     ("train.replay", "eval.data or eval.sets"): "a replay starts no engines, which evaluations "
     "need; set eval.data=null and eval.sets={}",
 }

@@ -1,12 +1,11 @@
 """Features of a run by the names of docs/compatibility.md, and whether a config has them on.
 
-Most names are those of keys: `KEY` is on with a value that is neither empty nor the default,
-`KEY: VALUE` or `KEY: VALUE or VALUE` with that value, and `A with B` if both are. `FEATURES`
-defines the others.
+A name begins with the key that turns the feature on. `KEY` is on with a value that is neither empty
+nor the default, `KEY: VALUE` or `KEY: VALUE or VALUE` with that value, and `A with B` if both are.
+`FEATURES` has those that more decides.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -17,18 +16,18 @@ from megatron_grpo.config.reward import REWARD_MODEL
 from megatron_grpo.config.section import Section, as_yaml
 
 
-@dataclass(frozen=True)
-class Feature:
-    """A feature that more than the value of a key decides."""
-
-    is_on: Callable[[Config], object]
-    keys: tuple[str, ...] = ()
-    """The keys that turn it on, which messages show, but for defaults; none: they show its name."""
+def _names_reference(cfg: Config) -> bool:
+    return cfg.train.offload != "all" and "reference" in parts_moved(cfg.train.offload)
 
 
-_AGENT = ("agent.command", "agent.function", "agent.tools", "agent.mcp_servers", "agent.listen")
-_DRAFTS = "rollout.vllm.speculative_config"
-_BALANCING = "model.megatron.moe_router_load_balancing_type"
+def _trains_drafter(cfg: Config) -> bool:
+    return bool(cfg.model.mtp_num_layers) and cfg.rollout.drafts_with_mtp
+
+
+def _drafts_without_pushes(cfg: Config) -> bool:
+    """Whether engines draft with weights that no push brings."""
+    method = cfg.rollout.drafts.get("method")
+    return method not in (None, "ngram", "ngram_gpu", "suffix") and not _trains_drafter(cfg)
 
 
 def _has_reward_model(cfg: Config) -> bool:
@@ -36,155 +35,109 @@ def _has_reward_model(cfg: Config) -> bool:
     return any(function.name == REWARD_MODEL for function in functions)
 
 
-def _names_reference(cfg: Config) -> bool:
-    return cfg.train.offload != "all" and "reference" in parts_moved(cfg.train.offload)
-
-
-def _drafts_without_push(cfg: Config) -> bool:
-    """Whether engines draft with weights that no push brings."""
-    method = cfg.rollout.drafts.get("method")
-    is_trained = cfg.model.mtp_num_layers and cfg.rollout.drafts_with_mtp
-    return method not in (None, "ngram", "ngram_gpu", "suffix") and not is_trained
-
-
 def _clips_below(cfg: Config) -> bool:
     return cfg.grpo.has_clip and cfg.grpo.loss_type != "cispo"
 
 
-FEATURES = {
-    # Models, memory and meshes.
-    "a loss that balances routers": Feature(
-        lambda cfg: cfg.model.megatron.get("moe_router_load_balancing_type") not in (None, "none"),
-        (_BALANCING,),
+def _corrects(cfg: Config) -> bool:
+    weighs = cfg.grpo.rollout_importance_sampling_mode is not None
+    return weighs or cfg.grpo.old_logprobs == "rollout"
+
+
+FEATURES: dict[str, Callable[[Config], object]] = {
+    "a correction for older weights": _corrects,
+    "a grpo.loss_type that clips below, such as dapo": _clips_below,
+    "a grpo.loss_type that clips, such as dapo": lambda cfg: cfg.grpo.has_clip,
+    "agent": lambda cfg: cfg.agent.is_used,
+    "agent.tools": lambda cfg: cfg.agent.has_tools,
+    "data.path with several sets": lambda cfg: not isinstance(cfg.data.path, str),
+    "dialogues": lambda cfg: cfg.partner,
+    "environment": lambda cfg: cfg.environment.name is not None,
+    "eval.data or eval.sets": lambda cfg: cfg.eval.named_sets,
+    "grpo.advantage_estimator other than grpo": lambda cfg: cfg.grpo.advantage_estimator != "grpo",
+    # No engines would get adapters or quantised weights of a run that replays generations.
+    "lora.sync: adapter": lambda cfg: cfg.lora.is_served and cfg.train.replay is None,
+    "model.mtp_num_layers of a drafter": _trains_drafter,
+    "reward_model": _has_reward_model,
+    "rewards in parts": lambda cfg: cfg.grpo.compares_parts,
+    "rewards of steps": lambda cfg: cfg.environment.name or cfg.reward.process_model,
+    "rollout.max_staleness above 1": lambda cfg: cfg.rollout.max_staleness > 1,
+    "rollout.quantization of pushes": lambda cfg: (
+        cfg.rollout.quantization != "none" and cfg.train.replay is None
     ),
-    "lora.sync: adapter": Feature(  # of a run with engines, which would get them
-        lambda cfg: cfg.lora.is_served and cfg.train.replay is None, ("lora.sync",)
+    "rollout.quantization or train.export_quantization": lambda cfg: (
+        {cfg.rollout.quantization, cfg.train.export_quantization} != {"none"}
     ),
-    "train.offload": Feature(lambda cfg: parts_moved(cfg.train.offload), ("train.offload",)),
-    "train.offload of weights": Feature(
-        lambda cfg: "weights" in parts_moved(cfg.train.offload), ("train.offload",)
+    "rollout.vllm.speculative_config.model": lambda cfg: (
+        cfg.rollout.drafts.get("model") not in (None, str(cfg.model.path))
     ),
-    "train.offload that names the reference": Feature(_names_reference, ("train.offload",)),
-    # Engines.
-    "a correction for older weights": Feature(
-        lambda cfg: cfg.grpo.old_logprobs == "rollout" or cfg.grpo.rollout_importance_sampling_mode
-    ),
-    "drafts of another model": Feature(
-        lambda cfg: cfg.rollout.drafts.get("model") not in (None, str(cfg.model.path)),
-        (f"{_DRAFTS}.model",),
-    ),
-    "drafts of fewer ranks": Feature(
-        lambda cfg: "draft_tensor_parallel_size" in cfg.rollout.drafts,
-        (f"{_DRAFTS}.draft_tensor_parallel_size",),
-    ),
-    "drafts of the trained layer": Feature(
-        lambda cfg: cfg.model.mtp_num_layers and cfg.rollout.drafts_with_mtp,
-        ("model.mtp_num_layers", f"{_DRAFTS}.method"),
-    ),
-    "drafts of weights that are not pushed": Feature(_drafts_without_push, (_DRAFTS,)),
-    "groups of workers in SGLang": Feature(
-        lambda cfg: cfg.rollout.engine == "sglang" and cfg.rollout.data_parallel_size > 1,
-        ("rollout.engine", "rollout.data_parallel_size"),
-    ),
-    "pushes of rollout.quantization": Feature(
-        lambda cfg: cfg.rollout.quantization != "none" and cfg.train.replay is None,
-        ("rollout.quantization",),
-    ),
-    "quantised drafts": Feature(
-        lambda cfg: "quantization" in cfg.rollout.drafts, (f"{_DRAFTS}.quantization",)
-    ),
-    "rollout.max_staleness above 1": Feature(
-        lambda cfg: cfg.rollout.max_staleness > 1, ("rollout.max_staleness",)
-    ),
-    "rollout.quantization or train.export_quantization": Feature(
-        lambda cfg: {cfg.rollout.quantization, cfg.train.export_quantization} != {"none"}
-    ),
-    # Prompts, dialogues and rewards.
-    "agent": Feature(lambda cfg: cfg.agent.is_used, _AGENT),
-    "agent.tools": Feature(lambda cfg: cfg.agent.has_tools, ("agent.tools", "agent.mcp_servers")),
-    "dialogues": Feature(lambda cfg: cfg.partner, ("environment.name", *_AGENT)),
-    "environment": Feature(lambda cfg: cfg.environment.name is not None, ("environment.name",)),
-    "eval.data or eval.sets": Feature(lambda cfg: cfg.eval.named_sets),
-    "reward_model": Feature(_has_reward_model),
-    "rewards in parts": Feature(
-        lambda cfg: cfg.grpo.compares_parts,
-        ("grpo.supervision", "grpo.multi_objective_aggregation"),
-    ),
-    "rewards of steps": Feature(
-        lambda cfg: cfg.environment.name is not None or cfg.reward.process_model
-    ),
-    "several sets of prompts": Feature(
-        lambda cfg: not isinstance(cfg.data.path, str), ("data.path",)
-    ),
-    "sources": Feature(lambda cfg: cfg.sources.by_name, ("sources.column",)),
-    # Advantages and loss.
-    "a KL term in the loss": Feature(lambda cfg: cfg.grpo.beta and not cfg.grpo.kl_in_reward),
-    "a KL term in the reward": Feature(
-        lambda cfg: cfg.grpo.beta and cfg.grpo.kl_in_reward, ("grpo.kl_in_reward",)
-    ),
-    "a grpo.loss_type that clips, such as dapo": Feature(lambda cfg: cfg.grpo.has_clip),
-    "a grpo.loss_type that clips below, such as dapo": Feature(_clips_below),
-    "advantages of another estimator than grpo": Feature(
-        lambda cfg: cfg.grpo.advantage_estimator != "grpo", ("grpo.advantage_estimator",)
-    ),
-    "rollout weights of sequences": Feature(
-        lambda cfg: not (cfg.grpo.rollout_importance_sampling_mode or "token").startswith("token"),
-        ("grpo.rollout_importance_sampling_mode",),
-    ),
-    "whitened advantages": Feature(
-        lambda cfg: cfg.grpo.advantage_estimator.startswith("reinforce"),
-        ("grpo.advantage_estimator",),
-    ),
+    "rollout.vllm.speculative_config without pushes": _drafts_without_pushes,
+    "sources": lambda cfg: cfg.sources.by_name,
+    "train.offload": lambda cfg: parts_moved(cfg.train.offload),
+    "train.offload of the reference by name": _names_reference,
+    "train.offload of weights": lambda cfg: "weights" in parts_moved(cfg.train.offload),
 }
+
+_AGENT = ("agent.command", "agent.function", "agent.tools", "agent.mcp_servers", "agent.listen")
+_KEYS = {
+    "agent": _AGENT,
+    "agent.tools": ("agent.tools", "agent.mcp_servers"),
+    "dialogues": ("environment.name", *_AGENT),
+    "environment": ("environment.name",),
+    "eval.data or eval.sets": (),
+    "reward_model": (),
+    "rewards in parts": ("grpo.supervision", "grpo.multi_objective_aggregation"),
+    "sources": ("sources.column",),
+}
+"""The keys of features whose names do not begin with one."""
 
 
 def is_on(cfg: Config, name: str) -> bool:
     """Whether `cfg` has the feature on."""
     if name in FEATURES:
-        return bool(FEATURES[name].is_on(cfg))
+        return bool(FEATURES[name](cfg))
     if " with " in name:
         return all(is_on(cfg, part) for part in name.split(" with "))
     key, _, values = name.partition(": ")
-    value, default = value_and_default(cfg, key)
-    return as_yaml(value) in values.split(" or ") if values else bool(value) and value != default
+    value = value_of(cfg, key)
+    if values:
+        return as_yaml(value) in values.split(" or ")
+    return bool(value) and value != default_of(cfg, key)
+
+
+def keys_of(name: str) -> tuple[str, ...]:
+    """The keys that turn a feature on."""
+    if name in _KEYS:
+        return _KEYS[name]
+    if name not in FEATURES and " with " in name:
+        return tuple(key for part in name.split(" with ") for key in keys_of(part))
+    return (name.split(" ")[0].removesuffix(":"),)
 
 
 def as_overrides(cfg: Config, name: str) -> str:
     """A feature that is on as overrides: `rollout.max_staleness=2`."""
     keys = keys_of(name)
-    given = {key: value_and_default(cfg, key) for key in keys}
-    shown = [
-        f"{key}={as_yaml(to_jsonable_python(value))}"
-        for key, (value, default) in given.items()
-        if len(keys) == 1 or value != default
-    ]
+    given = [key for key in keys if len(keys) == 1 or value_of(cfg, key) != default_of(cfg, key)]
+    shown = [f"{key}={as_yaml(to_jsonable_python(value_of(cfg, key)))}" for key in given]
     return " with ".join(shown) or name
 
 
-def keys_of(name: str) -> tuple[str, ...]:
-    """The keys that turn a feature on."""
-    if name in FEATURES:
-        return FEATURES[name].keys
-    if " with " in name:
-        return tuple(key for part in name.split(" with ") for key in keys_of(part))
-    return (name.partition(": ")[0],)
-
-
-def value_and_default(cfg: Config, key: str) -> tuple[Any, Any]:
-    """The value of a dotted key and its default: None in tables that are passed through."""
-    *parents, name = key.split(".")
+def value_of(cfg: Config, key: str) -> Any:
+    """The value of a dotted key; None if a table that is passed through does not have it."""
     table: Any = cfg
-    for parent in parents:
-        table = getattr(table, parent) if isinstance(table, Section) else _get(table, parent)
+    for name in key.split("."):
+        if isinstance(table, Section):
+            table = getattr(table, name)
+        else:
+            table = table.get(name) if isinstance(table, Mapping) else None
+    return table
+
+
+def default_of(cfg: Config, key: str) -> Any:
+    """The default of a dotted key, which may depend on other keys; None in other tables."""
+    section, _, name = key.rpartition(".")
+    table = value_of(cfg, section)
     if not isinstance(table, Section):
-        return _get(table, name), None
-    default = (
-        type(table)
-        .model_fields[name]
-        .get_default(call_default_factory=True, validated_data=dict(table))
-    )
-    return getattr(table, name), default
-
-
-def _get(table: Any, name: str) -> Any:
-    return table.get(name) if isinstance(table, Mapping) else None
+        return None
+    field = type(table).model_fields[name]
+    return field.get_default(call_default_factory=True, validated_data=dict(table))

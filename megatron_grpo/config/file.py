@@ -44,97 +44,7 @@ NEAR = 0.75
 0.74."""
 
 
-_PACKED = (
-    "train.max_tokens_per_microbatch: microbatches are packed by tokens, of any number of rows"
-)
-_COMPLETIONS = "grpo.generation_batch_size, in completions: prompts times grpo.num_generations"
-_OF_STEP = (
-    "grpo.steps_per_generation: an optimizer step has grpo.generation_batch_size completions over "
-    "that"
-)
-_REWARD_FILE = "reward.functions, as file.py:function"
-_NUM_COMPLETIONS = "wandb.num_completions, or that of trackio or swanlab"
-_TRACKERS = "wandb.project, trackio.project, swanlab.project and train.tensorboard"
-OTHER_NAMES = {
-    "adv_estimator": "grpo.advantage_estimator",
-    "bypass_mode": "grpo.old_logprobs=rollout",
-    "clip_grad": "optimizer.max_grad_norm",
-    "clip_ratio": "grpo.epsilon",
-    "clip_ratio_c": "grpo.delta",
-    "clip_ratio_high": "grpo.epsilon_high",
-    "clip_ratio_low": "grpo.epsilon",
-    "custom_reward_function.name": _REWARD_FILE,
-    "custom_reward_function.path": _REWARD_FILE,
-    "default_local_dir": "train.run_dir",
-    "enforce_eager": "rollout.vllm.enforce_eager",
-    "entropy_coeff": "grpo.entropy_coef",
-    "eval_steps": "eval.interval",
-    "experiment_name": "wandb.name",
-    "filter_groups.metric": "grpo.dynamic_sample_reward",
-    "freeze_vision_tower": "model.freeze_vision",
-    "global_batch_size": _OF_STEP,
-    "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
-    "grad_clip": "optimizer.max_grad_norm",
-    "gradient_accumulation_steps": f"{_PACKED}; {_OF_STEP}",
-    "horizon": "grpo.kl_horizon",
-    "kl_coef": "grpo.beta, with grpo.kl_in_reward=true",
-    "kl_loss_coef": "grpo.beta",
-    "kl_loss_type": "grpo.kl_estimator",
-    "kl_penalty": "grpo.kl_estimator",
-    "learning_rate": "optimizer.lr",
-    "log_completions": _NUM_COMPLETIONS,
-    "log_val_generations": _NUM_COMPLETIONS,
-    "logger": _TRACKERS,
-    "loss_agg_mode": "grpo.loss_type",
-    "lr_scheduler_type": "optimizer.lr_decay_style",
-    "mask_truncated_completions": "grpo.overlong_filter",
-    "max_model_len": "rollout.vllm.max_model_len",
-    "max_num_batched_tokens": "rollout.vllm.max_num_batched_tokens",
-    "max_num_seqs": "rollout.vllm.max_num_seqs",
-    "max_response_length": "rollout.max_completion_length",
-    "max_steps": "train.num_steps",
-    "micro_batch_size": _PACKED,
-    "model_name_or_path": "model.path",
-    "n": "grpo.num_generations, or eval.num_generations",
-    "num_generations_eval": "eval.num_generations",
-    "num_train_epochs": "train.num_epochs",
-    "output_dir": "train.run_dir",
-    "per_device_train_batch_size": f"{_PACKED}; {_OF_STEP}",
-    "ppo_epochs": "grpo.num_iterations",
-    "ppo_max_token_len_per_gpu": "train.max_tokens_per_microbatch, over all context ranks",
-    "ppo_micro_batch_size_per_gpu": _PACKED,
-    "ppo_mini_batch_size": _OF_STEP,
-    "project_name": "wandb.project",
-    "prompt_key": "data.prompt_column",
-    "report_to": _TRACKERS,
-    "reward_clip_range": "reward.clip_range",
-    "reward_funcs": "reward.functions",
-    "rollout_is": "grpo.rollout_importance_sampling_mode",
-    "rollout_is_threshold": "grpo.rollout_importance_sampling_threshold",
-    "router_replay.mode": "rollout.router_replay",
-    "use_rollout_indexer_replay": "rollout.indexer_replay",
-    "run_name": "wandb.name",
-    "save_freq": "train.save_interval, in optimizer steps",
-    "save_steps": "train.save_interval",
-    "target_kl": "grpo.kl_target",
-    "tensor_model_parallel_size": "parallel.tensor_parallel_size, or that of rollout",
-    "test_freq": "eval.interval, in optimizer steps",
-    "total_epochs": "train.num_epochs",
-    "total_training_steps": "train.num_steps, in optimizer steps",
-    "train_batch_size": _COMPLETIONS,
-    "train_files": "data.path",
-    "use_kl_in_reward": "grpo.kl_in_reward",
-    "use_prefix_grouper": "grpo.shared_prompts",
-    "val_files": "eval.data.path",
-    "val_kwargs.n": "eval.num_generations",
-    "vllm_gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
-    "vllm_importance_sampling_clip_max": "grpo.rollout_importance_sampling_threshold",
-    "vllm_importance_sampling_clip_min": "grpo.rollout_importance_sampling_min",
-    "vllm_importance_sampling_mode": "grpo.rollout_importance_sampling_mode",
-    "vllm_tensor_parallel_size": "rollout.tensor_parallel_size",
-    "warmup_ratio": "optimizer.lr_warmup_steps, in optimizer steps",
-    "warmup_steps": "optimizer.lr_warmup_steps",
-}
+OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 """The last part, or the last two, of keys of verl, TRL and Megatron-LM, and what they are here."""
 
 
@@ -213,9 +123,10 @@ def _instead_of(key: str, known: Sequence[str]) -> str:
     if key == "lora.modules_to_save":  # PEFT has it
         return "layers have adapters or stay as they are: leave it out"
     *_, parent, name = ["", *key.split(".")]
+    others = yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8"))
     for other in (f"{parent}.{name}", name):
-        if other in OTHER_NAMES:
-            return f"here it is {OTHER_NAMES[other]}"
+        if other in others:
+            return f"here it is {others[other]}"
     if keys := _nearest_keys(key, known):
         return f"did you mean {' or '.join(map(repr, keys))}?"
     elsewhere = "docs/recipes.md has names of other trainers"

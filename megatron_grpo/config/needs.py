@@ -1,7 +1,7 @@
 """Options that need others, by the names of `features.py`."""
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.features import as_overrides, is_on, value_and_default
+from megatron_grpo.config.features import as_overrides, default_of, is_on, value_of
 from megatron_grpo.config.section import as_yaml
 
 _MOMENTS = "without it moments are float32; set that, or leave it out"
@@ -13,7 +13,7 @@ NEEDS = {
     ("train.offload", "rollout.enable_sleep_mode: true"): "it makes room for engines that generate "
     "on the ranks' GPUs while the ranks wait; set that, with rollout.max_staleness=0, or "
     "train.offload=none",
-    ("train.offload that names the reference", "grpo.beta"): "grpo.beta=0 loads none; leave "
+    ("train.offload of the reference by name", "grpo.beta"): "grpo.beta=0 loads none; leave "
     "reference out",
     ("train.offload_communicators", "train.offload of weights"): "it moves what is left on the GPU "
     "when weights have left; set train.offload=all or a list with weights, or leave it out",
@@ -69,8 +69,8 @@ NEEDS = {
     "none; use a beta above 0, such as 0.04, or leave it out",
     ("grpo.kl_target", "grpo.beta"): "beta is adapted from an initial one; use a grpo.beta above "
     "0, such as 0.04",
-    ("grpo.use_bias_correction_kl", "a KL term in the loss"): "it multiplies that by the ratio; "
-    "leave it out, or use grpo.kl_in_reward=false and a grpo.beta above 0",
+    ("grpo.use_bias_correction_kl", "grpo.kl_in_reward: false with grpo.beta"): "it multiplies "
+    "that by the ratio; leave it out, or use grpo.kl_in_reward=false and a grpo.beta above 0",
     ("grpo.kl_in_reward: true with grpo.advantage_estimator: grpo", "grpo.beta"): "there is no KL "
     "divergence to subtract; set that, or grpo.kl_in_reward=false",
     ("lora.adapter_path", "lora.r"): "there are no adapters; set that to the rank in its "
@@ -121,7 +121,7 @@ def check_needs(cfg: Config) -> None:
             raise ValueError(f"{as_overrides(cfg, feature)} needs {needed}: {reason}")
     for needed, keys in IDLE.items():
         for key in () if is_on(cfg, needed) else keys:
-            value, default = value_and_default(cfg, key)
+            value, default = value_of(cfg, key), default_of(cfg, key)
             if value != default:
                 raise ValueError(
                     f"{key}={as_yaml(value)} does nothing without {needed.replace(': ', '=')}: "

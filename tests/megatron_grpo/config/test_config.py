@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 from transformers import PreTrainedTokenizerBase
 
 from megatron_grpo.config.data import OWN_TEMPLATE_ARGUMENTS, WeightedPath
@@ -287,7 +288,8 @@ def test_a_key_of_another_trainer_is_refused_with_what_it_is_here(key, told):
 
 
 def test_the_names_of_other_trainers_stand_for_keys_that_are_there():
-    keys = [re.match(r"[\w.]+\w", meaning)[0] for meaning in OTHER_NAMES.values()]
+    others = yaml.safe_load(OTHER_NAMES.read_text())
+    keys = [re.match(r"[\w.]+\w", meaning)[0] for meaning in others.values()]
     [told] = refusal("unknown=1", *(f"{key}=1" for key in keys)).splitlines()
     assert "unknown config key 'unknown'" in told
 

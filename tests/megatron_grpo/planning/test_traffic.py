@@ -68,10 +68,12 @@ def test_sums_of_gradients_hide_in_the_last_backward_and_weights_in_the_first_fo
 
 def test_no_gathering_hides_where_a_vision_tower_is_trained(tmp_path):
     def hidden(*overrides):
-        switches = [SUMS, *IN_FOUR, *overrides]
-        return link(plan(tmp_path, ParallelDims(data=8), *switches), "data").hidden_seconds
+        switches = [SUMS, *IN_FOUR, "data.image_column=image", *overrides]
+        job = plan(tmp_path, ParallelDims(data=8), *switches, name="Qwen3-VL-30B-A3B")
+        return link(job, "data").hidden_seconds
 
-    assert hidden(WEIGHTS, "model.freeze_vision=false") == hidden() < hidden(WEIGHTS)
+    trained = "model.freeze_vision=false"
+    assert hidden(trained, WEIGHTS) == hidden(trained) < hidden(WEIGHTS)
 
 
 def test_context_ranks_attend_while_keys_and_values_travel_in_a_ring(tmp_path):
