@@ -5,7 +5,7 @@ process to move them. Its own manager is replaced. That one learns from its firs
 later ones do: their number of microbatches, beyond which nothing is moved, and the shapes of their
 tensors, for each of which it keeps pinned memory for good. Here microbatches differ in number and
 length, and the first schedule may be one without gradients. In that schedule it also reads what
-left last without waiting for the copy.
+left last without waiting for the copy (test_upstream: activation_offload).
 
 Here what autograd saves is a handle on a `Block` of memory, which knows where its bytes are. So
 microbatches and stages may come in any order, and only the time of a copy back depends on it.
@@ -24,7 +24,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def offload_activations(device: torch.device) -> None:
-    """Let the layers of this process move activations of their `offload_modules` to its host."""
+    """Let the layers of this process move activations of their `offload_modules` to its host.
+
+    Replaces Megatron's one manager of the process, which all its functions ask.
+    """
     if not isinstance(PipelineOffloadManager.OFFLOAD_MGR, Offloads):
         PipelineOffloadManager.OFFLOAD_MGR = Offloads(device)
 

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_te_version
 from torch import Tensor
 
@@ -86,34 +87,78 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
 
 
 def prepare_layers(chunk: Any, cfg: Config, shape: ModelShape, groups: Groups) -> None:
-    """Set what the config of the layers in a chunk, or of another module, cannot say."""
-    chunk.config.moe_router_enable_expert_bias = False  # see below
-    module: Any
-    for module in chunk.modules():
-        if isinstance(module, TopKRouter):
-            # Experts are chosen by the biases as they were read. In pretraining Megatron counts the
-            # tokens of each expert, in a function that it compiles first, and moves the biases
-            # after each step. With these flags off it still adds them to the scores.
-            module.enable_expert_bias = False
-            if cfg.model.freeze_moe_router:
-                # Without gradients, the weights have no buffers and no moments either. Scores still
-                # weight the outputs of experts, through which layers before have gradients.
-                module.requires_grad_(False)
-        if isinstance(module, SequentialMLP) and shape.has_linear_biases:
-            # Experts add the bias of their output in place. Autograd refuses that for the view
-            # which Megatron's sum over a single tensor rank returns. With biases, no more ranks
-            # share an expert, and there is nothing to sum.
-            for expert in module.local_experts:
-                expert.linear_fc2.explicit_expert_comm = True
-        if isinstance(getattr(module, "mlp", None), IdentityOp):
-            module.recompute_mlp = False  # for which Megatron would keep hidden states
-        if hasattr(module, "kept_packed_seq_params"):
-            # Megatron then passes it to Transformer Engine's attention.
-            module.kept_packed_seq_params.add("pad_between_seqs")
-    _mark_experts(chunk)
+    """Set what the config of the layers in a chunk, or of another module, cannot say.
+
+    Each of these sets attributes of Megatron's modules; `test_upstream.py` knows who reads them.
+    """
+    keep_choice_biases(chunk)
+    if cfg.model.freeze_moe_router:
+        freeze_routers(chunk)
+    if shape.has_linear_biases:
+        leave_out_sums_of_experts(chunk)
+    recompute_no_missing_mlps(chunk)
+    mark_experts(chunk)
     accumulate_in_products(chunk, cfg.model.megatron)
     if groups.is_dynamic:
         rotate_own_tokens(chunk, groups)
+
+
+def keep_choice_biases(chunk: Any) -> None:
+    """Choose experts by the biases as they were read.
+
+    In pretraining Megatron counts the tokens of each expert, in a function that it compiles first,
+    and moves the biases after each step. With these flags off it still adds them to the scores.
+    """
+    chunk.config.moe_router_enable_expert_bias = False
+    for router in _modules(chunk, TopKRouter):
+        router.enable_expert_bias = False
+
+
+def freeze_routers(chunk: Any) -> None:
+    """Take the gradients of routers, so that their weights have no buffers and no moments either.
+
+    Scores still weight the outputs of experts, through which layers before have gradients.
+    """
+    for router in _modules(chunk, TopKRouter):
+        router.requires_grad_(False)
+
+
+def leave_out_sums_of_experts(chunk: Any) -> None:
+    """Leave out Megatron's sum of an expert's outputs over tensor ranks, for experts with biases.
+
+    Experts add the bias of their output in place. Autograd refuses that for the view which the sum
+    over a single tensor rank returns. With biases, no more ranks share an expert.
+    """
+    for experts in _modules(chunk, SequentialMLP):
+        for expert in experts.local_experts:
+            expert.linear_fc2.explicit_expert_comm = True
+
+
+def recompute_no_missing_mlps(chunk: Any) -> None:
+    """Recompute no MLP of a layer that has none: Megatron would keep hidden states for it."""
+    for layer in _modules(chunk, TransformerLayer):
+        if isinstance(layer.mlp, IdentityOp):
+            layer.recompute_mlp = False
+
+
+def mark_experts(chunk: Any) -> None:
+    """Make the gradients of experts be summed over the experts' own data ranks in every layout.
+
+    Megatron marks expert parameters only if expert > 1. Unmarked, their gradients would be summed
+    over the data ranks of the other weights, which are too few when expert_tensor < tensor; and
+    whether experts have an optimizer of their own, also in checkpoints, would depend on the layout.
+    It takes the bias of their output for a copy of that on other tensor ranks, which are of other
+    experts.
+    """
+    parameter: Any
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce, parameter.sequence_parallel = False, False
+            parameter.tensor_model_parallel = True
+
+
+def _modules(chunk: Any, kind: type) -> Iterator[Any]:
+    return (module for module in chunk.modules() if isinstance(module, kind))
 
 
 def with_gradients(chunks: Sequence[GPTModel], cfg: Config) -> list[Any]:
@@ -204,19 +249,3 @@ def _scale_embeddings(chunk: GPTModel) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     scale = torch.tensor(chunk.config.hidden_size**0.5, dtype=wide).to(dtype).item()
     chunk.embedding.register_forward_hook(lambda module, given, embedded: embedded * scale)
-
-
-def _mark_experts(chunk: Any) -> None:
-    """Make the gradients of experts be summed over the experts' own data ranks in every layout.
-
-    Megatron marks expert parameters only if expert > 1. Unmarked, their gradients would be summed
-    over the data ranks of the other weights, which are too few when expert_tensor < tensor; and
-    whether experts have an optimizer of their own, also in checkpoints, would depend on the layout.
-    It takes the bias of their output for a copy of that on other tensor ranks, which are of other
-    experts.
-    """
-    parameter: Any
-    for name, parameter in chunk.named_parameters():
-        if ".experts." in name:
-            parameter.allreduce, parameter.sequence_parallel = False, False
-            parameter.tensor_model_parallel = True

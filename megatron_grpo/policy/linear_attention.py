@@ -1,9 +1,10 @@
 """Linear attention as modules of Megatron-Core, and attention with gates.
 
 Megatron-Core's own `GatedDeltaNet` needs kernels of flash-linear-attention also where there is no
-GPU, raises e to a power in the dtype of the weights, makes the norm of outputs zero-centred with
-the other norms, and has the host wait for the lengths of sequences in every layer. Its `MambaMixer`
-needs kernels of mamba-ssm. Here the kernels of flash-linear-attention compute where layers are
+GPU, raises e to a power in the dtype of the weights where no compiler fuses that, makes the norm of
+outputs zero-centred with the other norms, and has the host wait for the lengths of sequences in
+every layer. Its `MambaMixer` needs kernels of mamba-ssm (test_upstream: linear_kernels,
+decay_dtype, linear_lengths). Here the kernels of flash-linear-attention compute where layers are
 Transformer Engine's and the package is installed, and torch elsewhere.
 
 Context ranks exchange tokens for heads (DeepSpeed-Ulysses, arXiv 2309.14509): each has all tokens

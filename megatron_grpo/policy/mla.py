@@ -1,10 +1,10 @@
 """Multi-head latent attention (arXiv 2405.04434, section 2.1) as a module of Megatron-Core.
 
 Megatron-Core's own splits the projections down to latents over tensor ranks with torch's layers and
-not with Transformer Engine's, so that ranks would hold other parts of the weights, and it computes
-RoPE apart from that of other models. Here every tensor rank computes latents whole, for its own
-tokens, with both kinds of layers, and RoPE is the model's. Tensor ranks need sequence parallelism,
-as models with latents have experts, too.
+not with Transformer Engine's (test_upstream: latent_projections), so that ranks would hold other
+parts of the weights, and it computes RoPE apart from that of other models. Here every tensor rank
+computes latents whole, for its own tokens, with both kinds of layers, and RoPE is the model's.
+Tensor ranks need sequence parallelism, as models with latents have experts, too.
 
 Keys and values are projected up to all heads before attention: that takes fewest FLOPs for whole
 sequences.

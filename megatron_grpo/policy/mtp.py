@@ -5,9 +5,10 @@ From the hidden state of a token and the next token it predicts the one after (D
 detached, and the layer has gradient buffers, a clipped norm and an optimizer of its own. So the
 policy's weights are to the bit those of a run without it.
 
-Megatron-Core's MultiTokenPredictionLayer is not used: it is a part of its GPTModel, whose
-parameters share buffers and norm; on the last pipeline stage it comes with an embedding that is
-trained there, and it computes whole logits.
+Megatron-Core's MultiTokenPredictionLayer is not used (test_upstream: mtp). With `mtp_detach_heads`
+it leaves the policy alone, too, but it is a part of its GPTModel, with whose parameters it shares
+buffers and optimizer; on the last pipeline stage it comes with an embedding, and it computes whole
+logits.
 """
 
 import math

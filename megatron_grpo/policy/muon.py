@@ -5,9 +5,10 @@ Moonlight (Liu et al., arXiv 2502.16982, equation 4). Matrices are those of the 
 as `q_proj` or `down_proj` of one expert, except for embedding and head: whatever the layout, they
 are the same.
 
-Megatron-Core's own Muon is not used. It orthogonalizes matrices as Megatron-Core's modules fuse
-and, unless told otherwise, as tensor ranks split them, so that its updates depend on the layout;
-and it divides its state by whole matrices. Here the state stays in the distributed optimizer's
+Megatron-Core's own Muon is not used (test_upstream: muon). It orthogonalizes queries, keys and
+values apart (`muon_split_qkv`), but gate and up as one matrix and, unless told otherwise, each
+tensor rank's part of a matrix alone, so that its updates depend on the layout; and it divides its
+state by whole matrices. Here the state stays in the distributed optimizer's
 ranges, where checkpoints, offload and clipping know it.
 """
 

@@ -42,7 +42,8 @@ def normalized(x: Tensor, weight: Tensor, eps: float | None, is_zero_centered: b
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Torch's RMS norm, because Megatron-Core's wrapper refuses sequence parallelism."""
+    """Torch's RMS norm: Megatron-Core's wrapper refuses sequence parallelism (test_upstream:
+    torch_norm)."""
 
     returns_residual = False  # read by Megatron-Core
 

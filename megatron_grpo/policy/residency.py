@@ -7,7 +7,8 @@ torch cuts no new views from it.
 
 Megatron-Core's own `offload_to_cpu` are not used: that of optimizers makes new tensors in pageable
 memory in every move, and cuts float32 weights from the shards that are their master weights; that
-of gradient buffers knows neither frozen weights nor a reference, and needs CUDA.
+of gradient buffers knows neither frozen weights nor a reference, and needs CUDA (test_upstream:
+residency).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -2,7 +2,7 @@
 
 YaRN (arXiv 2309.00071) slows RoPE's rotations, and multiplies queries and keys by an attention
 factor. Megatron-Core multiplies cosines and sines by it, but its fused RoPE of packed sequences
-takes only angles, and drops the factor without a word (`test_upstream.py`: mscale). Here the factor
+takes only angles, and drops the factor without a word (test_upstream: mscale). Here the factor
 is part of the softmax scale, which every attention takes: torch's, Transformer Engine's and flex.
 Scores are equal where whole heads are rotated; of latents the factor is one for both parts of a
 head.

@@ -36,7 +36,8 @@ class RouterReplay:
     """Experts of a router's tokens, in place of Megatron's class of this name.
 
     Megatron's keeps the routers of all models of a process in one list, and a recomputed forward
-    takes the next routes in line. Here a layer binds those of its microbatch whenever it runs.
+    takes the next routes in line (test_upstream: router_replay). Here a layer binds those of its
+    microbatch whenever it runs.
     """
 
     def __init__(self) -> None:
@@ -146,7 +147,8 @@ class RouterLosses:
 
     Megatron adds up these losses over microbatches of any length, in one table of the process, for
     its training script to read and clear. Here they are taken from the table after each forward of
-    a router, and weighted by tokens, like their gradient (`forward.py`).
+    a router, and weighted by tokens, like their gradient (`forward.py`; test_upstream:
+    router_losses).
     """
 
     def __init__(self, chunks: Sequence[GPTModel], names: Sequence[str]) -> None:

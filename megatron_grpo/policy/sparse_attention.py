@@ -3,7 +3,7 @@
 Megatron-Core has this as an experimental variant, which is not used. Without fused kernels it
 has scores of all pairs of tokens for every head of an indexer at once, and leaves to torch which of
 equal ones are chosen, which may depend on the layout; its indexer is trained, by a loss of its own;
-and its latent attention is not ours, see `mla.py`.
+and its latent attention is not ours, see `mla.py` (test_upstream: indexer).
 
 The indexer is frozen: no gradient comes through a choice. Every tensor rank holds it whole, and
 chooses for its own tokens; all of them then attend to the same tokens. With indexer replay, the

@@ -49,11 +49,6 @@ from megatron_grpo.policy.transformer_engine import (
 )
 from parallel import ParallelDims, pipeline_layers
 
-# Routers multiply with torch. Transformer Engine's product rounds float32 factors to TF32, whatever
-# torch is told.
-moe_utils.te_general_gemm = None
-
-
 ACTIVATIONS = {
     "silu": (silu, None, 0.0),
     "gelu_pytorch_tanh": (partial(gelu, approximate="tanh"), None, 0.0),
@@ -62,6 +57,14 @@ ACTIVATIONS = {
 }
 """Activation of the gate, if any; limit of both factors, None for none; addend of the other
 factor."""
+
+
+def route_with_torch() -> None:
+    """Multiply with torch in the routers of this process.
+
+    Transformer Engine's product rounds float32 factors to TF32, whatever torch is told.
+    """
+    moe_utils.te_general_gemm = None
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:
@@ -102,6 +105,7 @@ def transformer_config(
     )
     if shape.moe is not None:
         _check_sequence_parallel(dims, sequence_parallel)
+        route_with_torch()
         decided |= _moe(shape, shape.moe, free["transformer_impl"])
         is_fused = free["transformer_impl"] == "transformer_engine"
         # The scores of two experts may differ by less than bfloat16 can resolve.
