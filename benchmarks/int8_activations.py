@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Linear
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from checkpoint_convert.quantizer import block_maxima, dequantized, quantized, scales_of
+from checkpoint_convert.quantized.numbers import block_maxima, dequantized, quantized, scales_of
 from engines_on_cpu.products import product_of_rows
 
 TEXT = (

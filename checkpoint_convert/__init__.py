@@ -4,8 +4,8 @@ The names exported here do not need torch. The modules that move a rank's tensor
 `checkpoint_convert.weights` and `checkpoint_convert.hf_export`.
 """
 
-from checkpoint_convert.formats.hf_folder import check_weights
 from checkpoint_convert.hf_config import read_shape
+from checkpoint_convert.hf_folder import check_weights
 from checkpoint_convert.megatron import hf_tensors, megatron_layout
 from checkpoint_convert.shape import (
     LatentShape,

@@ -27,7 +27,7 @@ from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.inspection import print_inspection
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.merge import merge_adapter
-from checkpoint_convert.quantization import Quantization
+from checkpoint_convert.quantized.scheme import Quantization
 from checkpoint_convert.utf8_mode import enter_utf8_mode
 from checkpoint_convert.verify import verify_weights
 from parallel import ParallelDims

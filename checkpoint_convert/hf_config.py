@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert import mxfp4
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Experts, Family
+from checkpoint_convert.families.multimodal import MULTIMODAL
 from checkpoint_convert.folder import boolean, even, integer, number, read_json, token_ids
 from checkpoint_convert.formats.safetensors_file import NAMES, stored_names
 from checkpoint_convert.layer_types import (
@@ -15,10 +15,17 @@ from checkpoint_convert.layer_types import (
     read_linear,
     read_windows,
 )
-from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE, Scheme, scheme_of
+from checkpoint_convert.quantized.scheme import (
+    CONFIG_KEYS,
+    MODELOPT_FILE,
+    Mxfp4Scheme,
+    Scheme,
+    is_mxfp4,
+    scheme_of,
+)
 from checkpoint_convert.rope import num_positions, read_ropes
 from checkpoint_convert.shape import LatentShape, ModelShape, MoeShape, Stacks
-from checkpoint_convert.text_tower import MULTIMODAL, is_multimodal, text_config
+from checkpoint_convert.text_tower import is_multimodal, text_config
 
 # Keys with one supported value in every family, which is also the value of an absent key.
 # transformers' configs of our families declare only a few of them; code shared by all models, in
@@ -43,19 +50,6 @@ _REQUIRED = {
     "fusion_config": None,
     "transformers_weights": None,  # names another file of weights
 }
-# Fields that a shape has from its family.
-_SAME_NAMES = (
-    "has_pre_norms",
-    "has_post_norms",
-    "norms_all_heads",
-    "zero_centered_norms",
-    "scales_embeddings",
-    "has_linear_biases",
-    "has_sinks",
-    "has_output_gate",
-    "activation",
-    "partial_rotary_factor",
-)
 
 
 def read_shape(folder: str | Path) -> ModelShape:
@@ -71,7 +65,7 @@ def read_shape(folder: str | Path) -> ModelShape:
     if model_type not in list(FAMILIES):  # a list, as a JSON value may be unhashable
         raise ValueError(
             f"{path}: model_type {model_type!r} is not supported; supported: {sorted(FAMILIES)}, "
-            f"and the text of {MULTIMODAL}"
+            f"and the text of {[*MULTIMODAL]}"
         )
     family = FAMILIES[model_type]
     values = _with_defaults(family, config)
@@ -99,14 +93,23 @@ def read_shape(folder: str | Path) -> ModelShape:
         vocab_size=integer(path, values, "vocab_size"),
         tie_word_embeddings=boolean(path, values, "tie_word_embeddings"),
         attention_bias=_switch(path, values, family.attention_bias),
-        qk_norm=_switch(path, values, family.qk_norm),
+        qk_norm=_switch(path, values, family.norms.of_heads),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rms_norm_eps=number(path, values, "rms_norm_eps"),
         max_position_embeddings=num_positions(path, values),
         eos_token_ids=_eos_token_ids(path, values),
         query_pre_attn_scalar=_number(path, values, family.query_scale),
-        **{name: getattr(family, name) for name in _SAME_NAMES},
+        has_pre_norms=family.norms.has_pre,
+        has_post_norms=family.norms.has_post,
+        norms_all_heads=family.norms.over_all_heads,
+        zero_centered_norms=family.norms.is_zero_centered,
+        scales_embeddings=family.scales_embeddings,
+        has_linear_biases=family.has_linear_biases,
+        has_sinks=family.has_sinks,
+        has_output_gate=family.has_output_gate,
+        activation=family.activation,
+        partial_rotary_factor=family.rope.partial_factor,
         window=window,
         windowed_layers=windowed_layers,
         window_rope_theta=window_rope_theta if windowed_layers else None,
@@ -116,7 +119,7 @@ def read_shape(folder: str | Path) -> ModelShape:
         linear=linear,
         linear_layers=linear_layers,
         block_types=block_types,
-        num_mtp_layers=_count(path, values, family.num_mtp_layers),
+        num_mtp_layers=_count(path, values, family.mtp.num_layers),
     )
 
 
@@ -152,7 +155,7 @@ def may_have_linear_attention(folder: Path) -> bool:
     )
 
 
-def read_scheme(folder: Path) -> Scheme | mxfp4.Mxfp4Scheme | None:
+def read_scheme(folder: Path) -> Scheme | Mxfp4Scheme | None:
     """How the weights in `folder` are quantised; None if they are not, or it has no config.json.
 
     Raises ValueError for a way that is not supported.
@@ -161,7 +164,7 @@ def read_scheme(folder: Path) -> Scheme | mxfp4.Mxfp4Scheme | None:
     return _scheme(path, read_json(path)) if path.is_file() else None
 
 
-def _scheme(path: Path, config: Mapping[str, Any]) -> Scheme | mxfp4.Mxfp4Scheme | None:
+def _scheme(path: Path, config: Mapping[str, Any]) -> Scheme | Mxfp4Scheme | None:
     tables = [config[key] for key in CONFIG_KEYS if config.get(key)]
     if not all(isinstance(table, dict) for table in tables):
         raise ValueError(f"{path}: quantization_config must be an object")
@@ -173,8 +176,8 @@ def _scheme(path: Path, config: Mapping[str, Any]) -> Scheme | mxfp4.Mxfp4Scheme
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if dtype not in list(NAMES):  # a list, as a JSON value may be unhashable
         raise ValueError(f"{path}: dtype is {dtype!r}, supported: {sorted(NAMES)}")
-    if mxfp4.is_method_of(config):
-        return mxfp4.Mxfp4Scheme(NAMES[dtype])
+    if is_mxfp4(config):
+        return Mxfp4Scheme(NAMES[dtype])
     return scheme_of(path, tables[0], NAMES[dtype])
 
 
@@ -188,7 +191,7 @@ def _with_defaults(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     if values.get("rope_parameters") is None:  # as transformers reads it
         values["rope_parameters"] = family.defaults.get("rope_parameters")
     # transformers and vLLM read null as absent, except where absent is not 1.
-    if family.partial_rotary_factor == 1.0 and values.get("partial_rotary_factor") is None:
+    if family.rope.partial_factor == 1.0 and values.get("partial_rotary_factor") is None:
         values.pop("partial_rotary_factor", None)
     return values
 
@@ -317,7 +320,7 @@ def _num_dense_layers(path: Path, values: Mapping[str, Any], key: str | None) ->
 
 
 def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -> None:
-    factor = family.partial_rotary_factor
+    factor = family.rope.partial_factor
     rotary = {"partial_rotary_factor": factor} if factor else {}  # which else nobody reads
     refused = [
         f"{key} is {config[key]!r}, only {carried!r} is supported"
@@ -330,13 +333,13 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
         for key, carried in family.explicit.items()
         if config.get(key) != carried
     ]
-    if family.rotary_size is not None:
-        size, given = integer(path, config, "head_dim"), config.get(family.rotary_size)
-        if given != (own := round(family.partial_rotary_factor * size)):
-            key = f"with head_dim {size}, {family.rotary_size}"
+    if family.rope.size is not None:
+        size, given = integer(path, config, "head_dim"), config.get(family.rope.size)
+        if given != (own := round(factor * size)):
+            key = f"with head_dim {size}, {family.rope.size}"
             refused.append(f"{key} is {given!r}, only {own} is supported")
     alternates = family.experts is not None and family.experts.stacks == "alternating"
-    if mxfp4.is_method_of(config) and not alternates:
+    if is_mxfp4(config) and not alternates:
         refused.append("weights are quantised with quant_method 'mxfp4', which is of stacks only")
     # Their kinds of layers are checked elsewhere.
     has_kinds = family.windows or family.linear or family.indexer_pairs

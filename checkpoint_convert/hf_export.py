@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert.formats import errors_named
-from checkpoint_convert.formats.hf_folder import locate_tensors
 from checkpoint_convert.formats.safetensors_file import STORED_SIZES, TensorPlace
 from checkpoint_convert.formats.tensor_io import whole_rows, write_box
 from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES, STORED_DTYPES
+from checkpoint_convert.hf_folder import locate_tensors
 from checkpoint_convert.megatron import hf_dtypes, hf_tensors
 from checkpoint_convert.megatron_to_hf import MAX_SHARD_BYTES, create_folder
 from checkpoint_convert.mtp import open_mtp_layers
 from checkpoint_convert.new_folder import sync, sync_tree
-from checkpoint_convert.quantized_model import QuantizedModel
+from checkpoint_convert.quantized.model import QuantizedModel
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.weights import as_laid_out
 from parallel import Box, Copy, Layout, intersect

@@ -10,24 +10,24 @@ from math import prod
 from pathlib import Path
 
 from checkpoint_convert.formats import is_torch_dist
-from checkpoint_convert.formats.hf_folder import (
+from checkpoint_convert.formats.safetensors_file import (
     INDEX_FILE,
     SINGLE_FILE,
-    check_weights,
-    locate_tensors,
-    other_towers,
-)
-from checkpoint_convert.formats.safetensors_file import (
     STORED_SIZES,
     TensorPlace,
     copy_tensors,
     create_file,
 )
 from checkpoint_convert.hf_config import read_shape
+from checkpoint_convert.hf_folder import (
+    check_weights,
+    locate_tensors,
+    other_towers,
+)
 from checkpoint_convert.megatron import file_layout, file_tensors, hf_dtypes, hf_tensors
 from checkpoint_convert.mtp import stored_mtp_layers, transfer_all
 from checkpoint_convert.new_folder import check_space, new_folder
-from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
+from checkpoint_convert.quantized.model import QuantizedModel, quantized_model
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.sidecar import copy_sidecar_files, main_dtype, model_config
 from checkpoint_convert.transfer import write_whole_scales

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint_convert.formats.hf_folder import locate_tensors
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
 from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.hf_config import read_shape
+from checkpoint_convert.hf_folder import locate_tensors
 from checkpoint_convert.megatron import file_layout, file_tensors, hf_dtypes, hf_tensors
 from checkpoint_convert.megatron_to_hf import MAX_SHARD_BYTES, create_folder
 from checkpoint_convert.mtp import transfer_all

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-from checkpoint_convert.formats.dequantized import DequantizedTensors
-from checkpoint_convert.formats.hf_folder import mtp_tensors
 from checkpoint_convert.formats.safetensors_file import TensorPlace
+from checkpoint_convert.hf_folder import mtp_tensors
+from checkpoint_convert.quantized.numbers import DequantizedTensors
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.transfer import num_bytes_of, transfer
 from checkpoint_convert.weights import Progress, Weights

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_convert.folder import check_folder, read_json
-from checkpoint_convert.formats.hf_folder import ADAPTER_FILE
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace, read_header
+from checkpoint_convert.hf_folder import ADAPTER_FILE
 from checkpoint_convert.text_tower import name_in_whole, text_name
 from parallel import Shape
 

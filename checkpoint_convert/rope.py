@@ -36,7 +36,7 @@ def read_ropes(
     Where these layers have their own, `rope_parameters` has an object for each kind of layer. The
     older `rope_scaling` is that of layers without a window, as `rope_theta` is.
     """
-    if not family.partial_rotary_factor:  # no layer has it
+    if not family.rope.partial_factor:  # no layer has it
         return 10_000.0, None, None
     windows = family.windows
     if windows is None or windows.rope_theta is None:
@@ -75,16 +75,16 @@ def read_rope(
 
     `config` holds the values of the file at `path`. Raises ValueError for unsupported settings.
     """
-    rope, partial_rotary_factor = _parameters(path, config), family.partial_rotary_factor
-    required = {"partial_rotary_factor": partial_rotary_factor, **family.rope_required}
+    rope, partial_rotary_factor = _parameters(path, config), family.rope.partial_factor
+    required = {"partial_rotary_factor": partial_rotary_factor, **family.rope.required}
     _check(path, rope, _REQUIRED | required)
     theta = number(path, rope, "rope_theta")
     if rope["rope_type"] == "default":
         return theta, None
-    if rope["rope_type"] not in family.rope_types:
+    if rope["rope_type"] not in family.rope.types:
         raise ValueError(
             f"{path}: RoPE scaling {rope['rope_type']!r} is not supported for "
-            f"{family.model_type}; supported: {[*family.rope_types]}"
+            f"{family.model_type}; supported: {[*family.rope.types]}"
         )
     if rope["rope_type"] == "yarn":
         if partial_rotary_factor != 1.0:

@@ -12,10 +12,10 @@ from typing import Any
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.folder import check_folder, read_json
 from checkpoint_convert.formats import is_torch_dist
-from checkpoint_convert.formats.hf_folder import ADAPTER_FILE
 from checkpoint_convert.formats.safetensors_file import TORCH_NAMES
 from checkpoint_convert.hf_config import read_shape
-from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE
+from checkpoint_convert.hf_folder import ADAPTER_FILE
+from checkpoint_convert.quantized.scheme import CONFIG_KEYS, MODELOPT_FILE
 from checkpoint_convert.shape import ModelShape, differing_fields
 from checkpoint_convert.text_tower import text_config
 from parallel import Shape
@@ -142,8 +142,8 @@ def copy_sidecar_files(
     for key in ("auto_map", *CONFIG_KEYS):
         config.pop(key, None)
     family = FAMILIES[text_config(source / "config.json", config)["model_type"]]
-    if family.num_mtp_layers is not None:
-        config.get("text_config", config)[family.num_mtp_layers] = num_mtp_layers
+    if family.mtp.num_layers is not None:
+        config.get("text_config", config)[family.mtp.num_layers] = num_mtp_layers
     (folder / "config.json").write_text(
         json.dumps({**config, **further}, indent=2) + "\n", encoding="utf-8"
     )

@@ -10,37 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpoint_convert.families.multimodal import MULTIMODAL
 from checkpoint_convert.families.vision import VISION
-from checkpoint_convert.quantization import CONFIG_KEYS
+from checkpoint_convert.quantized.scheme import CONFIG_KEYS
 
-# The family of the text tower, by the `model_type` of the whole and that in its `text_config`. Of
-# text, the three positions of a token in Qwen's RoPE (`mrope`) are equal.
-_FAMILIES = {
-    "gemma3": {"gemma3_text": "gemma3_text"},
-    "kimi_k25": {"kimi_k2": "kimi_k2", "deepseek_v3": "deepseek_v3"},
-    "mistral3": {"mistral": "mistral", "ministral3": "ministral3"},
-    "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
-    "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
-    "qwen3_5_moe": {"qwen3_5_moe_text": "qwen3_5_moe_text"},
-    "qwen3_vl": {"qwen3_vl_text": "qwen3"},
-    "qwen3_vl_moe": {"qwen3_vl_moe_text": "qwen3_moe"},
-}
-MULTIMODAL = [*_FAMILIES]
-# What the text tower and its family assume differently where config.json does not say it, except
-# for towers of the family's own config class.
+# What the text tower and its family assume differently where config.json does not say it.
 _EXPLICIT = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "rope_theta")
-_ALSO_EXPLICIT = {
-    "qwen3_vl_moe": (
-        "num_experts",
-        "moe_intermediate_size",
-        "num_experts_per_tok",
-        "norm_topk_prob",
-    )
-}
-_SAME_DEFAULTS = ("gemma3",)
 _TIED = "tie_word_embeddings"
-_UNTIED = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
-"""The wholes that transformers does not tie if only `text_config` says so; all others it does."""
 # Prefixes of its tensors in weight files and engines, and those of a model of text; those of a
 # vision tower, and that of engines.
 _PREFIXES = {"model.language_model.": "model.", "language_model.": "", "model.visual.": VISION}
@@ -49,7 +25,7 @@ _OF_TEXT = re.compile(r"(model\.(embed_tokens|layers|norm)|lm_head)\.")
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a model with other towers beside that of text."""
-    return config.get("model_type") in MULTIMODAL  # a list, as a JSON value may be unhashable
+    return config.get("model_type") in list(MULTIMODAL)  # as a JSON value may be unhashable
 
 
 def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,11 +41,11 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         text = {key: value for key, value in config.items() if key != "vision_config"}
         text |= {"model_type": f"{config['model_type']}_text"}
     kind = text.get("model_type") if isinstance(text, dict) else None
-    known = _FAMILIES[config["model_type"]]
-    if not isinstance(text, dict) or kind not in list(known):
+    whole = MULTIMODAL[config["model_type"]]
+    if not isinstance(text, dict) or kind not in list(whole.text):
         raise ValueError(
             f"{path}: text_config of a {config['model_type']} has model_type {kind!r}, "
-            f"supported: {[*known]}"
+            f"supported: {[*whole.text]}"
         )
     inside = config.get("text_config") or {}
     if quantized := [key for key in CONFIG_KEYS if inside.get(key)]:
@@ -77,30 +53,29 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{path}: weights are quantised by {quantized[0]} inside of text_config, which is not "
             "supported: convert them to bfloat16 first, and take the key out"
         )
-    is_own = config["model_type"] in _SAME_DEFAULTS
     rope = _rope(text)
     said = {*text, *(key for each in rope.values() for key in each)}
     if "num_local_experts" in said:  # the same, as transformers 5 saves it
         said.add("num_experts")
-    explicit = *_EXPLICIT, *_ALSO_EXPLICIT.get(config["model_type"], ())
-    absent = [key for key in explicit if key not in said]
-    if absent and not is_own:
+    absent = [key for key in (*_EXPLICIT, *whole.explicit) if key not in said]
+    if absent and not whole.has_defaults_of_family:
         others = "".join(f", nor has its {key}" for key in rope if absent[0] == "rope_theta")
         raise ValueError(f"{path}: text_config has no {absent[0]}{others}")
-    if config["model_type"] == "qwen3_vl_moe" and text["norm_topk_prob"] is not True:
-        raise ValueError(
-            f"{path}: norm_topk_prob is {text['norm_topk_prob']!r}, only True is supported: "
-            "transformers has no other for this model"
-        )
+    for key, value in whole.required.items():
+        if text[key] is not value:
+            raise ValueError(
+                f"{path}: {key} is {text[key]!r}, only {value!r} is supported: transformers has no "
+                "other for this model"
+            )
     tied = [each[_TIED] for each in (config, text) if _TIED in each]
-    is_untied = tied == [True] and _TIED not in config and config["model_type"] in _UNTIED
-    if tied[:1] != tied[-1:] or not (is_own or (tied and not is_untied)):
+    is_untied = tied == [True] and _TIED not in config and not whole.is_tied_by_text
+    if tied[:1] != tied[-1:] or not (whole.has_defaults_of_family or (tied and not is_untied)):
         raise ValueError(
             f"{path}: {_TIED} must be said, and be the same inside and outside of text_config, and "
             f"is {tied}"
         )
     ends = {key: config[key] for key in ("eos_token_id",) if config.get(key) is not None}
-    of_text = {**ends, **text, "model_type": known[kind], **rope}
+    of_text = {**ends, **text, "model_type": whole.text[kind], **rope}
     return of_text | {_TIED: tied[0]} if tied else of_text
 
 

@@ -29,8 +29,7 @@ from checkpoint_convert.formats.tensor_io import (
     write_box,
 )
 from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES, STORED_DTYPES
-from checkpoint_convert.quantized_place import QuantizedPlace
-from checkpoint_convert.quantizer import (
+from checkpoint_convert.quantized.numbers import (
     block_maxima,
     packed,
     quantized,
@@ -38,6 +37,7 @@ from checkpoint_convert.quantizer import (
     scales_of,
     whole_scale,
 )
+from checkpoint_convert.quantized.places import QuantizedPlace
 from checkpoint_convert.weights import Progress, RowCache, ShardLoader, Weights, in_groups
 from parallel import Box, Layout, Shape, ShardMapping
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint_convert.formats.dequantized import DequantizedTensors
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
 from checkpoint_convert.formats.tensor_io import is_finite
 from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors
+from checkpoint_convert.quantized.numbers import DequantizedTensors
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.sidecar import own_shape
 from checkpoint_convert.transfer import PART_BYTES, SHARE_BYTES, add_bytes, run_tasks

@@ -70,8 +70,8 @@ def engine_parameters(shape: ModelShape) -> list[Parameter]:
     if shape.trains_mtp:
         parameters += decoder.mtp_layer(shape, experts, transformer_engine=True)
     parameters += vision_tower(shape.vision, in_engine=True)
-    if names := FAMILIES[shape.family].engine_names:
-        parameters = [replace(each, engine_name=_renamed(each, names)) for each in parameters]
+    if names := FAMILIES[shape.family].engines.vllm.names:
+        parameters = [each.renamed_in_engine(_renamed(each, names)) for each in parameters]
     return [part for each in parameters for part in each.in_engine()]
 
 
@@ -100,7 +100,7 @@ def worker_layout(
         if not parameter.is_expert:
             part = worker_shard(parameter, number, size)
             is_copy = number != rank  # the worker with the part's number has it, too
-            first, num_rows = parameter.engine_rows or (0, part.shape[0])
+            first, num_rows = parameter.vllm.rows or (0, part.shape[0])
             shapes[name] = (num_rows, *part.shape[1:])
             pieces += [
                 replace(p, local_box=_from(p.local_box, first), is_replica=p.is_replica or is_copy)
@@ -111,10 +111,10 @@ def worker_layout(
             # The experts of a worker are stacked in one tensor with an additional first dimension.
             part = worker_shard(parameter, number, size)
             index = parameter.stack_axes[0][0] - experts.start
-            if parameter.alternates_in_engine:
+            if parameter.vllm.alternates:
                 part = _alternating(part)
             shapes[name] = (len(experts), *part.shape)
-            if number > 0 and parameter.is_added_once_in_engine:
+            if number > 0 and parameter.vllm.is_added_once:
                 zeros.append((name, Box((index, 0), (1, *part.shape))))
             else:
                 pieces += [_in_stack(piece, index) for piece in part.pieces]
@@ -154,16 +154,15 @@ def _has_whole_shared_expert(shape: ModelShape, dims: EngineDims) -> bool:
     Where vLLM deals tokens out over the tensor-parallel workers before the experts, each computes
     all of its own tokens.
     """
-    names = FAMILIES[shape.family].experts
     deals_out = dims.expert_parallel and dims.tensor > 1 and dims.data > 1
-    return deals_out and names is not None and names.is_shared_whole_in_engine
+    return deals_out and FAMILIES[shape.family].engines.vllm.has_whole_shared_expert
 
 
 def worker_shard(parameter: Parameter, rank: int, size: int) -> Shard:
     """Worker `rank`'s share of every source, one after the other, each followed by zeros."""
     name = parameter.name_in_engine
     sources = tuple([(source.shape, source.num_heads) for source in parameter.sources])
-    split = parameter.split if parameter.engine_split is None else parameter.engine_split
+    split = parameter.split if parameter.vllm.split is None else parameter.vllm.split
     parts, zeros, whole = _cut(sources, split, parameter.zero_rows, rank, size)
     pieces = [
         ShardMapping(name, local, source.name, _from(stored, source.first_row), is_replica)
@@ -265,7 +264,7 @@ def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
     further = {"padded vocabulary": _padded_vocab(shape)}
     # Where a worker has all of a norm over all heads, vLLM does not know copies of heads in it; nor
     # does its gpt-oss know any.
-    has_whole_norms = not FAMILIES[shape.family].are_norms_split_in_engine
+    has_whole_norms = not FAMILIES[shape.family].engines.vllm.has_split_norms
     if shape.has_sinks or (shape.norms_all_heads and has_whole_norms):
         further["num_key_value_heads"] = shape.num_key_value_heads
     obstacles = split_obstacles(shape, dims.tensor, further)
@@ -293,7 +292,7 @@ def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
 def engine_dtypes(shape: ModelShape, dtype: str) -> dict[str, str]:
     """The dtype of every parameter of an engine of `dtype` (such as ``bfloat16``), by name."""
     return {
-        each.name_in_engine: "float32" if each.is_float32_in_engine else dtype
+        each.name_in_engine: "float32" if each.vllm.is_float32 else dtype
         for each in engine_parameters(shape)
     }
 

@@ -16,18 +16,18 @@ from torch import Tensor
 from checkpoint_convert.families.decoder import MTP_LAYER
 from checkpoint_convert.families.vision import VISION
 from checkpoint_convert.formats import is_torch_dist
-from checkpoint_convert.formats.dequantized import DequantizedTensors
-from checkpoint_convert.formats.hf_folder import check_weights
 from checkpoint_convert.formats.safetensors_file import TensorPlace
 from checkpoint_convert.formats.tensor_io import StoredTensors, TensorSource, whole_rows
 from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.hf_config import read_shape
+from checkpoint_convert.hf_folder import check_weights
 from checkpoint_convert.megatron import (
     checkpoint_layout,
     file_layout,
     file_tensors,
 )
+from checkpoint_convert.quantized.numbers import DequantizedTensors
 from checkpoint_convert.shape import ModelShape
 from parallel import (
     Axes,

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from checkpoint_convert import ModelShape, check_divisible, check_weights
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.hf_config import has_other_towers
-from checkpoint_convert.quantized_model import check_ranks, quantized_model
+from checkpoint_convert.quantized.model import check_ranks, quantized_model
 from checkpoint_convert.sidecar import sidecar_files
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.folders import latest_step

@@ -15,7 +15,7 @@ from megatron_grpo.config.agent import AGENT
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import section_of
 from megatron_grpo.config.file import with_num_steps
-from megatron_grpo.config.reward import ENVIRONMENT, REWARD_MODEL, served_here
+from megatron_grpo.config.reward import ENVIRONMENT, served_here
 from megatron_grpo.data.images import check_images
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts, with_date
 from megatron_grpo.data.rows import Row
@@ -79,14 +79,6 @@ def what_was_tried(cfg: Config) -> str:
 
 def check_reward_models(cfg: Config) -> None:
     """Raise ValueError for reward models that cannot be served or asked as the config says."""
-    for view in cfg.by_source.values():
-        names = [each.name for reward in view.rewards.values() for each in reward.functions]
-        if view.partner and REWARD_MODEL in names:
-            raise ValueError(
-                "reward_model scores completions of one turn, as its chat template has one for it, "
-                f"and this run has the dialogues of an {view.partner}: leave one of the two "
-                "out"
-            )
     for function in served_here(cfg.rewards.values()):
         load_function(function)
     check_served(cfg)

@@ -15,7 +15,6 @@ from helpers.published_models import write_config
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config
-from megatron_grpo.config.grpo import GRPOConfig
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ["megatron_grpo", "checkpoint_convert", "parallel"]
@@ -100,8 +99,9 @@ def published_methods() -> dict[str, dict[str, object]]:
 
 @pytest.mark.parametrize("method", published_methods())
 def test_the_options_of_a_published_method_stand_together(method):
-    options = published_methods()[method]
-    GRPOConfig(generation_batch_size=64, **options)
+    options = {"generation_batch_size": 64, **published_methods()[method]}
+    rewards = ["reward.functions=[math_answer]", "environment.name=game.py:Game"]
+    load_config(ROOT / "configs" / "tiny_cpu.yaml", [f"grpo={json.dumps(options)}", *rewards])
 
 
 def test_the_options_for_generations_ahead_stand_together():

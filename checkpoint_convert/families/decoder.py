@@ -7,7 +7,7 @@ engine fuses the same tensors in the same way under other names, but splits them
 from dataclasses import replace
 
 from checkpoint_convert.families import FAMILIES
-from checkpoint_convert.families.description import Parameter, Tensor, in_one_tensor
+from checkpoint_convert.families.description import InVllm, Parameter, Tensor, in_one_tensor
 from checkpoint_convert.families.ffn import dense_mlp, moe_block
 from checkpoint_convert.families.linear import linear_attention, mamba
 from checkpoint_convert.families.mla import mla_attention
@@ -155,7 +155,7 @@ MTP_LAYER = "mtp.layers.0."
 
 def mtp_layer(shape: ModelShape, experts: range, *, transformer_engine: bool) -> list[Parameter]:
     """The layer for multi-token prediction, behind the last; parameters of the last stage only."""
-    is_apart, hidden = FAMILIES[shape.family].has_mtp_apart, shape.hidden_size
+    is_apart, hidden = FAMILIES[shape.family].mtp.is_apart, shape.hidden_size
     if is_apart:
         source, of_layer = "mtp.", "mtp.layers.0."
         stored = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
@@ -168,7 +168,7 @@ def mtp_layer(shape: ModelShape, experts: range, *, transformer_engine: bool) ->
         Parameter(
             f"{MTP_LAYER}{name}.weight",
             (Tensor(f"{source}{own_name}.weight", size),),
-            engine_split=0 if is_apart and name == "eh_proj" else None,
+            vllm=InVllm(split=0 if is_apart and name == "eh_proj" else None),
         )
         for (name, size), own_name in zip(sizes.items(), stored, strict=True)
     ]
@@ -203,7 +203,7 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
             in_one_tensor(fused, sources) if family.has_fused_weights else sources,
             split=0,
             interleave_groups=groups,
-            engine_name=fused,
+            vllm=InVllm(name=fused),
         )
 
     output = Tensor(source + "o_proj.weight", (hidden, query))
@@ -223,6 +223,6 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
         for x in "qk":
             size = rows[x][0] if shape.norms_all_heads else shape.head_dim
             norm = Tensor(f"{source}{x}_norm.weight", (size,), rows[x][1])
-            name, split = f"{target}{x}_layernorm.weight", family.are_norms_split_in_engine
-            parameters.append(Parameter(name, (norm,), engine_split=0 if split else None))
+            own = InVllm(split=0 if family.engines.vllm.has_split_norms else None)
+            parameters.append(Parameter(f"{target}{x}_layernorm.weight", (norm,), vllm=own))
     return parameters

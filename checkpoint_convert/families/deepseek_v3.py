@@ -4,7 +4,15 @@ transformers adds 1e-6 in the norms of latents whatever `rms_norm_eps` says. vLL
 add `rms_norm_eps`, and so do we. The two are equal in DeepSeek's models, not in Moonlight.
 """
 
-from checkpoint_convert.families.description import Experts, Family
+from checkpoint_convert.families.description import (
+    Engines,
+    Experts,
+    Family,
+    Mtp,
+    Rope,
+    Sglang,
+    Vllm,
+)
 
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
@@ -56,9 +64,11 @@ DEEPSEEK_V3 = Family(
         num_shared="n_shared_experts",
         num_dense_layers="first_k_dense_replace",
         has_groups=True,
-        is_shared_whole_in_engine=True,
     ),
     has_mla=True,
-    rope_types=("default", "yarn"),  # vLLM always scales by yarn
-    num_mtp_layers="num_nextn_predict_layers",
+    rope=Rope(types=("default", "yarn")),  # vLLM always scales by yarn
+    mtp=Mtp("num_nextn_predict_layers"),
+    engines=Engines(
+        vllm=Vllm(has_whole_shared_expert=True), sglang=Sglang(was_tried_in_groups=True)
+    ),
 )

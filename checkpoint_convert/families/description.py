@@ -50,11 +50,6 @@ class Experts:
     """Name of the biases by which experts are chosen, of a router that scores by a sigmoid."""
     has_groups: bool = False
     """Whether `n_group` and `topk_group` in config.json make groups of experts."""
-    is_router_float32_in_engine: bool = False
-    """Whether a vLLM engine of any dtype keeps the matrix of the router in float32."""
-    is_shared_whole_in_engine: bool = False
-    """Whether workers of a vLLM engine with several groups of several workers each hold the whole
-    shared expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +65,102 @@ class Windows:
     all have."""
     are_by_layer_types: bool = False
     """Whether `layer_types` in config.json says otherwise; if not, it must say the same."""
-    are_mixed_in_engine: bool = True
-    """Whether a vLLM engine serves models of which some layers have a window, and some have none.
-    """
     rope_theta: tuple[float, float] | None = None
     """Layers without and with a window have RoPEs of their own, with these bases where config.json
     has none. None: all layers have one RoPE."""
     rope_theta_key: str | None = None
     """Config key of the base of layers with a window in older files; None: there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norms:
+    """Where layers have RMS norms, and over what: see `ModelShape`."""
+
+    has_pre: bool = True
+    has_post: bool = False
+    of_heads: bool | str = False
+    """Whether query and key heads have a norm, or the config key that says so."""
+    over_all_heads: bool = False
+    is_zero_centered: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """How RoPE rotates, and how it may be scaled."""
+
+    partial_factor: float = 1.0
+    """See `ModelShape.partial_rotary_factor`."""
+    size: str | None = None
+    """Config key of the size of the part that it rotates, which vLLM needs; None: there is none."""
+    types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    required: Mapping[str, Any] = field(default_factory=dict)
+    """Its parameters, each with the only supported value."""
+
+
+@dataclass(frozen=True)
+class Mtp:
+    """Layers for multi-token prediction."""
+
+    num_layers: str | None = None
+    """Config key of `ModelShape.num_mtp_layers`; None: 0."""
+    is_apart: bool = False
+    """Whether weight files have these layers apart, as ``mtp.``, not behind the last one. They have
+    full attention, also in a model whose layers before have another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vllm:
+    """What vLLM (0.32, 0.33) has of a family."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Parts of names in the weight files, and what it has for each."""
+    has_split_norms: bool = False
+    """Whether workers split the weights of norms over all heads."""
+    has_float32_router: bool = False
+    """Whether an engine of any dtype keeps the matrix of the router in float32."""
+    has_whole_shared_expert: bool = False
+    """Whether workers of an engine with several groups of several workers each hold the whole
+    shared expert."""
+    has_mixed_windows: bool = True
+    """Whether it serves models of which some layers have a window, and some have none."""
+    renames_experts: bool = False
+    """Whether it asks by `mlp.experts` whether experts are quantised, whatever the files have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sglang:
+    """What SGLang (0.5.23) has of a family."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Parts of vLLM's names of parameters, and what it has for each."""
+    has_windows: bool = False
+    """Whether it computes sliding windows; otherwise every layer attends to all tokens."""
+    has_one_rope: bool = False
+    """Whether layers with windows and without have one base of RoPE, which it reads outside of
+    `rope_parameters`."""
+    has_whole_embedding: bool = False
+    """Whether each worker has the whole embedding, without padding, and takes it for the head."""
+    drops_scales: bool = False
+    """Whether it drops the scales of blocks that it loads: LlamaForCausalLM in its models/llama.py
+    gives `weight_scale_inv` another name."""
+    quantizes_latents: bool = False
+    """Whether it always quantises down-projections of latents: its class does not say of which
+    names in `modules_to_not_convert` it makes one matrix."""
+    follows_stored_dtype: bool = False
+    """Whether it makes some layers in the dtype that config.json names."""
+    was_tried_in_groups: bool = False
+    """Whether engines were tried with several groups of workers; with sparse attention, which only
+    GPUs compute, what workers load."""
+    loaded_as: str | None = None
+    """Family whose class it is to take, as transformers has none; None: its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engines:
+    """What each engine has of a family."""
+
+    vllm: Vllm = Vllm()
+    sglang: Sglang = Sglang()
 
 
 @dataclass(frozen=True)
@@ -93,22 +176,14 @@ class Family:
     """Likewise for keys that config.json must have: absent, they mean something else to vLLM."""
     attention_bias: bool | str = False
     """Whether queries, keys and values have a bias, or the config key that says so."""
-    qk_norm: bool | str = False
-    """Whether query and key heads have a norm, or the config key that says so."""
-    has_pre_norms: bool = True
-    has_post_norms: bool = False
-    norms_all_heads: bool = False
-    zero_centered_norms: bool = False
+    norms: Norms = Norms()
+    rope: Rope = Rope()
     scales_embeddings: bool = False
     has_linear_biases: bool = False
     has_sinks: bool = False
     has_output_gate: bool = False
     activation: str = "silu"
-    partial_rotary_factor: float = 1.0
     """See `ModelShape` for these."""
-    rotary_size: str | None = None
-    """Config key of the size of the part that RoPE rotates, which vLLM needs; None: there is none.
-    """
     query_scale: str | None = None
     """Config key of `ModelShape.query_pre_attn_scalar`; None: `head_dim`."""
     experts: Experts | None = None
@@ -125,23 +200,12 @@ class Family:
     together, or one after the other; or that it is Mamba-2's; None: no layer has it."""
     has_block_types: bool = False
     """Whether layers have one module each, which config.json lists."""
-    are_norms_split_in_engine: bool = False
-    """Whether the workers of a vLLM engine split the weights of norms over all heads."""
     has_fused_weights: bool = False
     """Whether weight files have queries, keys and values in one matrix, and gate and up in one."""
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    """How its RoPE may be scaled."""
-    rope_required: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of RoPE, each with the only supported value."""
-    num_mtp_layers: str | None = None
-    """Config key of `ModelShape.num_mtp_layers`; None: 0."""
-    has_mtp_apart: bool = False
-    """Whether weight files have these layers apart, as ``mtp.``, not behind the last one. They have
-    full attention, also in a model whose layers before have another."""
+    mtp: Mtp = Mtp()
     file_names: Mapping[str, str] = field(default_factory=dict)
     """Names in weight files, by the usual names of embedding, layers and last norm."""
-    engine_names: Mapping[str, str] = field(default_factory=dict)
-    """Parts of names in the weight files, and what a vLLM engine has for each."""
+    engines: Engines = Engines()
 
 
 @dataclass(frozen=True)
@@ -200,6 +264,27 @@ def in_one_tensor(name: str, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class InVllm:
+    """What a vLLM engine has in place of a parameter: it fuses the same tensors."""
+
+    name: str = ""
+    """Empty: the name of the only source."""
+    parts: tuple[tuple[str, int], ...] = ()
+    """If it has several parameters: the name of each, and how many of the sources it has."""
+    rows: tuple[int, int] | None = None
+    """If this is a part of its parameter: the first row, and rows of the whole."""
+    split: int | None = None
+    """Dimension that workers split, if it is another than that of tensor ranks."""
+    is_float32: bool = False
+    """Whether an engine of any dtype keeps it in float32."""
+    alternates: bool = False
+    """Whether, in an expert, rows of its sources alternate."""
+    is_added_once: bool = False
+    """Whether, in an expert, the first of the workers that split it holds it, and the others zeros.
+    """
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of Megatron-Core before it is split over tensor ranks, and its other names.
@@ -213,8 +298,6 @@ class Parameter:
     sources: tuple[Tensor, ...]
     split: int | None = None
     """Dimension split into equal parts over tensor ranks; None: every rank holds the whole."""
-    engine_split: int | None = None
-    """Dimension that the workers of a vLLM engine split, if it is another than `split`."""
     interleave_groups: int = 1
     is_split_by_source: bool = False
     """Whether each rank holds its share of every source, one after the other (gate and up), which
@@ -227,20 +310,7 @@ class Parameter:
     """Whether it is split and replicated over the expert-parallel ranks."""
     key: str = ""
     """Name in a torch_dist checkpoint; empty: `name`."""
-    engine_name: str = ""
-    """Name in a vLLM engine, which fuses the same tensors; empty: the name of the only source."""
-    engine_parts: tuple[tuple[str, int], ...] = ()
-    """If a vLLM engine has it in several parameters: the name of each, and how many of the sources
-    it has."""
-    engine_rows: tuple[int, int] | None = None
-    """First row of a part of an engine's parameter, and rows of the whole; None: it is whole."""
-    is_float32_in_engine: bool = False
-    """Whether a vLLM engine of any dtype keeps it in float32."""
-    alternates_in_engine: bool = False
-    """Whether, in an expert, rows of its sources alternate in a vLLM engine."""
-    is_added_once_in_engine: bool = False
-    """Whether, in an expert, the first of the workers that split it in a vLLM engine holds it, and
-    the others zeros."""
+    vllm: InVllm = InVllm()
     stack_axes: tuple[tuple[int, int], ...] = ()
     """(index, size) along each leading dimension on which a checkpoint stacks layers or experts."""
 
@@ -253,14 +323,18 @@ class Parameter:
     @property
     def name_in_engine(self) -> str:
         """Name of what a vLLM engine has in its place, if that is one parameter."""
-        return self.engine_name or self.sources[0].name
+        return self.vllm.name or self.sources[0].name
+
+    def renamed_in_engine(self, name: str) -> "Parameter":
+        """The parameter under another name in a vLLM engine."""
+        return replace(self, vllm=replace(self.vllm, name=name))
 
     def in_engine(self) -> list["Parameter"]:
         """Parameters of a vLLM engine in its place."""
         found, first = [], 0
-        for name, num_sources in self.engine_parts:
+        for name, num_sources in self.vllm.parts:
             sources = self.sources[first : first + num_sources]
-            found.append(replace(self, sources=sources, engine_name=name))
+            found.append(replace(self, sources=sources).renamed_in_engine(name))
             first += num_sources
         return found or [self]
 

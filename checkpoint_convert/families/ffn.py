@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import (
     Experts,
+    InVllm,
     Parameter,
     StackPlace,
     Tensor,
@@ -29,7 +30,7 @@ def mlp(shape: ModelShape, size: int, source: str, target: str) -> list[Paramete
             tuple(Tensor(f"{source}{name}_proj.weight", inward) for name in names),
             split=0,
             is_split_by_source=True,
-            engine_name=f"{source}{'_'.join(names)}_proj.weight",
+            vllm=InVllm(name=f"{source}{'_'.join(names)}_proj.weight"),
         ),
         Parameter(target + "linear_fc2.weight", (down,), split=1),
     ]
@@ -39,7 +40,7 @@ def dense_mlp(shape: ModelShape, source: str, target: str) -> list[Parameter]:
     """The MLP of a layer without experts; prefixes are as in `mlp`."""
     gate_up, down = mlp(shape, shape.intermediate_size, source, target)
     if FAMILIES[shape.family].has_fused_weights:
-        gate_up = replace(gate_up, sources=in_one_tensor(gate_up.engine_name, gate_up.sources))
+        gate_up = replace(gate_up, sources=in_one_tensor(gate_up.vllm.name, gate_up.sources))
     return [gate_up, down]
 
 
@@ -81,7 +82,7 @@ def _router(shape: ModelShape, moe: MoeShape, names: Experts, source: str) -> li
     matrix = Parameter(
         ROUTER,
         (Tensor(f"{source}{names.router}.weight", (moe.num_experts, shape.hidden_size)),),
-        is_float32_in_engine=names.is_router_float32_in_engine,
+        vllm=InVllm(is_float32=FAMILIES[shape.family].engines.vllm.has_float32_router),
     )
     if shape.has_linear_biases:
         own = Tensor(f"{source}{names.router}.bias", (moe.num_experts,))
@@ -89,7 +90,7 @@ def _router(shape: ModelShape, moe: MoeShape, names: Experts, source: str) -> li
     if moe.score_function == "softmax":
         return [matrix]
     bias = Tensor(source + names.bias, (moe.num_experts,), is_float32=True)
-    return [matrix, Parameter(EXPERT_BIAS, (bias,), is_float32_in_engine=True)]
+    return [matrix, Parameter(EXPERT_BIAS, (bias,), vllm=InVllm(is_float32=True))]
 
 
 EXPERT_LINEARS = ("linear_fc1", "linear_fc2")
@@ -130,8 +131,9 @@ def _expert(
             is_split_by_source=True,
             is_expert=True,
             key=first,
-            engine_name=f"{source}routed_experts.w13_{kind}",
-            alternates_in_engine=moe.stacks == "alternating",
+            vllm=InVllm(
+                name=f"{source}routed_experts.w13_{kind}", alternates=moe.stacks == "alternating"
+            ),
             stack_axes=stack_axes,
         ),
         Parameter(
@@ -140,8 +142,7 @@ def _expert(
             split=1 if is_weight else None,
             is_expert=True,
             key=second,
-            engine_name=f"{source}routed_experts.w2_{kind}",
-            is_added_once_in_engine=not is_weight,
+            vllm=InVllm(name=f"{source}routed_experts.w2_{kind}", is_added_once=not is_weight),
             stack_axes=stack_axes,
         ),
     ]

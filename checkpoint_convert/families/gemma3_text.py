@@ -3,7 +3,7 @@
 Norms multiply by 1 + weight, and embeddings are scaled.
 """
 
-from checkpoint_convert.families.description import Family, Windows
+from checkpoint_convert.families.description import Engines, Family, Norms, Sglang, Windows
 
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",
@@ -28,9 +28,7 @@ GEMMA3_TEXT = Family(
         "attn_logit_softcapping": None,
         "use_bidirectional_attention": False,
     },
-    qk_norm=True,
-    has_post_norms=True,
-    zero_centered_norms=True,
+    norms=Norms(has_post=True, of_heads=True, is_zero_centered=True),
     scales_embeddings=True,
     activation="gelu_pytorch_tanh",
     query_scale="query_pre_attn_scalar",
@@ -40,4 +38,5 @@ GEMMA3_TEXT = Family(
         rope_theta=(1e6, 1e4),
         rope_theta_key="rope_local_base_freq",
     ),
+    engines=Engines(sglang=Sglang(has_windows=True, has_whole_embedding=True)),
 )

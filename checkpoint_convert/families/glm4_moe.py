@@ -1,6 +1,15 @@
 """GLM-4.5 to 4.7: a shared expert, experts chosen by biased sigmoid scores, dense layers first."""
 
-from checkpoint_convert.families.description import Experts, Family
+from checkpoint_convert.families.description import (
+    Engines,
+    Experts,
+    Family,
+    Mtp,
+    Norms,
+    Rope,
+    Sglang,
+    Vllm,
+)
 
 GLM4_MOE = Family(
     model_type="glm4_moe",
@@ -32,17 +41,17 @@ GLM4_MOE = Family(
         "topk_group": 1,
     },
     attention_bias="attention_bias",
-    qk_norm="use_qk_norm",
-    partial_rotary_factor=0.5,
+    norms=Norms(of_heads="use_qk_norm"),
+    rope=Rope(partial_factor=0.5),
     experts=Experts(
         num_experts="n_routed_experts",
         intermediate_size="moe_intermediate_size",
         normalize_topk="norm_topk_prob",
         score_function="sigmoid",
-        is_router_float32_in_engine=True,
         weight_scale="routed_scaling_factor",
         num_shared="n_shared_experts",
         num_dense_layers="first_k_dense_replace",
     ),
-    num_mtp_layers="num_nextn_predict_layers",
+    mtp=Mtp("num_nextn_predict_layers"),
+    engines=Engines(vllm=Vllm(has_float32_router=True), sglang=Sglang(was_tried_in_groups=True)),
 )

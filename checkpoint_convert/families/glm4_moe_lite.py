@@ -5,7 +5,7 @@ As with DeepSeek-V3, transformers adds 1e-6 in the norms of latents; vLLM, Megat
 """
 
 from checkpoint_convert.families.deepseek_v3 import DEEPSEEK_V3
-from checkpoint_convert.families.description import Family
+from checkpoint_convert.families.description import Engines, Family, Mtp, Rope, Sglang, Vllm
 from checkpoint_convert.families.glm4_moe import GLM4_MOE
 
 GLM4_MOE_LITE = Family(
@@ -35,6 +35,10 @@ GLM4_MOE_LITE = Family(
     explicit={"first_k_dense_replace": 1},
     experts=GLM4_MOE.experts,
     has_mla=True,
-    rope_types=("default", "yarn"),  # vLLM always scales by yarn
-    num_mtp_layers="num_nextn_predict_layers",
+    rope=Rope(types=("default", "yarn")),  # vLLM always scales by yarn
+    mtp=Mtp("num_nextn_predict_layers"),
+    engines=Engines(
+        vllm=Vllm(has_float32_router=True),
+        sglang=Sglang(was_tried_in_groups=True, quantizes_latents=True),
+    ),
 )

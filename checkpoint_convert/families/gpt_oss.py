@@ -3,7 +3,15 @@
 Weight files stack the experts of a layer; those that OpenAI publishes hold them in MXFP4.
 """
 
-from checkpoint_convert.families.description import Experts, Family, Windows
+from checkpoint_convert.families.description import (
+    Engines,
+    Experts,
+    Family,
+    Rope,
+    Sglang,
+    Vllm,
+    Windows,
+)
 
 GPT_OSS = Family(
     model_type="gpt_oss",
@@ -45,14 +53,29 @@ GPT_OSS = Family(
     has_sinks=True,
     activation="swigluoai",
     windows=Windows(every=2),
-    rope_types=("default", "yarn"),  # vLLM always scales by yarn, and has the factor that follows
-    rope_required={"attention_factor": None, "mscale": None, "mscale_all_dim": None},
-    engine_names={".self_attn.": ".attn.", "embed_tokens": "embedding"},
+    rope=Rope(
+        types=("default", "yarn"),  # vLLM always scales by yarn, and has the factor that follows
+        required={"attention_factor": None, "mscale": None, "mscale_all_dim": None},
+    ),
     experts=Experts(
         num_experts="num_local_experts",
         intermediate_size="intermediate_size",
         normalize_topk=None,
         router="router",
         stacks="alternating",
+    ),
+    engines=Engines(
+        vllm=Vllm(names={".self_attn.": ".attn.", "embed_tokens": "embedding"}),
+        sglang=Sglang(
+            names={
+                ".attn.": ".self_attn.",
+                "model.embedding.": "model.embed_tokens.",
+                "w13_bias": "w13_weight_bias",
+                "w2_bias": "w2_weight_bias",
+            },
+            has_windows=True,
+            follows_stored_dtype=True,
+            was_tried_in_groups=True,
+        ),
     ),
 )

@@ -7,4 +7,7 @@ from dataclasses import replace
 
 from checkpoint_convert.families.deepseek_v3 import DEEPSEEK_V3
 
-KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
+_SGLANG = replace(DEEPSEEK_V3.engines.sglang, loaded_as=DEEPSEEK_V3.model_type)
+KIMI_K2 = replace(
+    DEEPSEEK_V3, model_type="kimi_k2", engines=replace(DEEPSEEK_V3.engines, sglang=_SGLANG)
+)

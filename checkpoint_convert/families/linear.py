@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from checkpoint_convert.families import FAMILIES
-from checkpoint_convert.families.description import Parameter, Tensor, in_one_tensor
+from checkpoint_convert.families.description import InVllm, Parameter, Tensor, in_one_tensor
 from checkpoint_convert.shape import LinearShape, ModelShape
 
 
@@ -32,13 +32,13 @@ def linear_attention(
     mixed = in_one_tensor(conv, [Tensor(conv, (size, *kernel)) for size in (keys, keys, values)])
     by_head = partial(Parameter, split=0, interleave_groups=linear.num_key_heads)
     return [
-        by_head(f"{target}conv1d_weight", mixed, engine_name=conv),
+        by_head(f"{target}conv1d_weight", mixed, vllm=InVllm(name=conv)),
         Parameter(f"{target}dt_bias", (Tensor(f"{source}dt_bias", (num_heads,)),), split=0),
         Parameter(
             f"{target}A_log",
             (Tensor(f"{source}A_log", (num_heads,)),),
             split=0,
-            is_float32_in_engine=True,
+            vllm=InVllm(is_float32=True),
         ),
         Parameter(
             f"{target}out_norm_weight", (Tensor(f"{source}norm.weight", (linear.value_dim,)),)
@@ -46,7 +46,7 @@ def linear_attention(
         by_head(
             f"{target}in_proj.weight",
             (*qkvz, *ba),
-            engine_parts=((fused, len(qkvz)), (rates, len(ba))),
+            vllm=InVllm(parts=((fused, len(qkvz)), (rates, len(ba)))),
         ),
         Parameter(
             f"{target}out_proj.weight",
@@ -74,11 +74,12 @@ def mamba(shape: ModelShape, linear: LinearShape, source: str, target: str) -> l
         stored = f"{source}{name}"
         parts = in_one_tensor(stored, [Tensor(stored, (size, *columns)) for size in sizes])
         own = target + name.replace("conv1d.", "conv1d_")
-        return Parameter(own, parts, split=0, interleave_groups=groups, engine_name=stored)
+        vllm = InVllm(name=stored)
+        return Parameter(own, parts, split=0, interleave_groups=groups, vllm=vllm)
 
     def by_row(name: str, stored: str, size: int, *, is_float32: bool = False) -> Parameter:
         sources = (Tensor(source + stored, (size,)),)
-        return Parameter(target + name, sources, split=0, is_float32_in_engine=is_float32)
+        return Parameter(target + name, sources, split=0, vllm=InVllm(is_float32=is_float32))
 
     output = Tensor(f"{source}out_proj.weight", (hidden, values))
     return [

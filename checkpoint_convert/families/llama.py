@@ -1,6 +1,6 @@
 """Llama 1 to 3.x and models of the same architecture, such as SmolLM2."""
 
-from checkpoint_convert.families.description import Family
+from checkpoint_convert.families.description import Engines, Family, Sglang
 
 LLAMA = Family(
     model_type="llama",
@@ -14,4 +14,5 @@ LLAMA = Family(
     },
     # transformers gives `sliding_window` to the cache, not to the model.
     required={"attention_bias": False, "mlp_bias": False, "sliding_window": None},
+    engines=Engines(sglang=Sglang(drops_scales=True)),
 )

@@ -1,6 +1,6 @@
 """MiniMax-M2: Mixtral with norms over all heads, RoPE of half a head, and a router with biases."""
 
-from checkpoint_convert.families.description import Experts, Family
+from checkpoint_convert.families.description import Engines, Experts, Family, Mtp, Norms, Rope, Vllm
 
 MINIMAX_M2 = Family(
     model_type="minimax_m2",
@@ -27,12 +27,9 @@ MINIMAX_M2 = Family(
     },
     # Without them vLLM does not start, or has no biases.
     explicit={"scoring_func": "sigmoid", "use_routing_bias": True},
-    qk_norm=True,
-    norms_all_heads=True,
-    are_norms_split_in_engine=True,
-    partial_rotary_factor=0.5,
-    rotary_size="rotary_dim",
-    num_mtp_layers="num_mtp_modules",
+    norms=Norms(of_heads=True, over_all_heads=True),
+    rope=Rope(partial_factor=0.5, size="rotary_dim"),
+    mtp=Mtp("num_mtp_modules"),
     experts=Experts(
         num_experts="num_local_experts",
         intermediate_size="intermediate_size",
@@ -43,6 +40,7 @@ MINIMAX_M2 = Family(
         down="w2",
         score_function="sigmoid",
         bias="e_score_correction_bias",
-        is_router_float32_in_engine=True,
     ),
+    # See the prefix of its block_sparse_moe in models/minimax_m2.py.
+    engines=Engines(vllm=Vllm(has_split_norms=True, has_float32_router=True, renames_experts=True)),
 )

@@ -27,4 +27,5 @@ MINISTRAL3 = Family(
     },
     required=MISTRAL.required,
     windows=Windows(),
+    engines=MISTRAL.engines,
 )

@@ -1,6 +1,6 @@
 """Mistral: Llama; 7B v0.1 has a window of attention in every layer."""
 
-from checkpoint_convert.families.description import Family, Windows
+from checkpoint_convert.families.description import Engines, Family, Sglang, Windows
 
 MISTRAL = Family(
     model_type="mistral",
@@ -21,4 +21,5 @@ MISTRAL = Family(
         "ada_rms_norm_t_cond": False,
     },
     windows=Windows(),
+    engines=Engines(sglang=Sglang(drops_scales=True)),
 )

@@ -1,7 +1,7 @@
 """Multi-head latent attention: projections down to latents, their norms, and projections up; and
 the indexer of sparse attention, which is given the latent of queries, too."""
 
-from checkpoint_convert.families.description import Parameter, Tensor
+from checkpoint_convert.families.description import InVllm, Parameter, Tensor
 from checkpoint_convert.shape import IndexerShape, LatentShape, ModelShape
 
 INDEXER = "self_attention.indexer."
@@ -32,12 +32,13 @@ def mla_attention(
     def down(x: str, name: str, rows: int, first_row: int) -> Parameter:
         """An engine computes both latents with one matrix, where this begins at `first_row`."""
         weight = Tensor(f"{source}{name}.weight", (rows, hidden))
-        is_fused = query_rank > 0
+        fused = InVllm(
+            name=source + "fused_qkv_a_proj.weight", rows=(first_row, query_rank + kv_rows)
+        )
         return Parameter(
             f"{target}linear_{x}_down_proj.weight",
             (weight,),
-            engine_name=source + "fused_qkv_a_proj.weight" if is_fused else "",
-            engine_rows=(first_row, query_rank + kv_rows) if is_fused else None,
+            vllm=fused if query_rank else InVllm(),
         )
 
     def up(x: str, rows: int, rank: int) -> list[Parameter]:
@@ -83,8 +84,7 @@ def _indexer(
         return Parameter(
             f"{target}{name}.weight",
             (Tensor(f"{source}{name}.weight", (rows, hidden)),),
-            engine_name=f"{source}wk_weights_proj.weight",
-            engine_rows=(first_row, keys + heads),
+            vllm=InVllm(name=f"{source}wk_weights_proj.weight", rows=(first_row, keys + heads)),
         )
 
     queries = Tensor(f"{source}wq_b.weight", (heads * keys, query_rank))
@@ -96,7 +96,7 @@ def _indexer(
             Parameter(
                 f"{target}k_norm.{kind}",
                 (Tensor(f"{source}k_norm.{kind}", (keys,), is_float32=True),),
-                is_float32_in_engine=True,
+                vllm=InVllm(is_float32=True),
             )
             for kind in ("weight", "bias")
         ),

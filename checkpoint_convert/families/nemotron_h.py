@@ -4,7 +4,7 @@ transformers lets no step of Mamba-2 be below `time_step_min`, which is how its 
 and Megatron-Core have no such limit, nor have we; larger ones than of published models are refused.
 """
 
-from checkpoint_convert.families.description import Experts, Family
+from checkpoint_convert.families.description import Engines, Experts, Family, Rope, Vllm
 
 NEMOTRON_H = Family(
     model_type="nemotron_h",
@@ -56,7 +56,7 @@ NEMOTRON_H = Family(
         "mamba_conv_bias": None,
     },
     activation="relu2",
-    partial_rotary_factor=0.0,
+    rope=Rope(partial_factor=0.0),
     experts=Experts(
         num_experts="n_routed_experts",
         intermediate_size="moe_intermediate_size",
@@ -66,7 +66,6 @@ NEMOTRON_H = Family(
         weight_scale="routed_scaling_factor",
         shared_size="moe_shared_expert_intermediate_size",
         has_groups=True,
-        is_shared_whole_in_engine=True,
     ),
     linear="mamba",
     has_block_types=True,
@@ -75,9 +74,14 @@ NEMOTRON_H = Family(
         "model.layers": "backbone.layers",
         "model.norm": "backbone.norm_f",
     },
-    engine_names={
-        "backbone.embeddings": "model.embed_tokens",
-        "backbone.": "model.",
-        ".A_log": ".A",
-    },
+    engines=Engines(
+        vllm=Vllm(
+            names={
+                "backbone.embeddings": "model.embed_tokens",
+                "backbone.": "model.",
+                ".A_log": ".A",
+            },
+            has_whole_shared_expert=True,
+        )
+    ),
 )

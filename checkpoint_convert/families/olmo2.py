@@ -1,6 +1,6 @@
 """OLMo-2: norms behind attention and MLP, and over all heads of queries and of keys together."""
 
-from checkpoint_convert.families.description import Family
+from checkpoint_convert.families.description import Family, Norms
 
 OLMO2 = Family(
     model_type="olmo2",
@@ -14,8 +14,5 @@ OLMO2 = Family(
     },
     # transformers puts `attention_bias` on the output projection too.
     required={"attention_bias": False, "sliding_window": None},
-    qk_norm=True,
-    has_pre_norms=False,
-    has_post_norms=True,
-    norms_all_heads=True,
+    norms=Norms(has_pre=False, has_post=True, of_heads=True, over_all_heads=True),
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from checkpoint_convert.families.description import Windows
+from checkpoint_convert.families.description import Engines, Sglang, Windows
 from checkpoint_convert.families.olmo2 import OLMO2
 
 OLMO3 = replace(
@@ -11,4 +11,5 @@ OLMO3 = replace(
     defaults={**OLMO2.defaults, "sliding_window": 4096},
     required={"attention_bias": False},
     windows=Windows(every=4, are_by_layer_types=True, rope_theta=(5e5, 5e5)),
+    engines=Engines(sglang=Sglang(has_windows=True, has_one_rope=True)),
 )

@@ -4,7 +4,7 @@ Phi-3-mini-4k has a window of attention in every layer. Others of Phi-3, and Phi
 scaled by `longrope`, for which transformers takes `yarn`, too.
 """
 
-from checkpoint_convert.families.description import Family, Windows
+from checkpoint_convert.families.description import Engines, Family, Rope, Sglang, Windows
 
 PHI3 = Family(
     model_type="phi3",
@@ -25,5 +25,6 @@ PHI3 = Family(
     },
     windows=Windows(),
     has_fused_weights=True,
-    rope_types=("default",),
+    rope=Rope(types=("default",)),
+    engines=Engines(sglang=Sglang(drops_scales=True)),
 )

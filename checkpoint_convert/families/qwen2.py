@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5: Llama with a bias on the query, key and value projections."""
 
-from checkpoint_convert.families.description import Family, Windows
+from checkpoint_convert.families.description import Engines, Family, Vllm, Windows
 
 QWEN2 = Family(
     model_type="qwen2",
@@ -22,6 +22,6 @@ QWEN2 = Family(
         switch="use_sliding_window",
         first="max_window_layers",
         are_by_layer_types=True,
-        are_mixed_in_engine=False,
     ),
+    engines=Engines(vllm=Vllm(has_mixed_windows=False)),
 )

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from checkpoint_convert.families.description import Norms
 from checkpoint_convert.families.qwen2 import QWEN2
 
 QWEN3 = replace(
@@ -11,5 +12,5 @@ QWEN3 = replace(
     # transformers puts `attention_bias` on the output projection too.
     required={"attention_bias": False},
     attention_bias=False,
-    qk_norm=True,
+    norms=Norms(of_heads=True),
 )

@@ -3,8 +3,8 @@ with Qwen3-Next's layers."""
 
 from dataclasses import replace
 
-from checkpoint_convert.families.description import Experts, Family
-from checkpoint_convert.families.qwen3_next import LINEAR_DEFAULTS
+from checkpoint_convert.families.description import Engines, Experts, Family, Mtp, Sglang
+from checkpoint_convert.families.qwen3_next import LINEAR_DEFAULTS, QWEN3_NEXT, SGLANG_NAMES
 
 QWEN3_5 = Family(
     model_type="qwen3_5_text",
@@ -22,13 +22,12 @@ QWEN3_5 = Family(
         "attn_output_gate": True,
         "layer_scale": False,
     },
-    qk_norm=True,
-    zero_centered_norms=True,
+    norms=QWEN3_NEXT.norms,
     has_output_gate=True,
     linear="one by one",
-    partial_rotary_factor=0.25,
-    num_mtp_layers="mtp_num_hidden_layers",
-    has_mtp_apart=True,
+    rope=QWEN3_NEXT.rope,
+    mtp=Mtp("mtp_num_hidden_layers", is_apart=True),
+    engines=Engines(sglang=Sglang(names=SGLANG_NAMES)),
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,
@@ -55,8 +54,8 @@ QWEN3_5_MOE = replace(
         shared="shared_expert",
         shared_size="shared_expert_intermediate_size",
         has_shared_gate=True,
-        is_shared_whole_in_engine=True,
         stacks="joined",
         may_be_apart=True,
     ),
+    engines=replace(QWEN3_5.engines, vllm=QWEN3_NEXT.engines.vllm),
 )

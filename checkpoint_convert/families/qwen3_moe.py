@@ -1,6 +1,6 @@
 """Qwen3 with experts in every layer, such as Qwen3-30B-A3B, and the text of Qwen3-VL-30B-A3B."""
 
-from checkpoint_convert.families.description import Experts, Family, Windows
+from checkpoint_convert.families.description import Engines, Experts, Family, Norms, Sglang, Windows
 
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
@@ -27,7 +27,7 @@ QWEN3_MOE = Family(
         "mlp_only_layers": [],
         "shared_expert_intermediate_size": 0,
     },
-    qk_norm=True,
+    norms=Norms(of_heads=True),
     windows=Windows(switch="use_sliding_window"),
     experts=Experts(
         num_experts="num_experts",
@@ -35,4 +35,5 @@ QWEN3_MOE = Family(
         normalize_topk="norm_topk_prob",
         tower_stacks="transposed",
     ),
+    engines=Engines(sglang=Sglang(was_tried_in_groups=True)),
 )

@@ -3,7 +3,16 @@
 Of these one is shared, and has a gate, too.
 """
 
-from checkpoint_convert.families.description import Experts, Family
+from checkpoint_convert.families.description import (
+    Engines,
+    Experts,
+    Family,
+    Mtp,
+    Norms,
+    Rope,
+    Sglang,
+    Vllm,
+)
 
 LINEAR_DEFAULTS = {
     "num_key_value_heads": 2,
@@ -20,6 +29,8 @@ LINEAR_DEFAULTS = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+
+SGLANG_NAMES = {".self_attn.": "."}
 
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
@@ -44,11 +55,10 @@ QWEN3_NEXT = Family(
         "attn_output_gate": True,
         "layer_scale": False,
     },
-    qk_norm=True,
-    zero_centered_norms=True,
+    norms=Norms(of_heads=True, is_zero_centered=True),
     has_output_gate=True,
     linear="by head",
-    partial_rotary_factor=0.25,
+    rope=Rope(partial_factor=0.25),
     experts=Experts(
         num_experts="num_experts",
         intermediate_size="moe_intermediate_size",
@@ -56,8 +66,10 @@ QWEN3_NEXT = Family(
         shared="shared_expert",
         shared_size="shared_expert_intermediate_size",
         has_shared_gate=True,
-        is_shared_whole_in_engine=True,
     ),
-    num_mtp_layers="num_nextn_predict_layers",
-    has_mtp_apart=True,
+    mtp=Mtp("num_nextn_predict_layers", is_apart=True),
+    engines=Engines(
+        vllm=Vllm(has_whole_shared_expert=True),
+        sglang=Sglang(names=SGLANG_NAMES, follows_stored_dtype=True),
+    ),
 )

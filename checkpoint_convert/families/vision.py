@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from checkpoint_convert.families.description import Parameter, Tensor, in_one_tensor
+from checkpoint_convert.families.description import InVllm, Parameter, Tensor, in_one_tensor
 from parallel import Shape
 
 VISION = "visual."
@@ -34,8 +34,10 @@ def vision_tower(
         Parameter(
             name,
             tuple(parts),
-            engine_name=name,
-            engine_split=next((dim for dim, names in _SPLIT.items() if names.search(name)), None),
+            vllm=InVllm(
+                name=name,
+                split=next((dim for dim, names in _SPLIT.items() if names.search(name)), None),
+            ),
         )
         for name, parts in sources.items()
     ]

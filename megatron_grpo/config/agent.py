@@ -1,14 +1,11 @@
 """The agent: the keys of `agent`."""
 
 import shlex
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from megatron_grpo.config.section import Section
-
-if TYPE_CHECKING:
-    from megatron_grpo.config.config import Config
 
 AGENT = "agent"
 """`Config.partner` of a run with agents, and the label of the reward that an agent gives itself;
@@ -136,24 +133,3 @@ class AgentConfig(Section):
                 "agent.weight=0, and name reward functions"
             )
         return self
-
-
-def check_agent(run: "Config") -> None:
-    """Raise ValueError if the agent of `run`, if it has one, does not go with its other keys."""
-    if not run.agent.is_used:
-        return
-    if run.environment.name is not None:
-        raise ValueError(
-            f"environment.name {run.environment.name}: an agent has its own environment: leave out "
-            "one of the two"
-        )
-    if run.data.max_prompt_length is None:
-        raise ValueError(
-            "data.max_prompt_length null: an agent writes prompts of its own: set it to the most "
-            "tokens that its messages have before the model's first turn"
-        )
-    if run.agent.has_tools and run.rollout.tool_call_parser is None:
-        raise ValueError(
-            "rollout.tool_call_parser null: engines would not find the calls of agent.tools: set "
-            "it to the model's, such as hermes"
-        )

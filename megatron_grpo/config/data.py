@@ -147,15 +147,6 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _template_fits(self) -> Self:
-        if self.system_prompt is not None and not self.apply_chat_template:
-            raise ValueError(
-                "data.system_prompt is a chat message: it needs data.apply_chat_template=true"
-            )
-        if self.chat_template_kwargs and not self.apply_chat_template:
-            raise ValueError(
-                "data.chat_template_kwargs are for the chat template: they need "
-                "data.apply_chat_template=true"
-            )
         for name in sorted(OWN_TEMPLATE_ARGUMENTS & self.chat_template_kwargs.keys()):
             raise ValueError(
                 f"data.chat_template_kwargs.{name} is reserved: give variables of the chat "

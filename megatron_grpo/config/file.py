@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from megatron_grpo.config.checks import check_config
 from megatron_grpo.config.config import Config, RewardFunction
 from megatron_grpo.config.data import KINDS_OF_PATH, WeightedPath
 from megatron_grpo.config.eval import EvalSet, section_of
@@ -181,9 +182,11 @@ def parse_config(table: dict[str, Any]) -> Config:
                 "or leave it out"
             )
     try:
-        return Config.model_validate(table)
+        cfg = Config.model_validate(table)
     except ValidationError as error:
         raise ValueError("\n".join(_mistakes(error))) from None
+    check_config(cfg)
+    return cfg
 
 
 def with_num_steps(config: Config, num_steps: int) -> Config:
@@ -194,10 +197,9 @@ def with_num_steps(config: Config, num_steps: int) -> Config:
     if config.train.num_epochs is None:
         return config
     train = config.train.model_copy(update={"num_steps": num_steps, "num_epochs": None})
-    try:
-        return Config.model_validate({**dict(config), "train": train})
-    except ValidationError as error:
-        raise ValueError("\n".join(_mistakes(error))) from None
+    config = config.model_copy(update={"train": train})
+    check_config(config)
+    return config
 
 
 def dump_config(config: Config) -> str:

@@ -1,13 +1,12 @@
 """The table `grpo` of the config: batch sizes, advantages and loss."""
 
 import math
-from functools import partial
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from checkpoint_convert.shape import ModelShape
-from megatron_grpo.config.section import Section, as_yaml
+from megatron_grpo.config.section import Section
 
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "gmpo", "sapo", "luspo", "vespo"]
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
@@ -156,11 +155,10 @@ class GRPOConfig(Section):
         return weighs or self.old_logprobs == "rollout"
 
     @property
-    def by_parts(self) -> str:
-        """The key and the value that compare parts of the rewards; empty if totals are compared."""
-        if self.multi_objective_aggregation == "normalize_then_sum":
-            return "multi_objective_aggregation normalize_then_sum"
-        return "supervision process" if self.supervision == "process" else ""
+    def compares_parts(self) -> bool:
+        """Whether advantages compare parts of the rewards, rather than totals."""
+        normalizes_each = self.multi_objective_aggregation == "normalize_then_sum"
+        return normalizes_each or self.supervision == "process"
 
     @property
     def has_clip(self) -> bool:
@@ -186,38 +184,17 @@ class GRPOConfig(Section):
                 f"grpo.epsilon_high {self.epsilon_high} is the upper bound of the ratio itself for "
                 "cispo and would clip ratios of 1: use at least 1, such as 5.0"
             )
-        if self.delta is None:
-            return self
-        if self.loss_type in ("cispo", "gmpo", "sapo", "vespo"):
-            raise ValueError(
-                f"grpo.delta {self.delta}: {self.loss_type} has no dual clip, use null"
-            )
-        if self.delta <= 1 + self.epsilon_high:
+        if self.delta is not None and self.delta <= 1 + self.epsilon_high:
             raise ValueError(
                 f"grpo.delta {self.delta} would also clip ratios of positive advantages, which "
                 f"1 + grpo.epsilon_high = {1 + self.epsilon_high} allows: use a larger one, "
                 f"such as {math.floor(1 + self.epsilon_high) + 1.0}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _levels_fit(self) -> Self:
         wanted = {"luspo": "sequence", "gmpo": "token", "vespo": "token"}.get(self.loss_type)
         if wanted and self.importance_sampling_level != wanted:
             raise ValueError(
                 f"grpo.loss_type {self.loss_type} has a ratio of its own: set "
                 f"grpo.importance_sampling_level={wanted}, not {self.importance_sampling_level}"
-            )
-        mode = self.rollout_importance_sampling_mode
-        if self.loss_type == "vespo" and mode and not mode.startswith("token"):
-            raise ValueError(
-                f"grpo.rollout_importance_sampling_mode {mode}: vespo multiplies token weights "
-                "into its own sequence weight, use token_truncate or token_mask"
-            )
-        if self.loss_type == "vespo" and self.rollout_rs:
-            raise ValueError(
-                f"grpo.rollout_rs {self.rollout_rs}: vespo has a weight of the whole sequence of "
-                "its own, which is next to 0 for a far one: use null"
             )
         return self
 
@@ -229,73 +206,16 @@ class GRPOConfig(Section):
                 "others of its prompt, use at least 2 (1 is enough for "
                 "grpo.advantage_estimator=reinforce_plus_plus)"
             )
-        if self.advantage_estimator.startswith("reinforce") and self.scale_rewards != "batch":
-            raise ValueError(
-                f"grpo.scale_rewards {self.scale_rewards}: {self.advantage_estimator} is whitened "
-                "over the batch, use batch"
-            )
         if self.dynamic_sample and self.num_generations < 2:
             raise ValueError(
                 "grpo.dynamic_sample true needs groups with different rewards, and with "
                 "grpo.num_generations 1 there are none: use dynamic_sample false, or at least 2 "
                 "generations"
             )
-        if self.multi_objective_aggregation == "normalize_then_sum":
-            self._only(
-                "multi_objective_aggregation normalize_then_sum",
-                dynamic_sample=False,  # equal sums may come from different rewards
-                advantage_estimator="grpo",
-                scale_rewards="group",
-                supervision="outcome",
-                kl_in_reward=False,
-            )
-        if self.supervision == "process":
-            self._only(
-                "supervision process",
-                dynamic_sample=False,
-                advantage_estimator="grpo",
-                scale_rewards="group",
-                kl_in_reward=False,
-            )
         return self
 
     @model_validator(mode="after")
-    def _old_policy_fits(self) -> Self:
-        if self.old_logprobs == "rollout" and self.rollout_importance_sampling_mode:
-            raise ValueError(
-                f"grpo.rollout_importance_sampling_mode {self.rollout_importance_sampling_mode} "
-                "compares the trainer's old log-probabilities with those of the engines, and "
-                "grpo.old_logprobs=rollout uses the latter for both: use only one of the options"
-            )
-        if self.old_logprobs == "rollout" and self.rollout_rs:
-            raise ValueError(
-                f"grpo.rollout_rs {self.rollout_rs} compares the trainer's old log-probabilities "
-                "with those of the engines, and grpo.old_logprobs=rollout uses the latter for "
-                "both: use only one of the options, or grpo.off_policy_mask_threshold"
-            )
-        if self.use_bias_correction_kl and (self.kl_in_reward or self.beta == 0):
-            raise ValueError(
-                "grpo.use_bias_correction_kl true applies to a KL term in the loss, and there is "
-                f"none with grpo.kl_in_reward {str(self.kl_in_reward).lower()} and grpo.beta "
-                f"{self.beta}: leave it out, or use kl_in_reward false and a beta above 0"
-            )
-        if self.overlong_filter and self.kl_in_reward and self.beta > 0:
-            raise ValueError(
-                "grpo.overlong_filter masks completions, which have no KL divergence to subtract "
-                "from their rewards then, and grpo.kl_in_reward would compare these with the rest: "
-                "set one of them to false"
-            )
-        self._divergence_holds_the_policy_back()
-        if self.sync_ref_model and self.beta == 0:
-            raise ValueError(
-                "grpo.sync_ref_model true updates the reference model, and grpo.beta 0 loads none: "
-                "use a beta above 0, such as 0.04, or sync_ref_model false"
-            )
-        if self.kl_target is not None and self.beta == 0:
-            raise ValueError("grpo.kl_target needs an initial grpo.beta above 0, such as 0.04")
-        return self
-
-    def _divergence_holds_the_policy_back(self) -> None:
+    def _divergence_holds_the_policy_back(self) -> Self:
         """Raise ValueError for a KL estimator that would not keep the policy near the reference.
 
         A reward multiplies the gradient of log p. With k1 = log p - log q the mean of the product
@@ -303,13 +223,7 @@ class GRPOConfig(Section):
         drives p away from q. In the loss k1 itself is differentiated, and q drops out.
         """
         if self.beta == 0:
-            return
-        if self.kl_in_reward and self.scale_rewards == "group":
-            raise ValueError(
-                "grpo.scale_rewards group would divide the KL divergence in the reward by its own "
-                "spread where rewards are equal, so that grpo.beta has no effect: use batch or "
-                "none, or grpo.kl_in_reward=false"
-            )
+            return self
         if self.kl_in_reward and self.kl_estimator != "k1":
             raise ValueError(
                 f"grpo.kl_estimator {self.kl_estimator} in the reward does not hold the policy "
@@ -320,39 +234,7 @@ class GRPOConfig(Section):
                 "grpo.kl_estimator k1 in the loss has a gradient without the reference in it: use "
                 "k2 or k3, or grpo.use_bias_correction_kl=true"
             )
-
-    @model_validator(mode="after")
-    def _nothing_is_idle(self) -> Self:
-        """Refuse options that would have no effect: whoever sets one expects an effect."""
-        serve = partial(self._refuse_idle, "grpo")
-        sapo, vespo, cispo = (self.loss_type == name for name in ("sapo", "vespo", "cispo"))
-        weighs = self.rollout_importance_sampling_mode is not None
-        sampling = "dynamic_sample_reward", "dynamic_sample_oversampling", "max_resample_times"
-        serve("grpo.dynamic_sample=true", self.dynamic_sample, *sampling)
-        clips_below = self.has_clip and not cispo
-        serve("a grpo.loss_type that clips, such as dapo", self.has_clip, "epsilon_high")
-        serve("a grpo.loss_type that clips below, such as dapo", clips_below, "epsilon")
-        serve("grpo.loss_type=sapo", sapo, "sapo_temperature_pos", "sapo_temperature_neg")
-        serve("grpo.loss_type=vespo", vespo, "vespo_k_pos", "vespo_lambda_pos")
-        serve("grpo.loss_type=vespo", vespo, "vespo_k_neg", "vespo_lambda_neg")
-        reference = "ref_model_mixup_alpha", "ref_model_sync_steps"
-        serve("grpo.sync_ref_model=true", self.sync_ref_model, *reference)
-        if self.kl_in_reward:  # also the default, except for grpo
-            serve("a grpo.beta above 0", self.beta > 0, "kl_in_reward")
-        serve("a grpo.beta above 0", self.beta > 0, "kl_estimator")
-        serve("grpo.kl_target", self.kl_target is not None, "kl_horizon")
-        bounds = "rollout_importance_sampling_threshold", "rollout_importance_sampling_min"
-        serve("a grpo.rollout_importance_sampling_mode", weighs, *bounds)
-        bounds = "rollout_rs_threshold", "rollout_rs_threshold_lower"
-        serve("a grpo.rollout_rs", self.rollout_rs is not None, *bounds)
         return self
-
-    def _only(self, what: str, **legal: Any) -> None:
-        for name, value in legal.items():
-            if (given := getattr(self, name)) != value:
-                raise ValueError(
-                    f"grpo.{what} requires grpo.{name}={as_yaml(value)}, not {as_yaml(given)}"
-                )
 
 
 def check_shared_prompts(grpo: GRPOConfig, shape: ModelShape) -> None:

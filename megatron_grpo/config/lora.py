@@ -3,9 +3,9 @@
 from difflib import get_close_matches
 from math import sqrt
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from megatron_grpo.config.section import Section
 
@@ -39,15 +39,6 @@ class LoraConfig(Section):
     sync: Literal["adapter", "merged"] = "adapter"
     """Tensors of a push: A and s B (`adapter`), to engines that have loaded the model themselves,
     or W + s B A (`merged`), which any engine computes with."""
-
-    @model_validator(mode="after")
-    def _starts_from_adapters(self) -> Self:
-        if self.adapter_path is not None and not self.r:
-            raise ValueError(
-                f"lora.adapter_path {self.adapter_path} is of no use with lora.r 0: set lora.r to "
-                "the rank in its adapter_config.json, or leave it out"
-            )
-        return self
 
     @property
     def is_served(self) -> bool:

@@ -4,12 +4,9 @@ The schedule alone: `policy/residency.py` carries it out, and `planning` counts 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
-
-if TYPE_CHECKING:
-    from megatron_grpo.config.config import Config
 
 Part = Literal["weights", "reference", "gradients", "optimizer"]
 Phase = Literal["log-probabilities", "train", "update", "push", "generate"]
@@ -93,39 +90,6 @@ def smaller(offload: Offload) -> list[str]:
     if offload == "all":
         return ["optimizer", "none"]
     return [FEWER, "none"] if len(parts_copied(offload)) > 1 else ["none"]
-
-
-def check_offload(run: "Config") -> None:
-    """Raise ValueError if `train.offload` makes no room, or what it should move is not there."""
-    offload = run.train.offload
-    moved, told = parts_moved(offload), words(offload)
-    if moved and not run.rollout.enable_sleep_mode:
-        raise ValueError(
-            f"train.offload {told} makes room for engines that generate on the ranks' GPUs "
-            "while the ranks wait, and give it back: set rollout.enable_sleep_mode=true, "
-            "with rollout.max_staleness=0, or train.offload=none"
-        )
-    if moved and run.optimizer.optimizer_cpu_offload:
-        raise ValueError(
-            "optimizer.optimizer_cpu_offload true keeps the optimizer on the host for good, and "
-            f"train.offload {told} would move state beside it, which does not go together yet: "
-            "leave out one of the two"
-        )
-    if offload != "all" and "reference" in moved and run.grpo.beta == 0:
-        raise ValueError(
-            f"train.offload {told} has reference, and grpo.beta 0 loads none: leave it out"
-        )
-    if "weights" in moved and run.rollout.quantization != "none":
-        raise ValueError(
-            f"train.offload {told} moves the weights, of which rollout.quantization needs the "
-            "maxima before each push: set train.offload=optimizer"
-        )
-    if run.train.offload_communicators and "weights" not in moved:
-        raise ValueError(
-            "train.offload_communicators true moves what is left on the GPU when weights have "
-            f"left, and train.offload is {told}: set train.offload=all or a list with "
-            "weights, or leave it out"
-        )
 
 
 def communicates(phase: Phase) -> bool:

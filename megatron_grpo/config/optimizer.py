@@ -78,7 +78,7 @@ class OptimizerConfig(Section):
     """The fraction of them for which that is so; the rest is on the GPU."""
 
     @model_validator(mode="after")
-    def _check_lr_schedule(self) -> Self:
+    def _check_rates(self) -> Self:
         if self.lr > 1:
             raise ValueError(
                 f"optimizer.lr {self.lr:g}: with AdamW, each weight would move by about as much in "
@@ -95,56 +95,16 @@ class OptimizerConfig(Section):
                 f"optimizer.min_lr {self.min_lr} does nothing with optimizer.lr_decay_style "
                 "constant: use cosine or linear, or optimizer.min_lr=0"
             )
-        is_wsd = self.lr_decay_style == "WSD"
-        if is_wsd and self.lr_wsd_decay_steps is None:
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_steps is None:
             raise ValueError(
                 "optimizer.lr_decay_style WSD decays in the last steps: say in how many, as "
                 "optimizer.lr_wsd_decay_steps"
             )
-        own = "lr_wsd_decay_steps", "lr_wsd_decay_style"
-        self._refuse_idle("optimizer", "optimizer.lr_decay_style=WSD", is_wsd, *own)
-        return self
-
-    @model_validator(mode="after")
-    def _check_muon(self) -> Self:
-        if self.optimizer == "muon":
-            for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-                if getattr(self, key):
-                    raise ValueError(
-                        f"optimizer.{key} true is for AdamW, and optimizer.optimizer is muon: "
-                        "leave out one of the two"
-                    )
-        own = "muon_momentum", "muon_extra_scale_factor"
-        need = "optimizer.optimizer=muon"
-        self._refuse_idle("optimizer", need, self.optimizer == "muon", *own)
-        return self
-
-    @model_validator(mode="after")
-    def _check_cpu_offload(self) -> Self:
-        if self.optimizer_cpu_offload and self.use_precision_aware_optimizer:
-            raise ValueError(
-                "optimizer.optimizer_cpu_offload true has float32 states, of which "
-                "optimizer.use_precision_aware_optimizer true changes none: leave out one of the "
-                "two"
-            )
-        need = "optimizer.optimizer_cpu_offload=true"
-        is_met = self.optimizer_cpu_offload
-        self._refuse_idle("optimizer", need, is_met, "optimizer_offload_fraction")
-        return self
-
-    @model_validator(mode="after")
-    def _check_moments(self) -> Self:
         for name, beta in ("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2"):
-            if getattr(self, f"{name}_dtype") != "bfloat16":
-                continue
-            if not self.use_precision_aware_optimizer:
+            dtype, decay = getattr(self, f"{name}_dtype"), getattr(self, beta)
+            if dtype == "bfloat16" and decay > SLOWEST_BFLOAT16_DECAY:
                 raise ValueError(
-                    f"optimizer.{name}_dtype bfloat16 needs "
-                    "optimizer.use_precision_aware_optimizer=true: set that, or leave it out"
-                )
-            if getattr(self, beta) > SLOWEST_BFLOAT16_DECAY:
-                raise ValueError(
-                    f"optimizer.{beta} {getattr(self, beta)} takes less from a moment in a step "
+                    f"optimizer.{beta} {decay} takes less from a moment in a step "
                     f"than bfloat16 resolves, and optimizer.{name}_dtype is bfloat16: use at most "
                     f"{SLOWEST_BFLOAT16_DECAY}, or optimizer.{name}_dtype=float32"
                 )

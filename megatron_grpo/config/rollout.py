@@ -14,8 +14,8 @@ from pydantic import (
     model_validator,
 )
 
-from checkpoint_convert.quantization import EngineQuantization
-from megatron_grpo.config.section import Section, refuse_beside
+from checkpoint_convert.quantized.scheme import EngineQuantization
+from megatron_grpo.config.section import Section
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises any lower temperature to this, except 0, which is greedy."""
@@ -150,39 +150,13 @@ class RolloutConfig(Section):
         return {**given, "max_staleness": 1, "async_generate": False}
 
     @model_validator(mode="after")
-    def _check_staleness(self) -> Self:
-        if self.over_sampling > 1 and not self.in_flight_updates:
-            raise ValueError(
-                f"rollout.over_sampling {self.over_sampling} leaves completions in progress when "
-                "weights are pushed: set rollout.in_flight_updates=true, or rollout.over_sampling=1"
-            )
-        if self.over_sampling > (most := self.max_staleness + 1):
+    def _check_requests(self) -> Self:
+        if self.max_staleness and self.over_sampling > self.max_staleness + 1:
             raise ValueError(
                 f"rollout.over_sampling {self.over_sampling} has more prompts at the engines than "
                 f"can be trained on within rollout.max_staleness {self.max_staleness}: set it to "
-                f"at most {most}"
+                f"at most {self.max_staleness + 1}"
             )
-        if self.max_staleness > 1 and not self.in_flight_updates:
-            raise ValueError(
-                f"rollout.max_staleness {self.max_staleness} without rollout.in_flight_updates "
-                "would gain nothing over 1, as every push would wait for all completions: set "
-                "rollout.in_flight_updates=true, or rollout.max_staleness=1"
-            )
-        if self.in_flight_updates and self.max_staleness == 0:
-            raise ValueError(
-                "rollout.in_flight_updates true with rollout.max_staleness 0 has no completions in "
-                "progress when weights are pushed: set rollout.max_staleness to 1 or more"
-            )
-        if not self.recompute_kv_cache and not self.in_flight_updates:
-            raise ValueError(
-                "rollout.recompute_kv_cache false keeps keys and values of completions that go on "
-                "after a push, and with rollout.in_flight_updates false there are none: leave it "
-                "out, or set rollout.in_flight_updates=true"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_engine(self) -> Self:
         if self.top_p != 1.0 or self.top_k != -1:
             raise ValueError(
                 f"rollout.top_p {self.top_p} and rollout.top_k {self.top_k} would sample from a "
@@ -194,60 +168,15 @@ class RolloutConfig(Section):
                 f"rollout.stop {[*self.stop]} has an empty string: leave it out, or every "
                 "completion would end at once"
             )
-        if self.enable_sleep_mode and self.max_staleness:
-            raise ValueError(
-                "rollout.enable_sleep_mode true needs engines that have nothing to do while the "
-                f"ranks train: leave it out with rollout.max_staleness {self.max_staleness}"
-            )
-        if self.enable_sleep_mode and self.vllm.get("speculative_config"):
-            raise ValueError(
-                "rollout.vllm.speculative_config does not go with rollout.enable_sleep_mode true, "
-                "which loses all weights, of which those that engines draft with are not pushed, "
-                "or in part: leave out one of the two"
-            )
-        if self.python is not None and self.engine != "sglang":
-            raise ValueError(
-                f"rollout.python {self.python} is for rollout.engine sglang: leave it out, as "
-                f"engines of {self.engine} run in the trainer's environment"
-            )
-        for other, table in {"vllm": self.vllm, "sglang": self.sglang}.items():
-            if table and self.engine != other:
-                raise ValueError(
-                    f"rollout.{other} {table} has arguments of another engine than rollout.engine "
-                    f"{self.engine}: leave it out"
-                )
         return self
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> Self:
-        others: dict[str, object]
-        if self.engine == "sglang":
-            has_many_stops = len(self.stop) > SGLANG_STOPS
-            others = {
-                "rollout.quantization other than fp8": self.quantization not in ("none", "fp8"),
-                f"rollout.stop with more than {SGLANG_STOPS} strings": has_many_stops,
-            }
-            instead = "leave it out, or use rollout.engine=vllm"
-            refuse_beside("rollout.engine sglang", others, instead)
-        drafts = self.vllm.get("speculative_config")
-        if not self.recompute_kv_cache:
-            others = {
-                f"rollout.engine {self.engine}": self.engine != "vllm",
-                "rollout.vllm.speculative_config": drafts,
-                # Kept by the tokens of a prefix: vLLM would take old weights' for new ones.
-                "rollout.router_replay true": self.router_replay,
-            }
-            refuse_beside("rollout.recompute_kv_cache false", others)
-        if self.quantization != "none":
-            is_saved = self.enable_sleep_mode and self.engine == "sglang"
-            others = {
-                # Its memory saver would lose the scales of keys and values, which no push brings.
-                "rollout.enable_sleep_mode true with rollout.engine sglang": is_saved,
-                "rollout.router_replay true": self.router_replay,
-                "rollout.vllm.speculative_config": drafts,
-                "rollout.weight_transport disk": self.weight_transport == "disk",
-            }
-            refuse_beside(f"rollout.quantization {self.quantization}", others)
+    def _check_engine(self) -> Self:
+        if self.engine == "sglang" and len(self.stop) > SGLANG_STOPS:
+            raise ValueError(
+                f"rollout.engine sglang takes at most {SGLANG_STOPS} strings in rollout.stop, not "
+                f"{len(self.stop)}: leave some out, or use rollout.engine=vllm"
+            )
         size, workers = self.sglang.get("ep_size", 1), self.gpus_per_engine
         if size not in (1, workers):
             raise ValueError(
@@ -255,17 +184,11 @@ class RolloutConfig(Section):
                 f"each expert, nor {workers}, the workers of an engine ({self.engine_size_text}), "
                 "which then have whole experts: set it to one of these"
             )
-        if self.router_replay and self.vllm.get("enable_prefix_caching") is False:
+        number = self.drafts.get("num_speculative_tokens")
+        if self.drafts and (type(number) is not int or number < 1):
             raise ValueError(
-                "rollout.vllm.enable_prefix_caching false: vLLM keeps the experts of tokens in its "
-                "prefix cache, and rollout.router_replay true needs them: leave out one of the two"
-            )
-        if self.indexer_replay:
-            _check_indexer_replay(self)
-        if self.quantization_aware and self.quantization == "none":
-            raise ValueError(
-                "rollout.quantization_aware true trains for quantised engines, and "
-                "rollout.quantization is none: set it to fp8, fp8_channel or int8, or leave it out"
+                f"rollout.vllm.speculative_config.num_speculative_tokens is {number!r}: give the "
+                "number of tokens of a draft, such as 2"
             )
         return self
 
@@ -303,54 +226,18 @@ class RolloutConfig(Section):
                 )
         return self
 
-    @model_validator(mode="after")
-    def _check_drafts(self) -> Self:
+    @property
+    def drafts(self) -> dict[str, Any]:
+        """The table `speculative_config` of vLLM; empty if engines do not draft."""
         table = self.vllm.get("speculative_config")
-        if table and isinstance(table, dict):
-            number = table.get("num_speculative_tokens")
-            if type(number) is not int or number < 1:
-                raise ValueError(
-                    f"rollout.vllm.speculative_config.num_speculative_tokens is {number!r}: give "
-                    "the number of tokens of a draft, such as 2"
-                )
-        return self
+        return table if isinstance(table, dict) else {}
 
     @property
     def drafts_with_mtp(self) -> bool:
         """Whether engines draft with a layer for multi-token prediction."""
-        table = self.vllm.get("speculative_config")
-        return isinstance(table, dict) and str(table.get("method")).endswith("mtp")
+        return str(self.drafts.get("method")).endswith("mtp")
 
     @property
     def num_speculative_tokens(self) -> int:
         """Tokens of a draft of engines; 0: they do not draft."""
-        table = self.vllm.get("speculative_config")
-        return int(table["num_speculative_tokens"]) if table and isinstance(table, dict) else 0
-
-
-def _check_indexer_replay(rollout: RolloutConfig) -> None:
-    """Raise ValueError for engines that do not tell which tokens their indexers choose."""
-    if rollout.engine == "vllm":
-        raise ValueError(
-            "rollout.indexer_replay true: vLLM does not tell which tokens its indexers choose; use "
-            "rollout.engine=sglang, or leave it out"
-        )
-    if rollout.tensor_parallel_size > 1:
-        raise ValueError(
-            f"rollout.indexer_replay true with rollout.tensor_parallel_size "
-            f"{rollout.tensor_parallel_size}: SGLang tells which tokens its indexers choose only "
-            "if each worker has all heads of attention: set it to 1, and "
-            "rollout.data_parallel_size to the workers of an engine"
-        )
-    if rollout.in_flight_updates:
-        raise ValueError(
-            "rollout.indexer_replay true with rollout.in_flight_updates true: an engine that goes "
-            "on after a push reads the tokens before it anew, and keeps only what it chooses then: "
-            "leave out one of the two"
-        )
-    others = {
-        # Both halves of a batch would be noted in the same rows, and a whole prompt has too many.
-        "rollout.sglang.enable_two_batch_overlap": rollout.sglang.get("enable_two_batch_overlap"),
-        "rollout.sglang.chunked_prefill_size -1": rollout.sglang.get("chunked_prefill_size") == -1,
-    }
-    refuse_beside("rollout.indexer_replay true", others)
+        return int(self.drafts.get("num_speculative_tokens", 0))

@@ -2,16 +2,13 @@
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_grpo.config.agent import AGENT, AgentConfig
-from megatron_grpo.config.reward import ENVIRONMENT, EnvironmentConfig, RewardConfig
+from megatron_grpo.config.agent import AgentConfig
+from megatron_grpo.config.reward import EnvironmentConfig, RewardConfig
 from megatron_grpo.config.section import Section, completed
-
-if TYPE_CHECKING:
-    from megatron_grpo.config.config import Config
 
 SOURCE_NAME = re.compile(r"[\w./-]+", re.ASCII)
 ALONE = ""
@@ -83,29 +80,6 @@ class SourcesConfig(Section):
                 }
             }
         )
-
-
-def check_views(run: "Config", views: Mapping[str, "Config"]) -> None:
-    """Raise ValueError for what `views`, the run as it is for each source, cannot be together."""
-    listening = [name for name, view in views.items() if view.agent.listen is not None]
-    if len(listening) > 1:
-        raise ValueError(
-            f"sources.by_name.{listening[0]} and {listening[1]} both have agent.listen, and "
-            "agents.json has one address: let one source listen"
-        )
-    limit = run.reward.max_failed_fraction
-    for name, view in views.items():
-        if view.reward.max_failed_fraction != limit:
-            raise ValueError(
-                f"sources.by_name.{name}.reward.max_failed_fraction is a limit of the whole run "
-                f"({limit:g}): set reward.max_failed_fraction"
-            )
-        labels = {function.label for function in view.reward.functions}
-        if run.has_dialogues and (told := labels & {AGENT, ENVIRONMENT}):
-            raise ValueError(
-                f"sources.by_name.{name}.reward has a function called {min(told)}, which is what "
-                "metrics call the reward of dialogues: give it another name"
-            )
 
 
 def with_sources(run: dict[str, Any]) -> dict[str, Any]:

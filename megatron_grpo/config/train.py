@@ -15,8 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from checkpoint_convert.quantization import Quantization
-from megatron_grpo.config.megatron_fields import DEEPEP_RANKS, ROUTER_LOSS_FIELDS, uses_deepep
+from checkpoint_convert.quantized.scheme import Quantization
+from megatron_grpo.config.megatron_fields import DEEPEP_RANKS, uses_deepep
 from megatron_grpo.config.offload import Offload
 from megatron_grpo.config.section import Section
 from parallel import ParallelDims
@@ -193,28 +193,6 @@ class ParallelConfig(Section):
     forward; otherwise right after the update. What reads weights before, such as a push, gathers
     them first."""
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> Self:
-        if self.sequence_parallel and self.tensor_parallel_size == 1:
-            raise ValueError(
-                "parallel.sequence_parallel=true splits over tensor-parallel ranks and "
-                "parallel.tensor_parallel_size is 1: leave it out, or raise tensor_parallel_size"
-            )
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
-            raise ValueError(
-                "parallel.overlap_param_gather=true gathers by the buckets into which only "
-                "parallel.overlap_grad_reduce divides the weights: set that to true as well"
-            )
-        for end in ("first", "last"):
-            name = f"num_layers_in_{end}_pipeline_stage"
-            if getattr(self, name) is not None and self.pipeline_parallel_size == 1:
-                raise ValueError(
-                    f"parallel.{name} splits layers over pipeline ranks and "
-                    f"parallel.pipeline_parallel_size is 1: set {name}=null, or raise "
-                    "pipeline_parallel_size"
-                )
-        return self
-
     @property
     def dims(self) -> ParallelDims:
         """The mesh; raises ValueError when the sizes are incompatible."""
@@ -241,26 +219,3 @@ class ParallelConfig(Section):
             f"expert_tensor({sizes[1]}) = {prod(sizes)}: change parallel.expert_parallel_size, or "
             "use alltoall"
         )
-
-    def check_context(self, shared_prompts: bool, megatron: Mapping[str, Any]) -> None:
-        """Raise ValueError if the split of sequences does not go with the rest of the config."""
-        if shared_prompts and "cp_comm_type" in megatron:
-            raise ValueError(
-                "model.megatron.cp_comm_type is for Transformer Engine's attention, which "
-                "grpo.shared_prompts true replaces: leave out one of the two"
-            )
-        if not self.dynamic_context_parallel:
-            return
-        told = "parallel.dynamic_context_parallel true"
-        if self.context_parallel_size == 1:
-            raise ValueError(f"{told} needs parallel.context_parallel_size of 2 or more")
-        if shared_prompts:
-            raise ValueError(
-                f"{told} does not know grpo.shared_prompts true: leave out one of the two"
-            )
-        for name in ROUTER_LOSS_FIELDS:
-            if megatron.get(name) not in (None, 0, "none"):
-                raise ValueError(
-                    f"{told} would count the tokens of model.megatron.{name} by the number of "
-                    "ranks that split them: leave out one of the two"
-                )

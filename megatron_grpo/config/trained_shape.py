@@ -7,8 +7,6 @@ from checkpoint_convert.folder import read_json
 from checkpoint_convert.formats.safetensors_file import stored_names
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.offload import parts_moved
-from megatron_grpo.config.section import refuse_beside
 from megatron_grpo.config.vision import trained_vision
 
 
@@ -41,24 +39,4 @@ def _trains_mtp(cfg: Config, shape: ModelShape) -> bool:
             "model.mtp_num_layers 1: the layer in model.path has an embedding of its own "
             "(mtp_use_dedicated_embeddings, mtp.embed_tokens.weight), which is not supported: set 0"
         )
-    megatron = cfg.model.megatron
-    others = {
-        "lora.r": cfg.lora.r,
-        "grpo.shared_prompts": cfg.grpo.shared_prompts,
-        "train.offload": parts_moved(cfg.train.offload),
-        "train.export_quantization": cfg.train.export_quantization != "none",
-        "rollout.quantization": cfg.rollout.quantization != "none",
-        "optimizer.optimizer_cpu_offload": cfg.optimizer.optimizer_cpu_offload,
-        **{
-            f"model.megatron.{name}": megatron.get(name)
-            for name in (
-                "fp8",
-                "fine_grained_activation_offloading",
-                "moe_aux_loss_coeff",
-                "moe_z_loss_coeff",
-            )
-        },
-    }
-    instead = "leave it out, or set model.mtp_num_layers=0"
-    refuse_beside("the layer for multi-token prediction", others, instead)
     return True

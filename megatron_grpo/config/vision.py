@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from checkpoint_convert import ModelShape
+from checkpoint_convert.families.multimodal import WITH_IMAGES
 from checkpoint_convert.families.vision import vision_tensors
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
 from parallel import pipeline_layers
-
-TRAINABLE = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Models whose vision tower `families/vision.py` describes, by `model_type` of config.json."""
 
 
 def mrope_axes(cfg: Config) -> Sequence[int]:
@@ -48,34 +46,20 @@ def trained_vision(cfg: Config, shape: ModelShape) -> tuple[tuple[str, tuple[int
     """`ModelShape.vision` of the run; raises ValueError if its tower cannot be trained."""
     if cfg.model.freeze_vision:
         return ()
-    if cfg.data.image_column is None:
-        raise ValueError(
-            "model.freeze_vision false needs prompts with images: set data.image_column, or leave "
-            "it out"
-        )
     kind = read_json(cfg.model.path / "config.json").get("model_type")
-    if kind not in TRAINABLE:
+    if kind not in WITH_IMAGES:
         raise ValueError(
             f"model.freeze_vision false: model.path is a {kind}, and vision towers are trained of "
-            f"{', '.join(TRAINABLE)} only: leave it out"
+            f"{', '.join(WITH_IMAGES)} only: leave it out"
         )
     first, *_ = pipeline_layers(shape.num_layers, cfg.dims)[0]
     num_layers = num_deepstack_layers(cfg)
     at_least = num_layers * cfg.dims.virtual_pipeline
-    refused = {
-        f"a pipeline whose first stage, or first chunk of layers, has {len(first)} of the "
-        f"{num_layers} layers that features are added to: set a smaller "
-        "parallel.pipeline_parallel_size, or parallel.num_layers_in_first_pipeline_stage to "
-        f"{at_least} or more": len(first) < num_layers,
-        "lora.r, which freezes all weights: set 0": cfg.lora.r > 0,
-        "rollout.weight_transport disk, as workers read only the text tower from a folder: set "
-        "auto": cfg.rollout.weight_transport == "disk",
-        "rollout.vllm.mm_encoder_tp_mode data, as pushes send each worker its share of the tower, "
-        "not all of it: set weights": cfg.rollout.vllm.get("mm_encoder_tp_mode") == "data",
-        "rollout.sglang.mm_enable_dp_encoder true, likewise: set false": cfg.rollout.sglang.get(
-            "mm_enable_dp_encoder"
-        ),
-    }
-    if told := [name for name, is_used in refused.items() if is_used]:
-        raise ValueError(f"model.freeze_vision false does not go with {told[0]}, or leave it out")
+    if len(first) < num_layers:
+        raise ValueError(
+            "model.freeze_vision false does not go with a pipeline whose first stage, or first "
+            f"chunk of layers, has {len(first)} of the {num_layers} layers that features are added "
+            "to: set a smaller parallel.pipeline_parallel_size, or "
+            f"parallel.num_layers_in_first_pipeline_stage to {at_least} or more, or leave it out"
+        )
     return vision_tensors(cfg.model.path)

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.families.multimodal import WITH_IMAGES
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import DataConfig
-from megatron_grpo.config.reward import REWARD_MODEL
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.rows import BASE64, Fault, Row
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FAMILIES = {"qwen2_5_vl": False, "qwen3_vl": True, "qwen3_vl_moe": True}
-"""Model types, and whether their frequencies of height and width alternate in M-RoPE."""
 LIMITS = {
     "vllm": ("limit_mm_per_prompt", {"video": 0}),
     "sglang": ("limit_mm_data_per_request", {}),
@@ -270,16 +268,9 @@ def read_images(
 
 def check_images(cfg: Config) -> None:
     """Raise ValueError for what does not go with prompts that have images."""
-    columns = {"data.image_column": cfg.data.image_column} | {
-        f"eval.{name}.data.image_column": held_out.data.image_column
-        for name, held_out in cfg.eval.named_sets.items()
-        if held_out.data
-    }
-    key = next((key for key, column in columns.items() if column), None)
-    if key is None:
-        return
     if cfg.data.image_column is None:
-        raise ValueError(f"{key} needs data.image_column, too: the run itself has no images")
+        return
+    key = "data.image_column"
     _check_model(key, cfg.model.path / "config.json")
     engine = cfg.rollout.engine
     if engine not in LIMITS:
@@ -296,47 +287,32 @@ def check_images(cfg: Config) -> None:
             f"{key} needs engines that take images, and {limit} is {limits}: set it to "
             f"{{{legal}}}, with the most images of one prompt"
         )
-    table = getattr(cfg.rollout, engine)
-    refused = {
-        "data.apply_chat_template false": not cfg.data.apply_chat_template,
-        "an environment or an agent": cfg.has_dialogues,
-        "rollout.enable_sleep_mode true": cfg.rollout.enable_sleep_mode,
-        f"rollout.{engine}.load_format dummy": table.get("load_format") == "dummy",
-        "rollout.vllm.speculative_config": "speculative_config" in table,
-        "a reward_model": any(
-            each.name == REWARD_MODEL
-            for reward in cfg.rewards.values()
-            for each in reward.functions
-        ),
-    }
-    if told := [name for name, is_used in refused.items() if is_used]:
-        raise ValueError(f"{key} does not go with {told[0]} yet: leave out one of the two")
 
 
 def _check_model(key: str, file: Path) -> None:
     """Raise ValueError if the model takes no images, or takes them in an unknown way."""
     config = read_json(file)
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if kind not in WITH_IMAGES:
         raise ValueError(
-            f"{key}: model.path is a {kind}, and images are supported of {', '.join(FAMILIES)} "
+            f"{key}: model.path is a {kind}, and images are supported of {', '.join(WITH_IMAGES)} "
             "only: leave it out"
         )
-    text = text_config(file, config)
+    images, text = WITH_IMAGES[kind], text_config(file, config)
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     sections, half = rope.get("mrope_section"), read_shape(file.parent).rotary_dim // 2
     if not (
         isinstance(sections, list)
         and [type(size) for size in sections] == [int] * 3
         and sum(sections) == half
-        and rope.get("mrope_interleaved", False) is FAMILIES[kind]
+        and rope.get("mrope_interleaved", False) is images.alternates_axes
     ):
         raise ValueError(
             f"{file}: RoPE of a {kind} needs mrope_section with three sizes whose sum is {half}, "
-            f"and mrope_interleaved {FAMILIES[kind]}; it is {rope}"
+            f"and mrope_interleaved {images.alternates_axes}; it is {rope}"
         )
     levels = (config.get("vision_config") or {}).get("deepstack_visual_indexes")
-    if kind != "qwen2_5_vl" and type(levels) is not list:
+    if images.has_levels and type(levels) is not list:
         raise ValueError(
             f"{file}: deepstack_visual_indexes of vision_config is {levels}: write down a list"
         )

@@ -7,10 +7,17 @@ from functools import lru_cache
 from math import prod
 
 from checkpoint_convert import ModelShape
+from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Parameter
 from checkpoint_convert.families.vision import VISION, vision_tower
 from checkpoint_convert.formats.safetensors_file import NAMES
-from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
+from checkpoint_convert.quantized.model import (
+    QuantizedModel,
+    check_quantized_served,
+    quantized_engine_dtypes,
+    quantized_engine_layouts,
+    quantized_model,
+)
 from checkpoint_convert.vllm import (
     VOCAB_MULTIPLE,
     EngineDims,
@@ -20,39 +27,16 @@ from checkpoint_convert.vllm import (
     worker_layout,
 )
 from checkpoint_convert.vllm_lora import adapter_layouts
-from checkpoint_convert.vllm_quantized import (
-    check_quantized_served,
-    quantized_engine_dtypes,
-    quantized_engine_layouts,
-)
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.policy.lora_targets import targets_of
 from parallel import Box, Layout, ShardMapping
 
-WITHOUT_SCALES = ("llama", "ministral3", "mistral", "phi3")
-"""Families of which SGLang 0.5.23 drops the scales of blocks that it loads: the class that these
-share (LlamaForCausalLM in its models/llama.py) gives `weight_scale_inv` another name."""
-WITH_QUANTIZED_LATENTS = ("glm4_moe_lite",)
-"""Families whose down-projections of latents SGLang 0.5.23 always quantises: its class does not say
-of which names in `modules_to_not_convert` it makes one matrix."""
 SGLANG_NAMES = {
     ".experts.routed_experts.": ".experts.",
     ".fused_qkv_a_proj.": ".fused_qkv_a_proj_with_mqa.",
 }
-"""Parts of vLLM's names of parameters, and what SGLang 0.5.23 has for each."""
-SGLANG_NAMES_OF = {
-    "gpt_oss": {
-        ".attn.": ".self_attn.",
-        "model.embedding.": "model.embed_tokens.",
-        "w13_bias": "w13_weight_bias",
-        "w2_bias": "w2_weight_bias",
-    },
-    "qwen3_5_moe_text": {".self_attn.": "."},
-    "qwen3_5_text": {".self_attn.": "."},
-    "qwen3_next": {".self_attn.": "."},
-}
-"""Parts of names that differ in one family only, as in `SGLANG_NAMES`."""
+"""Parts of vLLM's names of parameters, and what SGLang 0.5.23 has for each; see `Sglang.names`."""
 SGLANG_DTYPES = {
     ".sinks": "bfloat16",
     "_weight_bias": "float32",
@@ -61,8 +45,6 @@ SGLANG_DTYPES = {
 """Dtypes of parameters in engines of SGLang of any dtype, by the ends of their names."""
 IN_ONE_MATRIX = (".indexer.wk_weights_proj.", (".indexer.wk.", ".indexer.weights_proj."))
 """Part of vLLM's name of a parameter, and of the two that SGLang has for it."""
-WITH_WHOLE_EMBEDDING = ("gemma3_text",)
-"""Families in which each worker of SGLang has the whole embedding, without padding."""
 EMBEDDING = "model.embed_tokens.weight"
 SGLANG_TOWER = {".attn.qkv.": ".attn.qkv_proj."}
 """Parts of names in vision towers, as in `SGLANG_NAMES`."""
@@ -133,7 +115,8 @@ def _quantized(
     model = quantized_model(quantization, shape, NAMES[dtype], ignore)
     if model is None:
         return None
-    if engine == "sglang" and shape.family in WITHOUT_SCALES:
+    sglang = FAMILIES[shape.family].engines.sglang
+    if engine == "sglang" and sglang.drops_scales:
         raise ValueError(
             f"rollout.quantization {quantization} with rollout.engine sglang is not "
             f"supported for {shape.family}, whose scales SGLang drops: leave it out, or use "
@@ -142,7 +125,7 @@ def _quantized(
     down = ".kv_a_proj_with_mqa.weight"
     if (
         engine == "sglang"
-        and shape.family in WITH_QUANTIZED_LATENTS
+        and sglang.quantizes_latents
         and _num_quantized(model, down) < shape.num_layers
     ):
         raise ValueError(
@@ -208,14 +191,13 @@ def worker_dtypes(
 
 def _sglang_layout(layout: Layout, shape: ModelShape, dims: EngineDims, number: int) -> Layout:
     """Turn the layout of a worker of vLLM into that of worker `number` of SGLang: the same parts,
-    fused and padded alike, but for names, `IN_ONE_MATRIX`, `WITH_WHOLE_EMBEDDING`, and vision
-    towers."""
+    fused and padded alike, but for names, `IN_ONE_MATRIX`, whole embeddings, and vision towers."""
     layout = _with_own_tower(_in_own_matrices(layout), shape, dims, number)
     names = {name: _sglang_name(name, shape.family) for name in layout.shapes}
     shapes = {names[name]: size for name, size in layout.shapes.items()}
     pieces = tuple(replace(piece, local=names[piece.local]) for piece in layout.pieces)
     zeros = tuple((names[name], box) for name, box in layout.zeros)
-    if shape.family in WITH_WHOLE_EMBEDDING:
+    if FAMILIES[shape.family].engines.sglang.has_whole_embedding:
         shapes[EMBEDDING] = (shape.vocab_size, shape.hidden_size)
         box = Box.whole(shapes[EMBEDDING])
         own = ShardMapping(EMBEDDING, box, EMBEDDING, box, is_replica=number > 0)
@@ -247,11 +229,11 @@ def _with_own_tower(layout: Layout, shape: ModelShape, dims: EngineDims, number:
 
 def _in_sglang(parameter: Parameter) -> Parameter:
     """A parameter of a vision tower, padded along the dimension that workers split."""
-    dim = parameter.engine_split
-    if parameter.engine_name == PLACES:
+    dim = parameter.vllm.split
+    if parameter.vllm.name == PLACES:
         zeros = -parameter.shape[0] % PLACES_MULTIPLE
-        return replace(parameter, engine_split=0, zero_rows=zeros)
-    if dim is None or not HIDDEN.search(parameter.engine_name):
+        return replace(parameter, vllm=replace(parameter.vllm, split=0), zero_rows=zeros)
+    if dim is None or not HIDDEN.search(parameter.vllm.name):
         return parameter
     return replace(parameter, zero_rows=-parameter.sources[0].shape[dim] % HIDDEN_MULTIPLE)
 
@@ -263,8 +245,9 @@ def _sglang_names(name: str, family: str) -> list[str]:
 
 
 def _sglang_name(name: str, family: str) -> str:
-    of_family = SGLANG_TOWER if name.startswith(VISION) else SGLANG_NAMES_OF.get(family, {})
-    for part, own in (SGLANG_NAMES | of_family).items():
+    is_of_tower = name.startswith(VISION)
+    of_family = SGLANG_TOWER if is_of_tower else FAMILIES[family].engines.sglang.names
+    for part, own in {**SGLANG_NAMES, **of_family}.items():
         name = name.replace(part, own)
     return name
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from checkpoint_convert import ModelShape, read_shape
 from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.families.multimodal import WITH_IMAGES
 from checkpoint_convert.folder import read_json
-from checkpoint_convert.formats.hf_folder import mtp_tensors
 from checkpoint_convert.hf_config import has_other_towers, read_scheme
+from checkpoint_convert.hf_folder import mtp_tensors
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.config.vision import TRAINABLE
 from megatron_grpo.engines.arguments import reason
 from megatron_grpo.engines.sglang.args import LIMIT, full_interval
 
@@ -28,14 +28,6 @@ WITH_SPARSE = (9, 0)
 WITH_ROUTERS_OF_16_BITS = (9, 10)
 """Major compute capabilities for which vLLM 0.32 leaves routers of Nemotron-H in the dtype of the
 model: for others it has them in float32."""
-SGLANG_GROUPS = (
-    *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
-    *("kimi_k2", "qwen3_moe"),
-)
-"""Families of which engines of SGLang were tried with several groups of workers; of those with
-sparse attention, which only GPUs compute, what workers load."""
-SGLANG_WINDOWS = ("gemma3_text", "gpt_oss", "olmo3")
-"""Families whose sliding windows SGLang 0.5.23 computes; in all others it attends to all tokens."""
 SGLANG_INDEXER = {"index_head_dim": 128, "index_topk": 2048}
 """The one size of an indexer's keys that SGLang 0.5.23 caches, and the one number of chosen tokens:
 its kernels for prompts assert it, and up to 2,048 tokens it reads them with dense attention."""
@@ -94,27 +86,12 @@ def _check_sglang(rollout: RolloutConfig, shape: ModelShape) -> None:
     experts, and for arguments that make sparse attention dense, or end an engine."""
     family, moe = shape.family, shape.moe
     groups, experts = rollout.data_parallel_size, rollout.sglang.get("ep_size", 1)
-    if groups > 1:
-        untried = {
-            "rollout.tensor_parallel_size above 1": rollout.tensor_parallel_size > 1,
-            "rollout.in_flight_updates": rollout.in_flight_updates,
-            "rollout.router_replay": rollout.router_replay,
-            "rollout.enable_sleep_mode": rollout.enable_sleep_mode,
-            "rollout.quantization": rollout.quantization != "none",
-            f"rollout.sglang.{LIMIT}": LIMIT in rollout.sglang,
-        }
-        several = f"rollout.data_parallel_size {groups}"
-        # Attention of some is not data-parallel (Mixtral), or their embedding is whole (Qwen3.5).
-        _refuse(
-            {
-                f"{several} with rollout.engine sglang is not supported for a {family}: set it to "
-                "1, or use rollout.engine=vllm": moe and family not in SGLANG_GROUPS
-            }
-            | {
-                f"{key} was not tried with {several} and rollout.engine sglang: leave it out, or "
-                "use rollout.engine=vllm": is_set
-                for key, is_set in untried.items()
-            }
+    # Attention of some is not data-parallel (Mixtral), or their embedding is whole (Qwen3.5).
+    was_tried = FAMILIES[family].engines.sglang.was_tried_in_groups
+    if groups > 1 and moe and not was_tried:
+        raise ValueError(
+            f"rollout.data_parallel_size {groups} with rollout.engine sglang is not supported for "
+            f"a {family}: set it to 1, or use rollout.engine=vllm"
         )
     if experts > 1 and moe and moe.stacks == "alternating":
         raise ValueError(
@@ -131,7 +108,7 @@ def _check_sglang(rollout: RolloutConfig, shape: ModelShape) -> None:
 
 def check_attention(engine: str, shape: ModelShape) -> None:
     """Raise ValueError if an engine would leave out windows, or not compute attention."""
-    family, indexer, windows = shape.family, shape.indexer, FAMILIES[shape.family].windows
+    family, indexer, vllm = shape.family, shape.indexer, FAMILIES[shape.family].engines.vllm
     sizes = {"index_head_dim": indexer.head_dim, "index_topk": indexer.topk} if indexer else {}
     is_mixed = shape.window is not None and len(shape.windowed_layers) < shape.num_layers
     if engine == "vllm":
@@ -145,7 +122,7 @@ def check_attention(engine: str, shape: ModelShape) -> None:
                 f"{len(shape.windowed_layers)} have a window of attention; engines serve it only "
                 "with windows in all layers or in none: to train it without, set "
                 "use_sliding_window to false in its config.json": (
-                    is_mixed and windows and not windows.are_mixed_in_engine
+                    is_mixed and not vllm.has_mixed_windows
                 ),
             }
         )
@@ -164,20 +141,20 @@ def check_attention(engine: str, shape: ModelShape) -> None:
 
 def _obstacles_of_sglang(shape: ModelShape) -> dict[str, object]:
     """Why SGLang does not serve a model on any machine, and whether it is so."""
-    family, window = shape.family, shape.window
+    sglang, window = FAMILIES[shape.family].engines.sglang, shape.window
     return {
         f"as SGLang leaves out the windows of its attention ({window} tokens)": (
-            window is not None and family not in SGLANG_WINDOWS
+            window is not None and not sglang.has_windows
         ),
         "as SGLang has one base of RoPE for layers with windows and without": (
-            family == "olmo3" and shape.window_rope_theta not in (None, shape.rope_theta)
+            sglang.has_one_rope and shape.window_rope_theta not in (None, shape.rope_theta)
         ),
         "which has Mamba-2's layers": shape.has_mamba,
         "as SGLang has full attention in one layer of so many, the last of them": (
             shape.linear and full_interval(shape) is None
         ),
         "as SGLang takes its embedding for the head, and they are not tied": (
-            family == "gemma3_text" and not shape.tie_word_embeddings
+            sglang.has_whole_embedding and not shape.tie_word_embeddings
         ),
     }
 
@@ -197,28 +174,32 @@ def _check_images_of_sglang(model: ModelConfig, rollout: RolloutConfig) -> None:
     """Raise ValueError if SGLang would compute other features of images than the trainer."""
     config, shape = read_json(model.path / "config.json"), read_shape(model.path)
     kind, vision = config.get("model_type"), config.get("vision_config") or {}
+    key, images = f"rollout.sglang.{LIMIT}", "rollout.engine sglang with images"
+    if kind not in WITH_IMAGES:
+        raise ValueError(f"{key} lets engines see images, and model.path is a {kind}: leave it out")
+    if read_scheme(model.path) is not None:
+        raise ValueError(
+            f"{images} does not go with quantised weights in {model.path}: convert them to "
+            "bfloat16 with checkpoint-convert first"
+        )
+    own = WITH_IMAGES[kind].sglang
+    patch = vision.get("patch_size", 14), vision.get("temporal_patch_size", 2)
+    num_levels = len(vision.get("deepstack_visual_indexes") or ())
     needed: dict[str, tuple[Any, Any]] = {
         "the rope_type of its text": ((shape.rope_scaling or {}).get("rope_type"), None),
         "rollout.sglang.rl_on_policy_target": (rollout.sglang.get("rl_on_policy_target"), None),
     }
-    if kind == "qwen2_5_vl":  # values of other patches are taken for features
-        sizes = vision.get("patch_size", 14), vision.get("temporal_patch_size", 2)
-        values = prod((vision.get("in_channels", 3), sizes[0], *sizes))
-        needed["the number of values of a patch"] = values, 1176
-    else:  # the tower's, and that of the text is taken for it
-        needed["the rms_norm_eps of its text"] = shape.rms_norm_eps, 1e-6
-    if kind == "qwen3_vl_moe":  # features are added to the outputs of so many layers
-        levels = len(vision.get("deepstack_visual_indexes") or ())
-        needed["the number of deepstack_visual_indexes"] = levels, 3
-    images = "rollout.engine sglang with images"
+    of_model = {
+        "the number of values of a patch": (
+            prod((vision.get("in_channels", 3), patch[0], *patch)),
+            own.patch_values,
+        ),
+        "the rms_norm_eps of its text": (shape.rms_norm_eps, own.text_rms_norm_eps),
+        "the number of deepstack_visual_indexes": (num_levels, own.num_levels),
+    }
+    needed |= {name: pair for name, pair in of_model.items() if pair[1] is not None}
     _refuse(
         {
-            f"rollout.sglang.{LIMIT} lets engines see images, and model.path is a {kind}: leave it "
-            "out": kind not in TRAINABLE,
-            f"{images} does not go with quantised weights in {model.path}: convert them to "
-            "bfloat16 with checkpoint-convert first": read_scheme(model.path) is not None,
-        }
-        | {
             f"{images} of a {kind} needs {value} as {name}, and it is {found}: use "
             "rollout.engine=vllm": found != value
             for name, (found, value) in needed.items()
@@ -316,14 +297,6 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
         return
     method, model = str(table.get("method")), table.get("model")
     is_mtp, is_own = method.endswith("mtp"), model in (None, str(cfg.model.path))
-    has_weights = method in ("ngram", "ngram_gpu", "suffix") or (is_mtp and shape.trains_mtp)
-    is_dummy = rollout.vllm.get("load_format") == "dummy"
-    without_trained = {
-        f"{drafts} of the model {model}": not is_own,
-        "rollout.weight_transport disk": rollout.weight_transport == "disk",
-        f"{drafts}.quantization": "quantization" in table,
-        f"{drafts}.draft_tensor_parallel_size": "draft_tensor_parallel_size" in table,
-    }
     _refuse(
         {
             f"{drafts} is not supported for a model with sparse attention: leave it out": (
@@ -333,16 +306,9 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
             f"{drafts} {table} has no method: give its method, such as mtp": (
                 table.get("method") is None
             ),
-            "rollout.vllm.load_format dummy: the weights that engines draft with are not pushed; "
-            "leave out speculative_config, or load_format": is_dummy and not has_weights,
             f"{drafts} drafts with {method}, and model.path has quantised weights, which vLLM "
             "dequantises without the layer for it: leave it out, or train from a copy that is not "
             "quantised": is_mtp and read_scheme(cfg.model.path) is not None,
-        }
-        | {
-            f"{key} does not go with model.mtp_num_layers 1, which pushes the layer that engines "
-            "draft with: leave out one of the two": is_mtp and shape.trains_mtp and is_set
-            for key, is_set in without_trained.items()
         }
     )
     if is_mtp and is_own and not shape.trains_mtp and not mtp_tensors(cfg.model.path, shape):

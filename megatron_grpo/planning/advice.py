@@ -5,15 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from checkpoint_convert import ModelShape, check_divisible
+from megatron_grpo.config.checks import check_config
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.megatron_fields import check_fp8_model
 from megatron_grpo.config.section import Section, as_yaml
 from megatron_grpo.config.vision import mrope_axes
 from megatron_grpo.engines.support import check_drafts, check_served
-from megatron_grpo.planning.activations import uses_transformer_engine
+from megatron_grpo.planning.block import uses_transformer_engine
 from megatron_grpo.planning.card import card_named
-from megatron_grpo.planning.fp8 import check_fp8_card
+from megatron_grpo.planning.precision import check_fp8_card
 from megatron_grpo.planning.workload import Job
 from megatron_grpo.policy.lora_targets import check_lora
 
@@ -48,13 +49,14 @@ def legal(job: Job, changes: Changes) -> Job | None:
 def changed(cfg: Config, changes: Changes) -> Config:
     """`cfg` with these fields. Raises ValueError if it is refused."""
     sections: dict[str, Section] = {name: getattr(cfg, name) for name in changes}
-    return Config.model_validate(
-        dict(cfg)
-        | {
+    other = cfg.model_copy(
+        update={
             name: type(section).model_validate(section.model_dump() | dict(changes[name]))
             for name, section in sections.items()
         }
     )
+    check_config(other)
+    return other
 
 
 def with_megatron(cfg: Config, **fields: object) -> Changes:

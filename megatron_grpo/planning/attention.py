@@ -1,158 +1,258 @@
-"""Linear attention: operations, kept tensors, state; and memory of sparse attention."""
+"""Softmax attention: full, over windows, of latents, and sparse by an indexer."""
 
-from checkpoint_convert import ModelShape
-from checkpoint_convert.shape import LinearShape
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from checkpoint_convert.shape import IndexerShape, LatentShape
 from megatron_grpo.config.config import Config
+from megatron_grpo.planning.block import Block, Flops, Heads, Kernels, Saved, Weights
 from megatron_grpo.planning.card import ITEMSIZE
-from megatron_grpo.planning.workload import longest_sequence
+from megatron_grpo.planning.workload import Computed, longest_sequence
 
-CHUNK = 64
-"""Tokens of a chunk, as in `parallel.delta_rule`; that imports torch, which takes seconds."""
 BLOCK, INDEX_BLOCK = 128, 32
 """Queries of attention and of the indexer at a time, as in `parallel.sparse_attention`."""
 
 
-def rule_flops(linear: LinearShape, chunk: int = CHUNK) -> float:
-    """Operations of a token in a layer, without projections and convolution, which have weights.
+@dataclass(frozen=True)
+class Attention(Block):
+    """Grouped queries, with RoPE, over all tokens before or a window of them."""
 
-    In chunks of C tokens (Gated DeltaNet, arXiv 2412.06464, section 3.3), a head with keys of size
-    k and values of size v multiplies, per token: its key and its query with the keys of the chunk,
-    4 C k; what its key recalls of the memory, what its query reads there, and what it adds to it,
-    6 k v; and the weights of its query with changes of values, 2 C v. The triangular system has
-    k + v right-hand sides, C (k + v). An engine generates in chunks of one token.
+    repeats: ClassVar[Mapping[str, str]] = {"tensor": "attention", "context": "core_attn"}
 
-    Mamba-2 (arXiv 2405.21060, section 6) has neither what a key recalls nor the system, and
-    multiplies queries with keys once for all heads of a group: 2 C k.
+    @property
+    def heads(self) -> Heads:
+        shape = self.shape
+        num_heads, num_kv = shape.num_attention_heads, shape.num_key_value_heads
+        return Heads(
+            num_heads=num_heads,
+            query=num_heads * shape.head_dim,
+            key=num_kv * shape.head_dim,
+            value=num_kv * shape.value_dim,
+            output=num_heads * shape.value_dim,
+            are_fused=shape.latent is None,
+        )
+
+    @property
+    def _gates(self) -> int:
+        """Outputs of the projection of queries that gate the output."""
+        return self.heads.output if self.shape.has_output_gate else 0
+
+    def weights(self) -> Iterator[Weights]:
+        heads = self.heads
+        outputs = heads.query + self._gates + heads.key + heads.value
+        yield Weights("attention", self.shape.hidden_size * (outputs + heads.output))
+
+    def other_flops(self, work: Computed) -> Iterator[Flops]:
+        """Products of the query with the key, and of its weight with the value, of each pair."""
+        of_pair = 2.0 * (self.heads.query + self.heads.output)
+        yield Flops("core_attn", of_pair * self._pairs(work), frozen_passes=3)
+
+    def _pairs(self, work: Computed) -> float:
+        """Pairs of tokens that attend, in the mean over the model's layers: a token to a window, or
+        to all before it where that is less for the mean of them."""
+        shape = self.shape
+        if shape.window is None:
+            return work.pairs
+        share = len(shape.windowed_layers) / shape.num_layers
+        return (1 - share) * work.pairs + share * min(work.pairs, shape.window * work.tokens)
+
+    def saved(self, kernels: Kernels) -> dict[str, Saved]:
+        heads, tensor = self.heads, kernels.dims.tensor
+        kept = heads.query + heads.key + heads.value + heads.output
+        if heads.are_fused:  # values are a view of what comes with queries, keys and gates
+            kept += heads.query + heads.key + self._gates
+        around = self._saved_around(kernels)
+        # A sigmoid in float32, and its product with the attention's output.
+        around += (4 + kernels.itemsize) * self._gates / tensor
+        if not kernels.fuses_rope:  # four tables
+            around += 4 * self.shape.rotary_dim * kernels.itemsize
+        return super().saved(kernels) | {
+            "core_attn": Saved(
+                kernels.attention(heads) / tensor,
+                entry=kernels.itemsize * kept / tensor,
+            ),
+            "around attention": Saved(around),
+        }
+
+    def _saved_around(self, kernels: Kernels) -> float:
+        """Norms of queries and keys, without their outputs."""
+        if not self.shape.qk_norm:
+            return 0.0
+        num_heads = self.shape.num_attention_heads + self.shape.num_key_value_heads
+        norm = kernels.norm(self.shape.head_dim) - kernels.itemsize * self.shape.head_dim
+        return num_heads * norm / kernels.dims.tensor
+
+    def offloadable(self, kernels: Kernels) -> Mapping[str, float]:
+        width, share = self.shape.hidden_size, kernels.token_share
+        is_fused = kernels.fuses_norms and self.shape.has_pre_norms
+        before = kernels.norm(width) if is_fused else kernels.itemsize * width
+        before -= kernels.less_of_inputs * width
+        norms = 0.0 if self.shape.latent else self._saved_around(kernels)
+        output = kernels.itemsize * self.heads.output / kernels.dims.tensor
+        return {
+            "attn_norm": self._norm_without_input(kernels),
+            "qkv_linear": before * share + norms,
+            # The product after it keeps its output, too.
+            "core_attn": self.saved(kernels)["core_attn"].num_bytes - output,
+            "attn_proj": output,
+        }
+
+    def context_elements(self, forwards: float, others: float, *, is_ring: bool) -> float:
+        """In a ring a backward passes keys and values round once more, and their gradients; else a
+        rank keeps some heads of its tokens, of queries and outputs, too."""
+        heads = self.heads
+        if is_ring:
+            return (forwards + 2) * (heads.key + heads.value) * others
+        elements = heads.query + heads.key + heads.value + heads.output
+        return (forwards + 1) * elements * others / (others + 1)
+
+    def engine_flops(self, tokens: int, prompt_tokens: float, pairs: float) -> float:
+        return 2.0 * (self.heads.query + self.heads.output) * pairs
+
+    def cached_bytes(self, tensor: int, itemsize: int) -> int:
+        """At least one key-value head, however many workers there are."""
+        return 2 * -(-self.shape.num_key_value_heads // tensor) * self.shape.head_dim * itemsize
+
+
+@dataclass(frozen=True)
+class LatentAttention(Attention):
+    """Queries, keys and values of all heads are projections of latents."""
+
+    has_own_norm = True
+
+    @property
+    def latent(self) -> LatentShape:
+        assert self.shape.latent is not None
+        return self.shape.latent
+
+    def weights(self) -> Iterator[Weights]:
+        hidden, heads, latent = self.shape.hidden_size, self.heads, self.latent
+        queries = hidden * heads.query
+        if latent.query_rank is not None:
+            queries = (hidden + heads.query) * latent.query_rank
+        without_rope = self.shape.num_attention_heads * (self.shape.head_dim - latent.rotary_dim)
+        keys_and_values = hidden * (latent.rank + latent.rotary_dim)
+        keys_and_values += latent.rank * (without_rope + heads.value)
+        yield Weights("attention", queries + keys_and_values + heads.output * hidden)
+
+    def _saved_around(self, kernels: Kernels) -> float:
+        """Norms of latents, whose outputs are inputs of linear layers."""
+        ranks = [rank for rank in (self.latent.query_rank, self.latent.rank) if rank]
+        norms = sum(kernels.norm(rank) - kernels.less_of_inputs * rank for rank in ranks)
+        # A view, which keeps the rotated part of keys, too; torch's norms in 16 bits copy it.
+        return (norms + kernels.itemsize * self.latent.rotary_dim) * kernels.token_share
+
+    @property
+    def gathered(self) -> tuple[int, int]:
+        """Latents, and the rotated part of keys."""
+        queries = self.latent.query_rank or self.shape.hidden_size
+        return queries + self.latent.rank, self.latent.rotary_dim
+
+    def engine_flops(self, tokens: int, prompt_tokens: float, pairs: float) -> float:
+        """Engines generate without projecting latents up: queries are multiplied with latents
+        instead, and so are their weighted sums (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+        These are as many operations per generated token as one of the projection's, and a query is
+        as long as a latent with its rotated part."""
+        sizes = 2 * self.latent.rank + self.latent.rotary_dim
+        return 2.0 * self.shape.num_attention_heads * sizes * pairs
+
+    def cached_bytes(self, tensor: int, itemsize: int) -> int:
+        """The latent and the rotated part of keys, which have no heads: every worker has both."""
+        return (self.latent.rank + self.latent.rotary_dim) * itemsize
+
+
+@dataclass(frozen=True)
+class SparseAttention(LatentAttention):
+    """Queries meet the tokens that an indexer chose, in blocks that are computed again as they are.
+
+    All pairs are computed and most masked: it saves no operations here.
     """
-    key, value = linear.key_dim, linear.value_dim
-    if linear.is_mamba:
-        of_heads = linear.num_value_heads * (2 * chunk * value + 4.0 * key * value)
-        return of_heads + 2.0 * linear.num_key_heads * chunk * key
-    return linear.num_value_heads * (chunk * (5 * key + 3 * value) + 6.0 * key * value)
 
+    @property
+    def indexer(self) -> IndexerShape:
+        assert self.shape.indexer is not None
+        return self.shape.indexer
 
-def kept_bytes(linear: LinearShape, context: int) -> tuple[float, float]:
-    """Bytes per token that a layer keeps for its backward between its two projections.
+    def weights(self) -> Iterator[Weights]:
+        yield from super().weights()
+        indexer, hidden = self.indexer, self.shape.hidden_size
+        queries = (self.latent.query_rank or hidden) * indexer.num_heads * indexer.head_dim
+        size = queries + hidden * (indexer.head_dim + indexer.num_heads)
+        yield Weights("attention", size, is_linear=False)
 
-    The first are split over tensor ranks, the second are not. Counts the tensors that autograd
-    saves of `policy.linear_attention` and `parallel.delta_rule`, all in float32, for sequences of
-    whole chunks. Kernels (`parallel.linear_kernels`) compute most of it again; whether a run has
-    them is not known here.
-    """
-    groups, heads, mixed = linear.num_key_heads, linear.num_value_heads, linear.mixed_dim
-    key, value = linear.key_dim, linear.value_dim
-    if linear.is_mamba:
-        return _kept_by_mamba(linear), (linear.kernel_size - 1 + 8) * context
-    # What the convolution multiplies, and the input and output of the activation after it; the
-    # inverse lengths of queries and keys.
-    convolution = groups * ((linear.kernel_size + 2) * mixed + 2)
-    # Decays and strengths, and what they are computed of; the inverse length of the output.
-    rates = 8
-    # Products of keys and of queries with keys, decays between two tokens, and the system.
-    pairs = 6 * CHUNK
-    keys = 7 * key  # queries and keys, plain and with decays, and in the order of steps
-    values = 8 * value  # values, their changes, the output, its norm and its gate
-    memory = key * value / CHUNK  # before each chunk
-    split = convolution + heads * (rates + pairs + keys + values + memory)
-    # Whether tokens are of the same sequence, and their places in chunks. Context ranks each have
-    # some heads of all tokens.
-    whole = linear.kernel_size - 1 + 8
-    return 4 * split, whole * context
+    def other_flops(self, work: Computed) -> Iterator[Flops]:
+        """The indexer scores all pairs, and has no backward."""
+        yield from super().other_flops(work)
+        scores = 2.0 * self.indexer.num_heads * self.indexer.head_dim * work.pairs
+        yield Flops("indexer", scores, passes=1, frozen_passes=1)
 
+    def saved(self, kernels: Kernels) -> dict[str, Saved]:
+        """Keys and values of all context ranks, and on every tensor rank the chosen tokens."""
+        heads, dims = self.heads, kernels.dims
+        keys = (heads.key + heads.value) * dims.context
+        split = kernels.attention_itemsize * (heads.query + keys) + kernels.itemsize * heads.output
+        core = split / dims.tensor + 4 * self.indexer.topk
+        return super().saved(kernels) | {"core_attn": Saved(core, entry=core)}
 
-def _kept_by_mamba(linear: LinearShape) -> float:
-    """As `kept_bytes`, for `parallel.state_space`."""
-    groups, heads, value = linear.num_key_heads, linear.num_value_heads, linear.value_dim
-    # What the projection gives, what the convolution multiplies, and the input of its activation.
-    mixed = linear.projected_dim + groups * (linear.kernel_size + 1) * linear.mixed_dim
-    # Products of queries with keys, these with decays, and decays between two tokens.
-    pairs = CHUNK * (groups + 2 * heads)
-    # Queries and keys; and the inverse length of the output.
-    of_groups = groups * (2 * linear.key_dim + 1)
-    # Steps and decays; x, values, the output, its norm and its gate; memories before each chunk.
-    of_heads = heads * (4 + 8 * value + (2 * linear.key_dim + 1) * value / CHUNK)
-    return 4 * (mixed + pairs + of_groups + of_heads)
+    def cached_bytes(self, tensor: int, itemsize: int) -> int:
+        """And the key of the indexer in 8 bits, with a float32 scale for 128 elements; latents in 8
+        bits then have such scales, too, and the rotated part 16 bits (kernels of Blackwell have 8,
+        without them)."""
+        key = self.indexer.head_dim + self.indexer.head_dim // 128 * 4
+        if itemsize == 1:
+            key += self.latent.rank // 128 * 4 + self.latent.rotary_dim
+        return super().cached_bytes(tensor, itemsize) + key
 
+    def working_bytes(self, cfg: Config, device: str, *, backward: bool) -> int:
+        """Nothing if no sequence is longer than `topk`, as attention is then whole."""
+        if longest_sequence(cfg, self.shape) <= self.indexer.topk:
+            return 0
+        return max(self.choosing_bytes(cfg), self.attending_bytes(cfg, device, backward=backward))
 
-def exchanged_elements(linear: LinearShape) -> int:
-    """Elements of a token that a layer's context ranks exchange: what the projection gives, and
-    what goes into that of the output. A rank has whole tokens before and after, and whole heads in
-    between."""
-    return linear.projected_dim + linear.num_value_heads * linear.value_dim
+    def choosing_bytes(self, cfg: Config) -> int:
+        """Bytes of the indexer, which chooses the tokens in float32.
 
+        First its queries: as they were projected and rotated, with what of them is rotated and
+        twice more. Then the rotated ones, the keys of all context ranks, and for a block of queries
+        the scores of every head with each key; of the sums over heads three copies, two of them of
+        the block before, and twelve bytes for their order.
+        """
+        indexer, num_tokens = self.indexer, cfg.train.max_tokens_per_microbatch
+        heads, width = indexer.num_heads, indexer.head_dim
+        own = num_tokens / cfg.dims.context
+        if cfg.parallel.sequence_parallel:
+            own /= cfg.dims.tensor
+        turned = (3 if indexer.has_neighbouring_pairs else 2) * self.shape.rotary_dim
+        projecting = own * 4 * heads * (2 * width + turned)
+        block = min(INDEX_BLOCK, own) * self.num_keys(cfg, INDEX_BLOCK) * (4 * heads + 20)
+        rotated = own * 4 * (heads * (width + 1) + indexer.topk)
+        return round(max(projecting, rotated + 4 * width * num_tokens + block))
 
-def sequence_elements(linear: LinearShape, num_drafted: int) -> tuple[int, int]:
-    """Elements that a layer of an engine remembers of a sequence: last tokens, and the memory.
+    def attending_bytes(self, cfg: Config, device: str, *, backward: bool) -> int:
+        """Bytes of attention to the chosen tokens, by kernels that hold no scores of pairs.
 
-    The first are inputs of the convolution, in the dtype of the model. With drafts vLLM keeps both
-    once more for each of their `num_drafted` tokens, and these tokens with the last ones.
-    """
-    tokens = (linear.kernel_size - 1 + num_drafted) * linear.num_key_heads * linear.mixed_dim
-    memory = linear.num_value_heads * linear.key_dim * linear.value_dim
-    return (1 + num_drafted) * tokens, (1 + num_drafted) * memory
+        In a forward outputs of blocks, which are then joined. A backward has float32 sums of the
+        gradients of keys and values; and those of a block's keys and values, or in the end copies
+        of the sums in their dtype. Gradients of queries are joined, too.
+        """
+        heads, num_tokens = self.heads, cfg.train.max_tokens_per_microbatch
+        itemsize = ITEMSIZE[cfg.model.dtype] if device == "cuda" else 4
+        own, num_keys = num_tokens / cfg.dims.context, self.num_keys(cfg, BLOCK)
+        # A mask, and that in the dtype of scores.
+        block = BLOCK * (num_keys * (1 + itemsize) + 8 * self.indexer.topk)
+        if not backward:
+            return round(own * itemsize * heads.output / cfg.dims.tensor + block)
+        queries = own * itemsize * heads.query / cfg.dims.tensor
+        width = (heads.query + heads.output) / cfg.dims.tensor
+        copies = 0 if itemsize == 4 else itemsize * num_tokens * width
+        of_block = itemsize * num_keys * width + block
+        return round(4 * num_tokens * width + queries + max(of_block, copies + queries))
 
-
-def working_bytes(cfg: Config, shape: ModelShape, device: str, *, backward: bool) -> int:
-    """Peak bytes of a layer on a rank, in a forward, or with the backward after it.
-
-    0 if no sequence is longer than `topk`, as attention is then whole.
-    """
-    indexer = shape.indexer
-    if indexer is None or longest_sequence(cfg, shape) <= indexer.topk:
-        return 0
-    attending = attending_bytes(cfg, shape, device, backward=backward)
-    return max(choosing_bytes(cfg, shape), attending)
-
-
-def choosing_bytes(cfg: Config, shape: ModelShape) -> int:
-    """Bytes of the indexer, which chooses the tokens in float32.
-
-    First its queries: as they were projected and rotated, with what of them is rotated and twice
-    more. Then the rotated ones, the keys of all context ranks, and for a block of queries the
-    scores of every head with each key; of the sums over heads three copies, two of them of the
-    block before, and twelve bytes for their order.
-    """
-    indexer = shape.indexer
-    assert indexer is not None
-    size, heads, width = cfg.dims.tensor, indexer.num_heads, indexer.head_dim
-    tokens = cfg.train.max_tokens_per_microbatch / cfg.dims.context
-    own = tokens / size if cfg.parallel.sequence_parallel else tokens
-    turned = (3 if indexer.has_neighbouring_pairs else 2) * shape.rotary_dim
-    projecting = own * 4 * heads * (2 * width + turned)
-    block = min(INDEX_BLOCK, own) * _num_keys(cfg, shape, INDEX_BLOCK) * (4 * heads + 20)
-    keys = 4 * width * cfg.train.max_tokens_per_microbatch
-    chosen = 4 * indexer.topk * own
-    return round(max(projecting, own * 4 * heads * (width + 1) + keys + chosen + block))
-
-
-def attending_bytes(cfg: Config, shape: ModelShape, device: str, *, backward: bool) -> int:
-    """Bytes of attention to the chosen tokens, by kernels that hold no scores of pairs.
-
-    In a forward outputs of blocks, which are then joined. A backward has float32 sums of the
-    gradients of keys and values; and those of a block's keys and values, or in the end copies of
-    the sums in their dtype. Gradients of queries are joined, too.
-    """
-    indexer, heads = shape.indexer, shape.num_attention_heads / cfg.dims.tensor
-    assert indexer is not None
-    itemsize = ITEMSIZE[cfg.model.dtype] if device == "cuda" else 4
-    tokens = cfg.train.max_tokens_per_microbatch / cfg.dims.context
-    num_keys = _num_keys(cfg, shape, BLOCK)
-    # A mask, and that in the dtype of scores.
-    block = BLOCK * (num_keys * (1 + itemsize) + 8 * indexer.topk)
-    if not backward:
-        return round(tokens * heads * shape.value_dim * itemsize + block)
-    queries = tokens * heads * shape.head_dim * itemsize
-    width = heads * (shape.head_dim + shape.value_dim)
-    sums = cfg.train.max_tokens_per_microbatch * width
-    copies = 0 if itemsize == 4 else itemsize * sums
-    of_block = itemsize * num_keys * width + block
-    return round(4 * sums + queries + max(of_block, copies + queries))
-
-
-def _num_keys(cfg: Config, shape: ModelShape, block: int) -> int:
-    """The most that a block of queries sees: all of one sequence, and what of the next ones is
-    before its last query. That may be in a context rank's first slice, before which are up to
-    (C - 1) / 2C of its sequence."""
-    context, longest = cfg.dims.context, longest_sequence(cfg, shape)
-    before = longest * (context - 1) // (2 * context)
-    return min(longest + before + block * context, cfg.train.max_tokens_per_microbatch)
+    def num_keys(self, cfg: Config, block: int) -> int:
+        """The most that a block of queries sees: all of one sequence, and what of the next ones is
+        before its last query. That may be in a context rank's first slice, before which are up to
+        (C - 1) / 2C of its sequence."""
+        context, longest = cfg.dims.context, longest_sequence(cfg, self.shape)
+        before = longest * (context - 1) // (2 * context)
+        return min(longest + before + block * context, cfg.train.max_tokens_per_microbatch)

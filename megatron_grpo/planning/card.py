@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.megatron import hf_dtypes
-from checkpoint_convert.quantized_model import QuantizedModel
+from checkpoint_convert.quantized.model import QuantizedModel
 from megatron_grpo.config.config import Config
 from megatron_grpo.doctor.gpus import PACKED_CAPABILITY
 from megatron_grpo.engine_weights.layouts import worker_dtypes

@@ -29,8 +29,8 @@ from megatron_grpo.planning.quantized_engines import EngineOption, engine_option
 from megatron_grpo.planning.rollout_time import RolloutTime, mode_of
 from megatron_grpo.planning.simulation import MODES, Forecast, Loop, simulate
 from megatron_grpo.planning.state import part_bytes
+from megatron_grpo.planning.step_time import ATTAINABLE_OF_LINK, LinkUse
 from megatron_grpo.planning.suggest import Suggestion, simulated, suggest
-from megatron_grpo.planning.traffic import ATTAINABLE_OF_LINK, LinkUse
 from megatron_grpo.planning.workload import (
     Job,
     longest_sequence,

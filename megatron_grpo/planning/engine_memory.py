@@ -10,7 +10,7 @@ from typing import NamedTuple
 from checkpoint_convert import ModelShape
 from checkpoint_convert.families.decoder import layer_prefix
 from checkpoint_convert.families.vision import vision_tensors
-from checkpoint_convert.quantized_model import QuantizedModel
+from checkpoint_convert.quantized.model import QuantizedModel
 from checkpoint_convert.vllm import engine_sizes
 from checkpoint_convert.vllm_lora import worker_adapters
 from megatron_grpo.config.config import Config
@@ -25,10 +25,9 @@ from megatron_grpo.engine_weights.layouts import (
 from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
 from megatron_grpo.engines.support import check_card
 from megatron_grpo.engines.vllm.args import check_adapters
-from megatron_grpo.planning.attention import sequence_elements
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
-from megatron_grpo.planning.layer_kinds import one_of_each_kind
-from megatron_grpo.planning.state import page_locked
+from megatron_grpo.planning.layer_kinds import layer_kinds, mtp_kind, one_of_each_kind
+from megatron_grpo.planning.optimizers import page_locked
 from megatron_grpo.policy.lora_targets import targets_of
 from parallel import Shape
 
@@ -141,39 +140,31 @@ def _asleep_bytes(cfg: Config, shape: ModelShape) -> int:
 
 
 def _token_bytes(cfg: Config, shape: ModelShape) -> int:
-    """Bytes of a token in each worker's cache.
-
-    At least one key-value head, however many workers there are. Of latent attention it is the
-    latent and the rotated part of keys, which have no heads: every worker has both whole. So it has
-    the key of an indexer, in 8 bits with a float32 scale for 128 elements; then latents in 8 bits
-    have such scales, too, and the rotated part 16 bits (kernels of Blackwell have 8, without them).
-    """
-    if shape.latent is not None:
-        elements = shape.latent.rank + shape.latent.rotary_dim
-    else:
-        num_heads = -(-shape.num_key_value_heads // cfg.rollout.tensor_parallel_size)
-        elements = 2 * num_heads * shape.head_dim
-    num_bytes = elements * _cache_itemsize(cfg)
-    if shape.indexer is not None:
-        num_bytes += shape.indexer.head_dim + shape.indexer.head_dim // 128 * ITEMSIZE["float32"]
-        if _cache_itemsize(cfg) == 1:
-            assert shape.latent is not None, "indexers have a latent of queries"
-            num_bytes += shape.latent.rank // 128 * ITEMSIZE["float32"] + shape.latent.rotary_dim
-    num_layers = shape.num_attending_layers + served_shape(shape, cfg.rollout).trains_mtp
-    return num_layers * num_bytes
+    """Bytes of a token in each worker's cache."""
+    kinds = [(len(kind.layers), kind) for kind in layer_kinds(shape)]
+    if served_shape(shape, cfg.rollout).trains_mtp:
+        kinds.append((1, mtp_kind(shape)))
+    tensor, itemsize = cfg.rollout.tensor_parallel_size, _cache_itemsize(cfg)
+    return sum(
+        num_layers * block.cached_bytes(tensor, itemsize)
+        for num_layers, kind in kinds
+        for block in kind.blocks
+    )
 
 
 def _sequence_bytes(cfg: Config, shape: ModelShape) -> int:
-    """Bytes of linear attention's state of a sequence on each worker, which has some of its heads.
+    """Bytes of a sequence on each worker, whatever its length is.
 
-    The last tokens are in the dtype of the model, the memory in float32. Left out: vLLM keeps it in
-    pages of some thousand tokens' size, and for moments two of a sequence.
+    Left out: vLLM keeps it in pages of some thousand tokens' size, and for moments two of a
+    sequence.
     """
-    if shape.linear is None:
-        return 0
-    tokens, memory = sequence_elements(shape.linear, cfg.rollout.num_speculative_tokens)
-    num_bytes = ITEMSIZE[cfg.model.dtype] * tokens + ITEMSIZE["float32"] * memory
-    return len(shape.linear_layers) * num_bytes // cfg.rollout.tensor_parallel_size
+    itemsize, num_drafted = ITEMSIZE[cfg.model.dtype], cfg.rollout.num_speculative_tokens
+    num_bytes = sum(
+        len(kind.layers) * block.sequence_bytes(itemsize, num_drafted)
+        for kind in layer_kinds(shape)
+        for block in kind.blocks
+    )
+    return num_bytes // cfg.rollout.tensor_parallel_size
 
 
 def _cache_bytes(rollout: RolloutConfig, card: GpuSpec, weights: int, per_token: int) -> int:

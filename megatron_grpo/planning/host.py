@@ -26,7 +26,7 @@ from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes
 from megatron_grpo.planning.memory import RESERVE, StageMemory, shared_models
 from megatron_grpo.planning.state import StateBytes, part_bytes
-from megatron_grpo.planning.traffic import push_link
+from megatron_grpo.planning.step_time import push_link
 from megatron_grpo.planning.workload import Job, longest_sequence
 
 

@@ -10,23 +10,23 @@ from megatron_grpo.config.megatron_fields import DEEPEP_RANKS
 from megatron_grpo.config.reward import count_gpus, served_here
 from megatron_grpo.config.section import as_yaml
 from megatron_grpo.launch.placement import check_engine_size, check_shared, place
-from megatron_grpo.planning.activations import uses_transformer_engine
 from megatron_grpo.planning.advice import Changes, check_job, legal, overrides, with_megatron
+from megatron_grpo.planning.block import uses_transformer_engine
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
-from megatron_grpo.planning.fp8 import fp8_weight_bytes, has_fp8, without_fp8
 from megatron_grpo.planning.host import HostUse, host_use
 from megatron_grpo.planning.memory import (
     StageMemory,
     fullest_stage,
     memory_limit,
+    rounded_weights,
     stages_memory,
 )
+from megatron_grpo.planning.precision import has_fp8, without_fp8
 from megatron_grpo.planning.rollout_time import RolloutTime, rollout_time, training_loop
 from megatron_grpo.planning.simulation import MODES, Loop, simulate
 from megatron_grpo.planning.state import StateBytes, stage_states
-from megatron_grpo.planning.step_time import StepTime, step_time
-from megatron_grpo.planning.traffic import LinkUse, push_link
+from megatron_grpo.planning.step_time import LinkUse, StepTime, push_link, step_time
 from megatron_grpo.planning.workload import Job, Workload, workload
 from parallel.alignment import round_up
 
@@ -184,7 +184,7 @@ def _fp8_change(
     work = workload(plain.cfg, job.shape, job.lengths)
     stages = stages_memory(plain, states, work.microbatches, colocated)
     return Fp8Change(
-        weights=fp8_weight_bytes(job.cfg, job.shape, fullest, backward=True),
+        weights=rounded_weights(job.cfg, job.shape, fullest, backward=True),
         bfloat16_memory=fullest_stage(stages).total,
         bfloat16_estimate_seconds=step_time(plain, states, work).estimate,
     )

@@ -2,10 +2,17 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.shape import Module
+from megatron_grpo.config.config import Config
+from megatron_grpo.planning.attention import Attention, LatentAttention, SparseAttention
+from megatron_grpo.planning.block import Block
+from megatron_grpo.planning.linear_attention import DeltaRule, Mamba2
+from megatron_grpo.planning.mlp import Experts, Mlp
+from megatron_grpo.planning.precision import Precision, fp8_layers, model_precision, precision
+from parallel import pipeline_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +28,16 @@ class LayerKind:
         """Layers of this kind in model chunks, such as `range(0, 8)`."""
         return sum(len(self.layers.intersection(chunk)) for chunk in chunks)
 
+    @cached_property
+    def one_layer(self) -> ModelShape:
+        """A model with one of these layers."""
+        return replace(self.shape, num_layers=1)
+
+    @cached_property
+    def blocks(self) -> Sequence[Block]:
+        """The modules of each of them."""
+        return [_block(module, self.shape) for module in self.shape.modules(0)]
+
 
 @cache
 def layer_kinds(shape: ModelShape) -> Sequence[LayerKind]:
@@ -32,6 +49,42 @@ def layer_kinds(shape: ModelShape) -> Sequence[LayerKind]:
         LayerKind(layers=frozenset(layers), shape=_of_one_kind(shape, kind))
         for kind, layers in kinds.items()
     ]
+
+
+def _block(module: Module, shape: ModelShape) -> Block:
+    match module:
+        case "attention" if shape.indexer is not None:
+            return SparseAttention(shape)
+        case "attention":
+            return Attention(shape) if shape.latent is None else LatentAttention(shape)
+        case "linear":
+            return Mamba2(shape) if shape.has_mamba else DeltaRule(shape)
+        case "mlp":
+            return Mlp(shape)
+        case "moe":
+            return Experts(shape)
+
+
+def kinds_of_layers(cfg: Config, shape: ModelShape) -> Sequence[tuple[Precision, LayerKind]]:
+    """The kinds of layers, those in the dtype of the model apart from those in FP8."""
+    fp8 = frozenset(fp8_layers(cfg, shape.num_layers))
+    both = [
+        (each, replace(kind, layers=layers))
+        for kind in layer_kinds(shape)
+        for each, layers in (
+            (precision(cfg), kind.layers & fp8),
+            (model_precision(cfg), kind.layers - fp8),
+        )
+    ]
+    return [(each, kind) for each, kind in both if kind.layers]
+
+
+def kinds_of_stage(
+    cfg: Config, shape: ModelShape, stage: int
+) -> Sequence[tuple[Precision, LayerKind]]:
+    """Entries of `kinds_of_layers` that a pipeline stage has."""
+    chunks = pipeline_layers(shape.num_layers, cfg.dims)[stage]
+    return [each for each in kinds_of_layers(cfg, shape) if each[1].count_in(*chunks)]
 
 
 def kind_of_layers(kinds: Sequence[LayerKind]) -> dict[int, int]:
@@ -62,9 +115,10 @@ def one_of_each_kind(
     return few, layers
 
 
-def mtp_kind(shape: ModelShape) -> ModelShape:
-    """A model with all of its layers like that for multi-token prediction."""
-    return _of_one_kind(shape, ("attention", "mlp" if shape.moe is None else "moe"))
+def mtp_kind(shape: ModelShape) -> LayerKind:
+    """The layer for multi-token prediction, as if it were the model's only one."""
+    modules: tuple[Module, ...] = ("attention", "mlp" if shape.moe is None else "moe")
+    return LayerKind(layers=frozenset({0}), shape=_of_one_kind(shape, modules))
 
 
 def _of_one_kind(shape: ModelShape, modules: tuple[Module, ...]) -> ModelShape:

@@ -15,14 +15,12 @@ from megatron_grpo.config.reward import RewardFunction, served_here
 from megatron_grpo.config.vision import has_tower
 from megatron_grpo.engines.reward_models import gpu_share
 from megatron_grpo.planning.activations import (
-    final_norm_bytes,
     forward_bytes,
     head_bytes,
-    layer_bytes,
-    row_bytes,
+    mtp_activations,
     stage_activations,
+    working_bytes,
 )
-from megatron_grpo.planning.attention import working_bytes
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
 from megatron_grpo.planning.engine_memory import (
     COMMUNICATOR_BYTES,
@@ -31,11 +29,13 @@ from megatron_grpo.planning.engine_memory import (
     push_buffers,
     tower_weights,
 )
-from megatron_grpo.planning.fp8 import fp8_weight_bytes
-from megatron_grpo.planning.layer_kinds import mtp_kind
+from megatron_grpo.planning.layer_kinds import kinds_of_stage
+from megatron_grpo.planning.optimizers import planned_optimizer
+from megatron_grpo.planning.parameters import layer_parameters, local_experts
 from megatron_grpo.planning.state import StateBytes, part_bytes
 from megatron_grpo.planning.workload import Job
 from megatron_grpo.rewards.reward_model import WEIGHTS
+from parallel import pipeline_layers
 
 RESERVE = 0.1
 """Fraction of a card that a plan leaves free for fragmentation, and for NCCL if it takes more."""
@@ -140,19 +140,37 @@ def _phases(
     forward, backward = (
         max(  # neither is there while the other is
             head_bytes(cfg, shape, backward=is_backward, device=device) if is_last else 0,
-            working_bytes(cfg, shape, device, backward=is_backward),
+            working_bytes(cfg, shape, stage, device, backward=is_backward),
         )
         for is_backward in (False, True)
     )
     return {
         "log-probabilities": forward_bytes(cfg, shape, stage)
         + forward
-        + fp8_weight_bytes(cfg, shape, stage, backward=False),
+        + rounded_weights(cfg, shape, stage, backward=False),
         "train": stage_activations(cfg, shape, stage, microbatches)
         + backward
-        + fp8_weight_bytes(cfg, shape, stage, backward=True)
+        + rounded_weights(cfg, shape, stage, backward=True)
         + mtp_activations(cfg, shape, stage),
     }
+
+
+def rounded_weights(cfg: Config, shape: ModelShape, stage: int, *, backward: bool) -> int:
+    """Bytes of weights in another precision that a rank of a stage holds beside the model's during
+    a pass.
+
+    A backward multiplies by the transposed weight, which is another copy (not so for FP8 with
+    `tensorwise` on Blackwell: counted all the same). A forward alone has one, or both if layers
+    recompute.
+    """
+    dims, chunks, total = cfg.dims, pipeline_layers(shape.num_layers, cfg.dims)[stage], 0.0
+    for precision, kind in kinds_of_stage(cfg, shape, stage):
+        others, expert = layer_parameters(kind.shape, dims.tensor, dims.expert_tensor)
+        elements = sum(each.size for each in others if each.is_linear)
+        elements += local_experts(shape, dims) * sum(each.size for each in expert if each.is_linear)
+        total += kind.count_in(*chunks) * elements * precision.weight_itemsize
+    copies = 2 if backward or cfg.model.megatron.get("recompute_granularity") else 1
+    return round(copies * total)
 
 
 def _engine_bytes_always(cfg: Config, colocated: EngineBytes | None) -> int:
@@ -181,7 +199,7 @@ def _num_communicators(cfg: Config) -> int:
         data,
         model,
         dims.expert * dims.expert_tensor if dims.expert > 1 else 1,
-        dims.stage_size if cfg.optimizer.optimizer == "muon" else 1,
+        planned_optimizer(cfg).group_size(dims),
     ]
     return sum(size > 1 for size in sizes)
 
@@ -192,24 +210,6 @@ def _mtp_embedding(cfg: Config, shape: ModelShape, stage: int) -> int:
         return 0
     rows = padded_vocab_size(shape, cfg.dims) // cfg.dims.tensor
     return rows * shape.hidden_size * ITEMSIZE[cfg.model.dtype]
-
-
-def mtp_activations(cfg: Config, shape: ModelShape, stage: int) -> int:
-    """Bytes for the backward of one microbatch, which follows its forward at once: of the layer,
-    the norms of hidden states and embeddings, what joins them, and the last norm.
-
-    The head has as many as the policy's, after it. Full recomputation takes the layer by itself,
-    whatever its method and number of layers are.
-    """
-    if not shape.trains_mtp or stage < cfg.dims.pipeline - 1:
-        return 0
-    by_itself = {"recompute_method": "uniform", "recompute_num_layers": 1}
-    model = cfg.model.model_copy(update={"megatron": {**cfg.model.megatron, **by_itself}})
-    inner = layer_bytes(cfg.model_copy(update={"model": model}), mtp_kind(shape))
-    joined = 4 * row_bytes(cfg, shape)  # both, apart and together
-    norms = 3 * final_norm_bytes(cfg, shape)
-    tokens = cfg.train.max_tokens_per_microbatch / cfg.dims.context
-    return round(tokens * (inner.kept + inner.recomputed + joined + norms))
 
 
 def _tower_bytes(cfg: Config, shape: ModelShape, stage: int) -> int:

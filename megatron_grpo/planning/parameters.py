@@ -16,10 +16,14 @@ from megatron_grpo.policy.lora_targets import planned_adapters
 from megatron_grpo.policy.matrices import is_matrix
 from parallel import Coordinates, ParallelDims, pipeline_layers
 
-_REGISTERED = ("input_layernorm.", "softmax_offset", "linear_proj.", "self_attention.")
-"""Parts of names in a layer, in order; the rest is in the order of `megatron_layout`."""
+REGISTERED = ("input_layernorm.", "softmax_offset", "linear_proj.", "self_attention.")
+"""Parts of names in a layer, in the order in which Megatron-Core's modules register them: what
+follows the scores of attention comes before the projections that they are computed of. The rest is
+in the order of `megatron_layout`."""
 OF_MTP = -1
 """In place of the chunk, of the layer for multi-token prediction, which has buffers of its own."""
+LINEAR = (".linear_", ".in_proj.", ".out_proj.")
+"""Parts of the names of the weights of linear layers; routers and gates have others."""
 
 
 class Parameter(NamedTuple):
@@ -38,6 +42,11 @@ class Parameter(NamedTuple):
         """Whether other ranks replicate it than the rest."""
         return ".experts." in self.name
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether a linear layer multiplies by it."""
+        return self.is_matrix and any(part in self.name for part in LINEAR)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
@@ -46,15 +55,6 @@ class Buffer:
     chunk: int
     is_expert: bool = False
     parameters: Sequence[Parameter]
-
-
-class _Shallow(NamedTuple):
-    """Parameters of a rank in a chunk with one layer and one expert."""
-
-    before: Sequence[Parameter]
-    layer: Sequence[Parameter]
-    expert: Sequence[Parameter]
-    after: Sequence[Parameter]
 
 
 def rank_buffers(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Iterator[Buffer]:
@@ -66,22 +66,27 @@ def rank_buffers(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Iter
     kind_of = kind_of_layers(kinds)
     chunks = pipeline_layers(shape.num_layers, dims)[at.pipeline]
     of_tensor = dims.tensor, dims.expert_tensor, at.tensor
-    num_experts = shape.moe.num_experts // dims.expert if shape.moe else 0
+    parts = [layer_parameters(kind.shape, *of_tensor) for kind in kinds]
+    num_experts = local_experts(shape, dims)
+    first, last = _ends(kinds[0].shape, *of_tensor, dims.pipeline > 1)
     for chunk, layers in enumerate(chunks):
-        ends = layers.start == 0, layers.stop == shape.num_layers
-        shallow = [_shallow_chunk(kind.shape, *of_tensor, *ends) for kind in kinds]
-        others, experts = [*shallow[0].before], []  # the same of all kinds
+        others, experts = [*first] if layers.start == 0 else [], []
         for layer in layers:
-            kind = shallow[kind_of[layer]]
-            others += kind.layer
-            experts += num_experts * [*kind.expert]
-        others += shallow[0].after
+            of_layer, of_expert = parts[kind_of[layer]]
+            others += of_layer
+            experts += num_experts * [*of_expert]
+        others += last if layers.stop == shape.num_layers else []
         yield Buffer(chunk=chunk, parameters=others)
         yield Buffer(chunk=chunk, is_expert=True, parameters=experts)
     if shape.trains_mtp and chunks[-1].stop == shape.num_layers:
-        own, expert = _mtp_layer(shape, *of_tensor)
+        own, expert = _mtp_parameters(shape, *of_tensor)
         yield Buffer(chunk=OF_MTP, parameters=own)
         yield Buffer(chunk=OF_MTP, is_expert=True, parameters=num_experts * [*expert])
+
+
+def local_experts(shape: ModelShape, dims: ParallelDims) -> int:
+    """Experts of each mixture that a rank has a part of."""
+    return shape.moe.num_experts // dims.expert if shape.moe else 0
 
 
 def adapter_buffers(cfg: Config, shape: ModelShape, at: Coordinates) -> Iterator[Buffer]:
@@ -94,88 +99,77 @@ def adapter_buffers(cfg: Config, shape: ModelShape, at: Coordinates) -> Iterator
         yield Buffer(chunk=chunk, parameters=parameters)
 
 
-def parameters_of_layer(shape: ModelShape, tensor: int, expert_tensor: int) -> Sequence[Parameter]:
-    """Parameters of a tensor rank in a layer and one of its experts; all layers are of one kind."""
-    chunk = _shallow_chunk(shape, tensor, expert_tensor, 0, False, False)
-    return [*chunk.layer, *chunk.expert]
+Parts = tuple[Sequence[Parameter], Sequence[Parameter]]
+"""Parameters outside of experts, and of an expert."""
 
 
 @cache
-def _shallow_chunk(
-    shape: ModelShape, tensor: int, expert_tensor: int, rank: int, is_first: bool, is_last: bool
-) -> _Shallow:
-    """Parameters of tensor rank `rank` in a chunk; all layers of `shape` are of one kind.
+def layer_parameters(shape: ModelShape, tensor: int, expert_tensor: int, rank: int = 0) -> Parts:
+    """Parameters of tensor rank `rank` in a layer; all of `shape` are of one kind."""
+    chunk = _tiny_chunk(shape, tensor, expert_tensor, rank)
+    layer = [each for each in chunk if ".layers." in each.name]
+    return _experts_apart(sorted(layer, key=_registration))
 
-    `is_first`, `is_last`: whether the chunk has the first layer of the model, and its last.
-    """
-    dims = _with_one_expert(shape, tensor, expert_tensor, 1 if is_first and is_last else 2)
-    at = Coordinates(tensor=rank, context=0, data=0, pipeline=0 if is_first else 1)
-    shallow = replace(shape, num_layers=dims.pipeline)
+
+@cache
+def _ends(
+    shape: ModelShape, tensor: int, expert_tensor: int, rank: int, has_stages: bool
+) -> tuple[Sequence[Parameter], Sequence[Parameter]]:
+    """Parameters before the first layer and after the last; a tied head is one of a later stage."""
+    stages = 2 if has_stages else 1
+    first, last = (
+        _tiny_chunk(shape, tensor, expert_tensor, rank, stages, stage) for stage in (0, stages - 1)
+    )
+    before = next(i for i, each in enumerate(first) if ".layers." in each.name)
+    after = next(i for i, each in enumerate(reversed(last)) if ".layers." in each.name)
+    return first[:before], last[len(last) - after :]
+
+
+@cache
+def _mtp_parameters(shape: ModelShape, tensor: int, expert_tensor: int, rank: int) -> Parts:
+    """Parameters of tensor rank `rank` in the multi-token-prediction layer."""
+    drafting = replace(mtp_kind(shape).shape, trains_mtp=True)
+    chunk = _tiny_chunk(drafting, tensor, expert_tensor, rank)
+    own = [Parameter(each.name, each.size) for each in chunk if f".{MTP_LAYER}" in each.name]
+    return _experts_apart(own)
+
+
+def _tiny_chunk(
+    shape: ModelShape, tensor: int, expert_tensor: int, rank: int, stages: int = 1, stage: int = 0
+) -> Sequence[Parameter]:
+    """Parameters of tensor rank `rank` in a model of a layer with one expert in each stage."""
+    num_experts = shape.moe.num_experts if shape.moe else 1
+    dims = ParallelDims(
+        tensor=tensor,
+        data=num_experts * expert_tensor,
+        pipeline=stages,
+        expert=num_experts,
+        expert_tensor=expert_tensor,
+    )
+    at = Coordinates(tensor=rank, context=0, data=0, pipeline=stage)
+    tiny = replace(shape, num_layers=stages)
     # Transformer Engine names norms differently, but they have as many elements.
-    layout = megatron_layout(shallow, dims, at, transformer_engine=False)
+    layout = megatron_layout(tiny, dims, at, transformer_engine=False)
     largest = dict.fromkeys(layout.shapes, 0)
     wholes = {
         source.name: prod(source.whole_shape)
-        for _, parameter in local_parameters(shallow, dims, at, transformer_engine=False)
+        for _, parameter in local_parameters(tiny, dims, at, transformer_engine=False)
         for source in parameter.sources
     }
     for piece in layout.pieces:
         largest[piece.local] = max(largest[piece.local], wholes[piece.tensor])
-    own = [
+    return [
         Parameter(name, prod(size), is_matrix(name, size), largest[name])
         for name, size in layout.shapes.items()
     ]
-    in_layer = [".layers." in each.name for each in own]
-    begin = in_layer.index(True)
-    end = begin + sum(in_layer)
-    layer = sorted(own[begin:end], key=_registration)
-    return _Shallow(
-        own[:begin] if is_first else [], *_experts_apart(layer), own[end:] if is_last else []
-    )
 
 
-@cache
-def _mtp_layer(
-    shape: ModelShape, tensor: int, expert_tensor: int, rank: int
-) -> tuple[Sequence[Parameter], Sequence[Parameter]]:
-    """Parameters of tensor rank `rank` in the multi-token-prediction layer, and in an expert."""
-    dims = _with_one_expert(shape, tensor, expert_tensor, 1)
-    at = Coordinates(tensor=rank, context=0, data=0, pipeline=0)
-    shallow = replace(mtp_kind(shape), num_layers=1, trains_mtp=True)
-    layout = megatron_layout(shallow, dims, at, transformer_engine=False)
-    return _experts_apart(
-        [
-            Parameter(name, prod(size))
-            for name, size in layout.shapes.items()
-            if f".{MTP_LAYER}" in name
-        ]
-    )
-
-
-def _with_one_expert(
-    shape: ModelShape, tensor: int, expert_tensor: int, pipeline: int
-) -> ParallelDims:
-    """A mesh whose ranks have one expert of each layer."""
-    num_experts = shape.moe.num_experts if shape.moe else 1
-    return ParallelDims(
-        tensor=tensor,
-        data=num_experts * expert_tensor,
-        pipeline=pipeline,
-        expert=num_experts,
-        expert_tensor=expert_tensor,
-    )
-
-
-def _experts_apart(
-    parameters: Sequence[Parameter],
-) -> tuple[Sequence[Parameter], Sequence[Parameter]]:
-    """Split into parameters outside of experts and those of experts."""
+def _experts_apart(parameters: Sequence[Parameter]) -> Parts:
     others = [each for each in parameters if not each.is_expert]
     return others, [each for each in parameters if each.is_expert]
 
 
 def _registration(parameter: Parameter) -> int:
-    """Sorts the parameters of a layer as Megatron-Core's modules register them: what follows the
-    scores of attention comes before the projections that they are computed of."""
-    places = (i for i, part in enumerate(_REGISTERED) if part in parameter.name)
-    return next(places, len(_REGISTERED))
+    """Place of a parameter of a layer in `REGISTERED`."""
+    places = (i for i, part in enumerate(REGISTERED) if part in parameter.name)
+    return next(places, len(REGISTERED))

@@ -10,12 +10,12 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.engine_weights.layouts import engine_dims
 from megatron_grpo.engines.arguments import PLANNED, engine_number
-from megatron_grpo.planning.attention import rule_flops
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes, worker_tensors
+from megatron_grpo.planning.layer_kinds import layer_kinds
+from megatron_grpo.planning.mlp import reached_share
 from megatron_grpo.planning.simulation import Loop, Mode
-from megatron_grpo.planning.step_time import StepTime, active_weights
-from megatron_grpo.planning.traffic import LinkUse, reached_share
+from megatron_grpo.planning.step_time import LinkUse, StepTime, active_weights
 from megatron_grpo.planning.workload import Job, spread
 
 
@@ -227,22 +227,11 @@ def _sent_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> float:
 
 
 def _flops(shape: ModelShape, tokens: int, prompt_tokens: float, read: float) -> float:
-    """Twice the weights per token, the head for what is generated, and attention or memories.
-
-    Engines generate from latents without projecting them up to keys and values: queries are
-    multiplied with them instead, and so are their weighted sums (DeepSeek-V2, arXiv 2405.04434,
-    section 2.1.2). These are as many operations per generated token as one of the projection's, and
-    a query is as long as a latent with its rotated part.
-    """
+    """Twice the weights per token, the head for what is generated, and attention or memories."""
     head = shape.hidden_size * shape.vocab_size
-    sizes = shape.head_dim + shape.value_dim
-    if shape.latent is not None:
-        sizes = 2 * shape.latent.rank + shape.latent.rotary_dim
-    attention = 2.0 * shape.num_attention_heads * sizes * shape.num_attending_layers
-    layers = active_weights(shape)
-    flops = 2.0 * (layers * (tokens + prompt_tokens) + head * tokens) + attention * read
-    if shape.linear is not None:
-        generated = rule_flops(shape.linear, chunk=1) * tokens
-        prompts = rule_flops(shape.linear) * prompt_tokens
-        flops += len(shape.linear_layers) * (generated + prompts)
-    return flops
+    flops = 2.0 * (active_weights(shape) * (tokens + prompt_tokens) + head * tokens)
+    return flops + sum(
+        len(kind.layers) * block.engine_flops(tokens, prompt_tokens, read)
+        for kind in layer_kinds(shape)
+        for block in kind.blocks
+    )

@@ -1,13 +1,12 @@
 """Bytes that a trainer rank always holds: weights, gradients and optimizer state. Exact.
 
-An optimizer that is partly on the host is the exception: see `_shard_bytes`.
+An optimizer that is partly on the host is the exception: see `HostAdamW`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil, inf, lcm
-from typing import NamedTuple
+from math import inf, lcm
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Part
 from megatron_grpo.planning.card import ITEMSIZE
 from megatron_grpo.planning.layer_kinds import kind_of_layers, layer_kinds
+from megatron_grpo.planning.optimizers import OwnedMatrix, planned_optimizer
 from megatron_grpo.planning.parameters import (
     OF_MTP,
     Buffer,
@@ -25,7 +25,7 @@ from megatron_grpo.planning.parameters import (
     adapter_buffers,
     rank_buffers,
 )
-from megatron_grpo.policy.matrices import EMBEDDINGS, MAX_EXCHANGED
+from megatron_grpo.policy.matrices import EMBEDDINGS
 from parallel import Coordinates, ParallelDims, pipeline_layers
 from parallel.alignment import round_up
 
@@ -39,10 +39,6 @@ ROUTER_WEIGHT = ".router.weight"
 FLOAT32 = (EXPERT_BIAS, *KEY_NORM)
 """Suffixes of what is float32 in a model of any dtype, and is never trained."""
 FLOAT = ITEMSIZE["float32"]
-REST_BYTES = 2
-"""Bytes of a float32 master weight beside its bfloat16 weight, in the precision-aware optimizer."""
-HOST_COPIES = 3
-"""Master weight and two moments, float32, of what is on the host. It also has its gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +52,17 @@ class StateBytes:
     """Part of the others that belongs to experts, which other ranks replicate than the rest."""
     gradients: int
     optimizer: int
-    """The rank's shard of moments (of a matrix, Muon's one) and of float32 master weights (none if
-    weights are float32), and gradients that the optimizer keeps."""
+    """The rank's shard of moments and of float32 master weights, and gradients that it keeps."""
     reference: int
     """Weights of the reference model if `grpo.beta` > 0, and their float32 copy that
     `grpo.sync_ref_model` needs if `model.dtype` would round them. Of adapters, that copy or else
     another is all, and without `sync_ref_model` there is nothing."""
     update: int
-    """In addition while weights are updated: float32 copies, or Muon's matrices and what it sends
-    and receives of them."""
+    """In addition while weights are updated."""
     host: int
     """Optimizer state in host memory; no part of the sum."""
     exchanged: int
-    """Bytes of matrices that the rank sends, or receives, while Muon updates them."""
+    """Bytes that the rank sends, or receives, for an update beside gradients and weights."""
 
     @property
     def trained(self) -> int:
@@ -124,8 +118,7 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
         [size for bucket in buckets if bucket.is_expert == is_expert for size in bucket.owned]
         for is_expert in (False, True)
     ]
-    is_muon = cfg.optimizer.optimizer == "muon"
-    matrices = [each for bucket in buckets for each in bucket.owned_matrices] if is_muon else []
+    matrices = [each for bucket in buckets for each in bucket.owned_matrices]
     has_reference = cfg.grpo.beta > 0 and not cfg.lora.r  # that of adapters has their base
     reference = weights * _reference_itemsize(cfg) + (of_biases if has_reference else 0)
     if shape.trains_mtp:  # not by the reference
@@ -136,7 +129,7 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
         expert_weights=expert_weights * itemsize,
         gradients=gradients * gradient_itemsize(cfg),
         reference=reference,
-        **_shard_bytes(cfg, owned, matrices),
+        **planned_optimizer(cfg).state_bytes(owned, matrices)._asdict(),
     )
 
 
@@ -168,17 +161,6 @@ def _split_off(
             buffer = replace(buffer, parameters=rest)
         others.append(buffer)
     return size, others
-
-
-class OwnedMatrix(NamedTuple):
-    """A parameter that Muon updates, of which a rank owns a range."""
-
-    owned: int
-    """Elements of the range."""
-    whole: int
-    """Elements of the largest matrix of the weight files of which it has a part."""
-    num_splits: int
-    """Tensor ranks over which it is split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +198,7 @@ class _Bucket:
 
     @property
     def owned_matrices(self) -> list[OwnedMatrix]:
-        """Matrices of this rank's shard that Muon would update."""
+        """Matrices of this rank's shard."""
         return [
             OwnedMatrix(size, each.largest, self.num_splits)
             for each, size in zip(self.parameters, self.owned, strict=True)
@@ -293,62 +275,3 @@ def bucket_elements(dims: ParallelDims) -> int:
 def expert_shards(dims: ParallelDims) -> int:
     """Number of ranks that hold copies of the same experts and share their optimizer state."""
     return dims.stage_size // (dims.expert * dims.expert_tensor)
-
-
-def _shard_bytes(
-    cfg: Config, shards: Sequence[Sequence[int]], matrices: Sequence[OwnedMatrix]
-) -> dict[str, int]:
-    """Fields of `StateBytes` for the `shards`: by optimizer, the elements of each parameter; some
-    are of `matrices`.
-
-    Exact, but for a part on the host: Megatron-Core takes parameters in its order until they are
-    that fraction or more. On either side it is then at most this, and less by one parameter.
-    """
-    keys, owned = cfg.optimizer, sum(map(sum, shards))
-    fraction = keys.optimizer_offload_fraction if keys.optimizer_cpu_offload else 0.0
-    moments = [ITEMSIZE[dtype] for dtype in (keys.exp_avg_dtype, keys.exp_avg_sq_dtype)]
-    per_element, copies = _master_bytes(cfg) + sum(moments), 0
-    if keys.optimizer_cpu_offload:
-        per_element += 0 if keys.grad_reduce_in_fp32 else FLOAT
-    elif keys.use_precision_aware_optimizer:
-        # Its kernel takes two moments of the same dtype (Transformer Engine from 2.14 on).
-        copies = FLOAT if len(set(moments)) > 1 else 0
-    else:
-        copies = 0 if keys.grad_reduce_in_fp32 else FLOAT
-    on_host = sum(ceil(fraction * sum(sizes)) for sizes in shards)
-    in_matrices = sum(each.owned for each in matrices)
-    return {
-        "optimizer": (owned - on_host) * per_element
-        - in_matrices * FLOAT,  # one moment instead of two
-        "update": owned * copies + _round_bytes(matrices),
-        "host": sum(_host_bytes(sizes, fraction) for sizes in shards),
-        # A matrix is computed by a rank that has a part of it: ranks send what others compute.
-        "exchanged": FLOAT * sum(each.owned - each.owned // each.num_splits for each in matrices),
-    }
-
-
-def _round_bytes(matrices: Sequence[OwnedMatrix]) -> int:
-    """Bytes of the parts that a rank sends and receives at a time for Muon, and of a matrix: in
-    float32 as it comes, normalized and as it goes, and twice in bfloat16."""
-    largest = max((each.whole for each in matrices), default=0)
-    most = max(largest, min(MAX_EXCHANGED, sum(each.owned for each in matrices)))
-    return 2 * FLOAT * most + (3 * FLOAT + 2 * ITEMSIZE["bfloat16"]) * largest
-
-
-def _host_bytes(sizes: Sequence[int], fraction: float) -> int:
-    if not fraction or not sum(sizes):
-        return 0
-    most = min(sum(sizes), ceil(fraction * sum(sizes)) + max(sizes))
-    pinned = sum(page_locked(size * FLOAT) for size in sizes)
-    return most * HOST_COPIES * FLOAT + min(pinned, 2 * most * FLOAT)
-
-
-def _master_bytes(cfg: Config) -> int:
-    if cfg.model.dtype == "float32":  # weights are their own master weights
-        return 0
-    return REST_BYTES if cfg.optimizer.use_precision_aware_optimizer else FLOAT
-
-
-def page_locked(num_bytes: int) -> int:
-    """Size that torch takes for a page-locked tensor: the next power of two."""
-    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0

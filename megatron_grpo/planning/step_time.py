@@ -1,38 +1,71 @@
 """Operations and traffic of a step, and the least time that a card and its links need for them."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from math import prod
+from math import inf
 
-from checkpoint_convert import ModelShape, hf_tensors
+from checkpoint_convert import ModelShape
+from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.activations import PARTS, recomputed_layers, recomputed_parts
-from megatron_grpo.planning.attention import rule_flops
-from megatron_grpo.planning.card import GpuSpec
-from megatron_grpo.planning.fp8 import kinds_of_layers, saved_flops
-from megatron_grpo.planning.layer_kinds import layer_kinds, mtp_kind
-from megatron_grpo.planning.state import StateBytes
-from megatron_grpo.planning.traffic import Cover, LinkUse, activation_links, step_links
-from megatron_grpo.planning.workload import Computed, Job, Workload, forwards_alone
-from megatron_grpo.policy.matrices import is_matrix, newton_schulz_flops
-from parallel import pipeline_layers
-
-ATTAINABLE = 0.5
-"""Fraction of the peak, for layers alone; Megatron-LM reaches 0.41 to 0.48 including all waits.
-
-In FP8 the same of each operation's own peak. For Llama-3-70B on 64 H100 (TP4 PP8 VP5, 8,192 tokens,
-scales of tensors) that is 12.2 s for 128 sequences; Megatron-Bridge reports 9.8 to 10.2. Scales of
-blocks take more time, and for them, or for experts, no such figure has been found.
-"""
-ATTAINABLE_BY_EXPERTS = 0.3
-"""Likewise for experts, whose matrices are small. verl reports 0.31: Qwen3-30B-A3B on 32 GPUs."""
+from megatron_grpo.planning.activations import (
+    is_recomputed,
+    most_offloaded,
+    recomputed_layers,
+    row_bytes,
+)
+from megatron_grpo.planning.block import Block, Flops
+from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
+from megatron_grpo.planning.layer_kinds import kinds_of_layers, layer_kinds, mtp_kind
+from megatron_grpo.planning.mlp import copies_to_experts
+from megatron_grpo.planning.optimizers import planned_optimizer
+from megatron_grpo.planning.state import (
+    StateBytes,
+    bucket_elements,
+    expert_shards,
+    gradient_itemsize,
+)
+from megatron_grpo.planning.workload import Computed, Job, Workload, forwards_alone, warm_up
+from parallel import ParallelDims, pipeline_layers
 
 FLEX_SLOWDOWN = 1.5
 """Time of torch's flex attention, which shared prompts and sinks need, over that of cuDNN's, for as
 many pairs of tokens. FlashAttention-3's authors measured 389 TFLOP/s for Triton's kernels and 609
 for cuDNN's, on an H100 at 4,096 tokens and heads of 128 (arXiv 2407.08608)."""
+ATTAINABLE_OF_LINK = 0.8
+"""NCCL's protocol takes about 20%: 370 of an H100's 450 GB/s are left (NVIDIA/nccl-tests#212)."""
+
+ALL = "all parts"
+"""Key of the seconds of whole layers."""
+Cover = tuple[float, float]
+"""Share of a link's bytes, and the seconds of computation behind which they can hide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkUse:
+    """Bytes that the busiest GPU sends for one purpose in an optimizer step."""
+
+    purpose: str
+    num_bytes: int
+    in_node: bool
+    """Whether over NVLink, or PCIe if `to_host`; else over the network card."""
+    seconds: float
+    """Time at the full rate of that link."""
+    hidden_seconds: float = 0.0
+    """Part of the time at `ATTAINABLE_OF_LINK` in which the GPU computes something else."""
+    to_host: bool = False
+    """Whether to the memory of the node, and back."""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that a step waits for it."""
+        return self.seconds / ATTAINABLE_OF_LINK - self.hidden_seconds
+
+    def behind(self, *covers: Cover) -> "LinkUse":
+        """Hide each share of the bytes behind its computation, as far as that lasts."""
+        attainable = self.seconds / ATTAINABLE_OF_LINK
+        hidden = sum(min(share * attainable, seconds) for share, seconds in covers)
+        return replace(self, hidden_seconds=hidden)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +77,12 @@ class StepTime:
     attainable: float
     """Fraction of the peak that the estimate assumes."""
     compute_seconds: float
-    """Time of the busiest pipeline stage, and of an update by Muon, at the peak of the cards: no
-    step is faster."""
+    """Time of the busiest pipeline stage, and of the optimizer's update, at the peak of the cards:
+    no step is faster."""
     paced_seconds: float
     """Time of the stage with the slowdown of attention by shared prompts."""
     update_seconds: float
-    """Time of Muon's update, on the rank with the most to do."""
+    """Time of the optimizer's update, on the rank with the most to do."""
     bubble: float
     """Idle time of the pipeline, as a fraction of its busy time."""
     links: Sequence[LinkUse]
@@ -70,35 +103,32 @@ def step_time(job: Job, states: Sequence[StateBytes], work: Workload) -> StepTim
     """The time of one optimizer step; `states` is what each stage holds."""
     cfg, shape, card = job.cfg, job.shape, job.card
     dims, flops = cfg.dims, stage_flops(cfg, shape, work.computed)
-    attainable = ATTAINABLE if shape.moe is None else ATTAINABLE_BY_EXPERTS
     slowdown = FLEX_SLOWDOWN if work.is_shared or shape.has_sinks else 1.0
     paced = replace(work.computed, pairs=slowdown * work.computed.pairs)
+    attainable = min(block.attainable for kind in layer_kinds(shape) for block in kind.blocks)
     rate = dims.stage_size * card.flops
-
-    def seconds(*parts: str) -> float:
-        return max(_layer_flops(cfg, shape, paced, frozenset(parts), card)) / rate / attainable
-
-    # As if all were recomputed of which a part is.
-    passes = _passes(cfg, "mlp") + forwards_alone(cfg) + bool(recomputed_parts(cfg))
-    cover = Cover(
-        microbatch=seconds(*PARTS) / passes / work.microbatches,
-        attention=seconds("core_attn"),
-        shared_experts=seconds("shared_experts"),
-    )
-    of_update, most = muon_flops(cfg, shape)
+    of_update, most = planned_optimizer(cfg).flops(shape, dims)
+    busy = max(stage_flops(cfg, shape, work.computed, card)) / rate
     return StepTime(
         flops=sum(flops) + of_update,
         attainable=attainable,
-        compute_seconds=max(stage_flops(cfg, shape, work.computed, card)) / rate
-        + most / card.flops,
+        compute_seconds=busy + most / card.flops,
         paced_seconds=max(stage_flops(cfg, shape, paced, card)) / rate,
         update_seconds=most / card.flops,
         bubble=(dims.pipeline - 1) / (work.microbatches * dims.virtual_pipeline),
-        links=[
-            *step_links(job, states, work, cover),
-            *activation_links(job, work, cover),
-        ],
+        links=_links(job, states, work, _layer_seconds(job, paced, attainable)),
     )
+
+
+def _layer_seconds(job: Job, work: Computed, attainable: float) -> Mapping[str, float]:
+    """Seconds of each part of layers in a step, on the stage with most of it; and of all."""
+    cfg, rate = job.cfg, job.cfg.dims.stage_size * job.card.flops * attainable
+    parts = _layer_flops(cfg, job.shape, work, job.card)
+    stages = map(sum, zip(*parts.values(), strict=True))
+    return {part: max(each) / rate for part, each in parts.items()} | {ALL: max(stages) / rate}
+
+
+# Operations
 
 
 def stage_flops(
@@ -109,155 +139,258 @@ def stage_flops(
     The head runs once more in a backward, as if every token were of a response. With a card, those
     in FP8 count as the bfloat16 ones that it does in their time.
     """
-    flops = _layer_flops(cfg, shape, work, PARTS, card)
+    parts = _layer_flops(cfg, shape, work, card)
+    flops = [sum(stages) for stages in zip(*parts.values(), strict=True)]
     head = 2.0 * shape.hidden_size * shape.vocab_size * work.tokens
-    flops[-1] += head * (_passes(cfg, "head") + 1 + forwards_alone(cfg))
+    flops[-1] += head * (_passes(cfg) + 1 + forwards_alone(cfg))
     if shape.trains_mtp:  # with the head, which runs twice and has no gradient of its own
-        layer, recomputed = _part_flops(mtp_kind(shape), work), recomputed_parts(cfg)
+        layer = [each for block in mtp_kind(shape).blocks for each in block.flops(work)]
         joins = 4.0 * shape.hidden_size**2 * work.tokens
-        flops[-1] += 3 * (sum(layer.values()) + joins + head)
-        flops[-1] += sum(each for part, each in layer.items() if part in recomputed)
+        flops[-1] += 3 * (sum(each.forward for each in layer) + joins + head)
+        flops[-1] += sum(each.forward for each in layer if is_recomputed(cfg, each.part))
     return flops
-
-
-def muon_flops(cfg: Config, shape: ModelShape) -> tuple[float, float]:
-    """Operations by which Muon orthogonalizes matrices: of all ranks, and of that with the most.
-
-    Each is computed whole by one rank of its stage (`WholeMatrices`), as if these shared evenly.
-    """
-    if cfg.optimizer.optimizer != "muon":
-        return 0.0, 0.0
-    matrices = [(kind, _flops_of_matrices(_one_layer(kind.shape))) for kind in layer_kinds(shape)]
-    stages = [
-        float(sum(kind.count_in(*chunks) * sum(flops) for kind, flops in matrices))
-        for chunks in pipeline_layers(shape.num_layers, cfg.dims)
-    ]
-    largest = max(max(flops) for _, flops in matrices)
-    if shape.trains_mtp:
-        joins = newton_schulz_flops((shape.hidden_size, 2 * shape.hidden_size))
-        of_mtp = [joins, *_flops_of_matrices(_one_layer(mtp_kind(shape)))]
-        stages[-1] += sum(of_mtp)
-        largest = max(largest, *of_mtp)
-    return sum(stages), max(max(stages) / cfg.dims.stage_size, largest)
-
-
-@cache
-def _flops_of_matrices(layer: ModelShape) -> Sequence[int]:
-    return [
-        newton_schulz_flops(size)
-        for name, size in hf_tensors(layer).items()
-        if ".layers." in name and ".indexer." not in name and is_matrix(name, size)
-    ]
 
 
 def _layer_flops(
-    cfg: Config,
-    shape: ModelShape,
-    work: Computed,
-    of_parts: frozenset[str],
-    card: GpuSpec | None,
-) -> list[float]:
-    """Multiplications and additions of these parts of each pipeline stage's layers, in a step.
+    cfg: Config, shape: ModelShape, work: Computed, card: GpuSpec | None
+) -> Mapping[str, Sequence[float]]:
+    """Operations of the layers of each pipeline stage in a step, by part of a module.
 
-    What is recomputed runs once more. Adapters themselves, some hundredths, are left out. For
-    `card` see `stage_flops`.
+    What is recomputed runs once more. Adapters themselves, some hundredths, are left out.
     """
-    forwards, recomputed = forwards_alone(cfg), recomputed_parts(cfg)
-    flops = [0.0] * cfg.dims.pipeline
-    for config, kind in kinds_of_layers(cfg, shape):
-        saved = saved_flops(config, kind.shape, work.tokens, card) if card else {}
-        parts = {
-            part: each - saved.get(part, 0)
-            for part, each in _part_flops(kind.shape, work).items()
-            if part in of_parts
-        }
-        layer = sum(each * (_passes(cfg, part) + forwards) for part, each in parts.items())
-        again = sum(each for part, each in parts.items() if part in recomputed)
-        for stage, chunks in enumerate(pipeline_layers(shape.num_layers, cfg.dims)):
-            flops[stage] += layer * kind.count_in(*chunks)
-            flops[stage] += again * kind.count_in(*recomputed_layers(cfg, chunks))
-    return flops
+    stages = pipeline_layers(shape.num_layers, cfg.dims)
+    total: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(stages))
+    for precision, kind in kinds_of_layers(cfg, shape):
+        of_linear = precision.relative_time(card) if card else 1.0
+        for each in (each for block in kind.blocks for each in block.flops(work, of_linear)):
+            passes = (each.frozen_passes if cfg.lora.r else each.passes) + forwards_alone(cfg)
+            is_again = is_recomputed(cfg, each.part)
+            for stage, chunks in enumerate(stages):
+                again = kind.count_in(*recomputed_layers(cfg, chunks)) if is_again else 0
+                layers = passes * kind.count_in(*chunks) + again
+                total[each.part][stage] += each.forward * layers
+    return total
 
 
-def _passes(cfg: Config, part: str) -> int:
-    """Forwards that a forward and a backward cost.
-
-    A backward costs two (Kaplan et al., arXiv 2001.08361): for the gradients of inputs, and those
-    of weights, which frozen ones have not. An indexer has no backward.
-    """
-    if part == "indexer":
-        return 1
-    return 2 if cfg.lora.r and part not in ("core_attn", "delta_rule") else 3
+def _passes(cfg: Config) -> int:
+    """Forwards that a forward and a backward of weights cost."""
+    example = Flops("head", 0.0)
+    return example.frozen_passes if cfg.lora.r else example.passes
 
 
 def forward_flops(shape: ModelShape, work: Computed) -> float:
     """Operations of all layers in a forward."""
     return sum(
-        len(kind.layers) * sum(_part_flops(kind.shape, work).values())
+        len(kind.layers) * each.forward
         for kind in layer_kinds(shape)
+        for block in kind.blocks
+        for each in block.flops(work)
     )
-
-
-def _part_flops(shape: ModelShape, work: Computed) -> dict[str, float]:
-    """Operations of each of a layer's `PARTS` in a forward; all layers of `shape` are of one kind.
-
-    Twice the weights per token. Attention multiplies the query with the key, and its weight with
-    the value, of each pair of tokens that attend; linear attention has no pairs. Sparse attention
-    computes all pairs and masks most: it saves nothing here, and its indexer scores all pairs, too.
-    """
-    flops = {part: 2.0 * size * work.tokens for part, size in _part_weights(shape).items()}
-    if shape.linear is not None:
-        return flops | {"delta_rule": rule_flops(shape.linear) * work.tokens}
-    if "attention" not in shape.modules(0):
-        return flops
-    of_pair = 2.0 * shape.num_attention_heads * (shape.head_dim + shape.value_dim)
-    if shape.indexer is not None:
-        flops["indexer"] = 2.0 * shape.indexer.num_heads * shape.indexer.head_dim * work.pairs
-    return flops | {"core_attn": of_pair * _pairs(shape, work)}
-
-
-def _pairs(shape: ModelShape, work: Computed) -> float:
-    """Pairs of tokens that attend, in the mean over the model's layers: a token to a window, or to
-    all before it where that is less for the mean of them."""
-    if shape.window is None:
-        return work.pairs
-    share = len(shape.windowed_layers) / shape.num_layers
-    return (1 - share) * work.pairs + share * min(work.pairs, shape.window * work.tokens)
 
 
 def active_weights(shape: ModelShape) -> float:
     """Weights of all layers that a token is multiplied with; of experts, only those it goes to."""
     return sum(
-        len(kind.layers) * sum(_part_weights(kind.shape).values()) for kind in layer_kinds(shape)
+        len(kind.layers) * each.size
+        for kind in layer_kinds(shape)
+        for block in kind.blocks
+        for each in block.weights()
     )
 
 
-def _part_weights(shape: ModelShape) -> Mapping[str, float]:
-    """`active_weights` of each part of one layer; all layers of `shape` are of one kind."""
-    return _weights_of_layer(_one_layer(shape))
+# Traffic
 
 
-def _one_layer(shape: ModelShape) -> ModelShape:
-    return replace(shape, num_layers=1)
+def _links(
+    job: Job, states: Sequence[StateBytes], work: Workload, seconds: Mapping[str, float]
+) -> list[LinkUse]:
+    """Traffic of each axis, on the stage that sends most; `seconds` are those of layers' parts.
+
+    Traffic stays within a node if the axis, together with the axes inside it, fits in one.
+    """
+    cfg, card, dims = job.cfg, job.card, job.cfg.dims
+    forward = _forward_seconds(cfg, work, seconds)
+    rows = _row_bytes(job, work) * _pipeline_sends(dims, 1 + forwards_alone(cfg))
+    splits = max(dims.tensor, dims.expert_tensor)
+    # Parts of matrices go to who computes them, and back.
+    parts = 2 * max(state.exchanged for state in states)
+    uses = [
+        *_exchanges(job, work, seconds),
+        _link("pipeline", rows, dims.world_size, card).behind(
+            (_steady_share(dims, work.microbatches), inf)
+        ),
+        _link("data", _data_bytes(cfg, states), dims.stage_size, card).behind(
+            *_data_covers(cfg, states, forward)
+        ),
+        _link(cfg.optimizer.optimizer, parts, splits, card),
+        _activation_link(job, work, forward),
+    ]
+    return [use for use in uses if use.num_bytes]
 
 
-@cache
-def _weights_of_layer(shape: ModelShape) -> Mapping[str, float]:
-    share = shape.moe.experts_per_token / shape.moe.num_experts if shape.moe else 1.0
-    weights: dict[str, float] = defaultdict(float)
-    for name, size in hf_tensors(shape).items():
-        if ".layers." in name:
-            weights[_part(name, shape)] += prod(size) * (share if ".experts." in name else 1.0)
-    return weights
+def _exchanges(job: Job, work: Workload, seconds: Mapping[str, float]) -> Iterator[LinkUse]:
+    """Activations of all microbatches that tensor, context and expert ranks exchange."""
+    cfg, shape, card, dims = job.cfg, job.shape, job.card, job.cfg.dims
+    itemsize, tokens = ITEMSIZE[cfg.model.dtype], _rank_tokens(job, work)
+    is_ring = cfg.model.megatron.get("cp_comm_type", "p2p") == "p2p"
+    exchanged = _exchanged(cfg, shape, work.received / work.filled, is_ring=is_ring)
+    for purpose, elements in exchanged.items():
+        num_bytes = itemsize * tokens * elements
+        match purpose:
+            case "tensor":
+                yield _link(purpose, _ring_share(dims.tensor) * num_bytes, dims.tensor, card)
+            case "expert":  # tokens go there and back
+                assert shape.moe is not None
+                span, copies = copies_to_experts(cfg, shape.moe, card)
+                use = _link(purpose, copies * _row_bytes(job, work) * 2 * elements, span, card)
+                overlaps = cfg.model.megatron.get("moe_shared_expert_overlap")
+                yield use.behind((1.0, seconds["shared_experts"] if overlaps else 0.0))
+            case _:
+                use = _link(purpose, num_bytes / dims.tensor, dims.tensor * dims.context, card)
+                if purpose == "context" and is_ring and not work.is_shared:
+                    # A rank attends to one part of the keys while it receives the next. With shared
+                    # prompts it gathers all of them first.
+                    use = use.behind((1.0, _ring_share(dims.context) * seconds["core_attn"]))
+                yield use
 
 
-def _part(name: str, shape: ModelShape) -> str:
-    """Classify a Hugging Face tensor as one of a layer's `PARTS`."""
-    modules = shape.modules(0)
-    if "_attn." in name or {*modules} <= {"attention", "linear"}:
-        return "attention"
-    if ".shared_expert" in name:
-        return "shared_experts"
-    if "norm." in name:
-        return "layernorm"
-    return "mlp" if shape.moe is None else "moe"
+def _activation_link(job: Job, work: Workload, forward: float) -> LinkUse:
+    """Activations that leave in forwards and come back in backwards, on the stage with most."""
+    num_bytes = 2 * most_offloaded(job.cfg, job.shape) * _rank_tokens(job, work)
+    use = LinkUse(
+        purpose="activations",
+        num_bytes=round(num_bytes),
+        in_node=True,
+        seconds=num_bytes / job.card.host_rate,
+        to_host=True,
+    )
+    forwards = work.microbatches * forward
+    return use.behind((0.5, forwards), (0.5, 2 * forwards))
+
+
+def _rank_tokens(job: Job, work: Workload) -> float:
+    """Tokens of a context rank in a step."""
+    return work.filled / job.cfg.dims.data / job.cfg.dims.context
+
+
+def _row_bytes(job: Job, work: Workload) -> float:
+    """Bytes of hidden states of a rank in a step."""
+    return row_bytes(job.cfg, job.shape) * _rank_tokens(job, work)
+
+
+def _forward_seconds(cfg: Config, work: Workload, seconds: Mapping[str, float]) -> float:
+    """Seconds of the forward of a microbatch; a backward takes twice as long.
+
+    As if all were recomputed of which a part is.
+    """
+    recomputes = cfg.model.megatron.get("recompute_granularity") is not None
+    passes = _passes(cfg) + forwards_alone(cfg) + recomputes
+    return seconds[ALL] / passes / work.microbatches
+
+
+def _exchanged(cfg: Config, shape: ModelShape, others: float, *, is_ring: bool) -> dict[str, float]:
+    """Exchanges of a token in forwards and a backward, on the stage with the most of each.
+
+    Elements of a token, but for `expert`: how often it goes to its experts and back. `others`,
+    `is_ring`: see `Block.context_elements`.
+    """
+
+    def sent(block: Block, purpose: str, forwards: float) -> float:
+        match purpose:
+            case "tensor":
+                return block.tensor_elements(forwards)
+            case "expert":
+                return forwards + 1
+        return block.context_elements(forwards, others, is_ring=is_ring)
+
+    forwards = 1 + forwards_alone(cfg)
+    most: dict[str, float] = defaultdict(float)
+    for chunks in pipeline_layers(shape.num_layers, cfg.dims):
+        sums: dict[str, float] = defaultdict(float)
+        recomputed = recomputed_layers(cfg, chunks)
+        for kind in layer_kinds(shape):
+            for block in kind.blocks:
+                for purpose, part in block.repeats.items():
+                    again = kind.count_in(*recomputed) if is_recomputed(cfg, part) else 0
+                    once = sent(block, purpose, forwards)
+                    more = sent(block, purpose, forwards + 1) - once
+                    sums[purpose] += kind.count_in(*chunks) * once + again * more
+        for purpose, elements in sums.items():
+            most[purpose] = max(most[purpose], elements)
+    return most
+
+
+def _pipeline_sends(dims: ParallelDims, forwards: float) -> float:
+    """How often the busiest stage sends each token: outputs to the next stage, gradients back.
+
+    A middle stage does both for all its chunks. The first chunk sends no gradient, and the last no
+    output.
+    """
+    chunks = dims.virtual_pipeline
+    return max(
+        forwards * (chunks - (stage == dims.pipeline - 1)) + chunks - (stage == 0)
+        for stage in range(dims.pipeline)
+    )
+
+
+def _steady_share(dims: ParallelDims, microbatches: int) -> float:
+    """Part of a pipeline's sends that virtual stages hide behind other chunks' computation.
+
+    Megatron-Core's interleaved schedule overlaps them between its warm-up and its cool-down. Of the
+    first stage, which warms up longest; without virtual stages none.
+    """
+    if (chunks := dims.virtual_pipeline) == 1:
+        return 0.0
+    return max(0.0, 1 - warm_up(0, dims.pipeline, chunks) / (microbatches * chunks))
+
+
+def _data_bytes(cfg: Config, states: Sequence[StateBytes]) -> float:
+    """Bytes of gradients that a rank sums with its copies, and of weights that it gathers."""
+    itemsize, shards = ITEMSIZE[cfg.model.dtype], cfg.dims.data * cfg.dims.context
+    copied = max(
+        _ring_share(shards) * (state.trained - state.expert_weights)
+        + _ring_share(expert_shards(cfg.dims)) * state.expert_weights
+        for state in states
+    )
+    return copied / itemsize * (gradient_itemsize(cfg) + itemsize)
+
+
+def _data_covers(cfg: Config, states: Sequence[StateBytes], forward: float) -> list[Cover]:
+    """Sums of gradients and gathered weights that travel while layers compute.
+
+    Of the first stage, as later ones wait for it anyway. Its last bucket of gradients is there only
+    at the end of the last backward, and its first weights are needed at once. A step before a push
+    gathers all its weights at once, and with a trained vision tower every pass does.
+    """
+    itemsize, of_gradient = ITEMSIZE[cfg.model.dtype], gradient_itemsize(cfg)
+    bucket, experts = bucket_elements(cfg.dims) * itemsize, states[0].expert_weights
+    others = states[0].trained - experts  # with buckets of their own
+    in_buckets = 1 - (min(bucket, others) + min(bucket, experts)) / states[0].trained
+    gradients = of_gradient / (of_gradient + itemsize)
+    covers: list[Cover] = []
+    if cfg.parallel.overlap_grad_reduce:
+        covers.append((in_buckets * gradients, 2 * forward))
+    if cfg.parallel.overlap_param_gather and cfg.model.freeze_vision:
+        updates = BatchSchedule.of(cfg.grpo).updates_per_generation
+        not_pushed = 1 - 1 / updates if cfg.num_engines else 1.0
+        covers.append((not_pushed * in_buckets * (1 - gradients), not_pushed * forward))
+    return covers
+
+
+def push_link(num_bytes: float, card: GpuSpec, *, in_node: bool, purpose: str = "push") -> LinkUse:
+    """Traffic over NVLink or the network; by default the weights of one engine worker, which it
+    receives once per generation."""
+    rate = card.node_rate if in_node else card.network_rate
+    return LinkUse(
+        purpose=purpose, num_bytes=round(num_bytes), in_node=in_node, seconds=num_bytes / rate
+    )
+
+
+def _ring_share(size: int) -> float:
+    """Fraction of the data that each of `size` ranks sends or receives in a ring."""
+    return (size - 1) / size
+
+
+def _link(purpose: str, num_bytes: float, span: int, card: GpuSpec) -> LinkUse:
+    """Traffic between ranks of an axis that spans so many neighbouring GPUs."""
+    return push_link(num_bytes, card, in_node=span <= card.per_node, purpose=purpose)

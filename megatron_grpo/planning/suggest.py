@@ -18,7 +18,6 @@ from megatron_grpo.launch.placement import check_shared
 from megatron_grpo.planning.advice import legal
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
-from megatron_grpo.planning.fp8 import check_fp8_card
 from megatron_grpo.planning.host import host_use
 from megatron_grpo.planning.job_plan import min_gpus, not_counted, shares_gpus
 from megatron_grpo.planning.memory import (
@@ -27,11 +26,11 @@ from megatron_grpo.planning.memory import (
     memory_limit,
     stages_memory,
 )
+from megatron_grpo.planning.precision import check_fp8_card
 from megatron_grpo.planning.rollout_time import mode_of, training_loop
 from megatron_grpo.planning.simulation import Forecast, simulate
 from megatron_grpo.planning.state import StateBytes, stage_states
-from megatron_grpo.planning.step_time import StepTime, step_time
-from megatron_grpo.planning.traffic import push_link
+from megatron_grpo.planning.step_time import StepTime, push_link, step_time
 from megatron_grpo.planning.workload import Job, workload
 from megatron_grpo.policy.lora_targets import check_lora
 from parallel import divisors

@@ -6,12 +6,10 @@ forward waits until its weights are whole.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.identity_op import IdentityOp
@@ -27,8 +25,7 @@ from megatron_grpo.config.vision import mrope_axes, num_deepstack_layers
 from megatron_grpo.policy.activation_offload import offload_activations
 from megatron_grpo.policy.attention import attention_windows
 from megatron_grpo.policy.linear_attention import LinearAttention
-from megatron_grpo.policy.mla import yarn_frequencies, yarn_scaling
-from megatron_grpo.policy.packed_params import PackedRotary, rotate_own_tokens
+from megatron_grpo.policy.rope import packed_rotary, rotate_own_tokens
 from megatron_grpo.policy.transformer import (
     accumulate_in_products,
     block_spec,
@@ -72,17 +69,15 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
     ]
     if config.fine_grained_activation_offloading:
         offload_activations(next(chunks[0].parameters()).device)
-    packed_rotary = None
-    if shape.rotary_dim:
-        packed_rotary = PackedRotary(_rotary(shape), _window_rotary(shape), axes)
+    rotary = packed_rotary(shape, axes)
     for chunk in chunks:
         prepare_layers(chunk, cfg, shape, groups)
         chunk.attention_windows = attention_windows(chunk)
         add_deepstack(chunk, num_deepstack_layers(cfg), groups)
         if chunk.post_process:
             chunk.output_layer.forward = _pass_hidden_states
-        if packed_rotary:
-            chunk.rotary_pos_emb = packed_rotary
+        if rotary:
+            chunk.rotary_pos_emb = rotary
         if shape.scales_embeddings and chunk.pre_process:
             _scale_embeddings(chunk)
     if shape.vision and chunks[0].pre_process:
@@ -225,34 +220,3 @@ def _mark_experts(chunk: Any) -> None:
         if ".experts." in name:
             parameter.allreduce, parameter.sequence_parallel = False, False
             parameter.tensor_model_parallel = True
-
-
-def _rotary(shape: ModelShape) -> RotaryEmbedding:
-    """RoPE's angles, for the part of each head that it rotates."""
-    rotary = RotaryEmbedding(
-        shape.rotary_dim,
-        rotary_percent=1.0,
-        rotary_base=shape.rope_theta,
-        **_rope_scaling(shape),
-    )
-    if yarn := yarn_scaling(shape):
-        rotary.inv_freq = yarn_frequencies(rotary.inv_freq, shape.rope_theta, yarn)
-    return rotary
-
-
-def _window_rotary(shape: ModelShape) -> RotaryEmbedding | None:
-    """RoPE of layers with a window, if it is another."""
-    if shape.window_rope_theta is None:
-        return None
-    return _rotary(replace(shape, rope_theta=shape.window_rope_theta, rope_scaling=None))
-
-
-def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
-    """RotaryEmbedding's arguments for the kinds of RoPE scaling that it computes itself."""
-    if shape.rope_scaling is None or yarn_scaling(shape):
-        return {}
-    factor = shape.rope_scaling["factor"]
-    if shape.rope_scaling["rope_type"] == "linear":
-        return {"seq_len_interpolation_factor": factor}
-    assert shape.rope_scaling["rope_type"] == "llama3", "read_shape refuses other kinds"
-    return {"rope_scaling": True, "rope_scaling_factor": factor}

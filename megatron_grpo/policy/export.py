@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint_convert.folder import read_json
-from checkpoint_convert.formats.hf_folder import ADAPTER_FILE
 from checkpoint_convert.formats.safetensors_file import NAMES, create_file
 from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.hf_export import (
@@ -22,10 +21,11 @@ from checkpoint_convert.hf_export import (
     write_mtp_layers,
     write_weights,
 )
+from checkpoint_convert.hf_folder import ADAPTER_FILE
 from checkpoint_convert.megatron import file_layout, hf_dtypes
 from checkpoint_convert.megatron_to_hf import stored_tensors
 from checkpoint_convert.peft import ADAPTER_WEIGHTS, tensor_in_whole
-from checkpoint_convert.quantized_model import quantized_model
+from checkpoint_convert.quantized.model import quantized_model
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.text_tower import name_in_whole
 from megatron_grpo.config.config import Config

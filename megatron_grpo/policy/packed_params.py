@@ -1,19 +1,16 @@
 """The PackedSeqParams that Megatron-Core's layers get for a packed microbatch."""
 
-from collections.abc import Collection, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.attention import Attention
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from parallel.alignment import round_up
-from parallel.attention import PackedAttention, block_mask
+from parallel.attention import block_mask
 from parallel.delta_rule import Stage, stages
 from parallel.groups import Groups
 from parallel.images import PackedImages
@@ -140,48 +137,6 @@ def packed_params(
     return params
 
 
-class PackedRotary(torch.nn.Module):
-    """Replaces a GPTModel's rotary embedding: rows of one table, shared by all model chunks.
-
-    Megatron's own caches a table for each of the last 32 lengths, but lengths rarely repeat.
-    `windowed` is the RoPE of layers with a window, if it is another: then there are two tables, for
-    `WindowedAttention`. `axes` say for each frequency whether it rotates by a token's position in
-    time, height or width: M-RoPE of prompts with images.
-    """
-
-    def __init__(self, rotary: Any, windowed: Any = None, axes: Sequence[int] = ()) -> None:
-        super().__init__()
-        self.rotary, self.windowed = rotary, windowed
-        # Each frequency is there twice, for both halves of a head.
-        self._axes = torch.tensor([*axes, *axes], device=rotary.inv_freq.device)
-        self._table: Tensor | None = None  # as long as the longest sequence so far
-
-    def get_rotary_seq_len(
-        self, context: Any, decoder: Any, hidden: Any, config: Any, params: PackedParams
-    ) -> PackedParams:
-        """Return the argument for `forward`: the whole params instead of a length."""
-        return params
-
-    def forward(self, params: PackedParams, **_: Any) -> Tensor:
-        """The rows of a microbatch: [T or longest sequence, 1, 1, rotary_dim], of two tables
-        [2, ...].
-        """
-        length = params.rope_length
-        if self._table is None or self._table.shape[-4] < length:
-            self._table = self.rotary.get_emb(length)
-            if self.windowed is not None:
-                self._table = torch.stack([self._table, self.windowed.get_emb(length)])
-        if params.rope_positions is None:
-            # Not all rows: given T rows, Megatron would read one per token, ignoring positions.
-            return self._table[..., :length, :, :, :]
-        rows = self._table[..., params.rope_positions, :, :, :]
-        if params.rope_positions.dim() == 1:
-            return rows
-        by_time, by_height, by_width = rows
-        of_image = torch.where(self._axes == 1, by_height, by_width)
-        return torch.where(self._axes == 0, by_time, of_image)
-
-
 def params_on_rank(
     batch: PackedBatch, groups: Groups, windows: Collection[int | None] = (None,)
 ) -> PackedParams:
@@ -200,29 +155,3 @@ def params_on_rank(
 
 def _first_and_last(cu_seqlens: Tensor) -> Tensor:
     return cu_seqlens[:: len(cu_seqlens) - 1].contiguous()
-
-
-def rotate_own_tokens(chunk: Any, groups: Groups) -> None:
-    """Let a chunk's layers split each microbatch over another number of context ranks.
-
-    Transformer Engine's attention takes the ranks of a microbatch from its params. RoPE does not:
-    its ranks are those of the module, also when a layer is recomputed during the backward of
-    another microbatch. So RoPE is told that every rank is alone, with one sequence of its own
-    tokens and the angles of each (cf. `PackedRotary`), and attention is told the boundaries apart.
-    """
-    for module in chunk.modules():
-        if isinstance(module, Attention):
-            alone = copy(module.pg_collection)
-            alone.cp = groups.contexts[1]
-            module.pg_collection = alone
-            if not isinstance(module.core_attention, PackedAttention):  # which needs no padded ones
-                module.core_attention.register_forward_pre_hook(_tell_boundaries, with_kwargs=True)
-
-
-def _tell_boundaries(
-    _attention: Any, positional: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    params = named["packed_seq_params"]
-    padded = params.attention_cu_seqlens
-    own = replace(params, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded)
-    return positional, named | {"packed_seq_params": own}

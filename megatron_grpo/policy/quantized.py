@@ -10,8 +10,8 @@ from torch import Tensor
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.formats.safetensors_file import NAMES
-from checkpoint_convert.quantized_model import QuantizedModel, quantized_layout, quantized_model
-from checkpoint_convert.quantized_shard import Maxima, QuantizedShard
+from checkpoint_convert.quantized.model import QuantizedModel, quantized_layout, quantized_model
+from checkpoint_convert.quantized.shard import Maxima, QuantizedShard
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.lora import Merged
 from megatron_grpo.policy.model import Policy, build_policy

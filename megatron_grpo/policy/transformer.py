@@ -33,13 +33,14 @@ from megatron_grpo.policy.linear_attention import (
     use_gates,
     use_linear_attention,
 )
-from megatron_grpo.policy.mla import LatentAttention, WholeLinear, softmax_scale, yarn_scaling
+from megatron_grpo.policy.mla import LatentAttention, WholeLinear
 from megatron_grpo.policy.norms import RMSNorm, use_norms
 from megatron_grpo.policy.overrides import (
     check_activation_offload,
     check_context_exchange,
     check_overrides,
 )
+from megatron_grpo.policy.rope import softmax_scale, yarn_scaling
 from megatron_grpo.policy.sparse_attention import SparseAttention
 from megatron_grpo.policy.transformer_engine import (
     best_implementation,

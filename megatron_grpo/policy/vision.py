@@ -27,9 +27,9 @@ from torch import Tensor
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.families.vision import VISION
-from checkpoint_convert.formats.hf_folder import other_towers
 from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.formats.torch_dtypes import DTYPES
+from checkpoint_convert.hf_folder import other_towers
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.vision import has_tower
 from parallel import Box

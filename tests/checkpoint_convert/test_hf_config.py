@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama import LlamaConfig
 
 from checkpoint_convert import LatentShape, ModelShape, MoeShape, read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.shape import IndexerShape, LinearShape
-from helpers.models import CONFIGS, HYBRIDS, INDEXED, LATENTS, NEVER_TIED, OWN_FIELDS
+from helpers.models import CONFIGS, HYBRIDS, INDEXED, LATENTS, NEVER_TIED, OWN_FIELDS, no_dropout
 from helpers.published_models import PUBLISHED_MODELS, write_config
 
 LLAMA3_ROPE = {
@@ -95,7 +96,8 @@ def tiny_config(family):
         tiny |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
     if family == "minimax_m2":
         tiny["rotary_dim"] = 12
-    return CONFIGS[family](**deepcopy(tiny | OWN_FIELDS.get(family, {})))  # which it writes into
+    own = no_dropout(family) | OWN_FIELDS.get(family, {})
+    return CONFIGS[family](**deepcopy(tiny | own))  # which it writes into
 
 
 NO_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.0}
@@ -150,7 +152,7 @@ def shape_by_transformers(config):
         family=family,
         num_layers=config.num_hidden_layers,
         head_dim=head_dim,
-        attention_bias=family in ("qwen2", "seed_oss") or getattr(config, "attention_bias", False),
+        attention_bias=family == "qwen2" or getattr(config, "attention_bias", False),
         qk_norm=family in QK_NORMS or getattr(config, "use_qk_norm", False),
         rope_theta=theta,
         rope_scaling=None
@@ -255,8 +257,7 @@ def yarn_by_transformers(config):
 def windows_by_transformers(config):
     """The window, and the layers that have it: by their kinds, or all of them."""
     window = getattr(config, "sliding_window", None)
-    without = ("llama", "glm4_moe", "deepseek_v3", "nemotron_h", "seed_oss", "olmo2", *INDEXED)
-    if config.model_type in without or not window:
+    if not window or "sliding_window" not in modeling_source(config):
         return None, ()
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     layers = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
@@ -282,13 +283,13 @@ MUST_SAY = {
     "minimax_m2": ROUTER_OF_MINIMAX | {"rotary_dim": 64},
     "ministral3": OWN_FIELDS["ministral3"],
     "nemotron_h": {"layers_block_type": [*BLOCKS]},
-    "seed_oss": OWN_FIELDS["seed_oss"],
 }
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_absent_keys_have_the_defaults_of_transformers(tmp_path, family):
-    minimal = {"model_type": family, "num_attention_heads": 32} | MUST_SAY.get(family, {})
+    minimal = {"model_type": family, "num_attention_heads": 32} | no_dropout(family)
+    minimal |= MUST_SAY.get(family, {})
     shape = shape_of(tmp_path, minimal)
     assert shape == shape_by_transformers(CONFIGS[family].from_pretrained(tmp_path))
 
@@ -407,20 +408,12 @@ SHARED_MODULES = (
     "modeling_rope_utils",
     "modeling_utils",
 )
-# Where vLLM's model of a family is, if not in a file of the same name only.
+# Where parts of vLLM's model of a family are, beside the file that its registry names.
 VLLM_FILES = {
-    "deepseek_v3": ("deepseek_v2",),
-    "deepseek_v32": ("deepseek_v2",),
-    "glm_moe_dsa": ("deepseek_v2",),
-    "glm4_moe_lite": ("glm4_moe_lite", "glm4_moe", "deepseek_v2"),
-    "mistral": ("mistral", "llama"),
-    "ministral3": ("mistral", "llama"),
-    "olmo2": (),
-    "olmo3": (),
-    "gemma3_text": ("gemma3",),
-    "phi3": ("phi3", "llama"),
-    **dict.fromkeys(QWEN3_5, ("qwen3_5", "qwen3_next")),
-    "seed_oss": (),
+    **dict.fromkeys(INDEXED, ("deepseek_v2",)),
+    "glm4_moe_lite": ("glm4_moe", "deepseek_v2"),
+    **dict.fromkeys(("mistral", "ministral3", "phi3"), ("llama",)),
+    **dict.fromkeys(QWEN3_5, ("qwen3_next",)),
 }
 
 
@@ -429,15 +422,25 @@ def asked_for(source):
     return set(re.findall(r'attr\(\s*(?:\w+\.)*\w*config,\s*"([a-z]\w*)"', source))
 
 
+def modeling_source(config):
+    """The code with which transformers computes a model of this config."""
+    name = type(config).__module__.replace("configuration", "modeling")
+    return inspect.getsource(import_module(name))
+
+
 def names_that_are_read(config):
     """Keys with which a config is saved, and those that transformers and vLLM read from it."""
-    model = import_module(type(config).__module__.replace("configuration", "modeling"))
-    read = re.findall(r'config(?:, "|\.)([a-z]\w+)', inspect.getsource(model))
+    read = re.findall(r'config(?:, "|\.)([a-z]\w+)', modeling_source(config))
     sources = [Path(transformers.__file__).with_name(f"{name}.py") for name in SHARED_MODULES]
     # Find vLLM's files without importing it, which works on any device.
     models = Path(find_spec("vllm").origin).with_name("model_executor") / "models"
-    files = VLLM_FILES.get(config.model_type, (config.model_type,))
-    sources += [models / f"{name}.py" for name in files]
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    entry = rf'"{architecture}": \(\s*"(\w+)"'
+    named = set(re.findall(entry, (models / "registry.py").read_text()))
+    files = {*named, *VLLM_FILES.get(config.model_type, ())}
+    assert files, f"vLLM's registry has no {architecture}: name its files in VLLM_FILES"
+    # That of others it runs on transformers' own code.
+    sources += [models / f"{name}.py" for name in files - {"transformers"}]
     asked = set().union(*(asked_for(path.read_text()) for path in sources))
     names = {field.name for field in fields(config)} | set(config.to_dict()) | set(read) | asked
     return names - set(config.attribute_map)  # these are aliases
@@ -571,6 +574,13 @@ def test_every_way_to_write_windows_is_read_as_transformers_reads_it(tmp_path, c
     assert shape == shape_by_transformers(family)
 
 
+@pytest.mark.parametrize("family", [name for name in CONFIGS if no_dropout(name)])
+def test_dropout_that_a_family_trains_with_must_be_set_to_0(tmp_path, family):
+    refused = "; ".join(rf"{key} is \S+, only 0\.0 is supported" for key in no_dropout(family))
+    with pytest.raises(ValueError, match=refused):
+        shape_of(tmp_path, {"model_type": family})
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "ministral3"])
 def test_null_for_rope_is_the_scaling_that_its_family_has(tmp_path, family):
     sizes = {"model_type": family, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -623,7 +633,6 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         # Null and absent keys where these mean something else, and NaN
         ({"is_causal": None}, "is_causal is None, only True"),
         ({"attention_dropout": float("nan")}, "attention_dropout is nan"),
-        ({"model_type": "seed_oss"}, "attention_dropout is 0.1, only 0.0 is supported; residual_d"),
         ({"model_type": "deepseek_v3"}, "scoring_func is None, only 'sigmoid' is supported; topk_"),
         (DEEPSEEK_V3 | {"topk_method": None}, "topk_method is None, only 'noaux_tc'"),
         (DEEPSEEK_V3 | {"rope_interleave": None}, "rope_interleave is None, only True"),

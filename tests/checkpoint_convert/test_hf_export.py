@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import check_weights, hf_tensors, megatron_layout, read_shape
-from checkpoint_convert.formats import hf_folder
+from checkpoint_convert.formats import weight_files
 from checkpoint_convert.formats.safetensors_file import TensorPlace, read_header
 from checkpoint_convert.hf_export import (
     create_export,
@@ -131,7 +131,7 @@ def test_a_rank_opens_no_file_without_a_tensor_of_its_own(llama, tmp_path, monke
         opened.append(path.name)
         return read_header(path)
 
-    monkeypatch.setattr(hf_folder, "read_header", counted)
+    monkeypatch.setattr(weight_files, "read_header", counted)
     layout, parameters = load_rank(tmp_path, shape, dims, rank)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     own = sorted({index[piece.tensor] for piece in layout.pieces})

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.families.multimodal import MULTIMODAL
 from checkpoint_convert.families.vision import vision_tensors
-from checkpoint_convert.text_tower import MULTIMODAL
 from checkpoint_convert.vllm import (
     EngineDims,
     check_engine,
@@ -77,7 +77,7 @@ def test_vllm_loads_into_every_worker_what_its_layout_says(tmp_path):
     for number, family in enumerate(sorted(FAMILIES_HERE - {"kimi_k2"})):  # as deepseek_v3
         kv_heads = (1, 2, 4)[number % 3]
         tied = number % 2 == 0 and family not in UNTIED
-        knows_copies = not (FAMILIES[family].norms_all_heads or FAMILIES[family].has_sinks)
+        knows_copies = not (FAMILIES[family].norms.over_all_heads or FAMILIES[family].has_sinks)
         if not knows_copies:  # of heads: transformers' code for norms of all, vLLM's for sinks
             kv_heads = max(kv_heads, 2)
         folder = servable_model(tmp_path / family, family, num_key_value_heads=kv_heads, tied=tied)

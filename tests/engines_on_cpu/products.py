@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from checkpoint_convert.quantizer import block_maxima, dequantized, quantized
+from checkpoint_convert.quantized.numbers import block_maxima, dequantized, quantized
 
 
 def product(

@@ -18,7 +18,7 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from torch import Tensor
 
-from checkpoint_convert.quantizer import dequantized
+from checkpoint_convert.quantized.numbers import dequantized
 from engines_on_cpu.products import product_of_blocks
 from parallel import Shape
 

@@ -18,6 +18,7 @@ from helpers.policies import (
 )
 from helpers.ranks import run_ranks
 from megatron_grpo.planning.activations import layer_bytes
+from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.policy.forward import compute_logprobs
 from parallel import ParallelDims
 
@@ -113,7 +114,8 @@ def test_what_leaves_is_free_as_the_plan_says(tmp_path):
     [plain] = run_ranks(1, peak_bytes, folder, [], cuda=True, timeout=390)
     [moved] = run_ranks(1, peak_bytes, folder, overrides, cuda=True, timeout=390)
     cfg = tiny_config(folder, ParallelDims(), "model.dtype=bfloat16", *overrides)
-    of_layer = TOKENS * layer_bytes(cfg, read_shape(folder)).offloaded
+    [kind] = layer_kinds(read_shape(folder))
+    of_layer = TOKENS * layer_bytes(cfg, kind).offloaded
     print(f"peak {plain / 1e9:.2f} GB, with offload {moved / 1e9:.2f}, layer {of_layer / 1e9:.3f}")
     # Two layers' are there, one that is leaving and one that has left last.
     assert plain - moved > 0.8 * (WIDE["num_hidden_layers"] - 2) * of_layer

@@ -18,8 +18,7 @@ from helpers.policies import (
 )
 from helpers.ranks import run_ranks
 from megatron_grpo.planning.card import CARDS
-from megatron_grpo.planning.fp8 import fp8_weight_bytes
-from megatron_grpo.planning.memory import stages_memory
+from megatron_grpo.planning.memory import rounded_weights, stages_memory
 from megatron_grpo.planning.state import stage_states
 from megatron_grpo.planning.workload import Job
 from megatron_grpo.policy.forward import compute_logprobs
@@ -203,7 +202,7 @@ def test_a_pass_takes_what_the_plan_says_and_leaves_no_weights_in_fp8(recipe, tm
     cfg, shape = tiny_config(folder, ParallelDims(), *BEFORE, *given), read_shape(folder)
     job = Job(cfg, shape, CARDS["h100"], LONG)
     [stage] = stages_memory(job, list(stage_states(cfg, shape)), len(LONG), None)
-    weights = fp8_weight_bytes(cfg, shape, 0, backward=True)
+    weights = rounded_weights(cfg, shape, 0, backward=True)
     planned = stage.phases["train"]
     print(
         f"{recipe}: {peak / 1e6:.0f} MB, {planned / 1e6:.0f} planned, {weights / 1e6:.0f} weights"

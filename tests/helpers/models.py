@@ -16,30 +16,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers.models.deepseek_v3 import DeepseekV3Config
-from transformers.models.deepseek_v32 import DeepseekV32Config
-from transformers.models.gemma3 import Gemma3TextConfig
-from transformers.models.glm4_moe import Glm4MoeConfig
-from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig
-from transformers.models.glm_moe_dsa import GlmMoeDsaConfig
-from transformers.models.gpt_oss import GptOssConfig
-from transformers.models.llama import LlamaConfig
-from transformers.models.minimax_m2 import MiniMaxM2Config
-from transformers.models.ministral3 import Ministral3Config
-from transformers.models.mistral import MistralConfig
-from transformers.models.mixtral import MixtralConfig
-from transformers.models.nemotron_h import NemotronHConfig
-from transformers.models.olmo2 import Olmo2Config
-from transformers.models.olmo3 import Olmo3Config
-from transformers.models.phi3 import Phi3Config
-from transformers.models.qwen2 import Qwen2Config
-from transformers.models.qwen3 import Qwen3Config
-from transformers.models.qwen3_5 import Qwen3_5TextConfig
-from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
-from transformers.models.qwen3_moe import Qwen3MoeConfig
-from transformers.models.qwen3_next import Qwen3NextConfig
-from transformers.models.seed_oss import SeedOssConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from checkpoint_convert.families import FAMILIES
 from parallel import ParallelDims
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<start>")
@@ -48,31 +27,10 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<start>{{ message['role'] }}\n{{ message['content'] }}<eos>\n"
     "{% endfor %}{% if add_generation_prompt %}<start>assistant\n{% endif %}"
 )
-CONFIGS = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "mixtral": MixtralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "qwen3_5_text": Qwen3_5TextConfig,
-    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
-    "qwen3_moe": Qwen3MoeConfig,
-    "qwen3_next": Qwen3NextConfig,
-    "glm4_moe": Glm4MoeConfig,
-    "glm4_moe_lite": Glm4MoeLiteConfig,
-    "gpt_oss": GptOssConfig,
-    "deepseek_v3": DeepseekV3Config,
-    "deepseek_v32": DeepseekV32Config,
-    "glm_moe_dsa": GlmMoeDsaConfig,
-    "seed_oss": SeedOssConfig,
-    "phi3": Phi3Config,
-    "ministral3": Ministral3Config,
-    "minimax_m2": MiniMaxM2Config,
-    "nemotron_h": NemotronHConfig,
-    "olmo2": Olmo2Config,
-    "olmo3": Olmo3Config,
-    "gemma3_text": Gemma3TextConfig,
+CONFIGS: dict[str, Any] = {
+    name: CONFIG_MAPPING[name] for name in FAMILIES if name in CONFIG_MAPPING
 }
+"""The config class of each family of which transformers has one."""
 WHOLE_EXPERTS = ("gpt_oss",)
 """Families whose experts are not split over tensor ranks."""
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
@@ -243,8 +201,12 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 0,
     },
-    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
 }
+
+
+def no_dropout(family: str) -> dict[str, float]:
+    """The fields by which a config says that the family, which trains with dropout, has none."""
+    return {key: 0.0 for key in FAMILIES[family].defaults if key.endswith("_dropout")}
 
 
 def tiny_model(
@@ -277,7 +239,7 @@ def tiny_model(
     # Qwen2's heads are hidden_size / num_heads wide, and those of latents have named parts.
     if family not in ("qwen2", *LATENTS):
         shape["head_dim"] = 16
-    shape |= OWN_FIELDS.get(family, {}) | overrides
+    shape |= no_dropout(family) | OWN_FIELDS.get(family, {}) | overrides
     if family in LATENTS:  # they have keys and values for every head
         shape["num_key_value_heads"] = shape["num_attention_heads"]
     if family == "minimax_m2":

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from megatron.core import optimizer as megatron_optimizer
@@ -27,6 +27,7 @@ from helpers.policies import (
 )
 from helpers.ranks import run_ranks
 from megatron_grpo.checkpoints.state import optimizer_parts, weight_parts
+from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.policy import optimizer as policy_optimizer
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
@@ -169,7 +170,11 @@ _PRECISE = "optimizer.use_precision_aware_optimizer=true"
 _SHORT_MOMENTS = "optimizer.exp_avg_dtype=bfloat16", "optimizer.exp_avg_sq_dtype=bfloat16"
 _HOST = "optimizer.optimizer_cpu_offload=true"
 _HALF = "optimizer.optimizer_offload_fraction=0.5"
+_NAMES = get_args(OptimizerConfig.model_fields["optimizer"].annotation)
+NAMED = {name: (f"optimizer.optimizer={name}",) for name in _NAMES if name != "adam"}
+"""Optimizers with updates of their own."""
 KINDS: dict[str, tuple[str, ...]] = {
+    **NAMED,
     "float32": (),
     "short gradients": (_SHORT_GRADIENTS,),
     "precise": (_PRECISE,),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from checkpoint_convert import hf_export, read_shape
 from checkpoint_convert.megatron import file_layout
-from checkpoint_convert.quantized_shard import quantized_tensors
+from checkpoint_convert.quantized.shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
 from helpers.policies import start_policy, tiny_config
 from helpers.ranks import run_ranks

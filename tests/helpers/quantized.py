@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint_convert import read_shape
-from checkpoint_convert.quantized_model import quantized_model
-from checkpoint_convert.quantized_shard import quantized_tensors
-from checkpoint_convert.quantizer import dequantized
+from checkpoint_convert.quantized.model import quantized_model
+from checkpoint_convert.quantized.numbers import dequantized
+from checkpoint_convert.quantized.shard import quantized_tensors
 from helpers.conversions import weights_of
 
 E4M3 = torch.float8_e4m3fn

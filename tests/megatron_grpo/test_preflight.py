@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.peft import adapter_tensors, b_name
-from checkpoint_convert.quantized_model import quantized_model
+from checkpoint_convert.quantized.model import quantized_model
 from helpers.environments import write_environments
 from helpers.models import add_mtp_layer, character_tokenizer, servable_model, tiny_model
 from helpers.quantized import FORMATS, quantized_copy
@@ -447,9 +447,6 @@ def test_groups_of_workers_are_refused_with_sglang_for_families_that_were_not_tr
         check_served(rollout, MIXTRAL_8X7B)
     check_served(rollout, QWEN3_30B)
     check_served(rollout.model_copy(update={"data_parallel_size": 1}), MIXTRAL_8X7B)
-    for key, value in (("tensor_parallel_size", 2), ("router_replay", True)):
-        with pytest.raises(ValueError, match=rf"{key} .*not tried with rollout\.data_parallel"):
-            check_served(rollout.model_copy(update={key: value}), QWEN3_30B)
     whole = rollout.model_copy(update={"sglang": {"ep_size": 2}})
     stacked = replace(QWEN3_30B, moe=replace(QWEN3_30B.moe, stacks="alternating"))
     with pytest.raises(ValueError, match="ep_size 2: SGLang cannot load whole experts of a"):

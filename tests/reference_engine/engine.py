@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from checkpoint_convert import read_shape
 from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.megatron import file_layout, file_tensors
-from checkpoint_convert.quantization import CONFIG_KEYS
+from checkpoint_convert.quantized.scheme import CONFIG_KEYS
 from checkpoint_convert.tokenizer import load_tokenizer
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.config.rollout import RolloutConfig

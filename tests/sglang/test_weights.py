@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.families.description import Engines
 from demo.make_sums import sums as all_sums
 from helpers import towers
 from helpers.engine_nodes import TOKEN, two_nodes
@@ -35,7 +38,6 @@ from helpers.quantized import FORMATS, dequantized_copy, quantized_copy, rounded
 from helpers.ranks import run_ranks
 from helpers.runs import finish_run, read_metrics
 from helpers.sglang_sums import all_differ, own_checksums, push
-from megatron_grpo.engine_weights import layouts
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.sglang import args
 from parallel import ParallelDims
@@ -372,7 +374,7 @@ def test_a_quantised_folder_is_loaded_as_its_dequantised_copy(tmp_path, kind):
 
 @pytest.mark.slow
 def test_scales_that_sglang_drops_are_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(layouts, "WITHOUT_SCALES", ())
+    monkeypatch.setitem(FAMILIES, "llama", replace(FAMILIES["llama"], engines=Engines()))
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
     folder = tiny_model(tmp_path / "model", "llama", **sizes)
     options = {"python": SGLANG_PYTHON, "dtype": "bfloat16", "quantization": "fp8"}

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_convert import ModelShape, read_shape
+from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.hf_config import has_other_towers, read_scheme
-from checkpoint_convert.quantization import CONFIG_KEYS, engine_config
+from checkpoint_convert.quantized.scheme import CONFIG_KEYS, engine_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engine_weights.layouts import quantized_engine
@@ -36,8 +37,6 @@ PARSERS = Path("function_call", "function_call_parser.py")
 
 ROOMS = "follow_bootstrap_room"
 """How SGLang deals out requests that come by its router to engines for prompts alone."""
-IN_DTYPE_OF_FILE = ("gpt_oss", "qwen3_next")
-"""Families of which SGLang makes some layers in the dtype that config.json names."""
 
 NEEDED = {
     "sampling_defaults": "openai",
@@ -183,7 +182,8 @@ def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
             f"rollout.sglang.load_format {chosen} does not go with {told[0]}, as engines convert "
             "what they load: leave it out"
         )
-    if family in IN_DTYPE_OF_FILE and stored not in (None, model.dtype):
+    follows = family in FAMILIES and FAMILIES[family].engines.sglang.follows_stored_dtype
+    if follows and stored not in (None, model.dtype):
         raise ValueError(
             f"{path}: dtype is {stored}, in which SGLang makes some layers of a {family} whatever "
             f"model.dtype is: set model.dtype={stored}, or convert the model to {model.dtype} with "
@@ -205,7 +205,7 @@ def _of_config(shape: ModelShape) -> dict[str, Any]:
             found["index_head_dim"] = indexer.head_dim
         return found
     rope = _yarn_factor(shape)
-    if shape.family != "olmo3" and shape.linear is None:
+    if not FAMILIES[shape.family].engines.sglang.has_one_rope and shape.linear is None:
         return {"rope_parameters": rope} if rope else {}
     rope = {"rope_type": "default", **(shape.rope_scaling or {}), **rope}
     found = {

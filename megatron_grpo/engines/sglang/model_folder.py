@@ -13,17 +13,16 @@ from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.hf_config import has_other_towers
-from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE
+from checkpoint_convert.quantized.scheme import CONFIG_KEYS, MODELOPT_FILE
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.engines.arguments import command_flags
 from megatron_grpo.engines.sglang.args import LIMIT, NEEDED, is_plain
 
 WEIGHTS_VARIABLE = "MEGATRON_GRPO_WEIGHTS"
 """The folder with the weights, for the workers, if it is not the one that SGLang is given."""
-CLASS_OF = {"kimi_k2": "deepseek_v3"}
-"""Families without a class in transformers, and those whose class SGLang is to take."""
 LEFT_OUT = ("config.json", MODELOPT_FILE)
 WEIGHTS = (".safetensors", ".bin", ".index.json")
 """Endings of the names of files with weights."""
@@ -50,8 +49,9 @@ def plain_folder(model: Path, own: Path) -> Path:
     text = text_config(file, config)
     plain = {key: value for key, value in text.items() if key not in CONFIG_KEYS}
     if has_other_towers(model):
-        family = CLASS_OF.get(text["model_type"], text["model_type"])
-        plain["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+        family = FAMILIES[text["model_type"]]
+        loaded_as = family.engines.sglang.loaded_as or family.model_type
+        plain["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[loaded_as]]
         plain.setdefault("dtype", config.get("dtype") or config.get("torch_dtype"))
         for key in {"rope_scaling", "rope_parameters"} & plain.keys():  # without image positions
             rope = plain[key] or {}

@@ -24,8 +24,8 @@ from torch.nn import Module
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.megatron import file_layout
-from checkpoint_convert.quantization import CONFIG_KEYS, ignored_modules
-from checkpoint_convert.quantized_shard import quantized_tensors
+from checkpoint_convert.quantized.scheme import CONFIG_KEYS, ignored_modules
+from checkpoint_convert.quantized.shard import quantized_tensors
 from checkpoint_convert.text_tower import text_name
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.patches import Patch, apply

@@ -14,7 +14,7 @@ from typing import Any
 
 from checkpoint_convert import ModelShape, read_shape
 from checkpoint_convert.hf_config import has_other_towers, may_have_linear_attention, read_scheme
-from checkpoint_convert.quantization import CONFIG_KEYS, engine_config
+from checkpoint_convert.quantized.scheme import CONFIG_KEYS, engine_config
 from checkpoint_convert.vllm_lora import adapted_modules, check_adapters_served, max_rank_for
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig

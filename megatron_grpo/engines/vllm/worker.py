@@ -25,8 +25,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from checkpoint_convert.families import FAMILIES
-from checkpoint_convert.quantization import CONFIG_KEYS, ENGINE_SCHEMES, ignored_modules
-from checkpoint_convert.quantized_shard import quantized_tensors
+from checkpoint_convert.quantized.scheme import CONFIG_KEYS, ENGINE_SCHEMES, ignored_modules
+from checkpoint_convert.quantized.shard import quantized_tensors
 from checkpoint_convert.text_tower import text_name
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engine_weights.protocol import (
@@ -141,7 +141,7 @@ class VllmWorker(PushWorker):
         """The weights that pushes bring, by name; with adapters, those that they do not."""
         weights = pushable_parameters(self.model, self._with_vision)
         if self._drafter is not None:
-            is_apart = FAMILIES[self._config.hf_text_config.model_type].has_mtp_apart
+            is_apart = FAMILIES[self._config.hf_text_config.model_type].mtp.is_apart
             weights |= drafter_parameters(self._drafter, self.model, is_apart=is_apart)
         return weights
 

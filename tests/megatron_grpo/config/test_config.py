@@ -15,14 +15,10 @@ from megatron_grpo.config.trackers import WandbConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEMO = CONFIGS / "demo_smollm2_135m.yaml"
-NORMALIZED = "grpo.multi_objective_aggregation=normalize_then_sum"
-PROCESS = "grpo.supervision=process"
 IN_FLIGHT = (
     "rollout.in_flight_updates=true + rollout.max_staleness=2"
     " + grpo.rollout_importance_sampling_mode=token_truncate"
 )
-KEEPS = f"{IN_FLIGHT} + rollout.recompute_kv_cache=false"
-OFFLOADS = "rollout.enable_sleep_mode=true + train.offload"
 
 
 def refusal(*overrides: str, path: Path = DEMO) -> str:
@@ -396,19 +392,12 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
 
 HALF = "model.dtype=bfloat16"
 SHORT_FORMS = {
-    "NORMALIZED": NORMALIZED,
-    "PROCESS": PROCESS,
     "HALF": HALF,
     "PRECISE": f"{HALF} + optimizer.use_precision_aware_optimizer=true",
 }
 REFUSED = [
-    ("train.replay=runs/a + eval.data={}", "starts no engines, which evaluations need: set"),
     ("train.num_epochs=1", "train.num_steps is 15 beside num_epochs: give either"),
     ("train.num_steps=null", "train.num_steps is missing: give either"),
-    (
-        "train={run_dir: a, num_epochs: 1} + data.path=[{path: a, weight: 1}]",
-        "the sets of data.path are passed over at different times",
-    ),
     ("data.path=null", "config key data.path = None: input should be a valid string"),
     ("data.path=[a.jsonl]", "config key data.path.0 = 'a.jsonl': expected a table of keys"),
     ("data.path=[]", "data.path is empty: name a file, a folder or a data set"),
@@ -421,177 +410,57 @@ REFUSED = [
     ),
     ("rollout.top_p=0.9", "top_p 1.0"),
     ("rollout.top_k=50", "top_k -1"),
-    ("parallel.sequence_parallel=true", "tensor_parallel_size is 1"),
-    (
-        "parallel.num_layers_in_first_pipeline_stage=1 + parallel.pipeline_parallel_size=1",
-        "set num_layers_in_first_pipeline_stage=null",
-    ),
-    ("parallel.overlap_param_gather=true", "parallel.overlap_grad_reduce divides the weights"),
-    ("model.megatron.cp_comm_type=a2a + grpo.shared_prompts=true", "leave out one of the two"),
     ("optimizer.lr=1e5", "optimizer.lr 100000: with AdamW"),
     ("optimizer.lr_warmup_steps=15", "at most 14"),
     ("optimizer.min_lr=1", "at most 3e-05"),
     ("optimizer.min_lr=1e-6", "use cosine or linear"),
     ("optimizer.lr_decay_style=WSD", "optimizer.lr_wsd_decay_steps"),
-    ("optimizer.lr_wsd_decay_style=linear", "optimizer.lr_decay_style=WSD"),
-    ("optimizer.lr_wsd_decay_steps=2", "optimizer.lr_decay_style=WSD"),
     (
         "optimizer.lr_decay_style=WSD + optimizer.lr_warmup_steps=5 "
         "+ optimizer.lr_wsd_decay_steps=11",
         "use at most 10",
     ),
     (
-        "model.dtype=float32 + optimizer.grad_reduce_in_fp32=false",
-        "grad_reduce_in_fp32 false is for bfloat16 weights, and model.dtype is float32",
-    ),
-    ("HALF + optimizer.exp_avg_dtype=bfloat16", "use_precision_aware_optimizer=true: set that"),
-    (
         "PRECISE + optimizer.exp_avg_sq_dtype=bfloat16 + optimizer.adam_beta2=0.999",
         "use at most 0.99609375, or optimizer.exp_avg_sq_dtype=float32",
     ),
-    ("PRECISE + optimizer.optimizer_cpu_offload=true", "leave out one of the two"),
-    ("HALF + optimizer.optimizer_offload_fraction=0.5", "optimizer.optimizer_cpu_offload=true"),
-    ("PRECISE + optimizer.optimizer=muon", "use_precision_aware_optimizer true is for AdamW"),
-    ("optimizer.optimizer=muon + lora.r=4", "muon does not go with adapters yet"),
-    ("optimizer.muon_momentum=0.9", "does nothing without optimizer.optimizer=muon"),
     ("train.save_interval=10 + train.keep_every=25", "set it to 30"),
     ("grpo.num_generations=1", "at least 2"),
     ("grpo.loss_type=cispo", "at least 1, such as 5.0"),
-    ("grpo.loss_type=gmpo + grpo.delta=2.0", "use null"),
     ("grpo.delta=1.2", "such as 2.0"),
     ("grpo.loss_type=luspo", "importance_sampling_level=sequence"),
-    (
-        "grpo.loss_type=vespo + grpo.rollout_importance_sampling_mode=sequence_mask",
-        "token_truncate or token_mask",
-    ),
-    ("grpo.advantage_estimator=reinforce_plus_plus + grpo.scale_rewards=group", "use batch"),
     (
         "grpo.advantage_estimator=reinforce_plus_plus + grpo.num_generations=1"
         " + grpo.dynamic_sample=true",
         "at least 2 generations",
     ),
     ("grpo.dynamic_sample=true + grpo.dynamic_sample_reward=exact", "use last_number, or null"),
-    ("NORMALIZED + grpo.dynamic_sample=true", "grpo.dynamic_sample=false"),
-    ("NORMALIZED + grpo.advantage_estimator=rloo", "grpo.advantage_estimator=grpo"),
-    ("NORMALIZED + grpo.scale_rewards=none", "grpo.scale_rewards=group"),
-    ("NORMALIZED + grpo.supervision=process", "grpo.supervision=outcome"),
-    ("NORMALIZED + grpo.beta=0.1 + grpo.kl_in_reward=true", "grpo.kl_in_reward=false"),
-    ("PROCESS + grpo.dynamic_sample=true", "grpo.dynamic_sample=false"),
-    ("grpo.supervision=process", "environment.name"),
-    (
-        "grpo.old_logprobs=rollout + grpo.rollout_importance_sampling_mode=token_mask",
-        "only one of the options",
-    ),
     ("reward.clip_range=[1, 0]", "the lower bound first"),
-    (
-        "reward.clip_range=[0, 1] + grpo.multi_objective_aggregation=normalize_then_sum",
-        "reward.clip_range=null",
-    ),
     (
         "eval.data={} + eval.pass_threshold=1 + eval.reward.clip_range=[0, 0.5]",
         "eval.pass_threshold 1.0 is above all rewards",
     ),
-    ("grpo.old_logprobs=rollout + grpo.rollout_rs=token", "grpo.off_policy_mask_threshold"),
-    ("grpo.loss_type=vespo + grpo.rollout_rs=geometric", "grpo.rollout_rs geometric"),
-    ("rollout.router_replay=true + model.megatron.moe_router_fusion=true", "moe_router_fusion"),
-    (
-        "rollout.router_replay=true + rollout.vllm.enable_prefix_caching=false",
-        "enable_prefix_caching",
-    ),
-    ("rollout.indexer_replay=true", "use rollout.engine=sglang, or"),
-    (
-        "rollout.indexer_replay=true + rollout.engine=sglang + rollout.tensor_parallel_size=2",
-        "set it to 1, and rollout.data_parallel_size",
-    ),
-    (
-        "rollout.indexer_replay=true + rollout.engine=sglang + rollout.in_flight_updates=true + "
-        "rollout.max_staleness=1",
-        "leave out one of the two",
-    ),
-    (
-        "rollout.indexer_replay=true + rollout.engine=sglang + "
-        "rollout.sglang={chunked_prefill_size: -1}",
-        "chunked_prefill_size -1 does not go with rollout.indexer_replay true",
-    ),
     ("rollout.quantization=int4", "'int8'"),
     ("rollout.quantization=nvfp4", "nvfp4 is for exports alone (train.export_quantization)"),
-    ("rollout.quantization=int8 + model.dtype=float32", "set model.dtype=bfloat16"),
-    (
-        "rollout.quantization=fp8 + rollout.enable_sleep_mode=true + rollout.engine=sglang",
-        "enable_sleep_mode true with rollout.engine sglang does not",
-    ),
-    (
-        "rollout.weight_transport=disk + rollout.quantization=fp8",
-        "rollout.weight_transport disk does not",
-    ),
-    ("rollout.weight_transport=disk + lora.r=4", "without rollout.weight_transport=disk"),
-    ("rollout.quantization=int8 + model.dtype=bfloat16 + lora.r=4", "set lora.sync=merged"),
-    (f"{OFFLOADS}=all + rollout.quantization=int8", "set train.offload=optimizer"),
-    ("rollout.quantization_aware=true", "rollout.quantization is none: set it to fp8"),
-    (
-        "rollout.quantization=int8 + rollout.quantization_aware=true + model.megatron={fp8: e4m3}",
-        "rollout.quantization_aware true does not go with model.megatron.fp8",
-    ),
-    ("rollout.quantization_ignore=[lm_head]", "rollout.quantization_ignore does nothing without"),
-    ("model.megatron={fp8: e4m3} + lora.r=4", "model.megatron.fp8 does not go with adapters yet"),
-    ("train.export_quantization=int8 + lora.r=4", "train.export_quantization does not go"),
-    ("grpo.kl_target=0.1", "grpo.beta above 0"),
-    ("grpo.use_bias_correction_kl=true", "grpo.beta 0"),
-    (
-        "grpo.beta=0.1 + grpo.advantage_estimator=rloo + grpo.overlong_filter=true",
-        "overlong_filter",
-    ),
     (
         "grpo.beta=0.1 + grpo.advantage_estimator=rloo + grpo.kl_estimator=k3",
         "kl_estimator k3 in the reward",
     ),
-    ("grpo.beta=0.1 + grpo.kl_in_reward=true", "batch or none"),
     ("grpo.beta=0.1 + grpo.kl_estimator=k1", "k2 or k3"),
-    ("grpo.sync_ref_model=true", "grpo.beta 0 loads none"),
     ("rollout.base_urls=[http://localhost:1] + rollout.num_engines=3", "set it to 1"),
     ("rollout.base_urls=[node7]", "http://host:8000"),
     ("rollout.async_generate=true", "token_truncate"),
-    (
-        "rollout.engine=sglang + rollout.vllm.max_model_len=64",
-        "rollout.vllm {'max_model_len': 64}",
-    ),
     ("rollout.stop=['']", "empty string"),
-    ("rollout.sglang.mem_fraction_static=0.5", "another engine than rollout.engine vllm"),
-    ("rollout.python=.venv-sglang/bin/python", "is for rollout.engine sglang"),
-    *(
-        (f"rollout.engine=sglang + {key}", "does not go with rollout.engine sglang yet")
-        for key in (
-            "rollout.quantization=int8",
-            "rollout.quantization=fp8_channel",
-        )
-    ),
     (
         "rollout.engine=sglang + rollout.data_parallel_size=4 + rollout.sglang.ep_size=2",
         "rollout.data_parallel_size 4), which then have whole experts: set it to one of these",
     ),
     (
-        "rollout.engine=sglang + lora.r=4",
-        "or set lora.sync=merged",
+        "rollout.enable_sleep_mode=true + rollout.async_generate=true",
+        "rollout.max_staleness=1 does not go",
     ),
-    ("rollout.enable_sleep_mode=true + rollout.async_generate=true", "rollout.max_staleness 1"),
     ("rollout.async_generate=true + rollout.max_staleness=2", "leave out rollout.async_generate"),
-    ("rollout.max_staleness=2", "or rollout.max_staleness=1"),
-    ("rollout.in_flight_updates=true", "rollout.max_staleness to 1 or more"),
     (f"{IN_FLIGHT} + rollout.over_sampling=3.5", "at most 3"),
-    ("rollout.over_sampling=1.5", "set rollout.in_flight_updates=true"),
-    ("rollout.recompute_kv_cache=false", "rollout.in_flight_updates=true"),
-    (f"{KEEPS} + rollout.engine=sglang", "rollout.engine sglang does not go with"),
-    (f"{KEEPS} + rollout.router_replay=true", "rollout.router_replay true does not go with"),
-    (f"{KEEPS} + rollout.vllm.speculative_config={{method: ngram}}", "speculative_config does not"),
-    (
-        f"{IN_FLIGHT} + rollout.over_sampling=2 + environment.name=a.py:B",
-        "set rollout.over_sampling=1",
-    ),
-    ("train.offload=all", "set rollout.enable_sleep_mode=true"),
-    ("train.offload_communicators=true", "set train.offload=all"),
-    (f"{OFFLOADS}=[optimizer] + train.offload_communicators=true", "or a list with weights"),
-    (f"{OFFLOADS}=[reference]", "grpo.beta 0 loads none"),
-    (f"{OFFLOADS}=[weights] + optimizer.optimizer_cpu_offload=true", "leave out one of the two"),
     ("reward.functions=[]", "name at least 1"),
     ("reward.functions=exact", "is a list"),
     ("reward.functions=[a.py:f, b.py:f]", "f 2 times"),
@@ -600,7 +469,6 @@ REFUSED = [
         "environment.name=mine.py:Game + reward.functions=[mine.py:environment]",
         "rename the function",
     ),
-    ("data.apply_chat_template=false + data.system_prompt=x", "system_prompt"),
     ("data.chat_template_kwargs.tools=[]", "kwargs.tools is reserved"),
     ("data.chat_template_kwargs.strftime_now=x", "kwargs.strftime_now is reserved"),
     ("data.date=yesterday", "data.date 'yesterday' is no time in ISO 8601"),
@@ -701,18 +569,22 @@ def test_what_transformers_takes_for_itself_is_no_variable_of_a_chat_template():
         (["grpo.sapo_temperature_neg=2.0"], "grpo.loss_type=sapo"),
         (["grpo.loss_type=sapo", "grpo.vespo_k_neg=2.0"], "grpo.loss_type=vespo"),
         (["grpo.ref_model_sync_steps=9", "grpo.beta=0.1"], "grpo.sync_ref_model=true"),
-        (["grpo.kl_estimator=k2"], "a grpo.beta above 0"),
+        (["grpo.kl_estimator=k2"], "grpo.beta"),
         (["grpo.kl_horizon=9", "grpo.beta=0.1"], "grpo.kl_target"),
         (
             ["grpo.rollout_importance_sampling_threshold=5.0"],
-            "a grpo.rollout_importance_sampling_mode",
+            "grpo.rollout_importance_sampling_mode",
         ),
-        (["grpo.rollout_rs_threshold_lower=0.9"], "a grpo.rollout_rs"),
+        (["grpo.rollout_rs_threshold_lower=0.9"], "grpo.rollout_rs"),
+        (["optimizer.lr_wsd_decay_style=linear"], "optimizer.lr_decay_style=WSD"),
+        (["optimizer.lr_wsd_decay_steps=2"], "optimizer.lr_decay_style=WSD"),
+        (["optimizer.muon_momentum=0.9"], "optimizer.optimizer=muon"),
+        (["optimizer.optimizer_offload_fraction=0.5"], "optimizer.optimizer_cpu_offload=true"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused_with_its_default(overrides, need):
     told = re.fullmatch(
-        r"grpo.\w+ \S+ does nothing without (.*): set that, or (\S+)", refusal(*overrides)
+        r"\w+.\w+=\S+ does nothing without (.*): set that, or (\S+)", refusal(*overrides)
     )
     assert need in told[1]
     key = told[2].partition("=")[0]

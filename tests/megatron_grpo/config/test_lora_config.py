@@ -79,30 +79,14 @@ def test_each_tensor_rank_needs_rows_of_a_target(shapes):
 
 
 @pytest.mark.parametrize(
-    "override",
-    [
-        "train.init_from=run",
-        "parallel.overlap_param_gather=true + parallel.overlap_grad_reduce=true",
-        "model.megatron.moe_shared_expert_overlap=true",
-    ],
-)
-def test_what_does_not_know_adapters_is_refused(override):
-    key = override.partition("=")[0]
-    assert f"{key} does not go with adapters yet" in refusal("lora.r=2", *override.split(" + "))
-
-
-@pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("rollout.engine=sglang", "or set lora.sync=merged"),
-        ("rollout.vllm.load_format=dummy", "lora.sync adapter pushes no others: leave it out"),
         ("lora.modules_to_save=[lm_head]", "have adapters or stay as they are"),
-        ("lora.adapter_path=folder + lora.r=0", "is of no use with lora.r 0"),
         ("lora.sync=full", "lora.sync"),
     ],
 )
-def test_what_engines_of_adapters_or_their_start_cannot_be_is_refused(override, told):
-    assert told in refusal("lora.r=2", *override.split(" + "))
+def test_keys_of_peft_that_are_not_here_are_refused(override, told):
+    assert told in refusal("lora.r=2", override)
 
 
 def test_what_vllm_does_not_serve_is_refused(shapes):

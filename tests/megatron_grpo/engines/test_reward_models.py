@@ -246,7 +246,7 @@ def test_what_vllm_could_not_serve_is_refused(tmp_path) -> None:
     assert tag_id(tokenizer(), STEP_TAG) == tokenizer().convert_tokens_to_ids(STEP_TAG)
 
 
-def test_an_environment_is_refused_beside_a_reward_model_and_a_bad_folder_by_name(tmp_path) -> None:
+def test_a_reward_model_in_a_bad_folder_is_refused_by_name(tmp_path) -> None:
     def refusal(*overrides: str) -> str:
         model = f"{{name: reward_model, arguments: {{path: {tmp_path}}}}}"
         cfg = tiny_config(tmp_path, ParallelDims(), f"reward.functions=[{model}]", *overrides)
@@ -254,7 +254,6 @@ def test_an_environment_is_refused_beside_a_reward_model_and_a_bad_folder_by_nam
             check_reward_models(cfg)
         return str(refused.value)
 
-    assert "dialogues of an environment" in refusal("environment.name=file.py:Class")
     assert f"path {tmp_path} is no folder of a model" in refusal()
     of_a_set = ("eval.data.path=x", "reward.functions=[exact]", "eval.pass_threshold=1")
     model = f"{{name: reward_model, arguments: {{path: {tmp_path}}}}}"

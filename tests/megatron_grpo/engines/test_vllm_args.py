@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_convert import read_shape
-from checkpoint_convert.quantized_model import quantized_model
+from checkpoint_convert.quantized.model import quantized_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import EngineNode, engine_number, fields_of

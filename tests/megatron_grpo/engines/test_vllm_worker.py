@@ -4,7 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint_convert.text_tower import MULTIMODAL
+from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.families.multimodal import MULTIMODAL
 from checkpoint_convert.vllm import EngineDims
 from helpers.conversions import assert_same
 from helpers.engines import (
@@ -50,27 +51,33 @@ WEIGHTS = "model.safetensors"
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
 
 
+DENSE = [name for name, each in FAMILIES.items() if not (each.experts or each.linear)]
+OVERRIDES = {
+    # Windows shorter than the prompts, in some layers or in all.
+    "olmo3": {"num_hidden_layers": 4},
+    "mistral": {"sliding_window": 20},
+    "gemma3_text": {"tied": True, "num_hidden_layers": 3},
+    "qwen3": {"tied": True},
+}
+ON_TWO = ("olmo2", "olmo3", "phi3", "qwen3")
+"""Families that two workers share."""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "overrides", "size"),
     [
-        pytest.param("llama", {"tied": False}, 1, marks=slow),
+        *(
+            pytest.param(name, OVERRIDES.get(name, {}), 1 + (name in ON_TWO), marks=slow)
+            for name in DENSE
+        ),
+        ("deepseek_v3", {}, 1),  # latent attention and experts
+        pytest.param("deepseek_v3", {"q_lora_rank": None}, 2, marks=slow),
+        pytest.param("qwen3", QWEN_WINDOWS, 1, marks=slow),
         pytest.param("qwen3_moe", {"tied": False}, 1, marks=slow),
         pytest.param("glm4_moe", {"tied": False}, 1, marks=slow),
-        ("deepseek_v3", {}, 1),  # latent attention and experts
-        pytest.param("ministral3", {}, 1, marks=slow),
-        pytest.param("phi3", {}, 2, marks=slow),
-        pytest.param("qwen3", {"tied": True}, 2, marks=slow),
-        pytest.param("seed_oss", {}, 1, marks=slow),
-        pytest.param("olmo2", {}, 2, marks=slow),
-        # Windows shorter than the prompts, in some layers or in all.
-        pytest.param("olmo3", {"num_hidden_layers": 4}, 2, marks=slow),
-        pytest.param("mistral", {"sliding_window": 20}, 1, marks=slow),
         # Sinks and windows in every other layer; rows of gate and up alternate in the engine.
         pytest.param("gpt_oss", {"sliding_window": 20}, 2, marks=slow),
-        pytest.param("gemma3_text", {"tied": True, "num_hidden_layers": 3}, 1, marks=slow),
-        pytest.param("qwen3", QWEN_WINDOWS, 1, marks=slow),
-        pytest.param("deepseek_v3", {"q_lora_rank": None}, 2, marks=slow),
         pytest.param("glm4_moe_lite", {}, 2, marks=slow),
         pytest.param("qwen3_5_text", {"tied": True}, 2, marks=slow),
         pytest.param("qwen3_5_moe_text", {}, 2, marks=slow),

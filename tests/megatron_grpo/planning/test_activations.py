@@ -21,11 +21,11 @@ from megatron_grpo.planning.activations import (
     forward_bytes,
     head_bytes,
     layer_bytes,
+    mtp_activations,
     stage_activations,
 )
-from megatron_grpo.planning.attention import CHUNK
 from megatron_grpo.planning.layer_kinds import layer_kinds
-from megatron_grpo.planning.memory import mtp_activations
+from megatron_grpo.planning.linear_attention import CHUNK
 from megatron_grpo.planning.workload import in_flight
 from megatron_grpo.policy.model import build_model, forward
 from parallel import ParallelDims
@@ -156,12 +156,16 @@ def test_layers_keep_what_autograd_saves(run, tmp_path):
     cfg = run.config(tiny_model(tmp_path, run.family, **(WIDE | {**run.model})))
     shape = read_shape(cfg.model.path)
     measured = max(run_ranks(run.dims.world_size, saved_bytes, cfg))
-    of_kinds = [len(kind.layers) * layer_bytes(cfg, kind.shape).kept for kind in layer_kinds(shape)]
+    of_kinds = [len(kind.layers) * layer_bytes(cfg, kind).kept for kind in layer_kinds(shape)]
     planned = TOKENS / run.dims.context * (sum(of_kinds) + final_norm_bytes(cfg, shape))
     # What the planner leaves out: token ids, a table of RoPE, masks of torch's attention.
     left_out = 8 * TOKENS / run.dims.context
     if run.megatron == FULL:
         left_out += 4 * shape.rotary_dim * max(map(sum, LENGTHS[0]))
+    if shape.latent is not None and run.megatron != FULL:
+        # Torch's norms copy latents, which the planner takes for a view with rotated parts of keys.
+        of_keys = 2 * shape.num_layers * shape.latent.rotary_dim
+        left_out -= of_keys * TOKENS / run.dims.context / run.dims.tensor
     if run.dims.tensor == 2:
         left_out += TOKENS  # which of the vocabulary's rows are this rank's
     if run.dims.context == 2 and shape.indexer is None:  # of which masks are made again
@@ -175,14 +179,15 @@ def test_layers_keep_what_autograd_saves(run, tmp_path):
         weights = shape.linear.num_key_heads * shape.linear.mixed_dim * shape.linear.kernel_size
         copied = 4 * weights / run.dims.tensor / run.dims.context
         left_out += len(shape.linear_layers) * (CHUNK**2 + copied)
-    assert measured == pytest.approx(planned + left_out, rel=0.001)
+    # And some integers of 8 bytes for each token and context rank, in linear attention.
+    assert measured == pytest.approx(planned + left_out, rel=0.002 if shape.linear else 0.001)
 
 
 def test_a_stage_holds_the_activations_of_the_layers_that_it_has(tmp_path):
     folder = write_config(tmp_path, "GLM-4.5", first_k_dense_replace=30)
     cfg = Run(dims=ParallelDims(pipeline=4)).config(folder)
     shape = read_shape(folder)
-    dense, mixture = (layer_bytes(cfg, kind.shape).kept for kind in layer_kinds(shape))
+    dense, mixture = (layer_bytes(cfg, kind).kept for kind in layer_kinds(shape))
     between = 2 * shape.hidden_size  # what is received or sent
     held = [stage_activations(cfg, shape, stage, 8) / TOKENS for stage in range(4)]
     # Four stages of 23 layers; the first has four microbatches under way, the last one.
@@ -214,9 +219,10 @@ def test_norms_that_are_fused_into_a_linear_are_not_recomputed(
         for megatron in ([], recomputed("layernorm"))
     )
     shape = read_shape(folder)
-    saved = layer_bytes(plain, shape).kept - layer_bytes(again, shape).kept
+    *_, kind = layer_kinds(shape)
+    saved = layer_bytes(plain, kind).kept - layer_bytes(again, kind).kept
     assert saved == outputs * 2 * shape.hidden_size
-    assert layer_bytes(again, shape).recomputed == saved
+    assert layer_bytes(again, kind).recomputed == saved
 
 
 @pytest.mark.parametrize("method", ["uniform", "block"])
@@ -242,7 +248,7 @@ def test_transformer_engine_keeps_every_heads_keys_and_values_and_whole_latents(
     # the rotated part of keys, which is computed with one of them.
     norms = 2 * (4 * 7168 + 4) + (4 * 1536 + 4) + (4 * 512 + 4) + 2 * 64
     mlp = 2 * 3 * 18432
-    assert layer_bytes(cfg, dense.shape).kept == (attention + norms + mlp) / 2
+    assert layer_bytes(cfg, dense).kept == (attention + norms + mlp) / 2
 
 
 def test_a_gpu_has_a_gpus_tile_of_logits_whatever_its_layers_are(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from checkpoint_convert import megatron_layout, read_shape
-from checkpoint_convert.text_tower import MULTIMODAL
+from checkpoint_convert.families.multimodal import MULTIMODAL
 from helpers.images import PATCH_SIZES, tiny_vision_model
 from helpers.models import tiny_model
 from helpers.published_models import write_config

@@ -99,7 +99,7 @@ def test_groups_of_an_engine_share_experts_and_completions(time_of):
     experts = 6 * 256 * 3 * 2048 * 7168 * 2 / 32
     reached = sum(1 - (1 - 8 / 256) ** running for running in [16] * 500 + [8] * 500)
     weights = sum(
-        prod(parameter.shape) * (4 if parameter.is_float32_in_engine else 2)
+        prod(parameter.shape) * (4 if parameter.vllm.is_float32 else 2)
         for parameter in engine_parameters(shape)
         if not parameter.is_expert and ".embed_tokens." not in parameter.sources[0].name
     )

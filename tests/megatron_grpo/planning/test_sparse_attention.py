@@ -15,6 +15,7 @@ from helpers.published_models import write_config
 from helpers.ranks import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning import attention as planned
+from megatron_grpo.planning.attention import SparseAttention
 from megatron_grpo.planning.card import card_named
 from megatron_grpo.planning.engine_memory import engine_bytes
 from megatron_grpo.planning.host import choice_lines
@@ -98,11 +99,11 @@ def peaks_on_rank(rank: int, cfg: Config) -> dict[str, int]:
 )
 def test_indexer_and_attention_hold_what_is_planned(tmp_path, family, dims):
     cfg = config(tiny_model(tmp_path, family, **SIZES), dims)
-    shape = read_shape(cfg.model.path)
     ranks = run_ranks(dims.world_size, peaks_on_rank, cfg)
     measured = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
-    expected = {"choose": planned.choosing_bytes(cfg, shape)} | {
-        name: planned.attending_bytes(cfg, shape, "cpu", backward=name == "backward")
+    attention = SparseAttention(read_shape(cfg.model.path))
+    expected = {"choose": attention.choosing_bytes(cfg)} | {
+        name: attention.attending_bytes(cfg, "cpu", backward=name == "backward")
         for name in ("forward", "backward")
     }
     assert measured == pytest.approx(expected, rel=0.06)
@@ -114,7 +115,7 @@ def test_no_block_of_queries_sees_more_keys_than_are_planned(tmp_path):
     lengths = ["data.max_prompt_length=32", f"rollout.max_completion_length={longest - 32}"]
     for size in (1, 2, 4):
         cfg = config(folder, ParallelDims(context=size), *lengths)
-        bound = planned._num_keys(cfg, read_shape(folder), block)
+        bound = SparseAttention(read_shape(folder)).num_keys(cfg, block)
         seen = []
         # A short one before two long ones: where blocks begin differs.
         for short in range(2 * size, longest, 2 * size):
@@ -152,5 +153,5 @@ def test_only_sequences_of_more_tokens_than_are_chosen_need_it(tmp_path, num_com
     cfg = config(folder, ParallelDims(), lengths[0], f"{lengths[1]}{num_completion_tokens}")
     is_needed = num_completion_tokens > 1024
     for backward in (False, True):
-        found = planned.working_bytes(cfg, read_shape(folder), "cuda", backward=backward)
+        found = SparseAttention(read_shape(folder)).working_bytes(cfg, "cuda", backward=backward)
         assert (found > 0) == is_needed

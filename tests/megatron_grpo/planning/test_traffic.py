@@ -13,8 +13,8 @@ from helpers.policies import tiny_config
 from helpers.published_models import write_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.job_plan import plan_job
+from megatron_grpo.planning.mlp import copies_to_experts
 from megatron_grpo.planning.step_time import forward_flops
-from megatron_grpo.planning.traffic import copies_to_experts
 from megatron_grpo.planning.workload import Computed, Job
 from parallel import ParallelDims
 

@@ -20,6 +20,7 @@ from helpers.policies import (
 )
 from helpers.ranks import run_ranks
 from megatron_grpo.planning.activations import layer_bytes
+from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import forward
 from parallel import ParallelDims
@@ -92,6 +93,7 @@ def test_what_the_plan_says_is_on_the_host_and_of_the_newest_layer_on_the_device
     folder = tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=3)
     [(num_bytes, tokens, on_device)] = run_ranks(1, moved, folder)
     cfg = tiny_config(folder, ParallelDims(), *offload(MODULES), *BFLOAT16)
-    planned = layer_bytes(cfg, read_shape(folder))
+    [kind] = layer_kinds(read_shape(folder))
+    planned = layer_bytes(cfg, kind)
     assert num_bytes == pytest.approx(3 * tokens * planned.offloaded, rel=0.01)
     assert on_device == 2 * len(MODULES) * [False] + len(MODULES) * [True]

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint_convert import read_shape
-from checkpoint_convert.quantized_model import quantized_model
+from checkpoint_convert.quantized.model import quantized_model
 from helpers import adapters
 from helpers.adapters import Boxes, whole
 from helpers.conversions import weights_of

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from checkpoint_convert.megatron import megatron_sender
-from checkpoint_convert.quantized_model import quantized_model
+from checkpoint_convert.quantized.model import quantized_engine_layouts, quantized_model
 from checkpoint_convert.vllm import EngineDims, engine_layouts
-from checkpoint_convert.vllm_quantized import quantized_engine_layouts
 from helpers.conversions import assert_same, weights_of
 from helpers.models import tiny_model
 from helpers.policies import start_policy, tiny_config

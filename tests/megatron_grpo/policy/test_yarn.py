@@ -15,7 +15,7 @@ from helpers.models import servable_model, tiny_model
 from helpers.policies import EXACT, Lengths, OracleCase, exact_numbers_on_rank, numbers_on_rank
 from helpers.ranks import run_ranks
 from helpers.vllm_workers import read_in_workers
-from megatron_grpo.policy.mla import yarn_frequencies
+from megatron_grpo.policy.rope import yarn_frequencies
 from parallel import ParallelDims
 
 QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

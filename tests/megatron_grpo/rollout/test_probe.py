@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
-from checkpoint_convert.quantized_shard import quantized_tensors
+from checkpoint_convert.quantized.shard import quantized_tensors
 from demo.make_sums import sums
 from helpers.engines import running_engine, served_model
 from helpers.models import tiny_model

@@ -16,7 +16,7 @@ import pytest
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.families import FAMILIES
-from checkpoint_convert.text_tower import MULTIMODAL
+from checkpoint_convert.families.multimodal import MULTIMODAL
 from checkpoint_convert.vllm import EngineDims, engine_sizes
 from helpers.images import PATCH_SIZES, tiny_vision_model
 from helpers.models import add_mtp_layer, mesh_for, servable_model

@@ -1,0 +1,109 @@
+"""Checks of a whole config, after its sections have checked themselves.
+
+They need the config alone; `preflight.py` also checks it against the model and the engines, and
+`prompt_checks.py` against the data.
+"""
+
+from megatron_grpo.config.agent import AGENT
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.conflicts import check_conflicts
+from megatron_grpo.config.eval import EvalConfig, section_of
+from megatron_grpo.config.needs import check_needs
+from megatron_grpo.config.reward import ENVIRONMENT, check_judges
+from megatron_grpo.config.sources import OWN_SECTIONS
+
+
+def check_config(cfg: Config) -> None:
+    """Raise ValueError, with a legal value, for the first mistake in a run or in a source of it."""
+    if not cfg.sources.by_name:
+        _check(cfg)
+        return
+    # What sources may have of their own is checked for each: as in a run by itself.
+    _check(cfg.model_copy(update={name: type(getattr(cfg, name))() for name in OWN_SECTIONS}))
+    for name, view in cfg.by_source.items():
+        try:
+            _check(view)
+        except ValueError as error:
+            raise ValueError(f"sources.by_name.{name}: {error}") from None
+    _check_sources(cfg)
+
+
+def _check(cfg: Config) -> None:
+    check_conflicts(cfg)
+    check_needs(cfg)
+    cfg.parallel.check_dispatch(cfg.model.megatron)
+    if cfg.train.num_steps is not None:  # else checked when known: see `with_num_steps`
+        cfg.optimizer.check_schedule(cfg.train.num_steps)
+    if not cfg.sources.by_name:
+        _check_rewards(cfg)
+    _check_evaluations(cfg)
+
+
+def _check_rewards(cfg: Config) -> None:
+    """Refuse a reward without terms, or with two of the same name."""
+    for section, reward in cfg.rewards.items():
+        labels = [function.label for function in reward.functions]
+        if not any(term.weight for term in cfg.terms_of(reward)) and not labels:
+            raise ValueError(
+                f"{section}.functions is empty: name at least 1, such as [exact], or an environment"
+            )
+        if cfg.partner in labels:
+            raise ValueError(
+                f"{section}.functions names {cfg.partner}, the name of the {cfg.partner}'s own "
+                "reward: rename the function"
+            )
+    name, known = cfg.grpo.dynamic_sample_reward, [term.label for term in cfg.reward_terms]
+    if name is not None and name not in known:
+        raise ValueError(
+            f"grpo.dynamic_sample_reward {name}: the reward has no such term, use "
+            f"{', '.join(known)}, or null for their weighted sum"
+        )
+
+
+def _check_evaluations(cfg: Config) -> None:
+    """Refuse keys that no evaluation uses, and thresholds that do not say whether answers pass."""
+    idle = [name for name, value in cfg.eval if value != getattr(EvalConfig(), name)]
+    if not cfg.eval.named_sets and idle:
+        raise ValueError(
+            f"eval.{idle[0]} does nothing without eval.data or eval.sets: name held-out "
+            "prompts, such as eval.data.path=FILE or eval.data.split=test, or leave it out"
+        )
+    for name, held_out in cfg.eval.named_sets.items():
+        reward, section = held_out.reward or cfg.reward, section_of(name)
+        if "pass_threshold" not in held_out.model_fields_set:
+            check_judges(cfg.terms_of(reward), held_out.pass_threshold, section)
+        bounds = reward.clip_range
+        if bounds is not None and held_out.pass_threshold > bounds[1]:
+            raise ValueError(
+                f"{section}.pass_threshold {held_out.pass_threshold} is above all rewards, "
+                f"which are clipped to {[*bounds]}: lower it, or set "
+                f"{section}.reward.clip_range=null"
+            )
+        if held_out.data and held_out.data.image_column and cfg.data.image_column is None:
+            raise ValueError(
+                f"{section}.data.image_column needs data.image_column, too: the run itself has no "
+                "images"
+            )
+
+
+def _check_sources(cfg: Config) -> None:
+    """Refuse sources that cannot be together."""
+    views, limit = cfg.by_source, cfg.reward.max_failed_fraction
+    listening = [name for name, view in views.items() if view.agent.listen is not None]
+    if len(listening) > 1:
+        raise ValueError(
+            f"sources.by_name.{listening[0]} and {listening[1]} both have agent.listen, and "
+            "agents.json has one address: let one source listen"
+        )
+    for name, view in views.items():
+        if view.reward.max_failed_fraction != limit:
+            raise ValueError(
+                f"sources.by_name.{name}.reward.max_failed_fraction is a limit of the whole run "
+                f"({limit:g}): set reward.max_failed_fraction"
+            )
+        labels = {function.label for function in view.reward.functions}
+        if cfg.has_dialogues and (told := labels & {AGENT, ENVIRONMENT}):
+            raise ValueError(
+                f"sources.by_name.{name}.reward has a function called {min(told)}, which is what "
+                "metrics call the reward of dialogues: give it another name"
+            )

@@ -1,0 +1,203 @@
+"""Features of a run that exclude each other: docs/compatibility.md is printed from this table.
+
+A row is a pair, by the names of `features.py`: why its first feature does not go with the other,
+and after a semicolon what to do instead, if not to leave out one of the two. To add a conflict is
+to add a row.
+"""
+
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.features import as_overrides, is_on
+
+_FROZEN = "it does not know a model of which most weights are frozen; leave it out, or set lora.r=0"
+_IMAGES = "it was not made to go with images yet"
+_LAYER = (
+    "it does not know the layer for multi-token prediction; leave it out, or set "
+    "model.mtp_num_layers=0"
+)
+_TRAINED_DRAFTS = "pushes fill the layer of model.path that engines draft with"
+_EIGHT_BITS = "it was not made to go with quantised engines yet"
+_UNTRIED = "it was not tried with several groups; leave it out, or use rollout.engine=vllm"
+_TOWERS = "models that take images have a vision tower, which is not quantised"
+_NO_MODEL = "no model that takes images has what it needs"
+_SHARE = "pushes send each worker its share of the tower, not all of it"
+_OTHER_ENGINE = "it is for another engine; leave it out"
+_ALIKE = "old log-probabilities are those of the engines then, with which it compares them"
+_ADAMW = "it is for AdamW"
+_BFLOAT16 = "it is for bfloat16 weights; leave it out, or set model.dtype=bfloat16"
+_COUNTED = "its tokens would be counted by the number of ranks that split them"
+
+CONFLICTS = {
+    # Adapters.
+    ("train.offload", "lora.r"): _FROZEN,
+    ("train.export_quantization", "lora.r"): _FROZEN,
+    ("train.init_from", "lora.r"): _FROZEN,
+    ("optimizer.optimizer: muon", "lora.r"): _FROZEN,
+    ("parallel.overlap_param_gather", "lora.r"): _FROZEN,
+    ("model.megatron.fp8", "lora.r"): _FROZEN,
+    ("model.megatron.moe_shared_expert_overlap", "lora.r"): _FROZEN,
+    ("model.freeze_vision: false", "lora.r"): "adapters freeze all weights; leave it out, or set "
+    "lora.r=0",
+    ("lora.sync: adapter", "rollout.engine: sglang"): "adapters are pushed to engines of vLLM "
+    "alone; use rollout.engine=vllm, or set lora.sync=merged",
+    ("lora.sync: adapter", "rollout.weight_transport: disk"): "adapters are pushed to engines, not "
+    "read from a folder; use rollout.weight_transport=auto, or set lora.sync=merged",
+    ("lora.sync: adapter", "rollout.quantization"): "it leaves the weights to engines, and ranks "
+    "must push those that are quantised; set lora.sync=merged, or rollout.quantization=none",
+    ("lora.sync: adapter", "rollout.router_replay"): "engines of vLLM do not serve adapters of a "
+    "mixture of experts here; set lora.sync=merged",
+    ("lora.sync: adapter", "rollout.vllm.load_format: dummy"): "engines would start with random "
+    "weights, and get no others; leave load_format out, or set lora.sync=merged",
+    # Generations ahead.
+    ("rollout.max_staleness", "rollout.enable_sleep_mode"): "engines that sleep while the ranks "
+    "train cannot generate meanwhile",
+    ("rollout.over_sampling", "dialogues"): "checkpoints have completions in progress, and "
+    "dialogues cannot be saved before they end; set rollout.over_sampling=1",
+    ("rollout.recompute_kv_cache: false", "rollout.engine: sglang"): "SGLang does not empty its "
+    "prefix cache while it has requests",
+    ("rollout.recompute_kv_cache: false", "rollout.router_replay"): "vLLM keeps experts by the "
+    "tokens of a prefix, and would take those of older weights for new ones",
+    ("rollout.vllm.speculative_config", "rollout.recompute_kv_cache: false"): "drafts were not "
+    "made to go with caches of older weights yet",
+    ("rollout.indexer_replay", "rollout.in_flight_updates"): "an engine reads what precedes a push "
+    "anew, and keeps only what its indexers choose then",
+    # Engines.
+    ("rollout.vllm", "rollout.engine: sglang"): _OTHER_ENGINE,
+    ("rollout.sglang", "rollout.engine: vllm"): _OTHER_ENGINE,
+    ("rollout.python", "rollout.engine: vllm"): "engines of vLLM run in the trainer's environment; "
+    "leave it out",
+    ("rollout.vllm.speculative_config", "rollout.enable_sleep_mode"): "sleep loses all weights, "
+    "and those that engines draft with are not pushed, or in part",
+    ("rollout.tensor_parallel_size", "groups of workers in SGLang"): _UNTRIED,
+    ("rollout.in_flight_updates", "groups of workers in SGLang"): _UNTRIED,
+    ("rollout.router_replay", "groups of workers in SGLang"): _UNTRIED,
+    ("rollout.enable_sleep_mode", "groups of workers in SGLang"): _UNTRIED,
+    ("rollout.quantization", "groups of workers in SGLang"): _UNTRIED,
+    ("rollout.sglang.limit_mm_data_per_request", "groups of workers in SGLang"): _UNTRIED,
+    # Low precision.
+    ("rollout.weight_transport: disk", "rollout.quantization"): _EIGHT_BITS,
+    ("rollout.router_replay", "rollout.quantization"): _EIGHT_BITS,
+    ("rollout.vllm.speculative_config", "rollout.quantization"): _EIGHT_BITS,
+    ("rollout.enable_sleep_mode with rollout.engine: sglang", "rollout.quantization"): "SGLang's "
+    "memory saver would lose the scales of keys and values, which no push brings",
+    ("rollout.quantization: fp8_channel or int8", "rollout.engine: sglang"): "SGLang turns weights "
+    "with a scale per row over after loading; use rollout.quantization=fp8, or rollout.engine=vllm",
+    ("rollout.quantization", "train.offload of weights"): "the ranks need the maxima of weights "
+    "before each push; set train.offload=optimizer",
+    ("pushes of rollout.quantization", "model.dtype: float32"): _BFLOAT16,
+    ("rollout.quantization_aware", "model.megatron.fp8"): "FP8 would round the rounded weights",
+    # Routers and indexers.
+    ("model.megatron.moe_router_fusion", "rollout.router_replay"): "its kernel chooses experts "
+    "itself, and cannot be told which",
+    ("rollout.router_replay", "rollout.vllm.enable_prefix_caching: false"): "vLLM keeps the "
+    "experts of tokens in its prefix cache",
+    ("rollout.indexer_replay", "rollout.tensor_parallel_size"): "SGLang tells what its indexers "
+    "choose only if each worker has all heads of attention; set that to 1, and "
+    "rollout.data_parallel_size to the workers of an engine",
+    ("rollout.indexer_replay", "rollout.sglang.enable_two_batch_overlap"): "both halves of a batch "
+    "would be noted in the same rows",
+    ("rollout.indexer_replay", "rollout.sglang.chunked_prefill_size: -1"): "a whole prompt has too "
+    "many tokens to be noted",
+    # The layer for multi-token prediction.
+    ("lora.r", "model.mtp_num_layers"): _LAYER,
+    ("grpo.shared_prompts", "model.mtp_num_layers"): _LAYER,
+    ("train.offload", "model.mtp_num_layers"): _LAYER,
+    ("train.export_quantization", "model.mtp_num_layers"): _LAYER,
+    ("rollout.quantization", "model.mtp_num_layers"): _LAYER,
+    ("optimizer.optimizer_cpu_offload", "model.mtp_num_layers"): _LAYER,
+    ("model.megatron.fp8", "model.mtp_num_layers"): _LAYER,
+    ("model.megatron.fine_grained_activation_offloading", "model.mtp_num_layers"): _LAYER,
+    ("model.megatron.moe_aux_loss_coeff", "model.mtp_num_layers"): _LAYER,
+    ("model.megatron.moe_z_loss_coeff", "model.mtp_num_layers"): _LAYER,
+    ("rollout.weight_transport: disk", "drafts of the trained layer"): _TRAINED_DRAFTS,
+    ("drafts of another model", "drafts of the trained layer"): _TRAINED_DRAFTS,
+    ("quantised drafts", "drafts of the trained layer"): _TRAINED_DRAFTS,
+    ("drafts of fewer ranks", "drafts of the trained layer"): _TRAINED_DRAFTS,
+    ("rollout.vllm.load_format: dummy", "drafts of weights that are not pushed"): "engines would "
+    "draft with random weights",
+    # Images.
+    ("data.apply_chat_template: false", "data.image_column"): "the chat template places images",
+    ("dialogues", "data.image_column"): _IMAGES,
+    ("reward_model", "data.image_column"): _IMAGES,
+    ("rollout.enable_sleep_mode", "data.image_column"): _IMAGES,
+    ("rollout.vllm.speculative_config", "data.image_column"): _IMAGES,
+    ("rollout.vllm.load_format: dummy", "data.image_column"): _IMAGES,
+    ("rollout.sglang.load_format: dummy", "data.image_column"): _IMAGES,
+    ("rollout.quantization", "data.image_column"): _TOWERS,
+    ("train.export_quantization", "data.image_column"): _TOWERS,
+    ("model.mtp_num_layers", "data.image_column"): _NO_MODEL,
+    ("rollout.indexer_replay", "data.image_column"): _NO_MODEL,
+    ("rollout.weight_transport: disk", "model.freeze_vision: false"): "workers read only the text "
+    "tower from a folder; set rollout.weight_transport=auto, or leave freeze_vision out",
+    ("rollout.vllm.mm_encoder_tp_mode: data", "model.freeze_vision: false"): _SHARE,
+    ("rollout.sglang.mm_enable_dp_encoder", "model.freeze_vision: false"): _SHARE,
+    # Dialogues, sources and rewards.
+    ("environment", "agent"): "an agent has an environment of its own",
+    (
+        "reward_model",
+        "dialogues",
+    ): "it scores completions of one turn, as its chat template has one",
+    ("rewards in parts", "sources"): "each of sources.by_name has parts of its own",
+    ("rewards in parts", "reward.clip_range"): "that clips the total alone; set "
+    "reward.clip_range=null",
+    # Advantages and loss.
+    ("grpo.dynamic_sample", "rewards in parts"): "equal totals may have different parts; set "
+    "grpo.dynamic_sample=false",
+    ("advantages of another estimator than grpo", "rewards in parts"): "parts are compared within "
+    "a group; set grpo.advantage_estimator=grpo",
+    ("grpo.scale_rewards: batch or none", "rewards in parts"): "parts are divided by the deviation "
+    "of their group; set grpo.scale_rewards=group",
+    ("grpo.kl_in_reward: true", "rewards in parts"): "the KL divergence is subtracted from the "
+    "total; set grpo.kl_in_reward=false",
+    ("grpo.supervision: process", "grpo.multi_objective_aggregation: normalize_then_sum"): "each "
+    "compares other parts; set grpo.supervision=outcome",
+    ("grpo.scale_rewards: group or none", "whitened advantages"): "these are divided by the "
+    "deviation of the batch; set grpo.scale_rewards=batch",
+    ("grpo.delta", "grpo.loss_type: gmpo or cispo or sapo or vespo"): "that has no dual clip; set "
+    "grpo.delta=null",
+    ("grpo.rollout_rs", "grpo.loss_type: vespo"): "vespo has a weight of the whole sequence, which "
+    "is next to 0 for a far one; set grpo.rollout_rs=null",
+    ("rollout weights of sequences", "grpo.loss_type: vespo"): "vespo multiplies weights of tokens "
+    "into its own of the sequence; use token_truncate or token_mask",
+    ("grpo.rollout_importance_sampling_mode", "grpo.old_logprobs: rollout"): _ALIKE,
+    ("grpo.rollout_rs", "grpo.old_logprobs: rollout"): _ALIKE,
+    ("grpo.overlong_filter", "a KL term in the reward"): "completions that it masks have no KL "
+    "divergence to subtract from their rewards; set one of grpo.overlong_filter and "
+    "grpo.kl_in_reward to false",
+    ("grpo.scale_rewards: group", "a KL term in the reward"): "where rewards are equal, the KL "
+    "divergence would be divided by its own spread, so that grpo.beta has no effect; use batch or "
+    "none, or grpo.kl_in_reward=false",
+    # Optimizer. Megatron-Core's for the host would not update float32 weights on the GPU.
+    ("optimizer.use_precision_aware_optimizer", "optimizer.optimizer: muon"): _ADAMW,
+    ("optimizer.optimizer_cpu_offload", "optimizer.optimizer: muon"): _ADAMW,
+    ("optimizer.use_precision_aware_optimizer", "optimizer.optimizer_cpu_offload"): "states on the "
+    "host are float32, of which it changes none",
+    ("train.offload", "optimizer.optimizer_cpu_offload"): "it would move state beside an optimizer "
+    "that is on the host for good",
+    ("optimizer.optimizer_cpu_offload", "model.dtype: float32"): _BFLOAT16,
+    ("optimizer.use_precision_aware_optimizer", "model.dtype: float32"): _BFLOAT16,
+    ("optimizer.grad_reduce_in_fp32: false", "model.dtype: float32"): _BFLOAT16,
+    # Sequences.
+    ("parallel.dynamic_context_parallel", "grpo.shared_prompts"): "it does not know prompts that "
+    "several sequences share",
+    ("model.megatron.cp_comm_type", "grpo.shared_prompts"): "it is for Transformer Engine's "
+    "attention, which shared prompts replace",
+    ("model.megatron.moe_aux_loss_coeff", "parallel.dynamic_context_parallel"): _COUNTED,
+    ("model.megatron.moe_z_loss_coeff", "parallel.dynamic_context_parallel"): _COUNTED,
+    ("a loss that balances routers", "parallel.dynamic_context_parallel"): _COUNTED,
+    # Length and replays.
+    ("train.num_epochs", "several sets of prompts"): "these are passed over at different times, as "
+    "their weights say; set train.num_epochs=null and give train.num_steps",
+    ("train.replay", "eval.data or eval.sets"): "a replay starts no engines, which evaluations "
+    "need; set eval.data=null and eval.sets={}",
+}
+
+
+def check_conflicts(cfg: Config) -> None:
+    """Raise ValueError for the first row of which `cfg` has both features on."""
+    for (a, b), reason in CONFLICTS.items():
+        if is_on(cfg, a) and is_on(cfg, b):
+            why, _, instead = reason.partition("; ")
+            raise ValueError(
+                f"{as_overrides(cfg, a)} does not go with {as_overrides(cfg, b)}: {why}; "
+                f"{instead or 'leave out one of the two'}"
+            )

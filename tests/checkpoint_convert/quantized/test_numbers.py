@@ -1,0 +1,79 @@
+"""The quantiser against that of compressed-tensors, and against the error of each format."""
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.quantization.utils import calculate_qparams
+
+from checkpoint_convert.quantized.numbers import block_maxima, dequantized, quantized, scales_of
+from parallel import Box
+
+ROWS, COLUMNS = 384, 512
+E4M3 = torch.float8_e4m3fn
+KINDS = {
+    "fp8": (E4M3, (128, 128), "float", "block"),
+    "fp8_channel": (E4M3, (1, COLUMNS), "float", "channel"),
+    "int8": (torch.int8, (1, COLUMNS), "int", "channel"),
+}
+
+
+def matrix(rows=ROWS, columns=COLUMNS):
+    """Values of many sizes, a block of zeros, and one that is far from the others."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(rows, columns, generator=generator) * torch.logspace(-6, 2, rows)[:, None]
+    values[:128, :128] = 0
+    values[5] = 0
+    values[100, 128] = 3e4
+    return values.bfloat16()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_and_numbers_are_those_of_compressed_tensors(kind):
+    dtype, block, name, strategy = KINDS[kind]
+    structure = {"block_structure": [*block]} if strategy == "block" else {}
+    args = QuantizationArgs(num_bits=8, type=name, symmetric=True, strategy=strategy, **structure)
+    values = matrix().float()
+    tiles = values.unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1]))
+    scales, zeros = calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), args)
+    found = scales_of(block_maxima(matrix(), block), dtype)
+    assert torch.equal(found, scales)
+    expected = quantize(values, scales, zeros.to(dtype), args, dtype=dtype)
+    numbers = quantized(matrix(), found, dtype, block)
+    assert numbers.dtype == dtype
+    assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_error_is_at_most_half_a_step_of_the_format(kind):
+    dtype, block, *_ = KINDS[kind]
+    values = matrix().double()
+    scales = scales_of(block_maxima(matrix(), block), dtype)
+    found = dequantized(quantized(matrix(), scales, dtype, block), scales, block, (0, 0))
+    step = scales.double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    # FP8 has 3 bits after the first one, and at the lower end steps of 2^-9.
+    bound = step / 2 if dtype == torch.int8 else torch.maximum(values.abs() / 16, step * 2**-10)
+    assert bool(((found - values).abs() <= bound * (1 + 1e-4)).all())
+    assert found[:128, :128].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(384, 512), (200, 300), (130, 129)], ids=str)
+def test_parts_that_cut_blocks_have_the_maxima_and_numbers_of_the_whole(kind, shape):
+    dtype, block, *_ = KINDS[kind]
+    block = block if kind == "fp8" else (1, shape[1])
+    values = matrix(*shape)
+    maxima = block_maxima(values, block)
+    scales = scales_of(maxima, dtype)
+    whole = quantized(values, scales, dtype, block)
+    agreed = torch.zeros_like(maxima)
+    for row, height in ((0, 50), (50, 77), (127, shape[0] - 127)):
+        for column, width in ((0, 100), (100, shape[1] - 100)):
+            box = Box((row, column), (height, width))
+            offset = (row % block[0], column % block[1])
+            part = block_maxima(values[box.slices], block, offset)
+            here = agreed[Box((row // block[0], column // block[1]), tuple(part.shape)).slices]
+            here.copy_(torch.maximum(here, part))
+            numbers = quantized(values[box.slices], scales, dtype, block, box.start)
+            assert torch.equal(numbers.view(torch.uint8), whole[box.slices].view(torch.uint8))
+    assert torch.equal(agreed, maxima)

@@ -1,0 +1,253 @@
+"""Runs are refused for what `CONFLICTS`, `NEEDS` and `IDLE` have, and for no other pair."""
+
+from itertools import combinations
+
+import pytest
+
+from checkpoint_convert.hf_config import has_other_towers
+from docs.make_compatibility import FEATURES, exclude, implied
+from helpers.published_models import write_config
+from helpers.runs import TINY_CONFIG
+from megatron_grpo.config import conflicts, file, needs
+from megatron_grpo.config.checks import check_config
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.conflicts import CONFLICTS
+from megatron_grpo.config.features import is_on, keys_of
+from megatron_grpo.config.file import load_config
+from megatron_grpo.config.needs import IDLE, NEEDS
+from megatron_grpo.config.trained_shape import trained_shape
+from megatron_grpo.data.images import check_images
+from megatron_grpo.engines.support import check_drafts, check_towers_served
+from megatron_grpo.engines.vllm.args import check_adapters
+from megatron_grpo.preflight import check_text_tower
+from megatron_grpo.prompt_checks import check_reward_models
+
+CORRECTED = "grpo.rollout_importance_sampling_mode=token_truncate"
+IN_FLIGHT = f"rollout.max_staleness=2 + rollout.in_flight_updates=true + {CORRECTED}"
+ADAPTERS = "lora.r=8 + lora.lora_alpha=8"
+SLEEPS = "rollout.enable_sleep_mode=true"
+EIGHT_BITS = f"rollout.quantization=fp8 + {CORRECTED}"
+DIALOGUE = "environment.name=demo/environments.py:GuessTheNumber + data.max_prompt_length=64"
+IMAGES_OF_VLLM = "rollout.vllm.limit_mm_per_prompt={image: 1, video: 0}"
+IMAGES_OF_SGLANG = "rollout.sglang.limit_mm_data_per_request={image: 1}"
+IMAGES = f"data.image_column=image + {IMAGES_OF_VLLM}"
+SGLANG = "rollout.engine=sglang + rollout.python=python"
+DRAFTS = "{method: ngram, num_speculative_tokens: 2, prompt_lookup_max: 3}"
+REWARD_MODEL = "{name: reward_model, arguments: {base_url: http://host/v1}}"
+MTP = "rollout.vllm.speculative_config={method: mtp, num_speculative_tokens: 1"
+EXAMPLES = {
+    "lora.sync: adapter": ADAPTERS,
+    "lora.sync: merged": f"{ADAPTERS} + lora.sync=merged",
+    "rollout.max_staleness": f"rollout.max_staleness=1 + {CORRECTED}",
+    "rollout.in_flight_updates": IN_FLIGHT,
+    "rollout.over_sampling": f"{IN_FLIGHT} + rollout.over_sampling=2.0",
+    "rollout.recompute_kv_cache: false": f"{IN_FLIGHT} + rollout.recompute_kv_cache=false",
+    "rollout.enable_sleep_mode": SLEEPS,
+    "train.offload: all": f"{SLEEPS} + train.offload=all",
+    "train.offload: optimizer": f"{SLEEPS} + train.offload=optimizer",
+    "rollout.engine: sglang": SGLANG,
+    "rollout.quantization": EIGHT_BITS,
+    "rollout.quantization_aware": f"{EIGHT_BITS} + rollout.quantization_aware=true",
+    "train.export_quantization": "train.export_quantization=fp8",
+    "rollout.weight_transport: disk": "rollout.weight_transport=disk",
+    "rollout.router_replay": "rollout.router_replay=true",
+    "rollout.indexer_replay": f"rollout.indexer_replay=true + {SGLANG}",
+    "rollout.vllm.speculative_config": f"rollout.vllm.speculative_config={DRAFTS}",
+    "model.mtp_num_layers": "model.mtp_num_layers=1",
+    "data.image_column": IMAGES,
+    "model.freeze_vision: false": f"{IMAGES} + model.freeze_vision=false",
+    "environment": DIALOGUE,
+    "agent": "agent.command=agent + data.max_prompt_length=64",
+    "sources": "sources.column=kind + sources.by_name={a: {}}",
+    "reward_model": f"reward.functions=[{REWARD_MODEL}]",
+    "grpo.shared_prompts": "grpo.shared_prompts=true",
+    "grpo.dynamic_sample": "grpo.dynamic_sample=true",
+    "environment with grpo.supervision: process": f"grpo.supervision=process + {DIALOGUE}",
+    "grpo.sync_ref_model": "grpo.sync_ref_model=true + grpo.beta=0.04",
+    "train.replay": "train.replay=runs/a",
+    "train.init_from": "train.init_from=runs/a",
+    "optimizer.optimizer: muon": "optimizer.optimizer=muon",
+    "optimizer.optimizer_cpu_offload": "optimizer.optimizer_cpu_offload=true",
+    "parallel.dynamic_context_parallel": "parallel.dynamic_context_parallel=true",
+    "parallel.overlap_param_gather": "parallel.data_parallel_size=2 + "
+    "parallel.overlap_grad_reduce=true + parallel.overlap_param_gather=true",
+}
+"""What turns each feature of docs/compatibility.md on."""
+OTHERS = {
+    "a KL term in the reward": "grpo.beta=0.1 + grpo.kl_in_reward=true + grpo.scale_rewards=batch",
+    "a loss that balances routers": "model.megatron.moe_router_load_balancing_type=aux_loss",
+    "advantages of another estimator than grpo": "grpo.advantage_estimator=rloo",
+    "agent.tools": "agent.tools=[python] + agent.weight=0 + data.max_prompt_length=64",
+    "data.chat_template_kwargs": "data.chat_template_kwargs={enable_thinking: false}",
+    "data.system_prompt": "data.system_prompt=Add.",
+    "dialogues": DIALOGUE,
+    "drafts of another model": f"{MTP}, model: /other}}",
+    "drafts of fewer ranks": f"{MTP}, draft_tensor_parallel_size: 1}}",
+    "drafts of the trained layer": f"model.mtp_num_layers=1 + {MTP}}}",
+    "drafts of weights that are not pushed": f"{MTP}}}",
+    "eval.data or eval.sets": "eval.data={} + eval.pass_threshold=1.0",
+    "groups of workers in SGLang": f"{SGLANG} + rollout.data_parallel_size=2",
+    "grpo.delta": "grpo.delta=3.0",
+    "grpo.kl_target": "grpo.kl_target=0.1",
+    "grpo.overlong_filter": "grpo.overlong_filter=true",
+    "grpo.rollout_importance_sampling_mode": CORRECTED,
+    "grpo.rollout_rs": "grpo.rollout_rs=token",
+    "grpo.use_bias_correction_kl": "grpo.use_bias_correction_kl=true",
+    "lora.adapter_path": "lora.adapter_path=folder",
+    "lora.r": ADAPTERS,
+    "model.megatron.cp_comm_type": "model.megatron.cp_comm_type=a2a",
+    "model.megatron.fp8": "model.megatron.fp8=e4m3",
+    "model.megatron.moe_aux_loss_coeff": "model.megatron.moe_aux_loss_coeff=0.1",
+    "model.megatron.moe_z_loss_coeff": "model.megatron.moe_z_loss_coeff=0.1",
+    "parallel.num_layers_in_first_pipeline_stage": "parallel.num_layers_in_first_pipeline_stage=1",
+    "parallel.num_layers_in_last_pipeline_stage": "parallel.num_layers_in_last_pipeline_stage=1",
+    "pushes of rollout.quantization": EIGHT_BITS,
+    "quantised drafts": f"{MTP}, quantization: fp8}}",
+    "reward.clip_range": "reward.clip_range=[-1, 1]",
+    "rewards in parts": "grpo.multi_objective_aggregation=normalize_then_sum",
+    "rollout weights of sequences": "grpo.rollout_importance_sampling_mode=sequence_mask",
+    "rollout.max_staleness above 1": f"rollout.max_staleness=2 + {CORRECTED}",
+    "rollout.python": "rollout.python=python",
+    "rollout.quantization_ignore": "rollout.quantization_ignore=[lm_head]",
+    "rollout.sglang": "rollout.sglang.mem_fraction_static=0.5",
+    "rollout.sglang.limit_mm_data_per_request": IMAGES_OF_SGLANG,
+    "rollout.tensor_parallel_size": "rollout.tensor_parallel_size=2",
+    "rollout.vllm": "rollout.vllm.max_model_len=64",
+    "several sets of prompts": "data.path=[{path: a, weight: 1}]",
+    "train.num_epochs": "train.num_epochs=1 + train.num_steps=null",
+    "train.offload": f"{SLEEPS} + train.offload=optimizer",
+    "train.offload of weights": f"{SLEEPS} + train.offload=[weights]",
+    "train.offload that names the reference": f"{SLEEPS} + train.offload=[reference]",
+    "whitened advantages": "grpo.advantage_estimator=reinforce_plus_plus",
+}
+"""What turns further features of the tables on."""
+WITHOUT = {
+    "a KL term in the loss": ["grpo.beta=0"],
+    "a correction for older weights": ["grpo.rollout_importance_sampling_mode=null"],
+    "data.apply_chat_template: true": ["data.apply_chat_template=false"],
+    "data.image_column": ["data.image_column=null"],
+    "data.max_prompt_length": ["data.max_prompt_length=null"],
+    "grpo.beta": ["grpo.beta=0"],
+    "lora.r": ["lora.r=0"],
+    "parallel.overlap_grad_reduce: true": ["parallel.overlap_grad_reduce=false"],
+    "parallel.context_parallel_size": ["parallel.context_parallel_size=1"],
+    "parallel.pipeline_parallel_size": ["parallel.pipeline_parallel_size=1"],
+    "parallel.tensor_parallel_size": ["parallel.tensor_parallel_size=1"],
+    "rewards of steps": ["environment.name=null"],
+    "rollout.enable_sleep_mode: true": ["rollout.enable_sleep_mode=false"],
+    "rollout.engine: sglang": ["rollout.engine=vllm"],
+    "rollout.in_flight_updates: true": ["rollout.in_flight_updates=false"],
+    "rollout.max_staleness": ["rollout.max_staleness=0"],
+    "rollout.quantization": ["rollout.quantization=none"],
+    "train.offload of weights": ["train.offload=none"],
+}
+"""What turns off what a feature needs, where its example or the config has it on."""
+MODELS = {
+    "data.image_column": "Qwen3-VL-30B-A3B",
+    "model.freeze_vision: false": "Qwen3-VL-30B-A3B",
+    "model.mtp_num_layers": "GLM-4.5-Air",
+    "rollout.indexer_replay": "DeepSeek-V3.2",
+    "rollout.router_replay": "Qwen3-30B-A3B",
+}
+"""A model for a feature that not all have; of a pair, that of the first here."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name in {*MODELS.values(), "Qwen3-32B"}:
+        write_config(folder / name, name)
+    return folder
+
+
+def overrides(models, *features: str) -> list[str]:
+    name = next((MODELS[each] for each in MODELS if each in features), "Qwen3-32B")
+    keys = [key for each in features for key in EXAMPLES[each].split(" + ")]
+    if "rollout.engine: sglang" in features:
+        keys = [IMAGES_OF_SGLANG if key == IMAGES_OF_VLLM else key for key in keys]
+    return ["model.dtype=bfloat16", f"model.path={models / name}", *keys]
+
+
+def refusal(models, *features: str) -> str:
+    """Why these features do not go together, by the checks before a run; empty if they do."""
+    try:
+        cfg = load_config(TINY_CONFIG, overrides(models, *features))
+        shape = trained_shape(cfg)
+        check_drafts(cfg, shape)
+        check_images(cfg)
+        check_towers_served(cfg.model, cfg.rollout)
+        check_reward_models(cfg)
+        if has_other_towers(cfg.model.path):
+            check_text_tower(cfg)
+        else:
+            check_adapters(cfg.lora, shape)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_alone_is_accepted_with_all_that_it_implies(models, feature):
+    assert refusal(models, feature) == ""
+    cfg = load_config(TINY_CONFIG, overrides(models, feature))
+    assert [each for each in implied(feature) if not is_on(cfg, each)] == []
+
+
+def test_exactly_the_pairs_of_the_table_are_refused(models):
+    pairs = combinations(FEATURES, 2)
+    wrong = [pair for pair in pairs if bool(refusal(models, *pair)) != exclude(*pair)]
+    assert wrong == []
+
+
+def keys(feature: str) -> list[str]:
+    """What turns a feature on: as listed, or as its name says."""
+    if given := EXAMPLES.get(feature) or OTHERS.get(feature):
+        return given.split(" + ")
+    if " with " in feature:
+        return [key for part in feature.split(" with ") for key in keys(part)]
+    key, _, values = feature.partition(": ")
+    return [f"{key}={values.partition(' or ')[0] or 'true'}"]
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Loads a config of which each section has been checked by itself alone."""
+
+    def load(*overrides: str) -> Config:
+        with monkeypatch.context() as patch:
+            patch.setattr(file, "check_config", lambda cfg: None)
+            return load_config(TINY_CONFIG, ["model.dtype=bfloat16", *overrides])
+
+    return load
+
+
+@pytest.mark.parametrize("pair", CONFLICTS, ids=" + ".join)
+def test_a_pair_is_refused_with_both_keys_the_reason_and_what_to_do(pair, unchecked, monkeypatch):
+    cfg = unchecked(*(key for feature in reversed(pair) for key in keys(feature)))
+    assert [is_on(cfg, feature) for feature in pair] == [True, True]
+    with pytest.raises(ValueError):
+        check_config(cfg)
+    monkeypatch.setattr(conflicts, "CONFLICTS", {pair: CONFLICTS[pair]})
+    with pytest.raises(ValueError, match=r"does not go with .*: .*; [a-z]") as refused:
+        check_config(cfg)
+    for feature in pair:
+        names = keys_of(feature) or (feature,)
+        assert any(name in str(refused.value) for name in names)
+
+
+@pytest.mark.parametrize("pair", NEEDS, ids=" + ".join)
+def test_a_feature_is_refused_without_what_it_needs(pair, unchecked, monkeypatch):
+    feature, needed = pair
+    cfg = unchecked(*keys(feature), *WITHOUT.get(needed, ()))
+    assert (is_on(cfg, feature), is_on(cfg, needed)) == (True, False)
+    monkeypatch.setattr(conflicts, "CONFLICTS", {})
+    monkeypatch.setattr(needs, "NEEDS", {pair: NEEDS[pair]})
+    with pytest.raises(ValueError, match=r"needs .*: .*; [a-z]") as refused:
+        check_config(cfg)
+    assert keys_of(feature)[0] in str(refused.value)
+
+
+def test_idle_keys_and_features_are_keys_of_the_config(unchecked):
+    cfg = unchecked()
+    for feature in (*IDLE, *(each for pair in (*CONFLICTS, *NEEDS) for each in pair)):
+        is_on(cfg, feature)
