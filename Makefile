@@ -26,10 +26,11 @@ ENGINES := tests/sglang $(addprefix tests/megatron_grpo/,engines/test_access.py 
 	test_faults.py test_in_flight_runs.py test_cli.py::test_serve_is_an_engine_for_runs_that_name_its_address[sglang])
 APART := tests/sglang tests/slurm tests/viewer_browser
 TWO = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+PEERS := benchmarks/peers/harness
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup demo demo-data learning-curves agent-curve test test-main test-fast test-long test-ends test-slow test-faults test-slurm test-view test-trackers setup-sglang setup-sglang-gpu test-sglang check bench bench-async bench-convert bench-reshard bench-peers mutants
+.PHONY: help setup demo demo-data learning-curves agent-curve test test-main test-fast test-long test-ends test-slow test-faults test-slurm test-view test-trackers setup-sglang setup-sglang-gpu test-sglang check bench bench-async bench-convert bench-reshard bench-peers test-peers mutants
 
 # Makes .venv and installs all that runs, tests and checks need.
 setup: $(STAMP)
@@ -175,7 +176,12 @@ bench-async: setup
 # about an hour, an otherwise idle machine with 16 GB of free memory and, as the others do, Python 3.12
 # (VENV=.venv-3.12 PYTHON=3.12); ARGS selects some of the comparisons.
 bench-peers: setup
-	PYTHONPATH=.:tests $(BIN)/python benchmarks/bench_peers.py $(ARGS)
+	PYTHONPATH=.:tests:benchmarks $(BIN)/python $(PEERS)/bench_peers.py $(ARGS)
+	$(MAKE) test-peers
+
+# Its page against its results, and the rules of vLLM that it counts by; slow ones too with MARKS="".
+test-peers: setup
+	PYTHONPATH=$(PEERS) $(BIN)/pytest -m "$(MARKS)" $(PEERS)
 
 # Breaks the code in many places, and says which tests do not see it: half an hour, or ARGS="--modules FILE ...".
 mutants: setup

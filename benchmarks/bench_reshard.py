@@ -52,7 +52,6 @@ from helpers.vllm_workers import (
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
 from parallel import ParallelDims
-from peer_bytes import print_peers
 from raw_copy import plain_bytes, push_raw
 from unverified import unverified
 
@@ -99,7 +98,6 @@ def main() -> None:
                 timeout=1800,
             )
     report(ranks, sum(2 * torch.Size(size).numel() for size in hf_tensors(shape).values()))
-    print_peers()
 
 
 def write_model(folder: Path) -> ModelShape:

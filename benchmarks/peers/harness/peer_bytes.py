@@ -73,3 +73,7 @@ def print_peers() -> None:
             sum(m2n_elements(shape, worker).values()),
         ]
         print(f"{name:24}" + "".join(f"{2 * count / 1e9:12.2f}" for count in elements))
+
+
+if __name__ == "__main__":
+    print_peers()

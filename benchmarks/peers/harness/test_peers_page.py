@@ -1,10 +1,11 @@
 """docs/peers.md is generated, and gives no factor where it would mislead."""
 
+import importlib
 import json
 
 import pytest
 
-from peers_page import CHANGED, PAGE, RESULTS, factors_of, method_of, render
+from peers_page import CHANGED, COMPARISONS, PAGE, RESULTS, factors_of, method_of, render
 
 
 def result(**changes):
@@ -33,6 +34,16 @@ def result(**changes):
 
 def test_the_page_is_that_of_the_results():
     assert PAGE.read_text() == render(json.loads(RESULTS.read_text()))
+
+
+def test_the_requirements_are_those_that_the_comparisons_install():
+    """Files for people and for tools that look for outdated pins; each is installed by itself."""
+    files = {
+        tuple(path.read_text().split()) for path in (COMPARISONS / "requirements").glob("*.txt")
+    }
+    names = [path.stem for path in COMPARISONS.glob("*.py")]
+    modules = [importlib.import_module(f"peers.{name}") for name in names]
+    assert files == {tuple(pins) for each in modules for pins in each.REQUIREMENTS.values() if pins}
 
 
 def test_factors_are_formed_round_by_round_and_goals_are_judged():

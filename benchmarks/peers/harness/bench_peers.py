@@ -1,8 +1,8 @@
 """The hot paths compared with those of other projects: `make bench-peers`.
 
-    python benchmarks/bench_peers.py [NAME ...] [--rounds 1] [--threads 2]
+    python benchmarks/peers/harness/bench_peers.py [NAME ...] [--rounds 1] [--threads 2]
 
-Each module of `peers/` is one comparison: see its docstring. Every side runs in a fresh process
+Each module of `benchmarks/peers/` is one comparison: see its docstring. Every side runs in a fresh process
 with the same number of threads. The order of the sides alternates from round to round, so that
 other load on the machine affects all sides alike. There are five rounds, fewer (`ROUNDS`) where all
 that is compared is exact or differs little between rounds. A side whose output differs from ours
@@ -12,7 +12,8 @@ processes took more than half a core during a round, if the load was above 1.5 b
 round, or if the seconds of a side vary by more than 1.5 times.
 
 The other projects are installed from the package index into .peers/, without their dependencies.
-They take Python 3.12 alone. Results go to `results/peers.json`, and from there into docs/peers.md.
+They take Python 3.12 alone. Results go to `benchmarks/peers/results.json`, and from there into
+docs/peers.md.
 """
 
 import argparse
@@ -37,11 +38,9 @@ from typing import Any
 import psutil
 
 from ceilings import measure_ceilings
-from peers_page import MOST_LOAD, PAGE, RESULTS, method_of, render
+from peers_page import COMPARISONS, MOST_LOAD, PAGE, RESULTS, ROOT, method_of, render
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-NAMES = sorted(path.stem for path in (HERE / "peers").glob("*.py"))
+NAMES = sorted(path.stem for path in COMPARISONS.glob("*.py"))
 PYTHON = (3, 12)
 """megatron-bridge, verl and AReaL exclude 3.13."""
 TIMEOUT = 1800
@@ -83,7 +82,6 @@ def main() -> None:
             "ceilings": ceilings,
         } | this_machine()
         results[name] = machine | measured
-        RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(render(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
     print(f"written: {PAGE.relative_to(ROOT)}")
@@ -162,9 +160,9 @@ def timed_side(
 ) -> tuple[dict[str, float], float]:
     """Run a side in a fresh process; returns its figures and the cores used by other processes."""
     folder.mkdir()
-    path = [str(HERE), str(ROOT), str(ROOT / "tests"), *([str(packages)] if packages else [])]
+    own = [Path(__file__).parent, COMPARISONS.parent, ROOT, ROOT / "tests"]
     environ = os.environ | {
-        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONPATH": os.pathsep.join(map(str, [*own, packages] if packages else own)),
         "OMP_NUM_THREADS": str(num_threads),
         "CUDA_VISIBLE_DEVICES": "",
     }
