@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from checkpoint_convert.shape import IndexerShape, LatentShape
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.block import Block, Flops, Heads, Kernels, Saved, Weights
+from megatron_grpo.planning.block import PASSES, Block, Flops, Heads, Kernels, Saved, Weights
 from megatron_grpo.planning.card import ITEMSIZE
 from megatron_grpo.planning.workload import Computed, longest_sequence
 
@@ -46,7 +46,7 @@ class Attention(Block):
     def other_flops(self, work: Computed) -> Iterator[Flops]:
         """Products of the query with the key, and of its weight with the value, of each pair."""
         of_pair = 2.0 * (self.heads.query + self.heads.output)
-        yield Flops("core_attn", of_pair * self._pairs(work), frozen_passes=3)
+        yield Flops("core_attn", of_pair * self._pairs(work), frozen_passes=PASSES)
 
     def _pairs(self, work: Computed) -> float:
         """Pairs of tokens that attend, in the mean over the model's layers: a token to a window, or

@@ -151,19 +151,18 @@ class Weights(NamedTuple):
     """Whether a linear layer multiplies by them, in its `Precision`."""
 
 
-class Flops(NamedTuple):
-    """Operations of a part of a module in a forward.
+PASSES, FROZEN_PASSES = 3, 2
+"""Forwards that a forward and a backward cost. A backward costs two (Kaplan et al., arXiv
+2001.08361): for the gradients of inputs, and those of weights, which frozen ones have not."""
 
-    A backward costs two forwards (Kaplan et al., arXiv 2001.08361): for the gradients of inputs,
-    and for those of weights.
-    """
+
+class Flops(NamedTuple):
+    """Operations of a part of a module in a forward."""
 
     part: str
     forward: float
-    passes: int = 3
-    """Forwards that a forward and a backward cost."""
-    frozen_passes: int = 2
-    """Likewise if weights are not trained."""
+    passes: int = PASSES
+    frozen_passes: int = FROZEN_PASSES
 
 
 @dataclass(frozen=True)
