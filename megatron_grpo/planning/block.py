@@ -38,6 +38,10 @@ class Heads:
     are_fused: bool
     """Whether queries, keys and values are views of one projection's output."""
 
+    @property
+    def elements(self) -> int:
+        return self.query + self.key + self.value + self.output
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
@@ -71,8 +75,7 @@ class Kernels:
 
         Keys of other context ranks are passed around a ring.
         """
-        elements = heads.query + heads.key + heads.value + heads.output
-        return self.itemsize * elements + 4 * heads.num_heads
+        return self.itemsize * heads.elements + 4 * heads.num_heads
 
     def activation(self, has_gates: bool) -> float:
         """Bytes of an MLP per intermediate element: with gates both halves, and their product.
