@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from checkpoint_convert.shape import IndexerShape, LatentShape
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.block import Block, Flops, Heads, Kernels, Saved, Weights
+from megatron_grpo.planning.block import PASSES, Block, Flops, Heads, Kernels, Saved, Weights
 from megatron_grpo.planning.card import ITEMSIZE
 from megatron_grpo.planning.workload import Computed, longest_sequence
 
@@ -46,7 +46,7 @@ class Attention(Block):
     def other_flops(self, work: Computed) -> Iterator[Flops]:
         """Products of the query with the key, and of its weight with the value, of each pair."""
         of_pair = 2.0 * (self.heads.query + self.heads.output)
-        yield Flops("core_attn", of_pair * self._pairs(work), frozen_passes=3)
+        yield Flops("core_attn", of_pair * self._pairs(work), frozen_passes=PASSES)
 
     def _pairs(self, work: Computed) -> float:
         """Pairs of tokens that attend, in the mean over the model's layers: a token to a window, or
@@ -59,24 +59,20 @@ class Attention(Block):
 
     def saved(self, kernels: Kernels) -> dict[str, Saved]:
         heads, tensor = self.heads, kernels.dims.tensor
-        kept = heads.query + heads.key + heads.value + heads.output
+        kept = heads.elements
         if heads.are_fused:  # values are a view of what comes with queries, keys and gates
             kept += heads.query + heads.key + self._gates
-        around = self._saved_around(kernels)
         # A sigmoid in float32, and its product with the attention's output.
-        around += (4 + kernels.itemsize) * self._gates / tensor
+        around = self._head_norms(kernels) + (4 + kernels.itemsize) * self._gates / tensor
         if not kernels.fuses_rope:  # four tables
             around += 4 * self.shape.rotary_dim * kernels.itemsize
         return super().saved(kernels) | {
-            "core_attn": Saved(
-                kernels.attention(heads) / tensor,
-                entry=kernels.itemsize * kept / tensor,
-            ),
+            "core_attn": Saved(kernels.attention(heads) / tensor, kernels.itemsize * kept / tensor),
             "around attention": Saved(around),
         }
 
-    def _saved_around(self, kernels: Kernels) -> float:
-        """Norms of queries and keys, without their outputs."""
+    def _head_norms(self, kernels: Kernels) -> float:
+        """Bytes of norms of queries and keys, without their outputs."""
         if not self.shape.qk_norm:
             return 0.0
         num_heads = self.shape.num_attention_heads + self.shape.num_key_value_heads
@@ -88,11 +84,10 @@ class Attention(Block):
         is_fused = kernels.fuses_norms and self.shape.has_pre_norms
         before = kernels.norm(width) if is_fused else kernels.itemsize * width
         before -= kernels.less_of_inputs * width
-        norms = 0.0 if self.shape.latent else self._saved_around(kernels)
         output = kernels.itemsize * self.heads.output / kernels.dims.tensor
         return {
             "attn_norm": self._norm_without_input(kernels),
-            "qkv_linear": before * share + norms,
+            "qkv_linear": before * share + self._head_norms(kernels),
             # The product after it keeps its output, too.
             "core_attn": self.saved(kernels)["core_attn"].num_bytes - output,
             "attn_proj": output,
@@ -104,8 +99,7 @@ class Attention(Block):
         heads = self.heads
         if is_ring:
             return (forwards + 2) * (heads.key + heads.value) * others
-        elements = heads.query + heads.key + heads.value + heads.output
-        return (forwards + 1) * elements * others / (others + 1)
+        return (forwards + 1) * heads.elements * others / (others + 1)
 
     def engine_flops(self, tokens: int, prompt_tokens: float, pairs: float) -> float:
         return 2.0 * (self.heads.query + self.heads.output) * pairs
@@ -136,12 +130,13 @@ class LatentAttention(Attention):
         keys_and_values += latent.rank * (without_rope + heads.value)
         yield Weights("attention", queries + keys_and_values + heads.output * hidden)
 
-    def _saved_around(self, kernels: Kernels) -> float:
-        """Norms of latents, whose outputs are inputs of linear layers."""
+    def saved(self, kernels: Kernels) -> dict[str, Saved]:
+        """And norms of latents, whose outputs are inputs of linear layers."""
         ranks = [rank for rank in (self.latent.query_rank, self.latent.rank) if rank]
         norms = sum(kernels.norm(rank) - kernels.less_of_inputs * rank for rank in ranks)
         # A view, which keeps the rotated part of keys, too; torch's norms in 16 bits copy it.
-        return (norms + kernels.itemsize * self.latent.rotary_dim) * kernels.token_share
+        norms += kernels.itemsize * self.latent.rotary_dim
+        return super().saved(kernels) | {"latents": Saved(norms * kernels.token_share)}
 
     @property
     def gathered(self) -> tuple[int, int]:

@@ -38,6 +38,10 @@ class Heads:
     are_fused: bool
     """Whether queries, keys and values are views of one projection's output."""
 
+    @property
+    def elements(self) -> int:
+        return self.query + self.key + self.value + self.output
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
@@ -71,8 +75,7 @@ class Kernels:
 
         Keys of other context ranks are passed around a ring.
         """
-        elements = heads.query + heads.key + heads.value + heads.output
-        return self.itemsize * elements + 4 * heads.num_heads
+        return self.itemsize * heads.elements + 4 * heads.num_heads
 
     def activation(self, has_gates: bool) -> float:
         """Bytes of an MLP per intermediate element: with gates both halves, and their product.
@@ -151,19 +154,18 @@ class Weights(NamedTuple):
     """Whether a linear layer multiplies by them, in its `Precision`."""
 
 
-class Flops(NamedTuple):
-    """Operations of a part of a module in a forward.
+PASSES, FROZEN_PASSES = 3, 2
+"""Forwards that a forward and a backward cost. A backward costs two (Kaplan et al., arXiv
+2001.08361): for the gradients of inputs, and those of weights, which frozen ones have not."""
 
-    A backward costs two forwards (Kaplan et al., arXiv 2001.08361): for the gradients of inputs,
-    and for those of weights.
-    """
+
+class Flops(NamedTuple):
+    """Operations of a part of a module in a forward."""
 
     part: str
     forward: float
-    passes: int = 3
-    """Forwards that a forward and a backward cost."""
-    frozen_passes: int = 2
-    """Likewise if weights are not trained."""
+    passes: int = PASSES
+    frozen_passes: int = FROZEN_PASSES
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from checkpoint_convert.shape import LinearShape
-from megatron_grpo.planning.block import Block, Flops, Kernels, Saved, Weights
+from megatron_grpo.planning.block import PASSES, Block, Flops, Kernels, Saved, Weights
 from megatron_grpo.planning.workload import Computed
 
 CHUNK = 64
@@ -35,7 +35,7 @@ class LinearAttention(Block):
         yield Weights("attention", convolution, is_linear=False)
 
     def other_flops(self, work: Computed) -> Iterator[Flops]:
-        yield Flops("delta_rule", self.rule_flops() * work.tokens, frozen_passes=3)
+        yield Flops("delta_rule", self.rule_flops() * work.tokens, frozen_passes=PASSES)
 
     def rule_flops(self, chunk: int = CHUNK) -> float:
         """Operations of a token without projections and convolution; engines generate in chunks of

@@ -1,6 +1,6 @@
 """Optimizers: bytes of their state, their operations, and what ranks send for an update.
 
-Each is a class, which `planned_optimizer` chooses by the keys of `optimizer`.
+`planned_optimizer` chooses one by the keys of `optimizer`.
 """
 
 from collections.abc import Sequence
@@ -47,26 +47,17 @@ class OptimizerBytes(NamedTuple):
     """Bytes that the rank sends, or receives, during an update."""
 
 
-@dataclass(frozen=True)
-class AdamW:
-    """Two float32 moments, and float32 master weights of a model of another dtype."""
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """State of as many bytes for every element: AdamW in all dtypes of master weights and
+    moments."""
 
-    cfg: Config
-
-    @property
-    def master_itemsize(self) -> int:
-        """Bytes of a master weight; weights in float32 are their own."""
-        return 0 if self.cfg.model.dtype == "float32" else FLOAT
-
-    @property
-    def moments_itemsize(self) -> int:
-        """Bytes of both moments of an element."""
-        return 2 * FLOAT
-
-    @property
-    def copied_itemsize(self) -> int:
-        """Bytes of each element that an update copies: gradients that are not float32."""
-        return 0 if self.cfg.optimizer.grad_reduce_in_fp32 else FLOAT
+    master_itemsize: int
+    """Bytes of a master weight, beside the weight itself."""
+    moments_itemsize: int
+    """Bytes of all moments."""
+    copied_itemsize: int
+    """Bytes that an update copies."""
 
     def state_bytes(
         self, shards: Sequence[Sequence[int]], matrices: Sequence[OwnedMatrix]
@@ -80,8 +71,8 @@ class AdamW:
         )
 
     def flops(self, shape: ModelShape, dims: ParallelDims) -> tuple[float, float]:
-        """Operations of an update: of all ranks, and of the rank with the most. AdamW's are some
-        for each weight, which do not count."""
+        """Operations of an update: of all ranks, and of the rank with the most. Some for each
+        weight do not count."""
         return 0.0, 0.0
 
     def group_size(self, dims: ParallelDims) -> int:
@@ -89,44 +80,22 @@ class AdamW:
         return 1
 
 
-@dataclass(frozen=True)
-class PreciseAdamW(AdamW):
-    """Master weights without the 16 bits of the weights, and moments of chosen dtypes:
-    `use_precision_aware_optimizer`."""
-
-    @property
-    def master_itemsize(self) -> int:
-        return min(super().master_itemsize, REST_BYTES)
-
-    @property
-    def moments_itemsize(self) -> int:
-        return sum(self._moments)
-
-    @property
-    def copied_itemsize(self) -> int:
-        """Its kernel takes two moments of the same dtype (Transformer Engine from 2.14 on)."""
-        return FLOAT if len(set(self._moments)) > 1 else 0
-
-    @property
-    def _moments(self) -> list[int]:
-        keys = self.cfg.optimizer
-        return [ITEMSIZE[dtype] for dtype in (keys.exp_avg_dtype, keys.exp_avg_sq_dtype)]
-
-
-@dataclass(frozen=True)
-class HostAdamW(AdamW):
+@dataclass(frozen=True, kw_only=True)
+class HostOptimizer(Optimizer):
     """A fraction of the state on the host: `optimizer_cpu_offload`. No exact figures.
 
     Megatron-Core takes parameters in its order until they are that fraction or more. On either side
     it is then at most this, and less by one parameter.
     """
 
+    fraction: float
+
     def state_bytes(
         self, shards: Sequence[Sequence[int]], matrices: Sequence[OwnedMatrix]
     ) -> OptimizerBytes:
         on_gpu = host = 0
         for sizes in (shard for shard in shards if sum(shard)):
-            moved = ceil(self.cfg.optimizer.optimizer_offload_fraction * sum(sizes))
+            moved = ceil(self.fraction * sum(sizes))
             on_gpu += sum(sizes) - moved
             most = min(sum(sizes), moved + max(sizes))
             pinned = sum(page_locked(size * FLOAT) for size in sizes)
@@ -140,8 +109,8 @@ def page_locked(num_bytes: int) -> int:
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
-@dataclass(frozen=True)
-class Muon(AdamW):
+@dataclass(frozen=True, kw_only=True)
+class Muon(Optimizer):
     """One moment of matrices; one rank of a stage computes the update of each, and has its parts
     sent (`WholeMatrices`)."""
 
@@ -191,11 +160,24 @@ def _matrix_flops(layer: ModelShape) -> Sequence[int]:
     ]
 
 
-def planned_optimizer(cfg: Config) -> AdamW:
+def planned_optimizer(cfg: Config) -> Optimizer:
     """The optimizer of a config."""
     keys = cfg.optimizer
+    master = 0 if cfg.model.dtype == "float32" else FLOAT  # weights are their own master weights
+    copied = 0 if keys.grad_reduce_in_fp32 else FLOAT  # gradients in float32
+    adam = {"master_itemsize": master, "moments_itemsize": 2 * FLOAT, "copied_itemsize": copied}
     if keys.optimizer_cpu_offload:
-        return HostAdamW(cfg)
+        return HostOptimizer(**adam, fraction=keys.optimizer_offload_fraction)
     if keys.use_precision_aware_optimizer:
-        return PreciseAdamW(cfg)
-    return {"adam": AdamW, "muon": Muon}[keys.optimizer](cfg)
+        moments = [ITEMSIZE[dtype] for dtype in (keys.exp_avg_dtype, keys.exp_avg_sq_dtype)]
+        return Optimizer(
+            master_itemsize=min(master, REST_BYTES),
+            moments_itemsize=sum(moments),
+            # Its kernel takes two moments of the same dtype (Transformer Engine from 2.14 on).
+            copied_itemsize=FLOAT if len(set(moments)) > 1 else 0,
+        )
+    match keys.optimizer:
+        case "adam":
+            return Optimizer(**adam)
+        case "muon":
+            return Muon(**adam)

@@ -1,6 +1,6 @@
 """Bytes that a trainer rank always holds: weights, gradients and optimizer state. Exact.
 
-An optimizer that is partly on the host is the exception: see `HostAdamW`.
+An optimizer that is partly on the host is the exception: see `HostOptimizer`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -14,7 +14,7 @@ from megatron_grpo.planning.activations import (
     recomputed_layers,
     row_bytes,
 )
-from megatron_grpo.planning.block import Block, Flops
+from megatron_grpo.planning.block import FROZEN_PASSES, PASSES, Block
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
 from megatron_grpo.planning.layer_kinds import kinds_of_layers, layer_kinds, mtp_kind
 from megatron_grpo.planning.mlp import copies_to_experts
@@ -173,9 +173,7 @@ def _layer_flops(
 
 
 def _passes(cfg: Config) -> int:
-    """Forwards that a forward and a backward of weights cost."""
-    example = Flops("head", 0.0)
-    return example.frozen_passes if cfg.lora.r else example.passes
+    return FROZEN_PASSES if cfg.lora.r else PASSES
 
 
 def forward_flops(shape: ModelShape, work: Computed) -> float:
