@@ -298,8 +298,8 @@ def plan(
     not fit, it says what would, and the exit code is 2.
 
     --with, given once or several times, prints two columns: CONFIG as it is, and with all of these
-    overrides. --instantiate, which goes with no other option, compares the plan with Megatron-Core's
-    own modules; the exit code is 1 if they differ.
+    overrides. --instantiate, alone, compares the plan with Megatron-Core's own modules; the exit
+    code is 1 if they differ.
 
     \b
     Examples:
