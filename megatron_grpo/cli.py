@@ -56,11 +56,7 @@ Lengths = Annotated[
 ]
 With = Annotated[
     list[str] | None,
-    typer.Option(
-        "--with",
-        metavar="KEY=VALUE",
-        help="Compare with this override of a key; several --with are together one comparison.",
-    ),
+    typer.Option("--with", metavar="KEY=VALUE", help="Show a plan with this override beside it."),
 ]
 Instantiate = Annotated[
     bool,
@@ -301,11 +297,9 @@ def plan(
     exact, the rest are estimates; docs/sizing.md has the formulas. If CONFIG cannot work or does
     not fit, it says what would, and the exit code is 2.
 
-    --with prints two columns: CONFIG as it is, and with this override, or with several. It fails
-    if they are refused, and not if memory is too small, which it shows.
-
-    --instantiate compares the plan with Megatron-Core's own modules; the exit code is 1 if they
-    differ. It cannot be combined with other options.
+    --with, given once or several times, prints two columns: CONFIG as it is, and with all of these
+    overrides. --instantiate, alone, compares the plan with Megatron-Core's own modules; the exit
+    code is 1 if they differ.
 
     \b
     Examples:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.offload import words
 from megatron_grpo.config.vision import mrope_axes
 from megatron_grpo.engines.arguments import PLANNED, engine_number
 from megatron_grpo.planning.block import uses_transformer_engine
@@ -47,7 +46,7 @@ def _has_own_attention(cfg: Config, shape: ModelShape) -> bool:
 def too_large(job: Job, plan: JobPlan) -> str:
     """Why a plan does not fit, and what would: another place of its state, another layout."""
     job = replace(job, num_gpus=plan.num_gpus)
-    text, starts = _lack(job.cfg, plan), [(job, list[str]())]
+    text, starts = _lack(plan), [(job, list[str]())]
     fits = False
     if place := _other_place(job, plan):
         other, words, changed = place
@@ -67,25 +66,13 @@ def too_large(job: Job, plan: JobPlan) -> str:
     return f"{text}; no layout fits on {plan.num_gpus} GPUs: {less(job)}"
 
 
-def _lack(cfg: Config, plan: JobPlan) -> str:
-    host, stage = plan.host, plan.fullest
-    if host is None or host.fits:
-        return (
-            f"a GPU of stage {stage.stage} needs {stage.total / 1e9:.1f} GB in phase "
-            f"{stage.worst}, but may use {plan.memory_limit / 1e9:.1f}"
-        )
-    parts = {
-        f"train.offload {words(cfg.train.offload)}": host.page_locked,
-        "optimizer.optimizer_cpu_offload": host.optimizer,
-        "engines that sleep with lora.sync adapter": host.asleep,
-        "reward models that sleep, with share_gpus": host.reward_models,
-        "model.megatron.offload_modules": host.activations,
-        "a checkpoint that is being written": host.saving,
-    }
-    taken = ", ".join(f"{size / 1e9:.1f} for {what}" for what, size in parts.items() if size)
+def _lack(plan: JobPlan) -> str:
+    if plan.host and not plan.host.fits:
+        return plan.host.need
+    stage = plan.fullest
     return (
-        f"a node needs {host.total / 1e9:.1f} GB of host memory, but may use "
-        f"{host.limit / 1e9:.1f}: {taken}"
+        f"a GPU of stage {stage.stage} needs {stage.total / 1e9:.1f} GB in phase {stage.worst}, "
+        f"but may use {plan.memory_limit / 1e9:.1f}"
     )
 
 

@@ -68,15 +68,29 @@ class HostUse:
     """Bytes of a node's memory that a plan may use."""
 
     @property
-    def total(self) -> int:
-        """Bytes of a node that are needed."""
-        return self.held + self.saving
+    def parts(self) -> dict[str, int]:
+        """Bytes of a node by what takes them, with the key that it depends on."""
+        return {
+            "train.offload": self.page_locked,
+            "optimizer.optimizer_cpu_offload": self.optimizer,
+            "engines that sleep with lora.sync adapter": self.asleep,
+            "reward models that sleep, with share_gpus": self.reward_models,
+            "model.megatron.offload_modules": self.activations,
+            "a checkpoint that is being written": self.saving,
+        }
 
     @property
-    def held(self) -> int:
-        """Bytes of a node that are needed between two checkpoints."""
-        sleeping = self.asleep + self.reward_models
-        return self.page_locked + sleeping + self.optimizer + self.activations
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def need(self) -> str:
+        """GB of a node in words."""
+        parts = [f"{size / 1e9:.1f} for {what}" for what, size in self.parts.items() if size]
+        return (
+            f"a node needs {self.total / 1e9:.1f} GB of host memory, and may use "
+            f"{self.limit / 1e9:.1f}: {', '.join(parts)}"
+        )
 
     @property
     def fits(self) -> bool:
@@ -152,31 +166,13 @@ def host_lines(cfg: Config, host: HostUse | None, stage: StageMemory, card: GpuS
             f"after it, in at least {host.seconds:.2f} s, of which log-probability passes hide "
             f"{host.hidden_seconds:.2f} s"
         )
-    if host.asleep:
-        rows.append(
-            "engines in sleep mode copy their weights to their hosts after a generation and back "
-            f"before the next: at least {host.asleep_seconds:.2f} s each way"
-        )
-    if host.reward_models:
-        rows.append(
-            "reward models that sleep copy their weights from their host before completions are "
-            f"scored and back after it: at least {host.scoring_seconds:.2f} s each way"
-        )
-    if host.optimizer:
-        rows.append(
-            f"the optimizer's state on the host takes {host.optimizer / 1e9:.1f} GB of a node"
-        )
-    if host.activations:
-        rows.append(
-            f"activations that wait for their backward take up to {host.activations / 1e9:.1f} GB "
-            "of a node"
-        )
-    rows.append(
-        f"a node of {card.host_memory / 1e9:,.0f} GB holds "
-        f"{host.held / 1e9:.1f} GB of it and, for a checkpoint that is "
-        f"being written, up to {host.saving / 1e9:.1f} GB; it may use {host.limit / 1e9:,.0f}"
-    )
-    return rows
+    for is_there, what, seconds in (
+        (host.asleep, "engines in sleep mode, beside a generation", host.asleep_seconds),
+        (host.reward_models, "reward models that sleep, beside the scoring", host.scoring_seconds),
+    ):
+        if is_there:
+            rows.append(f"copies of weights of {what}: at least {seconds:.2f} s each way")
+    return [*rows, host.need]
 
 
 def choice_lines(

@@ -25,6 +25,7 @@ from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engine_weights.layouts import worker_layouts, worker_shards
 from megatron_grpo.engines.vllm.args import check_adapters
+from megatron_grpo.planning.command import table
 from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.policy.lora import add_adapters
 from megatron_grpo.policy.lora_targets import check_lora, peft_tensors
@@ -328,21 +329,16 @@ def _model_line(shape: ModelShape, cfg: Config) -> str:
 
 def _rows(shape: ModelShape, dims: ParallelDims, ranks: Sequence[BuiltRank]) -> list[str]:
     """A row for each pipeline stage with the largest number of bytes of each kind on any rank."""
-    rows = [
-        f"{'trainer ranks':<16}{'stage':>6}  {'layers':<12}{'built':>6}"
-        f"{'weights':>14}{'gradients':>14}{'optimizer':>14}"
-    ]
+    kinds = ("weight", "gradient", "optimizer")
+    rows = [["trainer ranks", "stage", "layers", "built", "weights", "gradients", "optimizer"]]
     for stage, chunks in enumerate(pipeline_layers(shape.num_layers, dims)):
-        first = stage * dims.stage_size
-        of_stage = [r for r in ranks if first <= r.sender.rank < first + dims.stage_size]
-        rows.append(
-            f"{f'{first}-{first + dims.stage_size - 1}':<16}{stage:>6}  "
-            f"{'+'.join(str(len(layers)) for layers in chunks):<12}{len(of_stage):>6}"
-            f"{_gigabytes(max(r.weight_bytes for r in of_stage)):>14}"
-            f"{_gigabytes(max(r.gradient_bytes for r in of_stage)):>14}"
-            f"{_gigabytes(max(r.optimizer_bytes for r in of_stage)):>14}"
-        )
-    return rows
+        first, last = stage * dims.stage_size, (stage + 1) * dims.stage_size - 1
+        of_stage = [each for each in ranks if first <= each.sender.rank <= last]
+        layers = "+".join(str(len(chunk)) for chunk in chunks)
+        sizes = [max(getattr(each, f"{kind}_bytes") for each in of_stage) for kind in kinds]
+        cells = [str(stage), layers, str(len(of_stage)), *map(_gigabytes, sizes)]
+        rows.append([f"{first}-{last}", *cells])
+    return table(rows, left=(0, 2))
 
 
 def _gigabytes(num_bytes: int) -> str:

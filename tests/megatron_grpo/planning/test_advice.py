@@ -88,7 +88,7 @@ LLAMA_70B, LLAMA_8B = ("70b", "Llama-3.3-70B"), ("8b", "Llama-3.1-8B")
             LLAMA_70B,
             (*ASLEEP, "train.offload=all"),
             {"host_memory": 300 * 10**9},
-            "270.0: 181.6 for train.offload all, 181.6 for a checkpoint",
+            "270.0: 181.6 for train.offload, 181.6 for a checkpoint",
         ),
         (
             LLAMA_70B,
