@@ -100,16 +100,7 @@ def read_shape(folder: str | Path) -> ModelShape:
         max_position_embeddings=num_positions(path, values),
         eos_token_ids=_eos_token_ids(path, values),
         query_pre_attn_scalar=_number(path, values, family.query_scale),
-        has_pre_norms=family.norms.has_pre,
-        has_post_norms=family.norms.has_post,
-        norms_all_heads=family.norms.over_all_heads,
-        zero_centered_norms=family.norms.is_zero_centered,
-        scales_embeddings=family.scales_embeddings,
-        has_linear_biases=family.has_linear_biases,
-        has_sinks=family.has_sinks,
-        has_output_gate=family.has_output_gate,
-        activation=family.activation,
-        partial_rotary_factor=family.rope.partial_factor,
+        **_of_family(family),
         window=window,
         windowed_layers=windowed_layers,
         window_rope_theta=window_rope_theta if windowed_layers else None,
@@ -121,6 +112,22 @@ def read_shape(folder: str | Path) -> ModelShape:
         block_types=block_types,
         num_mtp_layers=_count(path, values, family.mtp.num_layers),
     )
+
+
+def _of_family(family: Family) -> dict[str, Any]:
+    """Fields of a shape that all models of a family share."""
+    return {
+        "has_pre_norms": family.norms.has_pre,
+        "has_post_norms": family.norms.has_post,
+        "norms_all_heads": family.norms.over_all_heads,
+        "zero_centered_norms": family.norms.is_zero_centered,
+        "scales_embeddings": family.scales_embeddings,
+        "has_linear_biases": family.has_linear_biases,
+        "has_sinks": family.has_sinks,
+        "has_output_gate": family.has_output_gate,
+        "activation": family.activation,
+        "partial_rotary_factor": family.rope.partial_factor,
+    }
 
 
 def _head_dim(path: Path, values: Mapping[str, Any], latent: LatentShape | None) -> int:

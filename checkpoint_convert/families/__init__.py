@@ -8,7 +8,7 @@ from pkgutil import iter_modules
 
 from checkpoint_convert.families.description import Family
 
-_SHARED = {"decoder", "description", "ffn", "linear", "mla", "multimodal", "vision"}
+_SHARED = {"decoder", "description", "engines", "ffn", "linear", "mla", "multimodal", "vision"}
 _MODULES = [
     import_module(f"{__name__}.{module.name}")
     for module in iter_modules(__path__)

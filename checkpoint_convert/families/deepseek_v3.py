@@ -4,15 +4,8 @@ transformers adds 1e-6 in the norms of latents whatever `rms_norm_eps` says. vLL
 add `rms_norm_eps`, and so do we. The two are equal in DeepSeek's models, not in Moonlight.
 """
 
-from checkpoint_convert.families.description import (
-    Engines,
-    Experts,
-    Family,
-    Mtp,
-    Rope,
-    Sglang,
-    Vllm,
-)
+from checkpoint_convert.families.description import Experts, Family, Mtp, Rope
+from checkpoint_convert.families.engines import Engines, Sglang, Vllm
 
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from checkpoint_convert.families.engines import Engines
 from checkpoint_convert.shape import Stacks
 from parallel import Axes, Box, Shape, ShardMapping
 
@@ -108,61 +109,6 @@ class Mtp:
     full attention, also in a model whose layers before have another."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vllm:
-    """What vLLM (0.32, 0.33) has of a family."""
-
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Parts of names in the weight files, and what it has for each."""
-    has_split_norms: bool = False
-    """Whether workers split the weights of norms over all heads."""
-    has_float32_router: bool = False
-    """Whether an engine of any dtype keeps the matrix of the router in float32."""
-    has_whole_shared_expert: bool = False
-    """Whether workers of an engine with several groups of several workers each hold the whole
-    shared expert."""
-    has_mixed_windows: bool = True
-    """Whether it serves models of which some layers have a window, and some have none."""
-    renames_experts: bool = False
-    """Whether it asks by `mlp.experts` whether experts are quantised, whatever the files have."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sglang:
-    """What SGLang (0.5.23) has of a family."""
-
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Parts of vLLM's names of parameters, and what it has for each."""
-    has_windows: bool = False
-    """Whether it computes sliding windows; otherwise every layer attends to all tokens."""
-    has_one_rope: bool = False
-    """Whether layers with windows and without have one base of RoPE, which it reads outside of
-    `rope_parameters`."""
-    has_whole_embedding: bool = False
-    """Whether each worker has the whole embedding, without padding, and takes it for the head."""
-    drops_scales: bool = False
-    """Whether it drops the scales of blocks that it loads: LlamaForCausalLM in its models/llama.py
-    gives `weight_scale_inv` another name."""
-    quantizes_latents: bool = False
-    """Whether it always quantises down-projections of latents: its class does not say of which
-    names in `modules_to_not_convert` it makes one matrix."""
-    follows_stored_dtype: bool = False
-    """Whether it makes some layers in the dtype that config.json names."""
-    was_tried_in_groups: bool = False
-    """Whether engines were tried with several groups of workers; with sparse attention, which only
-    GPUs compute, what workers load."""
-    loaded_as: str | None = None
-    """Family whose class it is to take, as transformers has none; None: its own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engines:
-    """What each engine has of a family."""
-
-    vllm: Vllm = Vllm()
-    sglang: Sglang = Sglang()
-
-
 @dataclass(frozen=True)
 class Family:
     """A `model_type` of config.json, and how it differs from the other decoders."""
@@ -205,7 +151,7 @@ class Family:
     mtp: Mtp = Mtp()
     file_names: Mapping[str, str] = field(default_factory=dict)
     """Names in weight files, by the usual names of embedding, layers and last norm."""
-    engines: Engines = Engines()
+    engines: Engines = field(default_factory=Engines)
 
 
 @dataclass(frozen=True)
@@ -266,7 +212,7 @@ def in_one_tensor(name: str, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class InVllm:
-    """What a vLLM engine has in place of a parameter: it fuses the same tensors."""
+    """The place of a parameter in a vLLM engine, which fuses the same tensors."""
 
     name: str = ""
     """Empty: the name of the only source."""

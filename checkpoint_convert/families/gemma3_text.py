@@ -3,7 +3,8 @@
 Norms multiply by 1 + weight, and embeddings are scaled.
 """
 
-from checkpoint_convert.families.description import Engines, Family, Norms, Sglang, Windows
+from checkpoint_convert.families.description import Family, Norms, Windows
+from checkpoint_convert.families.engines import Engines, Sglang
 
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",

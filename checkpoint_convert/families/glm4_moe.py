@@ -1,15 +1,7 @@
 """GLM-4.5 to 4.7: a shared expert, experts chosen by biased sigmoid scores, dense layers first."""
 
-from checkpoint_convert.families.description import (
-    Engines,
-    Experts,
-    Family,
-    Mtp,
-    Norms,
-    Rope,
-    Sglang,
-    Vllm,
-)
+from checkpoint_convert.families.description import Experts, Family, Mtp, Norms, Rope
+from checkpoint_convert.families.engines import Engines, Sglang, Vllm
 
 GLM4_MOE = Family(
     model_type="glm4_moe",

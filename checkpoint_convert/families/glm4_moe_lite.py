@@ -5,7 +5,8 @@ As with DeepSeek-V3, transformers adds 1e-6 in the norms of latents; vLLM, Megat
 """
 
 from checkpoint_convert.families.deepseek_v3 import DEEPSEEK_V3
-from checkpoint_convert.families.description import Engines, Family, Mtp, Rope, Sglang, Vllm
+from checkpoint_convert.families.description import Family, Mtp, Rope
+from checkpoint_convert.families.engines import Engines, Sglang, Vllm
 from checkpoint_convert.families.glm4_moe import GLM4_MOE
 
 GLM4_MOE_LITE = Family(

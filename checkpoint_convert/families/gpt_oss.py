@@ -3,15 +3,8 @@
 Weight files stack the experts of a layer; those that OpenAI publishes hold them in MXFP4.
 """
 
-from checkpoint_convert.families.description import (
-    Engines,
-    Experts,
-    Family,
-    Rope,
-    Sglang,
-    Vllm,
-    Windows,
-)
+from checkpoint_convert.families.description import Experts, Family, Rope, Windows
+from checkpoint_convert.families.engines import Engines, Sglang, Vllm
 
 GPT_OSS = Family(
     model_type="gpt_oss",

@@ -1,6 +1,7 @@
 """Llama 1 to 3.x and models of the same architecture, such as SmolLM2."""
 
-from checkpoint_convert.families.description import Engines, Family, Sglang
+from checkpoint_convert.families.description import Family
+from checkpoint_convert.families.engines import Engines, Sglang
 
 LLAMA = Family(
     model_type="llama",

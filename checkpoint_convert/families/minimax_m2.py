@@ -1,6 +1,7 @@
 """MiniMax-M2: Mixtral with norms over all heads, RoPE of half a head, and a router with biases."""
 
-from checkpoint_convert.families.description import Engines, Experts, Family, Mtp, Norms, Rope, Vllm
+from checkpoint_convert.families.description import Experts, Family, Mtp, Norms, Rope
+from checkpoint_convert.families.engines import Engines, Vllm
 
 MINIMAX_M2 = Family(
     model_type="minimax_m2",

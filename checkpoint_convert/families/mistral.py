@@ -1,6 +1,7 @@
 """Mistral: Llama; 7B v0.1 has a window of attention in every layer."""
 
-from checkpoint_convert.families.description import Engines, Family, Sglang, Windows
+from checkpoint_convert.families.description import Family, Windows
+from checkpoint_convert.families.engines import Engines, Sglang
 
 MISTRAL = Family(
     model_type="mistral",

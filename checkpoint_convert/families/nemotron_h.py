@@ -4,7 +4,8 @@ transformers lets no step of Mamba-2 be below `time_step_min`, which is how its 
 and Megatron-Core have no such limit, nor have we; larger ones than of published models are refused.
 """
 
-from checkpoint_convert.families.description import Engines, Experts, Family, Rope, Vllm
+from checkpoint_convert.families.description import Experts, Family, Rope
+from checkpoint_convert.families.engines import Engines, Vllm
 
 NEMOTRON_H = Family(
     model_type="nemotron_h",

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from checkpoint_convert.families.description import Engines, Sglang, Windows
+from checkpoint_convert.families.description import Windows
+from checkpoint_convert.families.engines import Engines, Sglang
 from checkpoint_convert.families.olmo2 import OLMO2
 
 OLMO3 = replace(

@@ -4,7 +4,8 @@ Phi-3-mini-4k has a window of attention in every layer. Others of Phi-3, and Phi
 scaled by `longrope`, for which transformers takes `yarn`, too.
 """
 
-from checkpoint_convert.families.description import Engines, Family, Rope, Sglang, Windows
+from checkpoint_convert.families.description import Family, Rope, Windows
+from checkpoint_convert.families.engines import Engines, Sglang
 
 PHI3 = Family(
     model_type="phi3",

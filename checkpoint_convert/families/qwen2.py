@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5: Llama with a bias on the query, key and value projections."""
 
-from checkpoint_convert.families.description import Engines, Family, Vllm, Windows
+from checkpoint_convert.families.description import Family, Windows
+from checkpoint_convert.families.engines import Engines, Vllm
 
 QWEN2 = Family(
     model_type="qwen2",

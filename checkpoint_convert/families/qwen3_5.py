@@ -3,7 +3,8 @@ with Qwen3-Next's layers."""
 
 from dataclasses import replace
 
-from checkpoint_convert.families.description import Engines, Experts, Family, Mtp, Sglang
+from checkpoint_convert.families.description import Experts, Family, Mtp
+from checkpoint_convert.families.engines import Engines, Sglang
 from checkpoint_convert.families.qwen3_next import LINEAR_DEFAULTS, QWEN3_NEXT, SGLANG_NAMES
 
 QWEN3_5 = Family(

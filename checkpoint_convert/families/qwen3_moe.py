@@ -1,6 +1,7 @@
 """Qwen3 with experts in every layer, such as Qwen3-30B-A3B, and the text of Qwen3-VL-30B-A3B."""
 
-from checkpoint_convert.families.description import Engines, Experts, Family, Norms, Sglang, Windows
+from checkpoint_convert.families.description import Experts, Family, Norms, Windows
+from checkpoint_convert.families.engines import Engines, Sglang
 
 QWEN3_MOE = Family(
     model_type="qwen3_moe",

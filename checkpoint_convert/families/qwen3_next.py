@@ -3,16 +3,8 @@
 Of these one is shared, and has a gate, too.
 """
 
-from checkpoint_convert.families.description import (
-    Engines,
-    Experts,
-    Family,
-    Mtp,
-    Norms,
-    Rope,
-    Sglang,
-    Vllm,
-)
+from checkpoint_convert.families.description import Experts, Family, Mtp, Norms, Rope
+from checkpoint_convert.families.engines import Engines, Sglang, Vllm
 
 LINEAR_DEFAULTS = {
     "num_key_value_heads": 2,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.families import FAMILIES
-from checkpoint_convert.families.description import Engines
+from checkpoint_convert.families.engines import Engines
 from demo.make_sums import sums as all_sums
 from helpers import towers
 from helpers.engine_nodes import TOKEN, two_nodes
