@@ -39,8 +39,61 @@ TESTS = {
         "megatron_grpo/algorithm/test_loss.py",
     ],
     "megatron_grpo/batch/branches.py": ["megatron_grpo/batch/test_branches.py"],
-    "megatron_grpo/engines/cuts.py": ["megatron_grpo/engines/test_cuts.py"],
-    "megatron_grpo/rollout/group_queue.py": ["megatron_grpo/rollout/test_group_queue.py"],
+    **{
+        f"megatron_grpo/agents/{module}.py": [f"megatron_grpo/agents/test_{tests}.py"]
+        for module, tests in {
+            "actors": "actors",
+            "anthropic_api": "chat",
+            "chat": "chat",
+            "partners": "partners",
+            "token_tree": "token_tree",
+            "tools": "tools",
+            "turns": "turns",
+        }.items()
+    },
+    "megatron_grpo/engine_weights/layouts.py": ["megatron_grpo/engine_weights/test_layouts.py"],
+    "megatron_grpo/engine_weights/protocol.py": ["megatron_grpo/engine_weights/test_protocol.py"],
+    **{
+        f"megatron_grpo/engines/{module}.py": [
+            f"megatron_grpo/engines/test_{each}.py" for each in tests.split()
+        ]
+        for module, tests in {
+            "access": "access",
+            "arguments": "vllm_args sglang_args",
+            "choice": "engine request group",
+            "client": "router",
+            "engine": "engine http",
+            "engine_queue": "router engine",
+            "group": "group",
+            "http": "http",
+            "joining": "joining",
+            "pool": "joining router",
+            "request": "request group",
+            "reward_models": "reward_models",
+            "router": "router",
+            "server": "server",
+            "sglang/args": "sglang_args",
+            "spec_decode_metrics": "drafts",
+            "support": "drafts sglang_args",
+            "vllm/args": "vllm_args",
+        }.items()
+    },
+    "megatron_grpo/evaluation/evaluation.py": ["megatron_grpo/evaluation/test_evaluation.py"],
+    **{
+        f"megatron_grpo/rollout/{module}.py": [
+            f"megatron_grpo/rollout/test_{each}.py" for each in tests.split()
+        ]
+        for module, tests in {
+            "generation": "generation runner",
+            "group_queue": "group_queue",
+            "replay": "replay",
+            "runner": "runner resumption",
+            "saved_groups": "runner resumption",
+            "schedule": "runner resumption",
+            "scorer": "scorer runner",
+            "services": "services",
+        }.items()
+    },
     "parallel/alignment.py": ["parallel/test_packing.py", "parallel/test_shared_prefix.py"],
     "parallel/layout.py": ["parallel/test_layout.py"],
     "parallel/logit_tiles.py": ["parallel/test_logprobs.py"],
@@ -82,6 +135,8 @@ EXCHANGED: dict[type[ast.AST], type[ast.AST]] = {
 }
 EXCHANGED_INDICES = {0: 1, 1: 0}
 SLOWER = 4
+ENGINES = {"engine", "live_engine", "pair", "reference_engine", "shared_engine"}
+"""Fixtures that start one."""
 LIBRARIES = ["hypothesis", "megatron.core", "torch", "transformers"]
 """Imported once, for the processes of all tests."""
 
@@ -240,7 +295,16 @@ def run_pytest(copy: Path, tests: list[str]) -> None:
     silence = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(silence, descriptor)
-    os._exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests]))
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not long"]
+    os._exit(pytest.main([*options, *tests], plugins=[WithoutEngines()]))
+
+
+class WithoutEngines:
+    """Leaves out tests that start an engine, which takes longer than all others."""
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Function]) -> None:
+        """Keep tests whose fixtures start none."""
+        items[:] = [item for item in items if not ENGINES & {*item.fixturenames}]
 
 
 if __name__ == "__main__":

@@ -62,6 +62,8 @@ class ScriptedEngine:
     num_read: int = 0
     """Requests of which these tokens have been read."""
     version: int = 7
+    push: str = ""
+    """The push that it says it holds, if not the one of its version."""
     stall_timeout: float = 60.0
     is_paused: bool = False
     num_cuts: int = 0
@@ -90,7 +92,9 @@ class ScriptedEngine:
                 return httpx.Response(200, text="".join(lines))
             case "/collective_rpc":
                 question = json.loads(request.content)["kwargs"]["question"]
-                held = {"results": [{"question": question, "push": f"{self.version}-a"}]}
+                held = {
+                    "results": [{"question": question, "push": self.push or f"{self.version}-a"}]
+                }
                 return httpx.Response(200, json=held)
             case "/inference/v1/generate":
                 return await self._complete(json.loads(request.content))

@@ -79,19 +79,26 @@ def tried(*settings: str) -> None:
         try_agent(pool, cfg.agent, random_prompts(1)[0])
 
 
-@pytest.mark.parametrize("proxy", ["http_proxy", "HTTP_PROXY", "all_proxy"])
-@pytest.mark.parametrize("agent", ["function={}:append", "command={} {}"])
-def test_an_agent_reaches_the_endpoint_whatever_proxy_there_is(proxy, agent, tmp_path, monkeypatch):
-    set_proxies(monkeypatch, **{proxy: DEAD, "no_proxy": ".corp"})
+SOCKS = "socks5://127.0.0.1:9"
+"""The client that a function is given needs a package for it, and is not to use it."""
+
+
+@pytest.mark.parametrize(
+    ("agent", "proxies"),
+    [
+        ("function={}:append", {"http_proxy": DEAD, "no_proxy": ".corp"}),
+        ("function={}:append", {"ALL_PROXY": SOCKS}),
+        ("command={} {}", {"HTTP_PROXY": DEAD}),
+        ("command={} {}", {"all_proxy": DEAD, "no_proxy": ".corp"}),
+    ],
+)
+def test_an_agent_reaches_the_endpoint_whatever_proxy_there_is(
+    agent, proxies, tmp_path, monkeypatch
+):
+    set_proxies(monkeypatch, **proxies)
     (file := tmp_path / "agent.py").write_text(COMMAND if "command" in agent else FUNCTIONS)
     names = [sys.executable, file] if "command" in agent else [file]
     tried("agent." + agent.format(*names))
-
-
-def test_a_proxy_of_socks_is_not_for_the_client_that_an_agent_is_given(tmp_path, monkeypatch):
-    set_proxies(monkeypatch, ALL_PROXY="socks5://127.0.0.1:9")
-    (file := tmp_path / "agent.py").write_text(FUNCTIONS)
-    tried(f"agent.function={file}:append")
 
 
 TOOLS = ["agent.weight=0", "rollout.tool_call_parser=hermes"]
@@ -137,42 +144,29 @@ def test_the_process_that_agents_are_forked_from_imports_nothing_heavy_and_has_o
     assert subprocess.check_output([sys.executable, "-c", LIGHT]) == b"[]\n['MainThread']\n"
 
 
-def imported_by_an_agent(*mcp_servers: str) -> list[str]:
-    told = subprocess.check_output([sys.executable, "-c", FIRST_REQUEST, *mcp_servers], text=True)
-    imported, with_server = json.loads(told.splitlines()[-1])
-    assert with_server, "with a server of tools, each agent would import its client"
-    return imported
+@pytest.mark.parametrize("has_server", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_agent_is_forked_when_all_that_it_needs_is_imported(has_server, tmp_path):
+    (server := tmp_path / "mcp_numbers.py").write_text(MCP_SERVER)
+    servers = [f"{sys.executable} {server}"] * has_server
+    told = subprocess.check_output([sys.executable, "-c", FIRST_REQUEST, *servers], text=True)
+    imported, has_client = json.loads(told.splitlines()[-1])
+    assert imported == [] or (has_server and imported == ["anyio._core._subprocesses"])
+    assert has_client, "with a server of tools, each agent would import its client"
 
 
-def test_an_agent_is_forked_when_all_that_it_needs_is_imported():
-    assert imported_by_an_agent() == []
-
-
-@pytest.mark.slow
-def test_so_is_one_with_a_server_of_tools(tmp_path):
-    (tmp_path / "mcp_numbers.py").write_text(MCP_SERVER)
-    with_server = imported_by_an_agent(f"{sys.executable} {tmp_path / 'mcp_numbers.py'}")
-    assert with_server in ([], ["anyio._core._subprocesses"])  # which starts it
-
-
-def test_a_program_gets_its_row_and_tells_its_reward_in_its_last_line():
+def test_run_command_gives_a_program_its_row_and_reads_the_reward_in_its_last_line():
     assert run_command([sys.executable, "-c", TALKATIVE], {"A": "1"}, {"b": 5}) == 15
     assert run_command([sys.executable, "-c", "pass"], {}, {"b": "x" * 200_000}) is None
-
-
-@pytest.mark.parametrize(
-    ("code", "told"),
-    [
-        ("import sys; print('why', file=sys.stderr); sys.exit(3)", "exit code 3; .*\nwhy"),
+    fails = "import sys; print('why', file=sys.stderr); sys.exit(3)"
+    for code, told in (
+        (fails, "exit code 3; .*\nwhy"),
         ("print('no reward')", "no reward in JSON: 'no reward'"),
-    ],
-)
-def test_a_program_that_fails_is_told_with_what_it_said(code, told):
-    with pytest.raises(ValueError, match=told):
-        run_command([sys.executable, "-c", code], {}, {})
+    ):
+        with pytest.raises(ValueError, match=told):
+            run_command([sys.executable, "-c", code], {}, {})
 
 
-def test_what_an_agent_tells_is_a_reward_with_or_without_metrics():
+def test_checked_takes_a_reward_with_or_without_metrics():
     assert checked(1) == {"reward": 1.0, "metrics": {}}
     assert checked({"metrics": {"files": 3}}) == {"reward": None, "metrics": {"files": 3.0}}
     for wrong in ("1", [1], float("nan"), {"reward": "x"}, {"metrics": [1]}):

@@ -197,67 +197,60 @@ def test_agents_of_anthropics_client_and_streams_get_the_same_turns(engine, tied
     assert [len(branch.ends) for branch in session.tree.branches] == [3, 1]
 
 
+USER = {"role": "user", "content": "x"}
+CHAT, COMPLETIONS, ANTHROPIC = "chat/completions", "completions", "messages"
+
+
+def of_part(kind):
+    """A body with a message whose only part is of this kind."""
+    return {"messages": [USER | {"content": [{"type": kind}]}]}
+
+
 @pytest.mark.parametrize(
-    ("path", "body", "status", "text"),
+    ("path", "body", "text"),
     [
-        ("chat/completions", {}, 400, "messages must be a list"),
-        ("chat/completions", {"messages": [{"content": "x"}]}, 400, "object with a role"),
+        (CHAT, {}, "messages must be a list"),
+        (CHAT, {"messages": [{"content": "x"}]}, "object with a role"),
+        (CHAT, of_part("image_url"), "parts of type text"),
+        (CHAT, {"logit_bias": {"1": 5}}, "logit_bias is not supported"),
+        (CHAT, {"n": -1}, "n and max_tokens must be at least 1"),
+        (CHAT, {"max_tokens": 0}, "n and max_tokens must be at least 1"),
+        (CHAT, {"n": "2"}, "n must be a whole number, not '2'"),
+        (CHAT, {"stop": {"a": 1}}, "stop must be a text, or a list of texts"),
+        (CHAT, {"stop": ["a", "\ud83d"]}, "half of a surrogate pair"),
+        (CHAT, {"temperature": math.nan}, "NaN is no value of JSON"),
+        (CHAT, {"tools": "abc"}, "tools must be a list, not 'abc'"),
         (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            400,
-            "parts of type text",
-        ),
-        ("chat/completions", {"logit_bias": {"1": 5}}, 400, "logit_bias is not supported"),
-        ("chat/completions", {"n": -1}, 400, "n and max_tokens must be at least 1"),
-        ("chat/completions", {"max_tokens": 0}, 400, "n and max_tokens must be at least 1"),
-        ("chat/completions", {"n": "2"}, 400, "n must be a whole number, not '2'"),
-        ("chat/completions", {"stop": {"a": 1}}, 400, "stop must be a text, or a list of texts"),
-        ("chat/completions", {"stop": ["a", "\ud83d"]}, 400, "half of a surrogate pair"),
-        ("chat/completions", {"temperature": math.nan}, 400, "NaN is no value of JSON"),
-        ("chat/completions", {"tools": "abc"}, 400, "tools must be a list, not 'abc'"),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": "x"}], "tools": ["abc"]},
-            400,
+            CHAT,
+            {"messages": [USER], "tools": ["abc"]},
             "each of tools must be an object with a function",
         ),
-        ("chat/completions", NESTED, 400, "nested too deep"),
-        ("completions", NESTED, 400, "nested too deep"),
-        ("messages", NESTED, 400, "nested too deep"),
-        ("messages", {"messages": "x"}, 400, "messages must be a list of objects, not 'x'"),
-        ("messages", {"messages": [], "tools": ["abc"]}, 400, "tools must be a list of objects"),
+        *((path, NESTED, "nested too deep") for path in (CHAT, COMPLETIONS, ANTHROPIC)),
+        (ANTHROPIC, {"messages": "x"}, "messages must be a list of objects, not 'x'"),
+        (ANTHROPIC, {"messages": [], "tools": ["abc"]}, "tools must be a list of objects"),
+        (ANTHROPIC, of_part("redacted_thinking"), "only the model that wrote it can read it; leav"),
         (
-            "messages",
-            {"messages": [{"role": "user", "content": [{"type": "redacted_thinking"}]}]},
-            400,
-            "only the model that wrote it can read it; leave it out",
-        ),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
-            400,
+            CHAT,
+            {"messages": [USER], "tool_choice": "required"},
             "tool_choice required is not supported",
         ),
         (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": "x" * 1000}]},
-            400,
+            CHAT,
+            {"messages": [USER | {"content": "x" * 1000}]},
             "maximum context length is 350 tokens",
         ),
-        ("completions", {"prompt": ["a", "b"]}, 400, "prompt must be one text"),
-        ("messages", {"messages": [{"role": "user"}]}, 400, "cannot be read"),
-        ("messages", "garbage", 400, "cannot be read"),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt must be one text"),
+        (ANTHROPIC, {"messages": [{"role": "user"}]}, "cannot be read"),
+        (ANTHROPIC, "garbage", "cannot be read"),
     ],
 )
-def test_a_request_that_cannot_be_answered_is_told_why(waiting, path, body, status, text):
+def test_a_request_that_cannot_be_answered_is_told_why(waiting, path, body, text):
     url, key, _ = waiting
     content = body if isinstance(body, str) else json.dumps(body)
     headers = {"Authorization": f"Bearer {key}"}
     answer = httpx.post(f"{url}/v1/{path}", content=content, headers=headers)
-    assert (answer.status_code, text in answer.json()["error"]["message"]) == (status, True), (
-        answer.text
-    )
+    assert answer.status_code == 400, answer.text
+    assert text in answer.json()["error"]["message"]
     wrong = httpx.post(f"{url}/v1/{path}", content=content, headers={"x-api-key": "wrong"})
     assert wrong.status_code == 401
 

@@ -65,7 +65,7 @@ def turn_after(template, history, message, text):
 
 @pytest.mark.parametrize("family", CALLS)
 @pytest.mark.parametrize("arguments", [*GOOD, *BROKEN], ids=lambda text: text[:12])
-def test_a_session_goes_on_from_a_call_whatever_its_arguments_are(family, arguments):
+def test_find_goes_on_from_a_call_whatever_its_arguments_are(family, arguments):
     template = template_of(CALLS[family])
     message = call_of(arguments)
     turn = turn_after(template, ASKED, message, f"<call>add {arguments}")
@@ -96,7 +96,7 @@ def test_a_session_goes_on_from_a_call_whatever_its_arguments_are(family, argume
 
 
 @pytest.mark.parametrize("arguments", BROKEN, ids=lambda text: text[:12])
-def test_arguments_that_are_no_object_are_refused_unless_the_model_wrote_them(arguments):
+def test_check_calls_refuses_arguments_that_are_no_object_unless_the_model_wrote_them(arguments):
     template = template_of(CALLS["hermes"])
     made = [turn_after(template, ASKED, call_of(arguments), "x")]
     told = messages_of([*ASKED, call_of(arguments), RESULT])
@@ -109,13 +109,13 @@ def test_arguments_that_are_no_object_are_refused_unless_the_model_wrote_them(ar
 
 
 @pytest.mark.parametrize("given", [None, {}, "", "{}"])
-def test_a_call_without_arguments_is_an_object_without_fields(given):
+def test_messages_of_a_call_without_arguments_have_an_object_without_fields(given):
     [message] = messages_of([call_of(given)])
     assert message["tool_calls"][0]["arguments"] == {}
 
 
 @pytest.mark.parametrize("text", ["", " \n"])
-def test_a_session_goes_on_from_a_turn_without_a_text(text):
+def test_find_goes_on_from_a_turn_without_a_text(text):
     template = template_of(CALLS["hermes"])
     turn = turn_after(template, ASKED, {"role": "assistant", "content": text}, text)
     for content in (text, None, []):

@@ -1,15 +1,12 @@
 """Dialogues of real engines with real environments, token by token."""
 
-import asyncio
 import itertools
 import math
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,7 +31,6 @@ from megatron_grpo.agents.turns import ObservationTemplate
 from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, turn_seed
-from megatron_grpo.engines.choice import Choice, Logprobs, Token
 from megatron_grpo.engines.engine import PROBE_INTERVAL
 from megatron_grpo.engines.http import NoServingEngine, is_healthy
 from megatron_grpo.launch.process import Preempted
@@ -243,47 +239,16 @@ def test_dialogue_has_the_routes_of_all_its_turns(tmp_path):
         assert not any(sample.routes is not None for sample in samples)
 
 
-class Heard:
-    """Stands for an environment, and remembers its last turn."""
-
-    def begin(self, *args):
-        return done(None)
-
-    def step(self, text: str, **turn):
-        self.turn = {"text": text} | turn
-        return done(["", 0.0, True])
-
-    def end(self):
-        pass
-
-
-def done(result) -> Future:
-    future = Future()
-    future.set_result(result)
-    return future
-
-
-def test_environment_gets_tokens_finish_reason_and_tokens_left():
-    said = {"text": "x", "token_ids": [5, 2], "finish_reason": "stop"}
-    choice = Choice(**said, logprobs=Logprobs([Token(-1.0)] * 2), weight_versions=[])
-    heard = Heard()
-
-    class Answering:
-        """Stands for a router."""
-
-        def submit(self, requests):
-            for request in requests:
-                request.take(choice, "http://a", str)
-
-    async def sample():
-        params = sampling_params(num_generations=1, max_completion_length=10)
-        environments = SimpleNamespace(new_instance=lambda: heard)
-        made = Recorded(random_prompts(1), params, environments, 1)
-        await made.begin(Answering())
-        await asyncio.gather(*made.sampling)
-
-    asyncio.run(sample())
-    assert heard.turn == said | {"tokens_left": 8}
+def test_step_gets_tokens_finish_reason_and_tokens_left(reference, tmp_path):
+    samples, _ = converse(reference, tmp_path, "Attentive", prompts_with(4))
+    decode = character_tokenizer(250).decode
+    heard = [sample for sample in samples if len(sample.step_rewards) > 1]
+    assert heard  # of the others, what the environment says has no room
+    for sample in heard:
+        end = sample.step_rewards[0][0] + 1
+        said = [*sample.completion_ids[:end]]
+        text = decode(said[:-1], skip_special_tokens=True)
+        assert f"{text}: stop {said} {150 - end}" in sample.text
 
 
 def test_every_turn_of_every_sample_has_its_own_seed():

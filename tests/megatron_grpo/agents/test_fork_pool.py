@@ -21,11 +21,15 @@ def processes_of(pool) -> list[psutil.Process]:
     return psutil.Process(pool._worker.pid).children(recursive=True)
 
 
+def begun(pool, seed: int = SEED, **row):
+    """An instance after its reset, and its first observation."""
+    instance = pool.new_instance()
+    return instance, instance.begin("prompt", row, seed).result(SECONDS)
+
+
 def odd(pool, deed: str, turn: int = 1):
     """An instance after its reset that does `deed` in `turn`."""
-    instance = pool.new_instance()
-    instance.begin("prompt", {"deed": deed, "turn": turn}, SEED).result(SECONDS)
-    return instance
+    return begun(pool, deed=deed, turn=turn)[0]
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +47,10 @@ def is_alone(pool) -> bool:
 
 def test_every_instance_has_its_own_state_and_columns_by_name(tmp_path):
     with environment_pool(tmp_path, "Echo", arguments={"last": 2}) as pool:
-        first, second = pool.new_instance(), pool.new_instance()
-        assert (
-            first.begin("prompt", {"first": "hello", "other": 1}, SEED).result(SECONDS) == "hello"
-        )
-        assert second.begin("prompt", {"prompt": "a column"}, SEED).result(SECONDS) is None
+        first, told = begun(pool, first="hello", other=1)
+        assert told == "hello"
+        second, told = begun(pool, prompt="a column")
+        assert told is None
         assert first.step("abc").result(SECONDS) == ["1: abc", 3.0, False]
         assert first.step("ąbc\n").result(SECONDS) == ["2: ąbc\n", 4.0, True]
         assert second.step("").result(SECONDS) == ["1: ", 0.0, False]
@@ -70,9 +73,7 @@ def test_many_step_at_once_and_are_gone_when_they_end(tmp_path):
 
 def test_time_in_which_all_were_stopped_does_not_make_a_call_late(tmp_path):
     with environment_pool(tmp_path, "Slow", arguments={"seconds": 1.0}, timeout=3.0) as pool:
-        instance = pool.new_instance()
-        instance.begin("prompt", {}, SEED).result(SECONDS)
-        step = instance.step("x")
+        step = begun(pool)[0].step("x")
         time.sleep(0.2)  # it has begun
         stop_for(4.0, pool._worker.pid)
         assert step.result(SECONDS) == ["1: x", 1.0, False]
@@ -82,14 +83,11 @@ def test_random_numbers_follow_the_seed(tmp_path):
     with environment_pool(tmp_path, "Dice") as pool:
 
         def throws(seed: int) -> list[str]:
-            instance = pool.new_instance()
-            first = instance.begin("prompt", {}, seed).result(SECONDS)
-            return [first, instance.step("x").result(SECONDS)[0]]
+            instance, first = begun(pool, seed)
+            return [*first.split(), *instance.step("x").result(SECONDS)[0].split()]
 
         assert throws(1) == throws(1)
-        assert (
-            len({word for seed in range(5) for line in throws(seed) for word in line.split()}) == 20
-        )
+        assert len({number for seed in range(5) for number in throws(seed)}) == 20
 
 
 @pytest.mark.parametrize(
@@ -125,15 +123,6 @@ def test_a_reset_that_fails_is_told_once_and_nothing_of_the_worker(tmp_path, cap
                 call.result(SECONDS)
         assert is_alone(pool)
     assert capfd.readouterr().err == ""
-
-
-def test_step_gets_the_values_of_a_turn_that_its_parameters_name(tmp_path):
-    turn = {"token_ids": [5, 2], "finish_reason": "stop", "tokens_left": 9}
-    with environment_pool(tmp_path, "Attentive") as pool:
-        instance = pool.new_instance()
-        instance.begin("prompt", {}, SEED).result(SECONDS)
-        answer = instance.step("x", **turn, unknown_to_it=1).result(SECONDS)
-        assert answer == ["x: stop [5, 2] 9", 0.0, False]
 
 
 @pytest.mark.long

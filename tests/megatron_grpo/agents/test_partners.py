@@ -11,31 +11,14 @@ from megatron_grpo.agents import partners as partners_module
 from megatron_grpo.agents.partners import Partners
 from megatron_grpo.config.file import load_config
 
-CONFIG = load_config(
-    TINY_CONFIG,
-    ["sources.column=kind", "sources.by_name={one: {environment: {name: 'a.py:A'}}, two: {}}"],
-)
-BOTH = load_config(
-    TINY_CONFIG,
-    [
-        "sources.column=kind",
-        "sources.by_name.one={environment: {name: 'a.py:A'}}",
-        "sources.by_name.two={environment: {name: 'b.py:B'}}",
-    ],
-)
+ONE = ["sources.column=kind", "sources.by_name.one={environment: {name: 'a.py:A'}}"]
+CONFIG = load_config(TINY_CONFIG, [*ONE, "sources.by_name.two={}"])
+BOTH = load_config(TINY_CONFIG, [*ONE, "sources.by_name.two={environment: {name: 'b.py:B'}}"])
 
 
 def opened(monkeypatch, cfg, *pools) -> Partners:
     """Partners whose environments are these."""
-    each = iter(pools)
-
-    def open_one(*_):
-        pool = next(each)
-        if isinstance(pool, Exception):
-            raise pool
-        return pool
-
-    monkeypatch.setattr(partners_module, "Environments", open_one)
+    monkeypatch.setattr(partners_module, "Environments", Mock(side_effect=pools))
     return Partners(cfg, None, (), None)
 
 

@@ -5,7 +5,8 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -100,7 +101,7 @@ def odd(kind: str) -> object:
     return outcome
 
 async def odd_later(kind: str) -> object:
-    """The same.
+    """As odd.
 
     Args:
         kind: What.
@@ -124,83 +125,87 @@ ODD = {
 """What the model is told of each kind."""
 
 
-def test_calls_run_at_once_are_cut_and_tell_their_errors(tmp_path):
-    file = tmp_path / "tools.py"
-    file.write_text(TOOLS)
+@pytest.fixture
+def file(tmp_path) -> Path:
+    """A file with the functions of `TOOLS`."""
+    (file := tmp_path / "tools.py").write_text(TOOLS)
+    return file
 
-    async def call_all():
-        names = [f"{file}:{name}" for name in ("add", "repeat")]
-        async with Tools(names, [], most_characters=10) as tools:
-            assert [schema["function"]["name"] for schema in tools.schemas] == ["add", "repeat"]
-            many = [tools.call("repeat", '{"text": "x", "times": 12}') for _ in range(8)]
-            results = await asyncio.wait_for(asyncio.gather(*many), 30)
-            assert results == ["x" * 10 + "... (2 more characters)"] * 8
-            assert await tools.call("add", '{"a": 1, "b": 2}') == "3"
-            for arguments in ("{", "[1]", '{"a": 1}', '{"a": 1, "b": 2, "c": 3}'):
-                assert (await tools.call("add", arguments)).startswith("Error: ")
-            assert (await tools.call("sum", "{}")).startswith("Error: Val")
+
+def run_with(names: list, act, servers: Sequence[str] = (), **options):
+    """What `act` returns for these tools, within a minute."""
+
+    async def run():
+        async with Tools(
+            [*map(str, names)], servers, **{"most_characters": 100} | options
+        ) as tools:
+            return await act(tools)
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_calls_run_at_once_are_cut_and_tell_their_errors(file):
+    async def call_all(tools):
+        assert [schema["function"]["name"] for schema in tools.schemas] == ["add", "repeat"]
+        many = [tools.call("repeat", '{"text": "x", "times": 12}') for _ in range(8)]
+        assert await asyncio.gather(*many) == ["x" * 10 + "... (2 more characters)"] * 8
+        assert await tools.call("add", '{"a": 1, "b": 2}') == "3"
+        for arguments in ("{", "[1]", '{"a": 1}', '{"a": 1, "b": 2, "c": 3}'):
+            assert (await tools.call("add", arguments)).startswith("Error: ")
+        assert (await tools.call("sum", "{}")).startswith("Error: Val")
         return tools.metrics
 
-    metrics = asyncio.run(call_all())
+    metrics = run_with([f"{file}:add", f"{file}:repeat"], call_all, most_characters=10)
     assert (metrics["tool/add/calls"], metrics["tool/add/errors"]) == (5, 4)
     assert (metrics["tool/repeat/calls"], metrics["tool/repeat/errors"]) == (8, 0)
     assert metrics["tool/repeat/seconds"] > 8 * 0.1
     assert metrics["tool/unknown/calls"] == 1
 
 
-def test_half_of_a_surrogate_pair_is_replaced_on_both_sides_of_a_tool(tmp_path):
-    file = tmp_path / "tools.py"
-    file.write_text(TOOLS)
+def test_call_replaces_half_of_a_surrogate_pair_on_both_sides_of_a_tool(file):
+    async def call_both(tools):
+        return await tools.call("name", "{}"), await tools.call("size", '{"text": "\\ud83d"}')
 
-    async def call_all():
-        async with Tools([f"{file}:name", f"{file}:size"], [], most_characters=100) as tools:
-            return await tools.call("name", "{}"), await tools.call("size", '{"text": "\\ud83d"}')
-
-    assert asyncio.run(call_all()) == ("caf?", "1")
+    assert run_with([f"{file}:name", f"{file}:size"], call_both) == ("caf?", "1")
 
 
 @pytest.mark.parametrize("tool", ["odd", "odd_later"])
-def test_whatever_a_tool_returns_or_raises_the_model_is_told(tool, tmp_path):
-    (file := tmp_path / "tools.py").write_text(TOOLS)
-
-    async def call_all():
-        async with Tools([f"{file}:{tool}"], [], most_characters=100) as tools:
-            told = {kind: await tools.call(tool, json.dumps({"kind": kind})) for kind in ODD}
-            if tool == "odd":
-                assert await tools.call(tool, '{"kind": "awaitable"}') == "slept"
+def test_whatever_a_tool_returns_or_raises_the_model_is_told(tool, file):
+    async def call_all(tools):
+        told = {kind: await tools.call(tool, json.dumps({"kind": kind})) for kind in ODD}
+        if tool == "odd":
+            assert await tools.call(tool, '{"kind": "awaitable"}') == "slept"
         return told, tools.metrics[f"tool/{tool}/errors"]
 
-    told, num_errors = asyncio.run(asyncio.wait_for(call_all(), 60))
+    told, num_errors = run_with([f"{file}:{tool}"], call_all)
     assert all(told[kind].startswith(text) for kind, text in ODD.items()), told
     assert num_errors == len(ODD) - 1
 
 
-def test_a_call_that_is_cancelled_is_over(tmp_path):
-    (file := tmp_path / "tools.py").write_text(TOOLS)
+def test_a_call_that_is_cancelled_is_over(file):
+    async def cancel(tools):
+        call = asyncio.create_task(tools.call("repeat", '{"text": "x", "times": 1}'))
+        await asyncio.sleep(0)  # it waits for seven others
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
 
-    async def cancel():
-        async with Tools([f"{file}:repeat"], [], most_characters=10) as tools:
-            call = asyncio.create_task(tools.call("repeat", '{"text": "x", "times": 1}'))
-            await asyncio.sleep(0)  # it waits for seven others
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-
-    asyncio.run(asyncio.wait_for(cancel(), 30))
+    run_with([f"{file}:repeat"], cancel)
 
 
 @needs_bubblewrap
 def test_the_tool_python_tells_what_a_program_prints_and_how_it_fails():
-    async def call_all():
-        sandbox = Sandbox(timeout=5)
-        async with Tools(["python"], [], most_characters=1000, sandbox=sandbox) as tools:
-            [schema] = tools.schemas
-            assert [*schema["function"]["parameters"]["properties"]] == ["code"]
-            programs = ["print(6 * 7)", "1 / 0", "x = 1", "print(1)\nwhile True: pass"]
-            calls = [tools.call("python", json.dumps({"code": program})) for program in programs]
-            return await asyncio.gather(*calls)
+    async def call_all(tools):
+        [schema] = tools.schemas
+        assert [*schema["function"]["parameters"]["properties"]] == ["code"]
+        programs = ["print(6 * 7)", "1 / 0", "x = 1", "print(1)\nwhile True: pass"]
+        calls = [tools.call("python", json.dumps({"code": program})) for program in programs]
+        return await asyncio.gather(*calls)
 
-    printed, failed, nothing, late = asyncio.run(call_all())
+    sandbox = Sandbox(timeout=5)
+    printed, failed, nothing, late = run_with(
+        ["python"], call_all, most_characters=1000, sandbox=sandbox
+    )
     assert printed == "42"
     assert failed.endswith("ZeroDivisionError: division by zero")
     assert nothing == "The program has printed nothing."
@@ -228,39 +233,37 @@ def is_open(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.parametrize("kind", ["command", "address"])
-def test_the_tools_of_an_mcp_server_are_called(kind, tmp_path, request, monkeypatch):
+@pytest.fixture
+def at_a_command(tmp_path) -> str:
+    (file := tmp_path / "server.py").write_text(MCP_SERVER)
+    return f"{sys.executable} {file}"
+
+
+@pytest.mark.parametrize("kind", ["at_a_command", "at_an_address"])
+def test_the_tools_of_an_mcp_server_are_called(kind, request, monkeypatch):
     set_proxies(monkeypatch, http_proxy=DEAD, ALL_PROXY="socks5://127.0.0.1:9")
-    file = tmp_path / "server.py"
-    file.write_text(MCP_SERVER)
-    is_command = kind == "command"
-    server = f"{sys.executable} {file}" if is_command else request.getfixturevalue("at_an_address")
 
-    async def call_all():
-        async with Tools([], [server], most_characters=100) as tools:
-            told = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
-            assert told["double"]["description"] == "Doubles a number."
-            assert [*told["double"]["parameters"]["properties"]] == ["number"]
-            assert await tools.call("double", '{"number": 21}') == "42"
-            failed = await tools.call("fail", "{}")
-            assert failed == "Error: RuntimeError: Error executing tool fail"
+    async def call_all(tools):
+        told = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
+        assert told["double"]["description"] == "Doubles a number."
+        assert [*told["double"]["parameters"]["properties"]] == ["number"]
+        assert await tools.call("double", '{"number": 21}') == "42"
+        assert await tools.call("fail", "{}") == "Error: RuntimeError: Error executing tool fail"
 
-    asyncio.run(asyncio.wait_for(call_all(), 60))
+    run_with([], call_all, [request.getfixturevalue(kind)])
+
+
+async def no_call(tools):
+    pass
 
 
 @pytest.mark.parametrize(
     ("function", "told"),
     [("bare", "it needs type hints, and a docstring"), ("words", "words is a generator")],
 )
-def test_a_function_that_the_model_cannot_be_told_of_is_refused(function, told, tmp_path):
-    (file := tmp_path / "tools.py").write_text(TOOLS)
-
-    async def enter():
-        async with Tools([f"{file}:{function}"], [], most_characters=10):
-            pass
-
+def test_a_function_that_the_model_cannot_be_told_of_is_refused(function, told, file):
     with pytest.raises(ValueError, match=told):
-        asyncio.run(enter())
+        run_with([f"{file}:{function}"], no_call)
 
 
 @pytest.mark.parametrize(
@@ -271,15 +274,8 @@ def test_a_function_that_the_model_cannot_be_told_of_is_refused(function, told, 
         ("http://127.0.0.1:9/mcp", "ConnectError"),
     ],
 )
-def test_a_server_of_tools_that_is_not_there_is_named_in_one_line(server, told, tmp_path):
-    (file := tmp_path / "server.py").write_text(MCP_SERVER)
-    there = f"{sys.executable} {file}"
-
-    async def enter():
-        async with Tools([], [there, server], most_characters=10):
-            pass
-
+def test_a_server_of_tools_that_is_not_there_is_named_in_one_line(server, told, at_a_command):
     with pytest.raises(ValueError, match=told) as refused:
-        asyncio.run(asyncio.wait_for(enter(), 60))
+        run_with([], no_call, [at_a_command, server])
     assert str(refused.value).startswith(f"agent.mcp_servers: {server!r} cannot be used: ")
     assert "\n" not in str(refused.value)

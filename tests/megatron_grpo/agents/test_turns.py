@@ -84,7 +84,7 @@ THINKS = QWEN_3.replace("<think>\n", "{{ '<think>\n\n</think>\n' if not thinks }
     ],
     ids=["a tool", "variables", "other variables", "no template"],
 )
-def test_an_observation_is_told_as_the_config_has_it(template, override, told):
+def test_encode_observation_tells_it_as_the_config_has_it(template, override, told):
     _, text = turns_of(template, override).encode_observation("42", EOS_ID)
     assert text == told
 
@@ -97,7 +97,7 @@ def test_an_observation_is_told_as_the_config_has_it(template, override, told):
         ("{{ messages[-1].content }}<eos>", [], "does not show each message of a dialogue once"),
     ],
 )
-def test_a_template_that_cannot_be_continued_is_refused(template, overrides, told):
+def test_from_config_refuses_a_template_that_cannot_be_continued(template, overrides, told):
     with pytest.raises(ValueError, match=told):
         turns_of(template, *overrides)
 
@@ -114,32 +114,31 @@ def test_a_template_that_cannot_be_continued_is_refused(template, overrides, tol
         ("{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}", []),
     ],
 )
-def test_a_turn_ends_with_the_special_tokens_that_the_template_writes_after_it(template, end):
+def test_end_of_turn_is_the_special_tokens_that_the_template_writes_after_it(template, end):
     tokenizer = character_tokenizer(250)
     tokenizer.chat_template = template
     assert end_of_turn(load_config(TINY_CONFIG).data, tokenizer) == end
 
 
-def test_turn_that_ended_without_the_template_s_end_is_closed_with_it():
+def test_encode_observation_closes_a_turn_that_ended_without_the_template_s_end():
     stop = EOS_ID + 9
-    plain = turns_of(CHAT_TEMPLATE)
-    closed, text = plain.encode_observation("42", EOS_ID)
-    assert plain.encode_observation("42", stop) == (
-        (EOS_ID, *closed),
-        f"<eos>{text}",
-    )  # a stop string
-    stops = turns_of(CHAT_TEMPLATE, f"rollout.stop_token_ids=[{stop}]", end_tokens=(EOS_ID, stop))
-    assert stops.encode_observation("42", stop) == ((EOS_ID, *closed), f"<eos>{text}")
+    by_string = turns_of(CHAT_TEMPLATE)
+    closed, text = by_string.encode_observation("42", EOS_ID)
+    by_token = turns_of(
+        CHAT_TEMPLATE, f"rollout.stop_token_ids=[{stop}]", end_tokens=(EOS_ID, stop)
+    )
+    for turns in (by_string, by_token):
+        assert turns.encode_observation("42", stop) == ((EOS_ID, *closed), f"<eos>{text}")
     named = turns_of(CHAT_TEMPLATE, f"rollout.stop_token_ids=[{EOS_ID}]", end_tokens=(7, EOS_ID))
     assert named.encode_observation("42", EOS_ID) == (closed, text)
 
 
-def test_an_end_of_turn_that_ends_no_completion_is_refused():
+def test_from_config_refuses_an_end_of_turn_that_ends_no_completion():
     with pytest.raises(ValueError, match=r"begins with token 1, and a completion ends with 7: add"):
         turns_of(CHAT_TEMPLATE, end_tokens=(7,))
 
 
-def test_pieces_with_other_tokens_than_the_whole_are_refused():
+def test_from_config_refuses_pieces_with_other_tokens_than_the_whole():
     turns = turns_of(CHAT_TEMPLATE)
 
     class Merging(type(turns.tokenizer)):
@@ -157,7 +156,7 @@ def test_pieces_with_other_tokens_than_the_whole_are_refused():
         ObservationTemplate.from_config(load_config(TINY_CONFIG), merging, (EOS_ID,))
 
 
-def test_a_first_observation_is_the_end_of_the_last_message():
+def test_with_first_observation_appends_it_to_the_last_message():
     turns = turns_of(CHAT_TEMPLATE)
     parts = [{"type": "text", "text": "ask"}]
     chats = ([{"role": "user", "content": content}] for content in ("ask", parts))

@@ -20,6 +20,7 @@ from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer
 from reference_engine.server import ROUTES
 
 TOKEN = "0123456789abcdef"
+WITH_TOKEN = [(b"host", b"x"), (b"authorization", f"Bearer {TOKEN}".encode())]
 OTHER = "fedcba9876543210"
 # The routes that the client uses, and others of vLLM's that must not be open.
 STATE_CHANGING = {
@@ -63,12 +64,6 @@ def ask(guard: TokenGuard, kind: str, **scope) -> list[dict]:
     return answers
 
 
-def http_scope(method: str, path: str, authorization: bytes | None = None) -> dict:
-    headers = [(b"host", b"x")]
-    headers += [] if authorization is None else [(b"authorization", authorization)]
-    return {"method": method, "path": path, "headers": headers}
-
-
 @pytest.mark.parametrize(
     ("method", "path"),
     [
@@ -81,31 +76,30 @@ def http_scope(method: str, path: str, authorization: bytes | None = None) -> di
         ("GET", "/health/../load"),
     ],
 )
-def test_all_but_get_health_is_refused_with_what_to_do(guard, method, path):
-    start, body = ask(guard, "http", **http_scope(method, path))
+def test_token_guard_refuses_all_but_get_health_with_what_to_do(guard, method, path):
+    scope = {"method": method, "path": path}
+    start, body = ask(guard, "http", **scope, headers=[(b"host", b"x")])
     assert start["status"] == 401 and guard.reached == []
     assert int(dict(start["headers"])[b"content-length"]) == len(body["body"])
     message = json.loads(body["body"])["error"]["message"]
     assert "Authorization: Bearer TOKEN" in message and "MEGATRON_GRPO_TOKEN" in message
     assert TOKEN not in message
-
-    assert ask(guard, "http", **http_scope(method, path, f"Bearer {TOKEN}".encode())) == []
+    assert ask(guard, "http", **scope, headers=WITH_TOKEN) == []
     assert [scope["path"] for scope in guard.reached] == [path]
 
 
-def test_health_and_the_servers_own_start_need_no_token(guard):
-    assert ask(guard, "http", **http_scope("GET", "/health")) == []
+def test_token_guard_wants_no_token_for_health_and_the_servers_own_start(guard):
+    assert ask(guard, "http", method="GET", path="/health", headers=[]) == []
     assert ask(guard, "lifespan") == []
     assert len(guard.reached) == 2
 
 
 @pytest.mark.parametrize("path", ["/v1/realtime", "/health"])
-def test_a_websocket_is_closed_before_it_is_accepted(guard, path):
-    scope = {"path": path, "headers": []}
-    assert ask(guard, "websocket", **scope) == [{"type": "websocket.close", "code": 1008}]
+def test_token_guard_closes_a_websocket_before_it_is_accepted(guard, path):
+    closed = [{"type": "websocket.close", "code": 1008}]
+    assert ask(guard, "websocket", path=path, headers=[]) == closed
     assert guard.reached == []
-    scope["headers"] = [(b"authorization", f"Bearer {TOKEN}".encode())]
-    assert ask(guard, "websocket", **scope) == []
+    assert ask(guard, "websocket", path=path, headers=WITH_TOKEN) == []
     assert len(guard.reached) == 1
 
 
@@ -114,19 +108,14 @@ def test_a_websocket_is_closed_before_it_is_accepted(guard, path):
     [b"", b"Bearer ", b"Bearer", TOKEN.encode(), b"Basic " + TOKEN.encode(), b"Bearer \xff\xe4"]
     + [f"Bearer {wrong}".encode() for wrong in (TOKEN[:-1], TOKEN + "0", OTHER, TOKEN.upper())],
 )
-def test_only_the_whole_token_is_allowed(authorization):
+def test_is_allowed_wants_the_whole_token(authorization):
     assert not is_allowed("POST", "/pause", authorization, TOKEN)
 
 
-def test_an_engine_without_a_token_does_not_start(monkeypatch):
+def test_token_guard_without_a_token_does_not_start(monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(KeyError, match=TOKEN_VARIABLE):
         TokenGuard(None)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
-def test_an_engine_may_listen_on_an_address_of_this_host(host):
-    check_host(host)
 
 
 @pytest.mark.parametrize(
@@ -141,13 +130,15 @@ def test_an_engine_may_listen_on_an_address_of_this_host(host):
         ("203.0.113.1", "is not an address of this host"),
     ],
 )
-def test_another_address_is_refused_with_a_legal_one(host, message):
+def test_check_host_refuses_all_but_an_address_of_this_host(host, message):
+    for own in ("127.0.0.1", "127.0.0.2", "::1"):
+        check_host(own)
     with pytest.raises(ValueError, match=message) as refused:
         check_host(host)
     assert "127.0.0.1" in str(refused.value)
 
 
-def test_a_port_that_is_taken_is_refused_before_the_engine_loads():
+def test_check_host_refuses_a_port_that_is_taken_before_the_engine_loads():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=rf"port {port} of 127\.0\.0\.1: .*another --port"):
@@ -160,13 +151,9 @@ def connect(engine, headers: dict[str, str] | None = None) -> httpx.Client:
     return httpx.Client(base_url=url, headers=headers, timeout=30, trust_env=False)
 
 
-def is_reference(engine) -> bool:
-    return isinstance(engine.servers, ReferenceServers)
-
-
 def routes(engine) -> list[tuple[str, str]]:
     """Every method and path of a running engine."""
-    if is_reference(engine):
+    if isinstance(engine.servers, ReferenceServers):
         return [(method, path) for path in ROUTES for method in ("GET", "POST")]
     with connect(engine, bearer(engine.servers.token)) as http:
         paths = http.get("/openapi.json").json()["paths"]
@@ -182,7 +169,8 @@ def routes(engine) -> list[tuple[str, str]]:
 @pytest.mark.long
 def test_every_route_of_an_engine_wants_the_token(engine):
     guarded = set(routes(engine)) - {("GET", "/health")}
-    has_all = engine.rollout.engine == "vllm" and not is_reference(engine)
+    is_reference = isinstance(engine.servers, ReferenceServers)
+    has_all = engine.rollout.engine == "vllm" and not is_reference
     needed = STATE_CHANGING if has_all else STATE_CHANGING & ROUTES.keys()
     assert needed <= {path for _, path in guarded}
     for headers in ({}, bearer(OTHER), {"Authorization": engine.servers.token}):
@@ -198,24 +186,19 @@ def test_every_route_of_an_engine_wants_the_token(engine):
     assert engine.generate(random_prompts(1))  # nothing was paused, dropped or renamed
 
 
-def test_an_engine_listens_on_its_own_address_only(engine):
-    [process] = (running.process for running in engine.servers.processes.values())
-    tree = [psutil.Process(process.pid)]
-    tree += tree[0].children(recursive=True)
-    listening = [
+def test_an_engine_listens_on_its_own_address_only_and_tells_its_token_nowhere(engine):
+    [running] = engine.servers.processes.values()
+    server = psutil.Process(running.process.pid)
+    listening = {
         connection.laddr.ip
-        for member in tree
+        for member in [server, *server.children(recursive=True)]
         for connection in member.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
-    ]
-    assert listening and set(listening) == {"127.0.0.1"}
-
-
-def test_the_token_is_in_no_command_line_and_no_log(engine):
+    }
+    assert listening == {"127.0.0.1"}
     token = engine.servers.token.encode()
     assert token not in b"".join(command_lines())
-    [log] = (running.log for running in engine.servers.processes.values())
-    assert log.exists() and token not in log.read_bytes()
+    assert running.log.exists() and token not in running.log.read_bytes()
 
 
 def command_lines() -> list[bytes]:

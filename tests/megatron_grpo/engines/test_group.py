@@ -61,8 +61,8 @@ def choice(number: int) -> Choice:
     )
 
 
-def test_every_sample_is_asked_for_alone_with_a_seed_and_a_priority_of_its_own():
-    _, requests, _ = asyncio.run(answered(range(6), choice))
+def test_sample_asks_for_each_alone_and_keeps_the_order_of_prompts_whoever_answers_first():
+    samples, requests, engines = asyncio.run(answered((5, 2, 0, 1, 4, 3), choice))
     bodies = [request.rest for request in requests]
     assert [body["priority"] for body in bodies] == [*range(6)]
     assert [request.body["token_ids"] for request in requests] == [[0], [0], [1], [1], [2], [2]]
@@ -70,10 +70,6 @@ def test_every_sample_is_asked_for_alone_with_a_seed_and_a_priority_of_its_own()
         first_seed(0, 0, position) + index for position in range(3) for index in range(2)
     ]
     assert not any("n" in body["sampling_params"] for body in bodies)
-
-
-def test_samples_are_in_the_order_of_prompts_and_indices_whoever_answers_first():
-    samples, _, engines = asyncio.run(answered((5, 2, 0, 1, 4, 3), choice))
     assert engines == {"http://a"}
     assert samples == [
         Sample(

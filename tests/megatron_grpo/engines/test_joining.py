@@ -172,7 +172,7 @@ from megatron_grpo.engines import joining
 from megatron_grpo.engines.joining import JoinedEngine, serve_joined
 port, folder, stand_in, joining.TOUCH_SECONDS = *sys.argv[1:4], float(sys.argv[4])
 engine = JoinedEngine(f"http://127.0.0.1:{port}", {})
-command, complete = [sys.executable, "-c", stand_in, port], Path(folder, "complete")
+command, complete = [sys.executable, "-c", stand_in, port], Path(folder).with_name("complete")
 serve_joined(command, os.environ, Path(folder), engine, complete.exists)
 """
 
@@ -184,9 +184,10 @@ def serving(
     """`serve_joined` of a stand-in that has joined, and its file."""
     with reserve_port() as reserved:
         port = reserved.getsockname()[1]
-        command = [sys.executable, "-c", SERVE, str(port), str(folder), STAND_IN]
-        command.append(str(touch_seconds))
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        arguments = [str(port), str(folder), STAND_IN, str(touch_seconds)]
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, *arguments], stderr=subprocess.PIPE, text=True
+        )
         file = folder / f"127.0.0.1_{port}.json"
         try:
             assert wait_until(file.exists, seconds=60)
@@ -197,7 +198,7 @@ def serving(
 
 
 @pytest.mark.long
-def test_an_engine_leaves_on_a_signal_and_ends_when_the_run_has_dropped_it(tmp_path):
+def test_serve_joined_leaves_on_a_signal_and_ends_when_the_run_has_dropped_it(tmp_path):
     with serving(tmp_path) as (process, file):
         process.send_signal(signal.SIGUSR1)
         leaving = file.with_suffix(".leaving")
@@ -208,7 +209,7 @@ def test_an_engine_leaves_on_a_signal_and_ends_when_the_run_has_dropped_it(tmp_p
         assert process.wait(30) == 0
 
 
-def test_a_live_engine_touches_its_file_and_a_killed_one_leaves_it(tmp_path):
+def test_serve_joined_touches_its_file_until_it_is_killed(tmp_path):
     with serving(tmp_path, touch_seconds=0.0) as (process, file):
         os.utime(file, ns=(1, 1))
         assert wait_until(lambda: file.stat().st_mtime_ns > 1, seconds=10)
@@ -218,31 +219,23 @@ def test_a_live_engine_touches_its_file_and_a_killed_one_leaves_it(tmp_path):
         assert not wait_until(lambda: file.stat().st_mtime_ns > 1, seconds=1.5)
 
 
-def test_an_engine_that_is_told_twice_does_not_wait_for_the_run(tmp_path):
-    with serving(tmp_path) as (process, file):
-        process.send_signal(signal.SIGTERM)
-        assert wait_until(file.with_suffix(".leaving").exists, seconds=10)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        assert [*tmp_path.iterdir()] == []
-
-
-def test_an_engine_ends_when_its_run_is_complete(tmp_path):
-    with serving(tmp_path) as (process, file):
-        (tmp_path / "complete").touch()
-        assert process.wait(30) == 0
-        assert not file.exists()
-
-
-def test_an_engine_that_ends_by_itself_leaves_no_file(tmp_path):
-    with serving(tmp_path) as (process, file):
-        host, port = file.stem.split("_")
-        httpx.get(f"http://{host}:{port}/end")
-        assert process.wait(30) == 1
-        assert [*tmp_path.iterdir()] == []
-        assert f"rollout engine http://{host}:{port} ended with exit code 3" in (
-            process.stderr.read()
-        )
+@pytest.mark.parametrize("end", ["told twice", "run complete", "by itself"])
+def test_serve_joined_leaves_no_file_when_it_ends(end, tmp_path):
+    (folder := tmp_path / "engines").mkdir()
+    with serving(folder) as (process, file):
+        url = "http://" + file.stem.replace("_", ":")
+        if end == "told twice":  # it does not wait for the run
+            process.send_signal(signal.SIGTERM)
+            assert wait_until(file.with_suffix(".leaving").exists, seconds=10)
+            process.send_signal(signal.SIGTERM)
+        elif end == "run complete":
+            (tmp_path / "complete").touch()
+        else:
+            httpx.get(f"{url}/end")
+        assert process.wait(30) == (1 if end == "by itself" else 0)
+        assert [*folder.iterdir()] == []
+        told = f"rollout engine {url} ended with exit code 3"
+        assert (told in process.stderr.read()) == (end == "by itself")
 
 
 @pytest.mark.slow
@@ -269,13 +262,18 @@ def test_an_engine_joins_a_run_while_it_trains_and_leaves_it(
         job.wait_for(lambda: steps_of(run_dir), 120)
         port = reserved.getsockname()[1]
         url = f"http://127.0.0.1:{port}"
+
+        def num_generated() -> float:
+            page = httpx.get(f"{url}/metrics", headers=bearer(token)).text
+            return float(COUNTS["generated"].search(page)[1])
+
         command = [sys.executable, "-m", "megatron_grpo", "serve", run_dir / "config.yaml"]
         engine = subprocess.Popen(
             [*command, "--join", f"--port={port}"], env=os.environ | {TOKEN_VARIABLE: token}
         )
         try:
             job.wait_for(lambda: f"rollout engine {url} joins" in job.output, 120)
-            job.wait_for(lambda: num_tokens(url, token) > 500, 60)
+            job.wait_for(lambda: num_generated() > 500, 60)
             engine.send_signal(signal.SIGTERM)
             assert engine.wait(60) == 0
             assert f"rollout engine {url} has left" in job.output
@@ -285,9 +283,3 @@ def test_an_engine_joins_a_run_while_it_trains_and_leaves_it(
             assert [*(run_dir / "engines").iterdir()] == []
         finally:
             engine.kill()
-
-
-def num_tokens(url: str, token: str) -> float:
-    """Tokens that the engine has generated."""
-    page = httpx.get(f"{url}/metrics", headers=bearer(token)).text
-    return float(COUNTS["generated"].search(page)[1])

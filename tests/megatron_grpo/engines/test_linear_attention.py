@@ -1,53 +1,13 @@
-"""A vLLM whose model has linear attention: what its heads remember follows the weights."""
+"""Linear attention of vLLM on CPUs; test_speculative.py has an engine that computes with it."""
 
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoTokenizer
-
-from helpers.engines import (
-    largest_error_by_version,
-    largest_logprob_error,
-    random_prompts,
-    running_engine,
-    sampling_params,
-)
-from helpers.models import servable_model
-from helpers.sampling import Completions, routing
 
 KEYS, HEADS, SIZE, KERNEL = 2, 4, 8, 4  # heads of keys, those of values, their size
 CHANNELS = (2 * KEYS + HEADS) * SIZE
-
-
-@pytest.mark.long
-def test_completions_go_on_under_new_weights_and_prompts_have_those_of_the_last_push(tmp_path):
-    models = [servable_model(tmp_path / str(seed), "qwen3_next", seed=seed) for seed in range(2)]
-    with running_engine("vllm", models[0], tmp_path) as engine:
-        weights = {engine.push(models[0]): models[0]}
-        params = sampling_params(
-            num_generations=32,
-            policy_version=engine.version,
-            max_completion_length=100,
-            stop_token_ids=(),
-        )
-        asked = Completions(random_prompts(2, lengths=(20, 100)), params)
-        with routing(engine.client(), AutoTokenizer.from_pretrained(models[0]).decode) as router:
-            router.resume(engine.version)
-            answered = router.submit(asked)
-            engine.pause_after(500)
-            router.pause(engine.version + 1)
-            weights[engine.push(models[1])] = models[1]
-            router.resume(engine.version)
-            answered.result(timeout=120)
-        samples = asked.samples()
-        assert {len(sample.spans) for sample in samples} == {2}
-        assert all(largest_error_by_version(weights, sample) < 1e-4 for sample in samples[::8])
-        for folder in (models[0], models[1]):
-            engine.push(folder)
-            samples = engine.generate(random_prompts(4, lengths=(20, 100)))
-            assert largest_logprob_error(folder, samples) < 1e-4
 
 
 def test_heads_remember_of_drafts_what_is_taken():

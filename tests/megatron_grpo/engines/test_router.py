@@ -22,7 +22,7 @@ from helpers.engines import (
     served_model,
     wait_until,
 )
-from helpers.sampling import Completions, generate, routing
+from helpers.sampling import Completions, routing
 from helpers.scripted_engines import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines import router as router_module
@@ -42,19 +42,14 @@ def other_model(tmp_path_factory):
 
 
 @pytest.fixture
-def client(live_engine, tied_model):
-    live_engine.push(tied_model)
-    return live_engine.client()
-
-
-@pytest.fixture
 def decode(tied_model):
     return partial(AutoTokenizer.from_pretrained(tied_model).decode, skip_special_tokens=True)
 
 
 @pytest.fixture
-def router(client, decode):
-    with routing(client, decode) as router:
+def router(live_engine, tied_model, decode):
+    live_engine.push(tied_model)
+    with routing(live_engine.client(), decode) as router:
         yield router
 
 
@@ -72,7 +67,7 @@ def generation(number, version, num_tokens=NUM_TOKENS, **settings):
 
 
 @pytest.mark.long
-def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it(
+def test_router_goes_on_through_pushes_each_token_by_the_weights_of_its_version(
     live_engine, router, tied_model, other_model
 ):
     weights = {live_engine.version: tied_model}
@@ -170,33 +165,19 @@ def test_completions_of_an_engine_that_is_killed_go_on_at_another_with_what_it_h
         assert largest_error_by_version(weights, samples[number]) < 1e-3
 
 
-def test_a_completion_that_is_cut_ends_at_its_first_end_token(live_engine, router):
-    ends = range(20, 45)
-    asked = generation(0, live_engine.version, num_generations=64, stop_token_ids=ends)
-    router.resume(live_engine.version)
-    made = router.submit(asked)
-    for _ in range(4):
-        before = live_engine.num_generated()
-        wait_until(
-            lambda before=before: made.done() or live_engine.num_generated() > before, 20, 0.005
-        )
-        router.abort()
-        router.resume(live_engine.version)
-    made.result(timeout=60)
-    for sample in asked.samples():
-        assert not {*sample.completion_ids[:-1]} & {*ends}
-
-
 @pytest.mark.long
-def test_stop_strings_are_seen_through_pushes(live_engine, router, tied_model):
-    if live_engine.rollout.engine == "sglang":
-        pytest.skip("SGLang takes 32 strings at most, too few to be seen by chance")
-    tokenizer = AutoTokenizer.from_pretrained(tied_model)
-    characters = [tokenizer.decode([token]) for token in range(20, 40)]
-    stops = [a + b for a in characters for b in characters]
+def test_router_sees_stop_strings_and_end_tokens_through_pushes(
+    live_engine, router, tied_model, decode
+):
+    tokens, stops = range(20, 40), []
+    if live_engine.rollout.engine == "vllm":  # SGLang takes 32 at most, too few to be seen
+        stops = [decode([a]) + decode([b]) for a in tokens for b in tokens]
+    ends = range(40, 45)
 
     def made_through_pushes():
-        asked = generation(0, live_engine.version, num_generations=32, stop=stops)
+        asked = generation(
+            0, live_engine.version, num_generations=32, stop=stops, stop_token_ids=ends
+        )
         router.resume(live_engine.version)
         made = router.submit(asked)
         for _ in range(8):
@@ -215,26 +196,14 @@ def test_stop_strings_are_seen_through_pushes(live_engine, router, tied_model):
     samples = samples_until(lambda sample: len(sample.spans) > 1, made_through_pushes)
     assert {"stop"} <= {sample.finish_reason for sample in samples}
     for sample in samples:
-        assert sample.text == tokenizer.decode(sample.completion_ids, skip_special_tokens=True)
-        found = [stop for stop in stops if stop in sample.text]
-        if sample.finish_reason == "length":
-            assert not found
-        else:
-            assert [*map(sample.text.find, found)] == [len(sample.text) - 2]
-
-
-def test_completions_without_a_push_are_those_of_one_generation_alone(
-    live_engine, client, router, seeds
-):
-    alone = generate(client, generation(0, live_engine.version, 40))
-    router.resume(live_engine.version)
-    together = [generation(number, live_engine.version, 40) for number in range(2)]
-    for answered in [router.submit(asked) for asked in together]:
-        answered.result(timeout=60)
-    samples, others = (asked.samples() for asked in together)
-    assert [s.completion_ids[:5] for s in samples] == [s.completion_ids[:5] for s in alone]
-    assert all(len(sample.spans) == 1 for sample in samples)
-    assert others != samples
+        *before, last = sample.completion_ids
+        assert not {*before} & {*ends}
+        # With stop strings, the text of end tokens is told, too.
+        shown = before if last in ends and not stops else sample.completion_ids
+        assert sample.text == decode(shown)
+        found = [sample.text.find(stop) for stop in stops if stop in sample.text]
+        ended_by_text = sample.finish_reason == "stop" and last not in ends
+        assert found == [len(sample.text) - 2] * ended_by_text
 
 
 @contextmanager
@@ -245,7 +214,20 @@ def scripted(streams=True, **engines):
         yield client, router
 
 
-def test_who_waits_while_no_engine_is_left_is_told_until_there_is_a_push():
+def begin(router, count=1, num_tokens=4, **settings):
+    """Completions that the router asks weights 7 for, and the futures of their end."""
+    asked = [generation(number, 7, num_tokens, **settings) for number in range(count)]
+    answered = [router.submit(each) for each in asked]
+    router.resume(7)
+    return asked, answered
+
+
+def finish(answered):
+    for each in answered:
+        each.result(timeout=30)
+
+
+def test_submit_tells_who_waits_while_no_engine_is_left_until_there_is_a_push():
     engine = ScriptedEngine(broken_route="/collective_rpc")
     engine.answers.set()
     with scripted(only=engine) as (client, router):
@@ -273,13 +255,11 @@ def test_what_an_engine_has_streamed_until_it_is_lost_is_kept(broken, streams):
     other.answers.set()
     num_kept = 3 if streams else 0
     with scripted(streams, lost=lost, other=other) as (_, router):
-        asked = generation(0, 7, 5)
-        answered = router.submit(asked)
-        router.resume(7)
+        [asked], answered = begin(router, num_tokens=5)
         assert wait_until(lambda: len(lost.asked) == len(other.asked) == 4, seconds=30)
         assert wait_until(lambda: lost.num_read == (4 if streams else 0), seconds=30)
         lost.broken_route = broken
-        answered.result(timeout=30)
+        finish(answered)
         assert len(other.asked) == 8 and other.num_tokens == [5] * 4 + [5 - num_kept] * 4
         for sample in asked.samples():
             first = len(sample.prompt.token_ids)
@@ -292,9 +272,7 @@ def test_nobody_continues_a_request_that_was_withdrawn_when_its_engine_is_lost(n
     lost, other = ScriptedEngine(num_streamed=3), ScriptedEngine()
     other.answers.set()
     with scripted(lost=lost, other=other) as (_, router):
-        asked = generation(0, 7, 5)
-        router.submit(asked)
-        router.resume(7)
+        [asked], _ = begin(router, num_tokens=5)
         assert wait_until(lambda: lost.num_read == len(other.asked) == 4, seconds=30)
         assert wait_until(lambda: asked.num_open == 4, seconds=30)
         [held] = [group for group in asked.groups if group.num_open]
@@ -310,35 +288,33 @@ def test_nobody_continues_a_request_that_was_withdrawn_when_its_engine_is_lost(n
         assert not {each.priority for each in over} & {*other.asked}
 
 
-def test_engines_take_groups_from_one_queue_as_they_have_room(monkeypatch):
+@pytest.fixture
+def little_room(monkeypatch):
+    """Engines get two groups at once, and are probed often."""
     monkeypatch.setattr(router_module, "LEAST_ROOM", 8)
     monkeypatch.setattr(engine_module, "PROBE_INTERVAL", 0.05)
+
+
+def test_engines_take_groups_from_one_queue_as_they_have_room(little_room):
     slow, quick = ScriptedEngine(), ScriptedEngine()
     slow.told(generated=1, started=8, waiting=4)
     quick.answers.set()
     with scripted(slow=slow, quick=quick) as (_, router):
-        asked = [generation(number, 7, 4) for number in range(4)]
-        answered = [router.submit(each) for each in asked]
-        router.resume(7)
+        _, answered = begin(router, count=4)
         assert wait_until(lambda: len(quick.asked) == 24, seconds=30)
         assert len(slow.asked) == 8, "its queue is full, and nothing has to be taken back"
         size = 4  # no group is split
         assert all(len({*slow.asked} & {*range(n, n + size)}) in (0, size) for n in slow.asked[::4])
         slow.answers.set()
-        for each in answered:
-            each.result(timeout=30)
+        finish(answered)
 
 
-def test_an_engine_where_nothing_waits_gets_more_and_one_where_much_waits_less(monkeypatch):
-    monkeypatch.setattr(router_module, "LEAST_ROOM", 8)
-    monkeypatch.setattr(engine_module, "PROBE_INTERVAL", 0.05)
+def test_an_engine_where_nothing_waits_gets_more_and_one_where_much_waits_less(little_room):
     one, other = ScriptedEngine(), ScriptedEngine()
     for each in (one, other):
         each.told(generated=1, started=0, waiting=8)
     with scripted(one=one, other=other) as (_, router):
-        for number in range(4):
-            router.submit(generation(number, 7, 4))
-        router.resume(7)
+        begin(router, count=4)
         assert wait_until(lambda: len(one.asked) == len(other.asked) == 8, seconds=30)
         for number in itertools.count(2):  # as much again each time
             one.told(generated=number, started=8, waiting=0)
@@ -348,15 +324,14 @@ def test_an_engine_where_nothing_waits_gets_more_and_one_where_much_waits_less(m
         assert len(other.asked) == 8
 
 
-def test_losses_of_an_engine_that_serves_from_push_to_push_do_not_add_up(monkeypatch):
+def test_update_health_forgets_losses_of_an_engine_that_serves_from_push_to_push(monkeypatch):
     engine = ScriptedEngine()
     engine.answers.set()
     with scripted(only=engine) as (client, router):
         [url] = client.urls
         client.pool.mark_dead(url, "for a test")
         client.pool.finish_push([url])
-        router.resume(7)
-        router.submit(generation(0, 7, 4)).result(timeout=30)
+        finish(begin(router)[1])
         assert client.pool._records[url].num_recent_losses == 1
         monkeypatch.setattr(client.pool, "check_engines", list)  # nobody is at that address
         client.update_health(lambda workers: None)
@@ -365,13 +340,10 @@ def test_losses_of_an_engine_that_serves_from_push_to_push_do_not_add_up(monkeyp
 
 def test_a_push_decides_which_engines_go_on_with_the_requests():
     lost, left = ScriptedEngine(num_streamed=1), ScriptedEngine(num_streamed=2)
-    other = ScriptedEngine()
-    late = ScriptedEngine(version=8)
+    other, late = ScriptedEngine(), ScriptedEngine(version=8)
     with scripted(lost=lost, left=left, other=other, late=late) as (client, router):
         client.pool.mark_dead("http://late", "it is not there yet")
-        router.resume(7)
-        asked = [generation(number, 7, 4) for number in range(3)]
-        answered = [router.submit(each) for each in asked]
+        asked, answered = begin(router, count=3)
         assert wait_until(lambda: [lost.num_read, left.num_read, len(other.asked)] == [8] * 3, 30)
         router.pause(8)
         lost.broken_route = "/health"
@@ -387,13 +359,12 @@ def test_a_push_decides_which_engines_go_on_with_the_requests():
         assert client.pool._records["http://lost"].num_losses == 1
         for engine in (other, late):
             engine.answers.set()
-        for each in answered:
-            each.result(timeout=30)
+        finish(answered)
         spans = {s.spans for each in asked for s in each.samples()}
         assert {((7, 1), (8, 3)), ((7, 2), (8, 2))} <= spans
 
 
-def test_an_engine_holds_its_requests_while_a_push_is_repeated():
+def test_open_channels_again_has_an_engine_hold_its_requests():
     engine = ScriptedEngine()
     with scripted(only=engine) as (client, _):
         client.await_engines(lambda workers: None)
@@ -403,50 +374,37 @@ def test_an_engine_holds_its_requests_while_a_push_is_repeated():
         assert engine.is_paused
 
 
-def test_who_waits_is_told_that_the_run_ends():
-    with scripted(only=ScriptedEngine()) as (client, router):
-        router.resume(7)
-        waiting = router.submit(generation(0, 7))
-        client.cancel()
-        with pytest.raises(Preempted):
-            waiting.result(timeout=30)
-        with pytest.raises(Preempted):
-            router.submit(generation(1, 7)).result(timeout=30)
-
-
-def test_a_run_that_is_to_stop_keeps_what_is_sampled():
+def test_cancel_tells_who_waits_and_what_is_sampled_is_kept():
     engine = ScriptedEngine()
     with scripted(only=engine) as (client, router):
-        router.resume(7)
-        asked = generation(0, 7, 4)
-        answered = router.submit(asked)
+        [asked], [answered] = begin(router)
         assert wait_until(lambda: len(engine.asked) == 8, seconds=30)
         client.cancel()
-        with pytest.raises(Preempted):
-            answered.result(timeout=30)
+        for waiting in (answered, router.submit(generation(1, 7))):
+            with pytest.raises(Preempted):
+                waiting.result(timeout=30)
         with router.aborted():
             assert [sample.spans for sample in asked.so_far()] == [((7, 2),)] * 8
 
 
-def test_no_push_waits_for_an_engine_that_hangs_as_it_starts_when_the_run_is_to_stop(monkeypatch):
-    monkeypatch.setattr("megatron_grpo.engines.router.ABORT_SECONDS", 0.2)
+def test_pause_after_cancel_waits_for_no_engine_that_hangs_as_it_starts(monkeypatch):
+    monkeypatch.setattr(router_module, "ABORT_SECONDS", 0.2)
     with scripted(only=ScriptedEngine(silent_route="/load")) as (client, router):
-        router.submit(generation(0, 7, 4))
-        router.resume(7)
+        begin(router)
         time.sleep(0.1)
         client.cancel()
         with ThreadPoolExecutor(1) as threads:
             threads.submit(router.pause, 8).result(timeout=30)
 
 
-def test_a_push_by_another_trainer_is_found_out_before_the_next():
+@pytest.mark.parametrize("end", ["pause", "abort"])
+def test_a_push_by_another_trainer_is_found_out_before_the_next_and_at_the_end(end):
     engine = ScriptedEngine()
     with scripted(only=engine) as (_, router):
-        router.resume(7)
-        answered = router.submit(generation(0, 7, 4))
+        _, [answered] = begin(router)
         assert wait_until(lambda: len(engine.asked) == 8, seconds=30)
-        engine.version = 9
-        router.pause(8)
+        engine.push = "7-b"
+        router.pause(8) if end == "pause" else router.abort()
         with pytest.raises(EngineError, match="is another trainer using it"):
             answered.result(timeout=30)
 
@@ -454,8 +412,7 @@ def test_a_push_by_another_trainer_is_found_out_before_the_next():
 @pytest.mark.parametrize("route", ["/collective_rpc", "/load", "/resume"])
 def test_an_engine_that_answers_probes_but_not_what_starts_it_counts_as_hung(route):
     with scripted(only=ScriptedEngine(silent_route=route, stall_timeout=0.5)) as (client, router):
-        router.submit(generation(0, 7, 4))
-        router.resume(7)
+        begin(router)
         assert wait_until(lambda: not client.pool.serving, seconds=30)
         assert "made no progress for 0.5 s" in client.pool.status_report()
 
@@ -463,12 +420,10 @@ def test_an_engine_that_answers_probes_but_not_what_starts_it_counts_as_hung(rou
 def test_an_engine_at_which_requests_arrive_slowly_does_not_count_as_hung():
     engine = ScriptedEngine(num_per_look=1, stall_timeout=0.5)
     with scripted(only=engine) as (client, router):
-        asked = generation(0, 7, 4, num_generations=20)
-        answered = router.submit(asked)
-        router.resume(7)
+        _, answered = begin(router, num_generations=20)
         assert wait_until(lambda: engine.num_accepted == 40, seconds=60)  # at least a second
         engine.answers.set()
-        answered.result(timeout=30)
+        finish(answered)
         assert client.urls == [*client.pool.serving]
 
 
@@ -485,11 +440,7 @@ def test_an_engine_that_starts_late_takes_over_what_one_that_is_lost_at_once_lea
     late = ScriptedEngine(delays={route: 0.1})
     late.answers.set()
     with scripted(lost=lost, late=late) as (_, router):
-        asked = generation(0, 7, 4)
-        answered = router.submit(asked)
-        router.resume(7)
-        answered.result(timeout=30)
-        assert len(asked.samples()) == 8
+        finish(begin(router)[1])
 
 
 def test_engines_that_are_lost_together_leave_their_requests_to_the_one_that_is_well():
@@ -498,19 +449,13 @@ def test_engines_that_are_lost_together_leave_their_requests_to_the_one_that_is_
     well = ScriptedEngine()
     well.answers.set()
     with scripted(dying=dying, dead=dead, well=well) as (_, router):
-        asked = [generation(number, 7, 4) for number in range(2)]
-        answered = [router.submit(each) for each in asked]
-        router.resume(7)
-        for each in answered:
-            each.result(timeout=30)
+        finish(begin(router, count=2)[1])
 
 
-def test_a_turn_goes_to_the_engine_that_had_the_turn_before():
+def test_submit_sends_a_turn_to_the_engine_that_had_the_turn_before():
     a, b = ScriptedEngine(), ScriptedEngine()
     with scripted(a=a, b=b) as (_, router):
-        router.resume(7)
-        asked = generation(0, 7, 4)
-        router.submit(asked)
+        begin(router)
         assert wait_until(lambda: len(a.asked) == len(b.asked) == 4, seconds=30)
 
         async def ask(url):

@@ -155,18 +155,6 @@ def test_an_engine_that_is_not_ready_in_time_is_named(tied_model, tmp_path):
 
 
 @pytest.mark.long
-def test_engines_given_by_address_are_used_as_they_are(tied_model, reference_engine, tmp_path):
-    servers = reference_engine.servers
-    none = tmp_path / "none"
-    address, token = servers.base_urls, servers.token
-    with running_engine("vllm", tied_model, none, token, base_urls=address) as given:
-        assert (given.servers.base_urls, given.servers.token) == (address, token)
-        given.servers.check()
-    reference_engine.push(tied_model)  # still there
-    assert not none.exists()
-
-
-@pytest.mark.long
 def test_an_engine_serves_what_it_has_loaded_itself_until_something_is_pushed(tied_model, tmp_path):
     prompts = random_prompts(2)
     with running_engine("reference", tied_model, tmp_path) as engine:

@@ -1,12 +1,11 @@
-"""Speculative decoding: an engine drafts, with the model's own layer for it or by repeating what it
-has seen, and samples as without; its weights change meanwhile."""
+"""Engines that draft, with the model's own layer or by repetition, sample as one that does not.
+Their weights change meanwhile."""
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from checkpoint_convert import read_shape
 from helpers.engines import (
     largest_error_by_version,
     largest_logprob_error,
@@ -19,12 +18,8 @@ from helpers.models import add_mtp_layer
 from helpers.sampling import Completions, routing
 from megatron_grpo.engines.spec_decode_metrics import SpecDecodeMetrics
 
-DRAFTERS = {
-    # With linear attention, whose heads remember what was drafted until it is known to be taken.
-    "qwen3_next": {"method": "mtp", "num_speculative_tokens": 2},
-    "glm4_moe": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
-}
-"""By the family of the model; test_mtp_runs.py has another that drafts with its own layer."""
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 LIKELY = slice(4, 12)
 """Tokens that are sampled nearly always, so that some drafts are right."""
 
@@ -40,17 +35,29 @@ def model(folder, family, seed):
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3_next", pytest.param("glm4_moe", marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        # Heads of linear attention remember what was drafted until it is known to be taken.
+        ("qwen3_next", MTP),
+        ("qwen3_next", None),
+        pytest.param(("glm4_moe", NGRAM), marks=pytest.mark.slow),
+    ],
+    ids=["linear attention", "without drafts", "n-grams"],
 )
-def models(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    return [model(folder / f"{request.param} {seed}", request.param, seed) for seed in range(2)]
+def chosen(request):
+    """The family of the model, and how its engine drafts; test_mtp_runs.py has another."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def drafting(models, tmp_path_factory):
-    """An engine that drafts."""
-    table = {"speculative_config": DRAFTERS[read_shape(models[0]).family]}
+def models(chosen, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return [model(folder / str(seed), chosen[0], seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def drafting(chosen, models, tmp_path_factory):
+    table = {"speculative_config": chosen[1]} if chosen[1] else {}
     with running_engine("vllm", models[0], tmp_path_factory.mktemp("logs"), vllm=table) as engine:
         yield engine
 
@@ -85,7 +92,9 @@ def test_tokens_are_sampled_from_the_weights_of_the_last_push(drafting, models):
 
 
 @pytest.mark.long
-def test_the_share_of_drafts_that_are_taken_is_told_by_position(drafting, models):
+def test_the_share_of_drafts_that_are_taken_is_told_by_position(chosen, drafting, models):
+    if not chosen[1]:
+        pytest.skip("it does not draft")
     drafting.push(models[0])
     meter = SpecDecodeMetrics(drafting.client(), are_new=False)
     meter.metrics()

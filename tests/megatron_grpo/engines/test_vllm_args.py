@@ -31,36 +31,28 @@ def command(vllm: dict | None = None, on_gpu: bool = False, **rollout) -> list[s
     return vllm_command(MODEL, config(vllm, **rollout), "10.0.0.7", 8000, on_gpu)
 
 
-def test_the_model_its_type_and_its_address_are_the_runs():
-    flags = command(tensor_parallel_size=2)
-    assert {"--model=/models/tiny", "--dtype=float32", "--tensor-parallel-size=2"} < set(flags)
-    assert {"--host=10.0.0.7", "--port=8000"} < set(flags)
+def test_vllm_command_has_the_runs_model_type_and_address():
+    flags = {*command(tensor_parallel_size=2)}
+    assert {"--model=/models/tiny", "--dtype=float32", "--tensor-parallel-size=2"} < flags
+    assert {"--host=10.0.0.7", "--port=8000"} < flags
     # Mistral's own files may lie beside those that the trainer reads.
-    assert {"--config-format=hf", "--load-format=hf", "--tokenizer-mode=hf"} < set(flags)
+    assert {"--config-format=hf", "--load-format=hf", "--tokenizer-mode=hf"} < flags
 
 
-def test_further_nodes_of_an_engine_have_its_settings_but_no_server():
-    config = RolloutConfig(
-        max_completion_length=16, tensor_parallel_size=16, vllm={"max_num_seqs": 3}
-    )
-    commands = [
-        vllm_command(MODEL, config, "10.0.0.7", 8000, True, EngineNode(2, rank, "10.0.0.7", 29501))
-        for rank in range(2)
-    ]
+def test_vllm_command_of_further_nodes_has_the_settings_but_no_server():
+    sizes = config({"max_num_seqs": 3}, tensor_parallel_size=16)
+    nodes = [EngineNode(2, rank, "10.0.0.7", 29501) for rank in range(2)]
+    commands = [vllm_command(MODEL, sizes, "10.0.0.7", 8000, True, node) for node in nodes]
     settings = [{flag for flag in flags if flag.startswith("--")} for flags in commands]
     server = {"--host=10.0.0.7", "--port=8000", "--enable-scale-out", "--node-rank=0"}
     assert server < settings[0]
     assert settings[1] - settings[0] == {"--headless", "--node-rank=1"}
-    shared = {
-        "--tensor-parallel-size=16",
-        "--max-num-seqs=3",
-        "--nnodes=2",
-        "--master-addr=10.0.0.7",
-    }
-    assert {*shared, "--master-port=29501"} < settings[0] & settings[1]
+    shared = {"--tensor-parallel-size=16", "--max-num-seqs=3", "--nnodes=2"}
+    shared |= {"--master-addr=10.0.0.7", "--master-port=29501"}
+    assert shared < settings[0] & settings[1]
 
 
-def test_passed_through_values_become_flags_and_win():
+def test_vllm_command_has_values_that_are_passed_through_and_they_win():
     table = {
         "block_size": 64,
         "enforce_eager": False,
@@ -80,13 +72,12 @@ def test_passed_through_values_become_flags_and_win():
 
 
 def test_an_engine_of_a_quantised_folder_is_built_and_loaded_as_if_it_were_not(tmp_path):
-    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    table = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(table))
     model = MODEL.model_copy(update={"path": tmp_path})
 
     def flags(on_gpu=False, **vllm):
-        rollout = RolloutConfig(max_completion_length=16, vllm=vllm)
-        return vllm_command(model, rollout, "10.0.0.7", 8000, on_gpu)
+        return vllm_command(model, config(vllm), "10.0.0.7", 8000, on_gpu)
 
     overrides = '"quantization_config": null, "compression_config": null}'
     assert {"--load-format=dequantized", f"--hf-overrides={{{overrides}"} < set(flags())
@@ -100,7 +91,7 @@ def test_an_engine_of_quantised_weights_has_the_config_of_the_export(tied_model)
     model = ModelConfig(path=tied_model, dtype="bfloat16")
 
     def flags(on_gpu=False, **vllm):
-        rollout = RolloutConfig(max_completion_length=16, vllm=vllm, quantization="int8")
+        rollout = config(vllm, quantization="int8")
         return vllm_command(model, rollout, "10.0.0.7", 8000, on_gpu)
 
     quantized = quantized_model("int8", read_shape(tied_model), "BF16")
@@ -114,7 +105,7 @@ def test_an_engine_of_quantised_weights_has_the_config_of_the_export(tied_model)
         flags(load_format="safetensors")
 
 
-def test_settings_of_cpus_are_not_those_of_gpus():
+def test_vllm_command_of_cpus_has_other_settings_than_that_of_gpus():
     of_cpu = {"--enforce-eager", "--no-enable-chunked-prefill", "--attention-backend=CPU_MLA"}
     of_gpu = {'--hf-overrides={"head_dtype": "float32"}', "--enable-sleep-mode"}
     cpu, gpu = (set(command(on_gpu=on_gpu, enable_sleep_mode=True)) for on_gpu in (False, True))
@@ -131,7 +122,7 @@ def test_experts_of_tokens_are_asked_for_only_where_vllm_tells_them():
         command(router_replay=True)
 
 
-def test_an_unknown_argument_is_refused_with_the_nearest_known_one():
+def test_check_engine_arguments_refuses_an_unknown_one_with_the_nearest_known():
     with pytest.raises(
         ValueError, match=r"rollout\.vllm\.max_modellen .* did you mean max_model_len"
     ):
@@ -156,6 +147,15 @@ OF_ENGINES = """
     spec_tokens specialize_active_lora tensor_parallel_size tokenizer tokenizer_mode
     tokenizer_revision tokens_only watermark_config weight_transfer_config worker_extension_cls
 """
+RUN = "a run sets it, by its own keys"
+OF_KEYS = {
+    "dtype": "set model.dtype",
+    "enable_sleep_mode": "set rollout.enable_sleep_mode",
+    "enable_return_routed_experts": "set rollout.router_replay",
+    "scheduling_policy": RUN,
+    "nnodes": RUN,
+    "port": RUN,
+}
 OF_SERVERS = """
     api_key chat_template default_chat_template_kwargs enable_auto_tool_choice host port
     tool_call_parser trust_request_chat_template
@@ -170,28 +170,15 @@ def refusal(name: str) -> str:
     return ""
 
 
-def test_arguments_that_would_be_silently_wrong_or_do_nothing_are_refused_and_no_others():
+def test_check_engine_arguments_refuses_what_would_be_silently_wrong_or_do_nothing_alone():
     known = engine_argument_names()
     assert {name for name in known if "cannot be set" in refusal(name)} == {*OF_ENGINES.split()}
+    for name, key in OF_KEYS.items():
+        assert refusal(name) == f"rollout.vllm.{name} cannot be set: {key}"
     of_server = fields_of(installed_vllm() / "entrypoints" / "launchers" / "cli_args.py")
     for name in OF_SERVERS.split():
         assert name in of_server and "cannot be set" in refusal(name)
     assert all(any(re.fullmatch(each, name) for name in known | of_server) for each in REFUSED)
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("dtype", "set model.dtype"),
-        ("enable_sleep_mode", "set rollout.enable_sleep_mode"),
-        ("enable_return_routed_experts", "set rollout.router_replay"),
-        ("scheduling_policy", "a run sets it, by its own keys"),
-        ("nnodes", "a run sets it, by its own keys"),
-        ("port", "a run sets it, by its own keys"),
-    ],
-)
-def test_an_argument_that_a_run_sets_itself_is_refused_without_being_listed(name, why):
-    assert refusal(name) == f"rollout.vllm.{name} cannot be set: {why}"
 
 
 def installed_vllm() -> Path:
@@ -222,11 +209,11 @@ def test_the_head_sizes_of_cpus_are_those_of_the_installed_vllm():
         (None, None),
     ],
 )
-def test_numbers_are_read_as_vllm_reads_them(value, number):
+def test_engine_number_is_read_as_vllm_reads_it(value, number):
     assert engine_number(config({"max_model_len": value}), "max_model_len") == number
 
 
 @pytest.mark.parametrize("value", ["4.5K", "4 k", "many", 2e10, "-4"])
-def test_what_is_no_number_to_vllm_is_refused(value):
+def test_engine_number_refuses_what_is_none_to_vllm(value):
     with pytest.raises(ValueError, match=r"rollout\.vllm\.max_model_len .* not a number"):
         engine_number(config({"max_model_len": value}), "max_model_len")

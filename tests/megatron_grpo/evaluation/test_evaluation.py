@@ -1,37 +1,57 @@
-"""Evaluations: their metrics, and the samples of a real engine behind them."""
+"""Evaluations: their metrics, and held-out sets that a real engine samples."""
 
+import json
 import math
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from fractions import Fraction
+from itertools import combinations
+from math import comb, nan
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from helpers.engines import random_prompts
-from helpers.models import EOS_ID
+from checkpoint_convert import read_shape
+from checkpoint_convert.tokenizer import load_tokenizer
+from demo.make_sums import sums
+from helpers.environments import write_environments
 from helpers.policies import tiny_config
 from megatron_grpo.agents.partners import Partners
 from megatron_grpo.config.eval import EvalConfig
-from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.prompts import Prompt, end_tokens
 from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.engines.router import RequestRouter
 from megatron_grpo.evaluation.evaluation import (
     SERIES_OF_EVALUATION,
     Evaluated,
-    Evaluation,
+    Evaluations,
     as_evaluated,
     due_steps,
     eval_metrics,
     eval_rows,
+    pass_at_k,
 )
-from megatron_grpo.rewards.by_source import RewardsBySource
 from megatron_grpo.rewards.pool import RewardPools
 from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
 
-NAN = math.nan
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_pass_at_k_is_the_share_of_the_subsets_in_which_one_has_passed(n: int) -> None:
+    for c in range(n + 1):
+        for k in range(1, n + 1):
+            draws = list(combinations(range(n), k))  # the first c have passed
+            exact = Fraction(sum(any(i < c for i in draw) for draw in draws), len(draws))
+            assert pass_at_k(n, c, k) == pytest.approx(float(exact), abs=1e-15), (n, c, k)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(2000, 7, 900), (100_000, 3, 1), (100_000, 99_999, 2)])
+def test_pass_at_k_of_many_samples_overflows_nothing(n: int, c: int, k: int) -> None:
+    exact = 1 - Fraction(comb(n - c, k), comb(n, k))
+    assert pass_at_k(n, c, k) == pytest.approx(float(exact), rel=1e-10)
 
 
 def evaluated(*groups: list[float]) -> Evaluated:
@@ -53,7 +73,7 @@ def evaluated(*groups: list[float]) -> Evaluated:
     return Evaluated(samples, [{"exact": score} for score in scores], scores)
 
 
-def test_metrics_are_means_over_prompts() -> None:
+def test_eval_metrics_are_means_over_prompts() -> None:
     cfg = EvalConfig(num_generations=4, k=(1, 2, 4))
     metrics = eval_metrics(evaluated([1, 0, 0, 0], [1, 1, 0, 0.5]), cfg)
     assert metrics == {
@@ -74,24 +94,24 @@ def test_metrics_are_means_over_prompts() -> None:
     }
 
 
-def test_a_failed_score_is_left_out_and_counted_and_never_a_zero() -> None:
+def test_eval_metrics_leave_out_a_failed_score_and_count_it() -> None:
     """The second prompt has one sample left of two, the third none."""
     cfg = EvalConfig(num_generations=2, k=(1, 2))
-    metrics = eval_metrics(evaluated([1, 0], [NAN, 1], [NAN, NAN]), cfg)
+    metrics = eval_metrics(evaluated([1, 0], [nan, 1], [nan, nan]), cfg)
     assert metrics["eval/failed"] == 3
     assert metrics["eval/pass@1"] == pytest.approx((1 / 2 + 1) / 2)
     assert metrics["eval/pass@2"] == 1.0  # of the first prompt alone
     assert metrics["eval/mean@2"] == pytest.approx((1 / 2 + 1) / 2)
     assert metrics["eval/reward/exact/mean"] == pytest.approx(2 / 3)
     assert metrics["eval/num_prompts"] == 3
-    metrics = eval_metrics(evaluated([NAN, NAN]), EvalConfig(num_generations=2))
+    metrics = eval_metrics(evaluated([nan, nan]), EvalConfig(num_generations=2))
     assert not any("@" in name or "reward" in name for name in metrics)
     assert all(map(math.isfinite, metrics.values()))
 
 
-def test_a_row_says_whether_it_passed_and_null_where_nobody_knows() -> None:
+def test_eval_rows_say_whether_each_passed_and_null_where_nobody_knows() -> None:
     cfg = EvalConfig(num_generations=3, pass_threshold=0.5)
-    rows = eval_rows(evaluated([0.5, 0.4, NAN]), cfg)
+    rows = eval_rows(evaluated([0.5, 0.4, nan]), cfg)
     assert [row["passed"] for row in rows] == [True, False, None]
     assert [row["reward"] for row in rows] == [0.5, 0.4, None]
     assert rows[2]["rewards"] == {"exact": None}
@@ -110,14 +130,16 @@ def test_a_row_says_whether_it_passed_and_null_where_nobody_knows() -> None:
     }
 
 
-def test_an_evaluation_is_due_before_the_first_step_and_after_the_last(tied_model: Path) -> None:
+def test_due_steps_are_before_the_first_step_each_interval_and_after_the_last(
+    tied_model: Path,
+) -> None:
     arguments = ["train.num_steps=5", "eval.interval=2", "eval.data={}"]
     cfg = tiny_config(tied_model, ParallelDims(), *arguments)
     assert due_steps(cfg) == {0, 2, 4, 5}
     assert not due_steps(tiny_config(tied_model, ParallelDims(), "train.num_steps=5"))
 
 
-def test_what_is_not_given_is_as_in_training(tied_model: Path) -> None:
+def test_as_evaluated_has_what_is_not_given_as_in_training(tied_model: Path) -> None:
     def view(*overrides: str):
         return as_evaluated(tiny_config(tied_model, ParallelDims(), "eval.data={}", *overrides))
 
@@ -130,82 +152,182 @@ def test_what_is_not_given_is_as_in_training(tied_model: Path) -> None:
     assert [f.name for f in view("eval.reward.functions=[exact]").reward.functions] == ["exact"]
 
 
+# By an engine, of the first sums: 1 + 1, 1 + 2, ...
+
+ONE_SET = ["eval.data={}", "eval.max_prompts=5", "eval.num_generations=3", "eval.top_k=50"]
+FEW = "eval.sets.few={data: {}, max_prompts: 3, num_generations: 4}"
+MANY = "eval.sets.many={data: {}, max_prompts: 5, top_k: 50}"
+
+
 @pytest.fixture(scope="module")
 def engine(reference_engine, tied_model):
     reference_engine.push(tied_model)
     return reference_engine
 
 
-class EvaluationOfEngine:
-    """Evaluations of five random prompts by one engine."""
+@pytest.fixture(scope="module")
+def evaluating(engine, tmp_path_factory):
+    """Makes the evaluations of a config: `run` them, and see what they have `shown`."""
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in sums()[:8]))
 
-    def __init__(self, engine, *overrides: str) -> None:
-        arguments = ["eval.data={}", "eval.num_generations=3", "eval.top_k=50", *overrides]
-        self.view = as_evaluated(tiny_config(engine.folder, ParallelDims(), *arguments))
-        self.pools = RewardPools()
-        rewards = RewardsBySource(self.view.by_source, self.pools)
-        self.client = engine.client()
-        self.phases: list[str] = []
-        self.shown: list[tuple[int, int]] = []
-        prompts = [replace(each, row={"number": each.index}) for each in random_prompts(5)]
-        self.router = RequestRouter(self.client, str, streams=False)
-        partners = Partners(self.view, None, (EOS_ID,), self.client)
-        self.evaluation = Evaluation(self.view, prompts, (EOS_ID,), self.router, rewards, partners)
+    @contextmanager
+    def make(*overrides: str) -> Iterator[SimpleNamespace]:
+        options = f"data.path={path}", "grpo.generation_batch_size=8", *overrides
+        cfg = tiny_config(engine.folder, ParallelDims(), *options)
+        shape, tokenizer = read_shape(engine.folder), load_tokenizer(engine.folder)
+        client = engine.client()
+        router = RequestRouter(client, str, streams=False)
+        made = SimpleNamespace(cfg=cfg, client=client, shown=[], phases=[])
+        ends = end_tokens(shape, tokenizer, cfg.rollout)
+        with (
+            closing(RewardPools()) as pools,
+            closing(Partners(cfg, tokenizer, ends, client)) as partners,
+        ):
+            made.all = Evaluations(cfg, shape, tokenizer, router, pools, partners)
 
-    def run(self, version: int) -> Evaluated:
-        timer = PhaseTimer(self.phases.append)
-        result = self.evaluation.run(version, timer, lambda *done: self.shown.append(done))
-        assert set(timer.metrics()) == {"time/eval", "time/step"}
-        return result
+            def run() -> dict[str, Evaluated]:
+                timer = PhaseTimer(made.phases.append)
+                return made.all.run(engine.version, timer, lambda *done: made.shown.append(done))
 
-    def close(self) -> None:
-        self.client.loop.call(self.router.close())
-        self.pools.close()
+            made.run = run
+            try:
+                yield made
+            finally:
+                client.loop.call(router.close())
+                client.close()
+
+    return make
 
 
-def completions(result: Evaluated) -> list[Sequence[int]]:
-    return [sample.completion_ids for sample in result.samples]
+def completions(result: Evaluated) -> list[tuple[int, ...]]:
+    return [tuple(sample.completion_ids) for sample in result.samples]
 
 
-def test_samples_do_not_depend_on_how_many_are_asked_for_at_once(engine) -> None:
-    with closing(EvaluationOfEngine(engine, "grpo.generation_batch_size=8")) as parts:
-        in_parts, again = parts.run(engine.version), parts.run(engine.version)
-    assert parts.shown[:4] == [(0, 5), (2, 5), (4, 5), (5, 5)]
+def test_run_samples_in_parts_as_it_would_at_once(engine, evaluating) -> None:
+    with evaluating(*ONE_SET) as parts:
+        in_parts, again = (parts.run()[""] for _ in range(2))
+    assert parts.shown[:4] == [("", 0, 5), ("", 2, 5), ("", 4, 5), ("", 5, 5)]
     assert parts.phases[:3] == ["eval_generate", "", "eval_score"]
+    prompts = [sample.prompt for sample in in_parts.samples[::3]]
     at_once = engine.generate(
-        random_prompts(5),
+        prompts,
         num_generations=3,
         max_completion_length=12,
         top_k=50,
-        seed=parts.view.train.seed,
+        seed=parts.cfg.train.seed,
         series=SERIES_OF_EVALUATION,
     )
-    assert completions(in_parts) == [sample.completion_ids for sample in at_once]
+    assert completions(in_parts) == [tuple(sample.completion_ids) for sample in at_once]
     assert completions(again) == completions(in_parts)
     assert len(in_parts.totals) == len(in_parts.rewards) == 15
 
 
-def test_scores_that_fail_in_all_parts_stop_an_evaluation_and_in_one_do_not(
-    engine, tmp_path
+def test_run_is_stopped_by_scores_that_fail_in_all_parts_and_not_in_one(
+    evaluating, tmp_path
 ) -> None:
     """Of parts of 6, 6 and 3 completions; half of the 15 may fail, and no part has more."""
-    mine = tmp_path / "mine.py"
-    mine.write_text(
-        "def one(completions, number, **_): return [1.0 if n else None for n in number]\n"
+    (mine := tmp_path / "mine.py").write_text(
+        "def one(completions, answer, **_): return [None if a == '3' else 1.0 for a in answer]\n"
         "def every(completions, **_): return [None] * len(completions)\n"
     )
-
-    def scored_by(name: str) -> closing[EvaluationOfEngine]:
-        options = "grpo.generation_batch_size=8", "reward.max_failed_fraction=0.5"
-        functions = f"eval.reward.functions=['{mine}:{name}']"
-        return closing(EvaluationOfEngine(engine, *options, functions))
-
-    with scored_by("one") as one:
-        metrics = eval_metrics(one.run(engine.version), one.view.eval)
-    assert metrics["eval/failed"] == 3
+    options = [*ONE_SET, "reward.max_failed_fraction=0.5"]
+    with evaluating(*options, f"eval.reward.functions=['{mine}:one']") as one:
+        assert eval_metrics(one.run()[""], one.cfg.eval)["eval/failed"] == 3
+    told = r"12 of 15 completions .* reward.max_failed_fraction 0.5"
     with (
-        scored_by("every") as every,
-        pytest.raises(RewardError, match=r"12 of 15 completions .* reward.max_failed_fraction 0.5"),
+        evaluating(*options, f"eval.reward.functions=['{mine}:every']") as every,
+        pytest.raises(RewardError, match=told),
     ):
-        every.run(engine.version)
-    assert every.shown[-1] == (2, 5)
+        every.run()
+    assert every.shown[-1] == ("", 2, 5)
+
+
+def test_a_set_gets_the_completions_that_it_gets_alone(evaluating) -> None:
+    other = "eval.sets.other={data: {}, max_prompts: 1, reward: {functions: [exact]}}"
+    with evaluating(FEW, MANY, other) as three:
+        found = three.run()
+        few, many, own = (each.rewards._pools[""] for each in three.all._evaluations.values())
+        assert few is many is not own
+    assert three.shown[:5] == [
+        *(("few", done, 3) for done in (0, 2, 3)),
+        *(("many", done, 5) for done in (0, 5)),
+    ]
+    assert [len(result.samples) for result in found.values()][:2] == [12, 5]
+    with evaluating(MANY) as alone:
+        assert completions(found["many"]) == completions(alone.run()["many"])
+
+
+def test_run_after_the_loss_of_all_engines_samples_no_set_that_is_done_again(
+    engine, evaluating
+) -> None:
+    with evaluating(FEW, MANY) as broken:
+        expected = {name: completions(result) for name, result in broken.run().items()}
+        [url] = engine.servers.base_urls
+        second = broken.all._evaluations["many"]
+        run = second.run
+
+        def lost(*arguments) -> Evaluated:
+            broken.client.pool.mark_stale(url, "planted")
+            second.run = run
+            return run(*arguments)
+
+        second.run = lost
+        with pytest.raises(NoServingEngine):
+            broken.run()
+        broken.client.pool.finish_push([url])
+        broken.shown.clear()
+        found = broken.run()
+        assert {name: completions(result) for name, result in found.items()} == expected
+        assert {name for name, *_ in broken.shown} == {"many"}
+
+
+@pytest.mark.long
+def test_dialogues_are_evaluated_with_the_reward_of_their_environment(evaluating, tmp_path) -> None:
+    """Turns end at many tokens; the most likely ones make all samples of a prompt the same."""
+    game = [
+        f"environment.name={write_environments(tmp_path)}:Echo",
+        "environment.arguments={last: 2}",
+        f"rollout.stop_token_ids={list(range(20, 60))}",
+        "rollout.max_completion_length=100",
+        "eval.pass_threshold=1.0",
+        "eval.data={}",
+        "eval.max_prompts=3",
+        "eval.num_generations=2",
+    ]
+    with evaluating(*game) as parts:
+        [in_parts] = parts.run().values()
+    with evaluating(*game, "grpo.generation_batch_size=4") as smaller:
+        assert completions(smaller.run()[""]) == completions(in_parts)
+    assert any(len(sample.step_rewards) == 2 for sample in in_parts.samples)
+    for sample, scores, total in zip(
+        in_parts.samples, in_parts.rewards, in_parts.totals, strict=True
+    ):
+        assert list(scores) == ["share_of_digits", "environment"]
+        assert scores["environment"] == sample.dialogue_reward
+        assert total == sum(scores.values())
+    metrics = eval_metrics(in_parts, parts.cfg.eval)
+    turns = [len(sample.step_rewards) for sample in in_parts.samples]
+    assert metrics["eval/num_turns/mean"] == sum(turns) / 6
+    assert metrics["eval/environment/failed_ratio"] == 0
+    with evaluating(*game, "eval.top_k=1") as likeliest:
+        found = completions(likeliest.run()[""])
+    assert found[::2] == found[1::2] != completions(in_parts)[::2]
+
+
+def test_a_failed_environment_is_no_reward(evaluating, tmp_path) -> None:
+    (mine := tmp_path / "failing.py").write_text(
+        "class Failing:\n"
+        "    def reset(self, prompt, answer): self.answer = answer\n"
+        "    def step(self, text): return '', 1 / (self.answer != '3'), True\n"
+    )
+    few = "{data: {}, max_prompts: 2, num_generations: 2}"
+    game = [f"environment.name={mine}:Failing", "reward.functions=[]", f"eval.sets.half={few}"]
+    with evaluating(*game, "reward.max_failed_fraction=0.5") as half:
+        [result] = half.run().values()
+    assert result.totals == pytest.approx([1, 1, nan, nan], nan_ok=True)
+    with (
+        evaluating(*game, "reward.max_failed_fraction=0.4") as too_many,
+        pytest.raises(RewardError, match=r"^eval.sets.half: .*2 of 4 completions"),
+    ):
+        too_many.run()

@@ -1,29 +1,30 @@
 """Groups whose rewards are all equal, and what is counted of groups."""
 
-import math
+from math import nan
 
 import pytest
 
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.rollout.generation import Generation, ScoredGroup
 
-
-def test_samples_that_could_not_be_scored_are_no_spread():
-    nan = math.nan
-    assert not ScoredGroup([], [], [nan, 0.5, 0.5]).has_reward_variance(None)
-    assert not ScoredGroup([], [], [nan, nan]).has_reward_variance(None)
-    assert ScoredGroup([], [], [nan, 0.5, 0.4]).has_reward_variance(None)
+SUM = 0.1 + 0.2  # and not 0.3, as it is rounded
 
 
-@pytest.mark.parametrize("size", [1.0, 1e6])
-def test_sums_that_were_rounded_differently_are_no_spread(size):
-    rounded = [(0.1 + 0.2) * size, 0.3 * size]
-    assert rounded[0] != rounded[1]
-    assert not ScoredGroup([], [], rounded).has_reward_variance(None)
-    assert ScoredGroup([], [], [0.3 * size, 0.300001 * size]).has_reward_variance(None)
+@pytest.mark.parametrize(
+    ("totals", "has_variance"),
+    [
+        ([nan, 0.5, 0.5], False),
+        ([nan, nan], False),
+        ([nan, 0.5, 0.4], True),
+        *([([SUM * size, 0.3 * size], False) for size in (1.0, 1e6)]),
+        *([([0.3 * size, 0.300001 * size], True) for size in (1.0, 1e6)]),
+    ],
+)
+def test_has_reward_variance_but_for_rounding_and_failed_scores(totals, has_variance):
+    assert ScoredGroup([], [], totals).has_reward_variance(None) == has_variance
 
 
-def test_a_length_penalty_is_no_spread_when_accuracy_is_compared():
+def test_has_reward_variance_of_one_reward_disregards_a_length_penalty():
     def group(*scores: tuple[float, float]) -> ScoredGroup:
         rewards = [{"exact": right, "soft_overlong": penalty} for right, penalty in scores]
         return ScoredGroup([], rewards, [sum(score) for score in scores])
@@ -32,28 +33,27 @@ def test_a_length_penalty_is_no_spread_when_accuracy_is_compared():
     assert all_wrong.has_reward_variance(None)
     assert not all_wrong.has_reward_variance("exact")
     assert group((0, 0), (1, -1)).has_reward_variance("exact")
-    assert not group((0, 0), (1, math.nan)).has_reward_variance(
-        "exact"
-    )  # only one will be trained on
+    # Only one will be trained on.
+    assert not group((0, 0), (1, nan)).has_reward_variance("exact")
 
 
 def config(**options) -> GRPOConfig:
-    return GRPOConfig(num_generations=2, generation_batch_size=16, dynamic_sample=True, **options)
+    return GRPOConfig(num_generations=2, generation_batch_size=16, **options)
 
 
-def test_groups_are_replaced_by_the_reward_that_the_config_names():
-    cfg, generation = config(dynamic_sample_reward="exact"), Generation(0)
+def test_add_replaces_groups_by_the_reward_that_the_config_names():
+    cfg = config(dynamic_sample=True, dynamic_sample_reward="exact")
+    generation = Generation(0)
     for right, is_replaced in ((0.0, True), (1.0, False)):
         group = ScoredGroup([], [{"exact": 0.0}, {"exact": right}], [0.1, 0.9])
         assert generation.add(group, cfg) == is_replaced
-    without = GRPOConfig(num_generations=2, generation_batch_size=16)
-    assert not generation.add(ScoredGroup([], [], [0.1, 0.1]), without)
+    assert not generation.add(ScoredGroup([], [], [0.1, 0.1]), config())
 
 
-def test_unfiltered_metrics_cover_the_groups_of_replaced_prompts():
-    cfg, generation = config(), Generation(0)
+def test_metrics_unfiltered_cover_the_groups_of_replaced_prompts():
+    cfg, generation = config(dynamic_sample=True), Generation(0)
     for _ in range(8):
-        generation.add(ScoredGroup([], [], [0.0, math.nan]), cfg)
+        generation.add(ScoredGroup([], [], [0.0, nan]), cfg)
         generation.add(ScoredGroup([], [], [0.0, 1.0]), cfg)
     metrics = generation.metrics(8, cfg)
     assert metrics["unfiltered/reward"] == 1 / 3

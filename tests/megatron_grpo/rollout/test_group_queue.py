@@ -62,15 +62,6 @@ def test_the_oldest_groups_go_first():
     assert pop(groups) == [0, 5, 6]  # 4 has the prompt of 0
 
 
-def test_no_prompt_is_twice_in_a_generation():
-    groups = queue()
-    assert open_new(groups, now=0) == [0, 1, 2, 3, 4, 5]
-    complete(groups, 0, 1, 4, 5)
-    assert pop(groups) is None
-    complete(groups, 2)
-    assert pop(groups) == [0, 1, 2]
-
-
 def test_a_group_that_would_be_too_old_is_opened_again():
     groups = queue(max_staleness=1)
     open_new(groups, now=0)

@@ -54,35 +54,36 @@ def experience(logprobs: list[torch.Tensor], gap: float) -> Experience:
 
 
 def probes(
-    rank: int, folder: Path, logprobs: list[torch.Tensor], gaps: dict[str, list[float]]
+    rank: int, folder: Path, dims: ParallelDims, logprobs: list[torch.Tensor], cases: list
 ) -> list[dict[str, float] | str]:
-    """The result of a probe for each of the `gaps`, by dtype: metrics or the error."""
-    dims, found = ParallelDims(data=2), []
-    device, groups = setup_device(rank), init_groups(dims)
-    for dtype, of_dtype in gaps.items():
-        size = len(logprobs)
-        overrides = [f"grpo.generation_batch_size={size}", "grpo.num_generations=2"]
-        cfg = tiny_config(folder, dims, f"model.dtype={dtype}", *overrides)
+    """The result of a probe for each of the `cases`, a gap and overrides: metrics or the error. The
+    weights are then those from before."""
+    device, groups, found = setup_device(rank), init_groups(dims), []
+    batch = [f"grpo.generation_batch_size={len(logprobs)}", "grpo.num_generations=2"]
+    for gap, *overrides in cases:
+        cfg = tiny_config(folder, dims, *batch, *overrides)
         policy, cost = build_policy(cfg, read_shape(folder), groups), CostModel.transformer(64)
-        preparation = Preparation(policy, None, cost, cfg, groups, device)
-        for gap in of_dtype:
-            mine = experience(logprobs, gap) if rank == 0 else None
-            try:
-                found.append(probe_logprobs(mine, preparation))
-            except ValueError as refused:
-                found.append(str(refused))
+        before = {name: value.clone() for name, value in policy.parameters().items()}
+        mine = experience(logprobs, gap) if rank == 0 else None
+        try:
+            found.append(probe_logprobs(mine, Preparation(policy, None, cost, cfg, groups, device)))
+        except ValueError as refused:
+            found.append(str(refused))
+        parameters = policy.parameters()
+        assert all(torch.equal(before[name], value) for name, value in parameters.items())
     return found
 
 
-def test_the_mean_over_the_tokens_of_all_ranks_is_bounded_by_what_rounding_explains(tmp_path):
+def test_probe_logprobs_refuses_a_mean_over_all_ranks_beyond_what_rounding_explains(tmp_path):
     """To bfloat16 the bound is for gaps beside its own rounding, of a hundredth or so."""
     folder = tiny_model(tmp_path, "qwen3")
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         logprobs = sequence_logprobs(model, LENGTHS)
     share = len(logprobs[LONGEST]) / sum(map(len, logprobs))
-    gaps = {"float32": [0.0, 0.03, 0.04, math.nan], "bfloat16": [0.1 / share, 0.2 / share]}
-    first, second = run_ranks(2, probes, folder, logprobs, gaps)
+    cases = [(gap, "model.dtype=float32") for gap in (0.0, 0.03, 0.04, math.nan)]
+    cases += [(mean / share, "model.dtype=bfloat16") for mean in (0.1, 0.2)]
+    first, second = run_ranks(2, probes, folder, ParallelDims(data=2), logprobs, cases)
     for mean, found in zip([0.0, 0.03 * share, 0.04 * share], second, strict=False):
         assert found["probe/logprob_gap_mean"] == pytest.approx(mean, abs=1e-5)
     assert second[1]["probe/logprob_gap_max"] == pytest.approx(0.03, abs=1e-4)
@@ -94,37 +95,7 @@ def test_the_mean_over_the_tokens_of_all_ranks_is_bounded_by_what_rounding_expla
     assert "differ by 0.0126 on average, and rounding in float32 explains at most 0.01" in first[2]
 
 
-QUANTIZED = "rollout.quantization=fp8_channel"
-OTHER = "of an engine with another model"
-PROBES = {
-    "with a correction": (QUANTIZED, "grpo.rollout_importance_sampling_mode=token_truncate"),
-    "without": (QUANTIZED, "rollout.max_quantization_gap=0.01"),
-    "within what may stay": (QUANTIZED, "rollout.max_quantization_gap=1"),
-    OTHER: (QUANTIZED, "rollout.max_quantization_gap=9"),
-}
-
-
-def quantized_probes(
-    rank: int, folder: Path, logprobs: list[torch.Tensor]
-) -> tuple[dict[str, dict[str, float] | str], bool]:
-    """The result of each of the `PROBES`, and whether the weights are those from before."""
-    dims, found = ParallelDims(tensor=2), {}
-    device, groups = setup_device(rank), init_groups(dims)
-    batch = [f"grpo.generation_batch_size={len(logprobs)}", "grpo.num_generations=2"]
-    for name, overrides in PROBES.items():
-        cfg = tiny_config(folder, dims, "model.dtype=bfloat16", *batch, *overrides)
-        policy, cost = build_policy(cfg, read_shape(folder), groups), CostModel.transformer(64)
-        before = {name: value.clone() for name, value in policy.parameters().items()}
-        mine = experience(logprobs, 9.0 if name == OTHER else 0.0) if rank == 0 else None
-        preparation = Preparation(policy, None, cost, cfg, groups, device)
-        try:
-            found[name] = probe_logprobs(mine, preparation)
-        except ValueError as refused:
-            found[name] = str(refused)
-    return found, all(torch.equal(before[name], v) for name, v in policy.parameters().items())
-
-
-def test_of_quantised_engines_it_tells_what_is_left_if_the_weights_are_quantised_alike(tmp_path):
+def test_probe_logprobs_of_quantised_engines_quantises_its_weights_alike(tmp_path):
     folder = tiny_model(tmp_path, "qwen3")
     tensors = dict(quantized_tensors(folder, "fp8_channel"))
     with torch.no_grad():
@@ -133,14 +104,20 @@ def test_of_quantised_engines_it_tells_what_is_left_if_the_weights_are_quantised
             if (scale := tensors.get(f"{name}_scale")) is not None:
                 value.copy_(tensors[name].float() * scale)
         logprobs = sequence_logprobs(model, LENGTHS)
-    (first, is_restored), _ = run_ranks(2, quantized_probes, folder, logprobs)
-    assert is_restored
-    told = first["with a correction"]
-    assert told == first["within what may stay"]
-    assert told["probe/quantized_logprob_gap_mean"] < told["probe/logprob_gap_mean"] / 2
-    assert "differ from those of the trainer by 0.0" in first["without"]
-    assert "and rounding in fp8_channel and bfloat16 explains at most 0.6" in first[OTHER]
-    assert "0.01 may stay uncorrected: set grpo.rollout_importance_sampling" in first["without"]
+    options = "model.dtype=bfloat16", "rollout.quantization=fp8_channel"
+    cases = [
+        (0.0, *options, "grpo.rollout_importance_sampling_mode=token_truncate"),
+        (0.0, *options, "rollout.max_quantization_gap=1"),
+        (0.0, *options, "rollout.max_quantization_gap=0.01"),
+        (9.0, *options, "rollout.max_quantization_gap=9"),  # of an engine with another model
+    ]
+    found, _ = run_ranks(2, probes, folder, ParallelDims(tensor=2), logprobs, cases)
+    corrected, within, refused, of_another = found
+    assert corrected == within
+    assert within["probe/quantized_logprob_gap_mean"] < within["probe/logprob_gap_mean"] / 2
+    assert "differ from those of the trainer by 0.0" in refused
+    assert "0.01 may stay uncorrected: set grpo.rollout_importance_sampling" in refused
+    assert "and rounding in fp8_channel and bfloat16 explains at most 0.6" in of_another
 
 
 @pytest.mark.slow
