@@ -83,7 +83,10 @@ TESTS = {
         "megatron_grpo/rewards/test_references.py",
     ],
     "megatron_grpo/rewards/reward_model.py": ["megatron_grpo/rewards/test_reward_model.py"],
-    "megatron_grpo/rewards/scoring.py": ["megatron_grpo/rewards/test_scoring.py"],
+    "megatron_grpo/rewards/scoring.py": [
+        "megatron_grpo/rewards/test_scoring.py",
+        "megatron_grpo/rewards/test_reward_model.py",
+    ],
     "megatron_grpo/rollout/group_queue.py": ["megatron_grpo/rollout/test_group_queue.py"],
     "megatron_grpo/viewer/server.py": ["megatron_grpo/viewer/test_server.py"],
     "megatron_grpo/watchdog/connections.py": ["megatron_grpo/watchdog/test_server.py"],
