@@ -30,87 +30,143 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TESTS = {
-    "megatron_grpo/algorithm/advantages.py": ["megatron_grpo/algorithm/test_advantages.py"],
-    "megatron_grpo/algorithm/kl.py": ["megatron_grpo/algorithm/test_kl.py"],
-    "megatron_grpo/algorithm/loss.py": ["megatron_grpo/algorithm/test_loss.py"],
-    "megatron_grpo/algorithm/objectives.py": [
-        "megatron_grpo/algorithm/test_objectives.py",
-        "megatron_grpo/algorithm/test_loss.py",
-    ],
-    "megatron_grpo/batch/branches.py": ["megatron_grpo/batch/test_branches.py"],
-    **{
-        f"megatron_grpo/agents/{module}.py": [f"megatron_grpo/agents/test_{tests}.py"]
-        for module, tests in {
-            "actors": "actors",
-            "anthropic_api": "chat",
-            "chat": "chat",
-            "partners": "partners",
-            "token_tree": "token_tree",
-            "tools": "tools",
-            "turns": "turns",
-        }.items()
+NAMES = {
+    "checkpoint_convert": {
+        "hf_config": "hf_config",
     },
-    "megatron_grpo/engine_weights/layouts.py": ["megatron_grpo/engine_weights/test_layouts.py"],
-    "megatron_grpo/engine_weights/protocol.py": ["megatron_grpo/engine_weights/test_protocol.py"],
-    **{
-        f"megatron_grpo/engines/{module}.py": [
-            f"megatron_grpo/engines/test_{each}.py" for each in tests.split()
-        ]
-        for module, tests in {
-            "access": "access",
-            "arguments": "vllm_args sglang_args",
-            "choice": "engine request group",
-            "client": "router",
-            "engine": "engine http",
-            "engine_queue": "router engine",
-            "group": "group",
-            "http": "http",
-            "joining": "joining",
-            "pool": "joining router",
-            "request": "request group",
-            "reward_models": "reward_models",
-            "router": "router",
-            "server": "server",
-            "sglang/args": "sglang_args",
-            "spec_decode_metrics": "drafts",
-            "support": "drafts sglang_args",
-            "vllm/args": "vllm_args",
-        }.items()
+    "megatron_grpo/agents": {
+        "actors": "actors",
+        "anthropic_api": "chat",
+        "chat": "chat",
+        "partners": "partners",
+        "token_tree": "token_tree",
+        "tools": "tools",
+        "turns": "turns",
     },
-    "megatron_grpo/evaluation/evaluation.py": ["megatron_grpo/evaluation/test_evaluation.py"],
-    **{
-        f"megatron_grpo/rollout/{module}.py": [
-            f"megatron_grpo/rollout/test_{each}.py" for each in tests.split()
-        ]
-        for module, tests in {
-            "generation": "generation runner",
-            "group_queue": "group_queue",
-            "replay": "replay",
-            "runner": "runner resumption",
-            "saved_groups": "runner resumption",
-            "schedule": "runner resumption",
-            "scorer": "scorer runner",
-            "services": "services",
-        }.items()
+    "megatron_grpo/algorithm": {
+        "advantages": "advantages",
+        "kl": "kl",
+        "loss": "loss",
+        "objectives": "objectives loss",
     },
-    "parallel/alignment.py": ["parallel/test_packing.py", "parallel/test_shared_prefix.py"],
-    "parallel/layout.py": ["parallel/test_layout.py"],
-    "parallel/logit_tiles.py": ["parallel/test_logprobs.py"],
-    "parallel/logprobs.py": ["parallel/test_logprobs.py"],
-    "parallel/packing.py": ["parallel/test_packing.py"],
-    "parallel/rank_part.py": [
-        "parallel/test_rank_part.py",
-        "parallel/test_packing.py",
-        "parallel/test_logprobs.py",
-    ],
-    "parallel/reshard.py": ["parallel/test_reshard.py"],
-    "parallel/sequences.py": ["parallel/test_sequences.py"],
-    "parallel/shared_prefix.py": ["parallel/test_shared_prefix.py"],
-    "parallel/sparse_attention.py": ["parallel/test_sparse_attention.py"],
-    "parallel/tiles.py": ["parallel/test_tiles.py"],
+    "megatron_grpo/batch": {
+        "branches": "branches",
+    },
+    "megatron_grpo/config": {
+        "checks": "config sources",
+        "conflicts": "conflicts",
+    },
+    "megatron_grpo/data": {
+        "encoding": "prompts",
+        "messages": "messages",
+        "prompts": "prompts",
+        "rows": "prompts",
+        "samples": "samples",
+        "stream": "stream prompts",
+    },
+    "megatron_grpo/doctor": {
+        "gpus": "gpus",
+        "host": "host",
+        "packages": "packages",
+    },
+    "megatron_grpo/engine_weights": {
+        "layouts": "layouts",
+        "protocol": "protocol",
+    },
+    "megatron_grpo/engines": {
+        "access": "access",
+        "arguments": "vllm_args sglang_args",
+        "choice": "engine request group",
+        "client": "router",
+        "engine": "engine http",
+        "engine_queue": "router engine",
+        "group": "group",
+        "http": "http",
+        "joining": "joining",
+        "pool": "joining router",
+        "request": "request group",
+        "reward_models": "reward_models",
+        "router": "router",
+        "server": "server",
+        "sglang/args": "sglang_args",
+        "spec_decode_metrics": "drafts",
+        "support": "drafts sglang_args",
+        "vllm/args": "vllm_args",
+    },
+    "megatron_grpo/evaluation": {
+        "evaluation": "evaluation",
+    },
+    "megatron_grpo/launch": {
+        "launch": "launch files",
+        "placement": "launch",
+        "run_dir": "run_dir",
+    },
+    "megatron_grpo/planning": {
+        "job_plan": "command advice",
+        "simulation": "simulation",
+        "state": "state",
+        "step_time": "step_time",
+    },
+    "megatron_grpo/reporting": {
+        "completions": "completions",
+        "metrics": "metrics runlog",
+        "progress": "progress",
+        "report": "report",
+        "rows": "rows",
+        "runlog": "symptoms runlog",
+        "tracking": "tracking",
+    },
+    "megatron_grpo/rewards": {
+        "builtin": "functions",
+        "by_source": "by_source references",
+        "functions": "functions",
+        "judge": "judge",
+        "math": "functions references",
+        "reward_model": "reward_model",
+        "scoring": "scoring reward_model",
+    },
+    "megatron_grpo/rollout": {
+        "generation": "generation runner",
+        "group_queue": "group_queue",
+        "replay": "replay",
+        "runner": "runner resumption",
+        "saved_groups": "runner resumption",
+        "schedule": "runner resumption",
+        "scorer": "scorer runner",
+        "services": "services",
+    },
+    "megatron_grpo/viewer": {
+        "server": "server",
+    },
+    "megatron_grpo/watchdog": {
+        "connections": "server",
+        "job": "job",
+        "stacks": "job",
+    },
+    "megatron_grpo/workers": {
+        "proxies": "proxies",
+    },
+    "parallel": {
+        "alignment": "packing shared_prefix",
+        "layout": "layout",
+        "logit_tiles": "logprobs",
+        "logprobs": "logprobs",
+        "packing": "packing",
+        "rank_part": "rank_part packing logprobs",
+        "reshard": "reshard",
+        "sequences": "sequences",
+        "shared_prefix": "shared_prefix",
+        "sparse_attention": "sparse_attention",
+        "tiles": "tiles",
+    },
 }
-"""Modules of pure functions, and their tests below tests/."""
+"""By folder: modules that need no engine, and the names of their tests in the folder below tests/."""
+TESTS = {
+    f"{folder}/{module}.py": [f"{folder}/test_{name}.py" for name in names.split()]
+    for folder, modules in NAMES.items()
+    for module, names in modules.items()
+}
+"""Modules, and files of tests below tests/."""
 EXCHANGED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,

@@ -1,6 +1,7 @@
 import io
 import re
 import time
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
@@ -27,17 +28,22 @@ METRICS = {
 }
 
 
-def shown(*, terminal: bool) -> str:
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=60, color_system=None)
+def shown(show: Callable[[ProgressBar], None], *, terminal: bool) -> str:
+    """Return what a bar of 15 steps prints."""
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=80, color_system=None)
     bar = ProgressBar(2, 15, console)
+    show(bar)
+    bar.close()
+    return file.getvalue()
+
+
+def two_steps(bar: ProgressBar) -> None:
     bar.show(3, METRICS)
     bar.show(4, METRICS)
-    bar.close()
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
 
 
-def test_the_line_of_a_step_names_what_it_shows() -> None:
+def test_step_line_names_what_it_shows() -> None:
     assert step_line(3, 15, METRICS) == (
         "step  3/15  reward 0.312 ± 0.210  length 12.3 (4-16)  1312 tokens/s  18.4 s"
     )
@@ -45,27 +51,22 @@ def test_the_line_of_a_step_names_what_it_shows() -> None:
     assert step_line(3, 15, METRICS | {"skipped_steps": 1.0}).endswith("18.4 s  skipped")
 
 
-def test_the_line_of_a_step_without_any_score_says_so() -> None:
+def test_step_line_without_any_score_says_so() -> None:
     unscored = {name: value for name, value in METRICS.items() if not name.startswith("reward")}
     assert step_line(3, 15, unscored) == (
         "step  3/15  no reward: all failed  length 12.3 (4-16)  1312 tokens/s  18.4 s"
     )
 
 
-def test_the_line_of_a_step_says_what_a_sum_and_a_mean_would_hide() -> None:
-    line = step_line(
-        3,
-        15,
-        METRICS
-        | {
-            "reward/math/mean": 0.25,
-            "reward/math/std": 0.1,
-            "reward/format/mean": 0.0625,
-            "frac_reward_zero_std": 0.75,
-            "completions/clipped_ratio": 0.94,
-        },
-    )
-    assert line == (
+def test_step_line_says_what_a_sum_and_a_mean_would_hide() -> None:
+    more = {
+        "reward/math/mean": 0.25,
+        "reward/math/std": 0.1,
+        "reward/format/mean": 0.0625,
+        "frac_reward_zero_std": 0.75,
+        "completions/clipped_ratio": 0.94,
+    }
+    assert step_line(3, 15, METRICS | more) == (
         "step  3/15  reward 0.312 ± 0.210  (math 0.250, format 0.062)  75% of groups equal  "
         "length 12.3 (4-16)  94% cut  1312 tokens/s  18.4 s"
     )
@@ -99,17 +100,14 @@ def test_the_line_of_an_evaluation_says_what_of_how_many_prompts_of_its_set() ->
 
 def test_a_long_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_grpo.bars.LINE_SECONDS", 0.0)
-    told = {}
-    for terminal in (False, True):
-        console = Console(file=io.StringIO(), force_terminal=terminal, width=60, color_system=None)
-        bar = ProgressBar(2, 15, console)
+
+    def evaluate(bar: ProgressBar) -> None:
         for num_done in (0, 32, 64):
             bar.evaluation.show("aime24", num_done, 64)
             bar._bar.refresh()
         bar.show_evaluation(2, "", EVALUATION)
-        bar.close()
-        assert isinstance(console.file, io.StringIO)
-        told[terminal] = console.file.getvalue()
+
+    told = {terminal: shown(evaluate, terminal=terminal) for terminal in (False, True)}
     assert told[False].splitlines() == [
         "evaluation of aime24: 0 of 64 prompts",
         "evaluation of aime24: 32 of 64 prompts",
@@ -120,16 +118,13 @@ def test_a_long_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) 
 
 def test_engines_that_start_are_waited_for_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_grpo.bars.LINE_SECONDS", 0.0)
-    told = {}
-    for terminal in (False, True):
-        console = Console(file=io.StringIO(), force_terminal=terminal, width=80, color_system=None)
-        bar = ProgressBar(2, 15, console)
+
+    def wait(bar: ProgressBar) -> None:
         with bar.waiting("engines start", "answer") as show:
             show(1, 2)
             bar._bar.refresh()
-        bar.close()
-        assert isinstance(console.file, io.StringIO)
-        told[terminal] = console.file.getvalue()
+
+    told = {terminal: shown(wait, terminal=terminal) for terminal in (False, True)}
     assert told[False].splitlines() == [
         "engines start ...",
         "engines start: 1 of 2 answer",
@@ -140,16 +135,15 @@ def test_engines_that_start_are_waited_for_by_number(monkeypatch: pytest.MonkeyP
 
 
 def test_a_bar_shows_the_phase_that_runs_and_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
-    bar = ProgressBar(2, 15, console)
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    bar.enter("generate")
-    clock[0] = 107.2
-    bar._bar.refresh()
-    bar.close()
-    assert isinstance(console.file, io.StringIO)
-    assert "generate 7 s" in console.file.getvalue()
+
+    def generate(bar: ProgressBar) -> None:
+        bar.enter("generate")
+        clock[0] = 107.2
+        bar._bar.refresh()
+
+    assert "generate 7 s" in shown(generate, terminal=True)
 
 
 def test_a_completion_is_printed_as_it_is_with_the_scores_of_each_function() -> None:
@@ -176,12 +170,12 @@ def test_a_completion_is_printed_as_it_is_with_the_scores_of_each_function() -> 
 
 
 def test_without_a_terminal_every_step_is_one_plain_line_however_narrow() -> None:
-    lines = shown(terminal=False).splitlines()
+    lines = shown(two_steps, terminal=False).splitlines()
     assert [line.split("  reward")[0] for line in lines] == ["step  3/15", "step  4/15"]
     assert lines[0].endswith("18.4 s: generate 9.2, train 8.1")
     assert "\x1b" not in "".join(lines)
 
 
 def test_on_a_terminal_a_bar_stands_at_the_last_step() -> None:
-    bar = shown(terminal=True).split("\r")[-1]
+    bar = shown(two_steps, terminal=True).split("\r")[-1]
     assert " 4/15 ━━" in bar

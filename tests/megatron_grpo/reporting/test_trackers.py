@@ -1,4 +1,3 @@
-import http.server
 import importlib
 import json
 import os
@@ -9,10 +8,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
+from helpers.json_server import json_server
 from megatron_grpo.config.trackers import SwanlabConfig, TrackioConfig, WandbConfig
 from megatron_grpo.reporting.trackers import SwanlabRun, TensorBoardRun, TrackioRun, WandbRun
 from megatron_grpo.reporting.tracking import Tracking
@@ -114,57 +114,34 @@ def test_a_run_for_which_wandb_cannot_be_reached_goes_on_offline(tmp_path: Path)
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
-class Wandb(http.server.BaseHTTPRequestHandler):
-    """Lets a run begin, or refuses it, and says nothing more once its server `is_gone`."""
-
-    bucket: ClassVar[dict[str, Any]] = {
-        "id": "0",
-        "name": "0",
-        "project": {"id": "0", "name": "adds", "entity": {"id": "0", "name": "us"}},
-    }
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        if self.server.is_gone:
-            self.close_connection = True
-            return
-        answer = json.dumps({"data": {"upsertBucket": {"bucket": self.bucket, "inserted": True}}})
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer.encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def wandb_server() -> Iterator[Any]:
-    server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Wandb)
-    server.is_gone, server.status = False, 200
-    server.address = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
+BUCKET = {
+    "id": "0",
+    "name": "0",
+    "project": {"id": "0", "name": "adds", "entity": {"id": "0", "name": "us"}},
+}
+"""A run that wandb lets begin."""
 
 
 def test_a_run_that_wandb_refuses_ends_at_once(tmp_path: Path) -> None:
     """With a key that was revoked all its days would go unrecorded."""
-    with wandb_server() as server:
-        server.status = 401
-        with one_step(tmp_path, server.address, WANDB_INIT_TIMEOUT="20") as process:
-            output, told = process.communicate("\n", timeout=100)
+    with (
+        json_server(lambda _: (401, {})) as server,
+        one_step(tmp_path, server.url, WANDB_INIT_TIMEOUT="20") as process,
+    ):
+        output, told = process.communicate("\n", timeout=100)
     assert output == "" and process.returncode == 1
     assert "error 401" in told and "cannot be reached" not in told
 
 
 def test_a_run_does_not_wait_for_a_wandb_that_is_gone_at_the_end(tmp_path: Path) -> None:
+    is_gone = threading.Event()
+    begun = {"data": {"upsertBucket": {"bucket": BUCKET, "inserted": True}}}
     with (
-        wandb_server() as server,
-        one_step(tmp_path, server.address, WANDB_FINISH_TIMEOUT="2") as process,
+        json_server(lambda _: (0, None) if is_gone.is_set() else (200, begun)) as server,
+        one_step(tmp_path, server.url, WANDB_FINISH_TIMEOUT="2") as process,
     ):
         assert process.stdout.readline() == "logs\n", process.stderr.read()
-        server.is_gone = True
+        is_gone.set()
         output, told = process.communicate("\n", timeout=60)
     assert output == "online 2.0\n", told
     assert "Timed out finishing run" in told and "wandb sync" in told

@@ -16,7 +16,6 @@ from megatron_grpo.config import reward
 from megatron_grpo.config.reward import RewardFunction
 from megatron_grpo.rewards import functions
 from megatron_grpo.rewards.functions import NoScores, load_function
-from megatron_grpo.rewards.scoring import total_rewards
 
 DEMO = Path(__file__).parents[3] / "demo" / "rewards.py"
 
@@ -163,7 +162,6 @@ VALUES = [
     ("x^2 + 1", ["$1 + x^2$"], ["$1$"]),
     ("the answer is 12 apples", ["12"], []),
     (7, ["7"], []),
-    ("9", ["9"], ["\\boxed{9^{9^{9^{9}}}}"]),
     # A bare reference is read whole.
     ("\\begin{array}{ccc} 1 & 2 \\end{array}", [f"\\boxed{{{MATRIX}}}"], ["\\boxed{2}"]),
     ("\\frac{3\\sqrt{2}}{2} \\text{ units}", ["\\boxed{\\frac{3\\sqrt{2}}{2}}"], ["\\boxed{2}"]),
@@ -367,7 +365,7 @@ def reward(completions):
 
 
 def returning(folder: Path, value: str) -> str:
-    return write(folder, f"import numpy, torch\ndef reward(completions): return {value}")
+    return write(folder, f"import math, numpy, torch\ndef reward(completions): return {value}")
 
 
 @pytest.mark.parametrize(
@@ -391,6 +389,7 @@ def test_result_that_is_not_one_number_per_completion_is_an_error(returned, part
     ("returned", "told"),
     [
         ("[1.0, float('nan')]", "returned the score nan"),
+        ("[1.0, -math.inf]", "returned the score -inf"),
         ("[1.0, 10**400]", "returned the score 10000000"),
         ("[1.0, KeyError('a')]", "returned KeyError: 'a'"),
         ("numpy.array([1.0, None])", "returned the score None"),
@@ -421,18 +420,6 @@ def test_numbers_of_any_kind_become_floats(returned, tmp_path):
 def test_wanted_columns_are_those_that_neither_call_nor_config_gives(tmp_path):
     name = write(tmp_path, "def reward(completions, prompts, a, b, c=1, *, d, **rest): ...")
     assert load_function(RewardFunction(name=name, arguments={"b": 1})).wanted_columns == ["a", "d"]
-
-
-def test_total_is_the_weighted_sum_in_its_bounds_and_nan_with_a_failed_score_whatever_its_weight():
-    functions = [
-        RewardFunction(name="exact", weight=0.0),
-        RewardFunction(name="f.py:f", weight=2.0),
-    ]
-    scores = [{"exact": 1.0, "f": 2.0}, {"exact": 3.0, "f": -1.0}, {"exact": math.nan, "f": 1.0}]
-    *totals, failed = total_rewards(scores, functions)
-    assert totals == [4.0, -2.0] and math.isnan(failed)
-    *totals, failed = total_rewards(scores, functions, (-1.5, 3.0))
-    assert totals == [3.0, -1.5] and math.isnan(failed)
 
 
 def test_a_process_of_functions_starts_without_what_they_make_no_use_of():

@@ -1,16 +1,15 @@
 """The judge against a server that misbehaves on demand; `engines/test_client.py` has a vLLM."""
 
 import asyncio
-import json
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 
+from helpers.json_server import JsonServer, Reply, Request, json_server
 from helpers.proxies import set_proxies
 from helpers.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
@@ -20,78 +19,34 @@ from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.scoring import Call
 
 TEMPLATE = 'Rate {completion} as {"score": 1}. Asked: {prompt}. Right: {answer}.'
-Reply = Callable[["Server", str, int], tuple[int, Any] | None]
-
-
-class Server(ThreadingHTTPServer):
-    """Answers what `reply` says to a text that is sent to it for the `n`th time; None: nothing."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, reply: Reply) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.reply = reply
-        self.requests: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        self.at_once = 0
-        self.lock = threading.Lock()
-        self.is_over = threading.Event()
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server, text = self.server, body["messages"][0]["content"]
-        with server.lock:
-            server.requests.append(body)
-            server.keys.append(self.headers["Authorization"])
-            times = sum(request["messages"] == body["messages"] for request in server.requests)
-            server.at_once += 1
-        assert self.path.endswith("/v1/chat/completions")  # after the host, for a proxy
-        reply = server.reply(server, text, times)
-        with server.lock:
-            server.at_once -= 1
-        if reply is None:
-            server.is_over.wait()
-            return
-        status, content = reply
-        if status == 0:  # hang up
-            self.close_connection = True
-            return
-        if status == 200 and isinstance(content, str):
-            content = {"choices": [{"message": {"role": "assistant", "content": content}}]}
-        data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
+Serve = Callable[[Reply], JsonServer]
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Reply], Server]]:
-    servers = []
+def serve() -> Iterator[Serve]:
+    """Starts a server that gives this reply; a text is the content of a completion."""
+    with ExitStack() as servers:
 
-    def start(reply: Reply) -> Server:
-        servers.append(Server(reply))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return servers[-1]
+        def start(reply: Reply) -> JsonServer:
+            def complete(request: Request) -> tuple[int, Any] | None:
+                assert request.path.endswith("/v1/chat/completions")  # after the host, for a proxy
+                answer = reply(request)
+                if answer and isinstance(answer[1], str):
+                    message = {"role": "assistant", "content": answer[1]}
+                    return answer[0], {"choices": [{"message": message}]}
+                return answer
 
-    yield start
-    for server in servers:
-        server.is_over.set()
-        server.shutdown()
-        server.server_close()
+            return servers.enter_context(json_server(complete))
+
+        yield start
 
 
-def judge(server: Server, **arguments: Any) -> RewardFunction:
-    fields = {"base_url": server.url, "model": "m", "prompt": TEMPLATE, "max_score": 10}
+def text_of(request: Request) -> str:
+    return request.body["messages"][0]["content"]
+
+
+def judge(server: JsonServer, **arguments: Any) -> RewardFunction:
+    fields = {"base_url": f"{server.url}/v1", "model": "m", "prompt": TEMPLATE, "max_score": 10}
     return RewardFunction(name="judge", arguments=fields | arguments)
 
 
@@ -115,70 +70,62 @@ def scores(function: RewardFunction, completions: list[str]) -> list[float] | No
     return answer_to(function, completions).scores
 
 
-def pool_scores(function: RewardFunction, batch: list[Sample], timeout: float) -> list[float]:
-    cfg = RewardConfig(functions=(function,), timeout=timeout, num_workers=1)
-    with closing(RewardPool(cfg)) as pool:
-        pool.wait_ready([sample.prompt.row for sample in batch])
-        return [score["judge"] for score in pool.score(batch, num_completions=len(batch))]
-
-
 @pytest.mark.parametrize("variable", ["http_proxy", "ALL_PROXY"])
 def test_a_proxy_is_asked_for_addresses_outside_of_this_host_alone(serve, monkeypatch, variable):
-    proxy = serve(lambda *_: (403, b"<html>not through here"))
-    address = proxy.url.removesuffix("/v1").replace("//", "//me:secret@")
-    set_proxies(monkeypatch, **{variable: address})
-    assert scores(judge(serve(lambda *_: (200, "7"))), ["a"]) == [0.7]
+    proxy = serve(lambda _: (403, b"<html>not through here"))
+    set_proxies(monkeypatch, **{variable: proxy.url.replace("//", "//me:secret@")})
+    assert scores(judge(serve(lambda _: (200, "7"))), ["a"]) == [0.7]
     assert proxy.requests == []
-    there = judge(proxy, base_url="http://judge.example/v1")
-    told = answer_to(there, ["a"]).error
+    told = answer_to(judge(proxy, base_url="http://judge.example/v1"), ["a"]).error
     assert f"not through here (the environment has {variable}: " in told
     assert "add judge.example to NO_PROXY" in told
 
 
 def test_a_proxy_that_refuses_to_connect_is_told_of_without_its_password(serve, monkeypatch):
-    proxy = serve(lambda *_: (200, "7")).url.removesuffix("/v1")
-    for address in (proxy.replace("//", "//me:secret@"), "http://me:secret@proxy:no-port"):
+    server = serve(lambda _: (200, "7"))
+    for address in (server.url.replace("//", "//me:secret@"), "http://me:secret@proxy:no-port"):
         set_proxies(monkeypatch, https_proxy=address)
-        there = judge(serve(lambda *_: (200, "7")), base_url="https://judge.example/v1")
+        there = judge(server, base_url="https://judge.example/v1")
         told = answer_to(there, ["a"], timeout=1).error
         assert "(the environment has https_proxy: " in told and "secret" not in told
 
 
-def test_score_is_the_last_number_in_the_answer(serve):
+def test_judge_asks_in_the_template_and_takes_the_last_number_of_the_answer(serve):
     said = {
         "a": "7", "b": "no: 3/10", "c": "**-2.5**", "d": "1. is 9 out of 10", "e": "1\n: 0.5"
     }  # fmt: skip
-    server = serve(lambda _, text, __: (200, said.get(text[5], "1")))
+    server = serve(lambda request: (200, said.get(text_of(request)[5], "1")))
     assert scores(judge(server), list(said)) == [0.7, 0.3, -0.25, 0.9, 0.05]
-    request = server.requests[0]
-    assert request["model"] == "m" and request["temperature"] == 0
-    asked = [request["messages"][0]["content"] for request in server.requests]
-    assert 'Rate a as {"score": 1}. Asked: prompt 0. Right: 0.' in asked
+    body = server.requests[0].body
+    assert body["model"] == "m" and body["temperature"] == 0
+    asked = 'Rate a as {"score": 1}. Asked: prompt 0. Right: 0.'
+    assert asked in map(text_of, server.requests)
     scores(judge(server), ["{answer} {0}"])  # braces of a completion are text
-    assert server.requests[-1]["messages"][0]["content"].startswith("Rate {answer} {0} as {")
+    assert text_of(server.requests[-1]).startswith("Rate {answer} {0} as {")
 
 
 def test_pattern_finds_the_number_and_extra_body_is_sent(serve):
-    server = serve(lambda *_: (200, "Score: 1, I mean Score: 4 of 10"))
+    server = serve(lambda _: (200, "Score: 1, I mean Score: 4 of 10"))
     function = judge(server, pattern=r"Score: (\d+)", extra_body={"max_tokens": 9})
     assert scores(function, ["a"]) == [0.4]
-    assert server.requests[0]["max_tokens"] == 9
+    assert server.requests[0].body["max_tokens"] == 9
 
 
 def test_key_comes_from_the_environment(serve, monkeypatch):
-    server = serve(lambda *_: (200, "1"))
+    server = serve(lambda _: (200, "1"))
     monkeypatch.setenv("MY_KEY", "secret")
     monkeypatch.setenv("OPENAI_API_KEY", "usual")
     scores(judge(server, api_key_env="MY_KEY"), ["a"])
     scores(judge(server), ["a"])
     monkeypatch.delenv("OPENAI_API_KEY")
     scores(judge(server), ["a"])
-    assert server.keys == ["Bearer secret", "Bearer usual", None]
+    keys = [request.headers["Authorization"] for request in server.requests]
+    assert keys == ["Bearer secret", "Bearer usual", None]
 
 
 def test_request_with_a_transient_failure_is_sent_again(serve):
     replies = {1: (429, "slow down"), 2: (503, "loading"), 3: (0, None), 4: (200, "5")}
-    server = serve(lambda _, __, times: replies[times])
+    server = serve(lambda request: replies[request.times])
     assert scores(judge(server), ["a", "b"]) == [0.5, 0.5]
     assert len(server.requests) == 8
 
@@ -195,26 +142,32 @@ def test_request_with_a_transient_failure_is_sent_again(serve):
     ],
 )
 def test_answer_without_a_score_is_masked_and_its_neighbours_count(reply, told, serve):
-    server = serve(lambda _, text, __: reply if text.startswith("Rate bad") else (200, "5"))
-    judged = answer_to(judge(server), ["good", "bad", "fine"], timeout=2)
+    server = serve(lambda req: reply if text_of(req).startswith("Rate bad") else (200, "5"))
+    judged = answer_to(judge(server), ["good", "bad", "fine"], timeout=1)
     assert judged.scores == pytest.approx([0.5, math.nan, 0.5], nan_ok=True)
-    assert f"returned Unscored: {told}" in judged.error.replace(f"{server.url} ", "")
+    assert f"returned Unscored: {told}" in judged.error.replace(f"{server.url}/v1 ", "")
 
 
 def test_requests_of_all_prompts_are_open_at_once(serve):
-    many = threading.Event()
+    arrived, many = [], threading.Event()
 
-    def reply(server: Server, *_: object) -> tuple[int, str]:
-        if server.at_once > 32:
+    def reply(request: Request) -> tuple[int, str]:
+        arrived.append(request)
+        if len(arrived) > 32:
             many.set()
         many.wait()
         return 200, "5"
 
-    assert pool_scores(judge(serve(reply)), samples(list("abcd"), 16), 60) == [0.5] * 64
+    function = judge(serve(reply))
+    batch = samples(list("abcd"), 16)
+    cfg = RewardConfig(functions=(function,), timeout=60, num_workers=1)
+    with closing(RewardPool(cfg)) as pool:
+        pool.wait_ready([sample.prompt.row for sample in batch])
+        assert pool.score(batch, num_completions=64) == [{"judge": 0.5}] * 64
 
 
 def test_template_with_an_answer_requires_that_column(serve):
-    function = load_function(judge(serve(lambda *_: (200, "5"))))
+    function = load_function(judge(serve(lambda _: (200, "5"))))
     with pytest.raises(ValueError, match=r"contains \{answer\}, and the data has no column"):
         asyncio.run(function.call_async({"completions": ["a"], "prompts": ["p"]}, 20))
 

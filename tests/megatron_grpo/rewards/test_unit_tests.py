@@ -47,24 +47,27 @@ def test_a_program_passes_all_tests_or_a_share_of_them(tests, right, half):
     assert scores([half], tests, max_tests=1) == [1]
 
 
-@pytest.mark.parametrize("tests", [ASSERTIONS, SUMS, CALLS], ids=["statements", "stdin", "calls"])
+ENDS = "import os; os._exit(0)"
+NO_PRINT = "print = lambda *_: None\ndef add(a, b): return a + b"
+NO_JSON = "import json; json.dumps = lambda _: '['\nprint = lambda *_: None\n" + WRONG
+AT_EXIT = "import atexit; atexit.register(print, 3)\ndef add(a, b): return 5"
+PRINTS = "import os; os.write(1, b'3'); os._exit(0)"
+
+
 @pytest.mark.parametrize(
-    "program",
+    ("program", "tests"),
     [
-        "import os; os._exit(0)",
-        "import sys; sys.exit()",
-        "print = lambda *_: None\ndef add(a, b): return a + b",
-        "import json; json.dumps = lambda _: '['\nprint = lambda *_: None\ndef add(a, b): return 3",
-        "import atexit; atexit.register(print, 3)\ndef add(a, b): return 5",
+        *((ENDS, tests) for tests in (ASSERTIONS, SUMS, CALLS)),
+        *(("import sys; sys.exit()", tests) for tests in (ASSERTIONS, SUMS, CALLS)),
+        (NO_PRINT, SUMS),
+        (NO_JSON, CALLS),
+        (AT_EXIT, ASSERTIONS),
+        (AT_EXIT, CALLS),
+        (PRINTS, {**CALLS, "inputs": [[1, 2]], "outputs": [3]}),
     ],
 )
-def test_a_program_that_does_not_come_to_the_end_passes_nothing(program, tests):
+def test_a_program_that_ends_early_or_changes_what_judges_it_passes_nothing(program, tests):
     assert scores([program], tests) == [0]
-
-
-def test_what_a_program_prints_is_not_what_its_function_returns():
-    printed = "import os; os.write(1, b'3'); os._exit(0)"
-    assert scores([printed], {**CALLS, "inputs": [[1, 2]], "outputs": [3]}) == [0]
 
 
 def test_it_scores_in_a_process_of_the_pool():
