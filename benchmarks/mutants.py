@@ -160,7 +160,7 @@ NAMES = {
         "tiles": "tiles",
     },
 }
-"""By folder: modules that need no engine, and the names of their tests in the folder below tests/."""
+"""By folder: modules that need no engine, and the names of their tests in its folder of tests/."""
 TESTS = {
     f"{folder}/{module}.py": [f"{folder}/test_{name}.py" for name in names.split()]
     for folder, modules in NAMES.items()
