@@ -126,7 +126,6 @@ LLAMA_70B, LLAMA_8B = ("70b", "Llama-3.3-70B"), ("8b", "Llama-3.1-8B")
             "layout that fits",
         ),
     ],
-    ids=str,
 )
 def test_advice_is_accepted_and_what_is_said_to_fit_does(
     refused, job, overrides, options, expected

@@ -185,7 +185,6 @@ def compared(tmp_path, capsys):
         (["parallel.data_parallel_size=4"], {"GPUs", "microbatches of a model copy"}),
         (["parallel.tensor_parallel_size=4"], {"fits", "weights", "sum in phase train"}),
     ],
-    ids=" ".join,
 )
 def test_with_prints_figures_of_both_configs_and_marks_those_that_differ(compared, changes, differ):
     title, _, head, *rows = compared(*changes).splitlines()
