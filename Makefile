@@ -4,26 +4,14 @@
 PYTHON ?=
 STEPS ?= 15
 ARGS ?=
-# The tests that `make test` runs, by their marks.
+# The tests that `make test` runs, by their marks; and those that `make test-sglang` does.
 MARKS ?= not slow and not long
+ENGINES ?= engines
 
 VENV := .venv
 SGLANG := .venv-sglang
 BIN := $(VENV)/bin
-# TIMED tests measure how long a process takes to end, and run alone. WAITS mostly wait, and run concurrently with the
-# rest. FAST ones start no engine.
-TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watchdog engines/test_pool.py)
-WAITS := $(addprefix tests/megatron_grpo/,rewards agents/test_fork_pool.py agents/test_turns.py)
-FAST := $(addprefix tests/,parallel checkpoint_convert/formats test_project.py test_golden.py) \
-	$(addprefix tests/megatron_grpo/,algorithm batch checkpoints config/test_config.py data reporting rollout \
-	policy/test_model.py watchdog/test_job.py test_weight_sync.py)
-FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,agents/test_dialogue.py policy/test_skipped_steps.py \
-	test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
-ENGINES := tests/sglang $(addprefix tests/megatron_grpo/,engines/test_access.py engines/test_client.py engines/test_router.py \
-	engines/test_push.py engines/test_joining.py engines/test_pool.py engines/test_sleep.py \
-	agents/test_dialogue.py \
-	agents/test_agents.py agents/test_agent_runs.py test_weight_sync.py test_learning.py test_environment_runs.py \
-	test_faults.py test_in_flight_runs.py test_cli.py::test_serve_is_an_engine_for_runs_that_name_its_address[sglang])
+# Folders of tests that need more than .venv; all other tests are chosen by their marks, which pyproject.toml lists.
 APART := tests/sglang tests/slurm tests/viewer_browser
 TWO = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 PEERS := benchmarks/peers/harness
@@ -105,9 +93,9 @@ test: check test-main
 test-main: export OMP_NUM_THREADS = 1
 test-main: setup
 	@failed=0; log=$$(mktemp); \
-	$(BIN)/pytest -m "$(MARKS)" $(WAITS) >$$log 2>&1 & waits=$$!; \
+	$(BIN)/pytest -m "waits and ($(MARKS))" $(addprefix --ignore=,$(APART)) >$$log 2>&1 & waits=$$!; \
 	trap 'kill $$waits; wait $$waits; rm $$log; exit 130' INT TERM; \
-	$(TWO) -m "$(MARKS)" $(addprefix --ignore=,$(TIMED) $(WAITS) $(APART)) || failed=1; \
+	$(TWO) -m "not timed and not waits and ($(MARKS))" $(addprefix --ignore=,$(APART)) || failed=1; \
 	wait $$waits || failed=1; \
 	cat $$log; rm $$log; \
 	exit $$failed
@@ -116,17 +104,17 @@ test-main: setup
 test-long: export OMP_NUM_THREADS = 1
 test-long: setup
 	@failed=0; \
-	$(TWO) -m "long and not slow" $(addprefix --ignore=,$(TIMED) $(APART)) || failed=1; \
+	$(TWO) -m "long and not slow and not timed" $(addprefix --ignore=,$(APART)) || failed=1; \
 	$(MAKE) test-ends || failed=1; \
 	exit $$failed
 
 # How a run ends, alone: some of these tests measure how long that takes.
 test-ends: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" $(TIMED)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "timed and not slow" $(addprefix --ignore=,$(APART))
 
 # While you work: the mathematics on real ranks, formats, checkpoints, and the golden values. Three minutes.
 test-fast: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(FAST)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "fast and not slow and not long" $(addprefix --ignore=,$(APART))
 
 # Every slow test, including those of faults.
 test-slow: setup
@@ -134,7 +122,7 @@ test-slow: setup
 
 # The faults of docs/faults.md that end or disturb a run, including slow tests and 50 kills at random.
 test-faults: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" $(FAULTS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "fault or timed or waits" $(addprefix --ignore=,$(APART))
 
 # The scripts of slurm/ on a Slurm with twelve nodes on this host: ten minutes.
 test-slurm: setup
@@ -149,7 +137,7 @@ test-view: setup
 
 # Rollouts by SGLang: its own tests, and those of engines in general.
 test-sglang: setup setup-sglang
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --engine sglang $(ENGINES)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and ($(ENGINES))" --engine sglang
 
 # trackio and swanlab: their own pins exclude versions of lock.txt, so they lie apart from it.
 test-trackers: setup

@@ -16,12 +16,33 @@ settings.register_profile("loaded", deadline=None, suppress_health_check=[Health
 settings.load_profile("loaded")
 
 
+FOLDERS = {
+    "megatron_grpo/algorithm": ["fast"],
+    "megatron_grpo/batch": ["fast"],
+    "megatron_grpo/checkpoints": ["fast", "fault"],
+    "megatron_grpo/data": ["fast"],
+    "megatron_grpo/reporting": ["fast"],
+    "megatron_grpo/rewards": ["waits"],
+    "megatron_grpo/rollout": ["fast"],
+    "megatron_grpo/watchdog": ["timed"],
+    "checkpoint_convert/formats": ["fast"],
+    "parallel": ["fast"],
+    "sglang": ["engines", "both_engines"],
+}
+"""Marks of all tests in a folder; files have others of their own."""
 LONG = {"live_engine", "reference_engine", "engine"}
 """Fixtures of tests that take long."""
 
 
 def pytest_addoption(parser):
     parser.addoption("--engine", choices=["vllm", "sglang"], default="vllm", help="which is tested")
+
+
+def pytest_itemcollected(item):
+    for folder, marks in FOLDERS.items():
+        if item.nodeid.startswith(f"tests/{folder}/"):
+            for mark in marks:
+                item.add_marker(mark)
 
 
 def pytest_collection_modifyitems(config, items):

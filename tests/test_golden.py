@@ -20,6 +20,8 @@ from helpers.policies import layout_name
 from helpers.train_steps import Case, Run
 from parallel import ParallelDims
 
+pytestmark = pytest.mark.fast
+
 # On a machine that rounds otherwise. AVX2 and SSE differ from AVX-512 by up to 2e-6 of the norm of
 # a gradient. In a run that becomes 1e-5 of a metric, and 5e-7 of one that is rounding alone, such
 # as rollout/logprob_gap_max.

@@ -18,6 +18,8 @@ from pydantic.fields import FieldInfo
 from megatron_grpo.config.config import Config
 from megatron_grpo.resume_checks import CHANGEABLE
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -18,6 +18,8 @@ from helpers.jobs import Job, Sabotage
 from helpers.runs import read_completions, read_json_lines, read_metrics, results, steps_of
 from helpers.sabotage import InPhase, die
 
+pytestmark = pytest.mark.fault
+
 NUM_RANKS = 2
 NUM_STEPS = 5
 REWARD = """

@@ -232,7 +232,7 @@ def served(tied_model: Path, log: Path, **rollout: Any) -> Iterator[str]:
     "engine",
     [
         pytest.param("vllm", marks=pytest.mark.long),
-        pytest.param("sglang", marks=pytest.mark.long),
+        pytest.param("sglang", marks=[pytest.mark.long, pytest.mark.engines]),
     ],
 )
 def test_serve_is_an_engine_for_runs_that_name_its_address(

@@ -9,6 +9,8 @@ from helpers.models import talkative
 from helpers.runs import read_json_lines, read_metrics
 from megatron_grpo.checkpoints.folders import latest_step
 
+pytestmark = pytest.mark.engines
+
 NUMBERS = """
 import os, random, re, signal
 

@@ -37,6 +37,8 @@ from helpers.sabotage import (
 )
 from megatron_grpo.checkpoints.folders import latest_step
 
+pytestmark = [pytest.mark.engines, pytest.mark.timed]
+
 # The others are slow tests: one of each kind is enough where test_kills.py kills ranks at random
 # moments, and the state machines of limits and checkpoints have tests of their own.
 ALWAYS = {

@@ -35,6 +35,8 @@ from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.joining import FOLDER, JOINED, LEAVING, JoinedEngine, settings_of
 from megatron_grpo.rollout.services import load_stream
 
+pytestmark = pytest.mark.engines
+
 
 @pytest.mark.long
 def test_no_token_is_older_than_allowed_and_pushes_do_not_wait(

@@ -21,6 +21,8 @@ from helpers.in_flight_runs import (
 from helpers.jobs import NUM_RANKS, Job, Runs, assert_same_run
 from helpers.runs import steps_of
 
+pytestmark = pytest.mark.timed
+
 LONGEST_LIFE = 7.0
 """Seconds; an undisturbed run takes about as long, start included."""
 

@@ -8,6 +8,8 @@ from demo.make_kinds import write
 from helpers.jobs import Job
 from helpers.runs import finish_run
 
+pytestmark = pytest.mark.engines
+
 CHANCE, SOLVED, LAST_STEPS, SECONDS = 0.3, 0.9, 5, 180
 
 

@@ -9,6 +9,8 @@ from helpers.runs import read_metrics
 from helpers.sabotage import SpoilGradient
 from megatron_grpo.checkpoints.trainer_state import read_record
 
+pytestmark = pytest.mark.fault
+
 
 @pytest.mark.long
 def test_a_step_without_a_finite_gradient_is_skipped_named_and_logged(runs, tmp_path):

@@ -19,6 +19,8 @@ from helpers.engines import wait_until
 from helpers.runs import finish_run, marked_processes, read_metrics, start_run
 from megatron_grpo.checkpoints.folders import latest_step
 
+pytestmark = pytest.mark.fault
+
 
 @pytest.fixture
 def arguments(tied_model: Path, tmp_path: Path) -> list[str]:

@@ -27,6 +27,8 @@ from megatron_grpo.weight_sync import WeightSync
 from parallel import Layout, ParallelDims, Sender
 from parallel.weight_transfer import rendezvous_address
 
+pytestmark = [pytest.mark.fast, pytest.mark.engines]
+
 TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
 
 

@@ -9,6 +9,8 @@ from helpers.jobs import Job
 from helpers.models import talkative
 from helpers.runs import read_json_lines, read_metrics
 
+pytestmark = pytest.mark.engines
+
 PROGRAM = """
 import json, os, sys, urllib.request
 

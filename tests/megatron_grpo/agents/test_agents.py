@@ -34,6 +34,8 @@ from megatron_grpo.config.agent import AgentConfig
 from megatron_grpo.config.file import load_config
 from megatron_grpo.engines.choice import Choice, Logprobs
 
+pytestmark = pytest.mark.engines
+
 PROGRAM = """
 import http.client, json, os, urllib.parse
 

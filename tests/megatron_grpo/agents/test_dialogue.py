@@ -35,6 +35,8 @@ from megatron_grpo.engines.engine import PROBE_INTERVAL
 from megatron_grpo.engines.http import NoServingEngine, is_healthy
 from megatron_grpo.launch.process import Preempted
 
+pytestmark = [pytest.mark.engines, pytest.mark.fault]
+
 END_IDS = (EOS_ID, *range(20, 60))  # of 250: a turn is some six tokens long
 SETTINGS = {"num_generations": 3, "max_completion_length": 150, "stop_token_ids": END_IDS}
 

@@ -13,6 +13,8 @@ from helpers.stopped import stop_for
 from megatron_grpo.agents.fork_pool import ForkPool, InstanceFailed, InstancesLost
 from megatron_grpo.config.reward import EnvironmentConfig
 
+pytestmark = pytest.mark.waits
+
 SECONDS = 20
 SEED = 7
 

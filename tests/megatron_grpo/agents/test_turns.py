@@ -8,6 +8,8 @@ from megatron_grpo.agents.turns import ObservationTemplate, end_of_turn
 from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import Prompt
 
+pytestmark = pytest.mark.waits
+
 LLAMA_3 = (
     "{% for m in messages %}<start>{{ m.role }}<start>\n\n{{ m.content | trim }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<start>assistant<start>\n\n{% endif %}"

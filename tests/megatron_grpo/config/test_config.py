@@ -14,6 +14,8 @@ from megatron_grpo.config.file import OTHER_NAMES, dump_config, load_config
 from megatron_grpo.config.grpo import LossType
 from megatron_grpo.config.trackers import WandbConfig
 
+pytestmark = pytest.mark.fast
+
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEMO = CONFIGS / "demo_smollm2_135m.yaml"
 IN_FLIGHT = (

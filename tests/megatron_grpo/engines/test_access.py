@@ -19,6 +19,8 @@ from megatron_grpo.engines.access import TokenGuard, check_host, is_allowed
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer
 from reference_engine.server import ROUTES
 
+pytestmark = pytest.mark.engines
+
 TOKEN = "0123456789abcdef"
 WITH_TOKEN = [(b"host", b"x"), (b"authorization", f"Bearer {TOKEN}".encode())]
 OTHER = "fedcba9876543210"

@@ -18,6 +18,8 @@ from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.rewards.functions import load_function
 
+pytestmark = [pytest.mark.engines, pytest.mark.both_engines]
+
 TOKEN = "0123456789abcdef"
 
 

@@ -25,6 +25,8 @@ from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer
 from parallel import ParallelDims
 
+pytestmark = pytest.mark.engines
+
 OWN, OTHER = "http://127.0.0.1:1", "http://127.0.0.2:1"  # where nobody listens
 SETTINGS = {"model.dtype": "float32", "rollout.tensor_parallel_size": 1}
 

@@ -34,6 +34,8 @@ from megatron_grpo.launch.process import Preempted
 from megatron_grpo.launch.run_dir import bearer, new_token
 from parallel.weight_transfer.local_channels import LocalChannel
 
+pytestmark = [pytest.mark.engines, pytest.mark.timed]
+
 PROMPTS = random_prompts(24)
 
 

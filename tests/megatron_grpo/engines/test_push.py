@@ -25,6 +25,8 @@ from megatron_grpo.engines.engine import Engine
 from megatron_grpo.engines.http import EngineError
 from parallel.weight_transfer.local_channels import LocalChannel
 
+pytestmark = [pytest.mark.engines, pytest.mark.both_engines]
+
 NO_COMPLETE_WEIGHTS = "holds no complete weights"
 # Later than any version that the tests, which share an engine, have pushed.
 LATE = 1000

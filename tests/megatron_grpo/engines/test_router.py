@@ -32,6 +32,8 @@ from megatron_grpo.engines.http import EngineError, NoServingEngine
 from megatron_grpo.engines.request import Request
 from megatron_grpo.launch.process import Preempted
 
+pytestmark = [pytest.mark.engines, pytest.mark.both_engines]
+
 NUM_TOKENS = 300
 
 

@@ -21,6 +21,8 @@ from helpers.trainers import trainer
 from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.launch.run_dir import bearer
 
+pytestmark = pytest.mark.engines
+
 
 def is_asleep(engine) -> bool:
     url = f"{engine.servers.base_urls[0]}/is_sleeping"

@@ -25,6 +25,8 @@ from helpers.policies import (
 from helpers.ranks import run_ranks
 from parallel import ParallelDims
 
+pytestmark = pytest.mark.fast
+
 MODELS = {
     "llama": True,
     "gemma3_text": True,

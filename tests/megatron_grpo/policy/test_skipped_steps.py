@@ -21,6 +21,8 @@ from megatron_grpo.train_step import train_step
 from parallel import ParallelDims
 from parallel.packing import PackedBatch
 
+pytestmark = pytest.mark.fault
+
 NUM_SEQUENCES = sum(map(len, LENGTHS))
 OVERRIDES = (
     f"grpo.generation_batch_size={NUM_SEQUENCES}",

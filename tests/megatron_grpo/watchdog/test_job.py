@@ -20,6 +20,8 @@ from megatron_grpo.watchdog.stacks import place_of, stragglers
 from parallel import ParallelDims
 from parallel.weight_transfer import TIMEOUT
 
+pytestmark = pytest.mark.fast
+
 INTERVALS = Intervals(silence=20, grace=0.5, stacks=2)
 LIMITS = Limits(
     start=Limit(300, "rollout.startup_timeout"),
