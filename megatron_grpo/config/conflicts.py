@@ -30,7 +30,7 @@ _TOWERS = "models that take images have a vision tower, which is not quantised"
 _NO_MODEL = "no model that takes images has what it needs"
 _SHARE = "pushes send each worker its share of the tower, not all of it"
 _OTHER_ENGINE = "it is for another engine; leave it out"
-_ALIKE = "old log-probabilities are those of the engines then, with which it compares them"
+_ALIKE = "it compares old log-probabilities of the trainer and the engines, which would be the same"
 _ADAMW = "it is for AdamW"
 _BFLOAT16 = "it is for bfloat16 weights; leave it out, or set model.dtype=bfloat16"
 _COUNTED = "its tokens would be counted by the number of ranks that split them"
@@ -141,8 +141,8 @@ CONFLICTS = {
     ("rollout.sglang.mm_enable_dp_encoder", "model.freeze_vision: false"): _SHARE,
     # Dialogues, sources and rewards.
     ("environment", "agent"): "an agent has an environment of its own",
-    ("reward_model", "dialogues"): "it scores completions of one turn, as its chat template has "
-    "one",
+    ("reward_model", "dialogues"): "it scores completions of one turn, the only one that its chat "
+    "template places",
     ("rewards in parts", "sources"): "each of sources.by_name has parts of its own",
     ("rewards in parts", "reward.clip_range"): "that clips the total alone; set "
     "reward.clip_range=null",
@@ -157,8 +157,8 @@ CONFLICTS = {
     "total; set grpo.kl_in_reward=false",
     ("grpo.supervision: process", "grpo.multi_objective_aggregation: normalize_then_sum"): "each "
     "compares other parts; set grpo.supervision=outcome",
-    ("grpo.scale_rewards: group or none", _WHITENED): "these are divided by the "
-    "deviation of the batch; set grpo.scale_rewards=batch",
+    ("grpo.scale_rewards: group or none", _WHITENED): "its advantages are divided "
+    "by the deviation of the batch; set grpo.scale_rewards=batch",
     ("grpo.delta", "grpo.loss_type: gmpo or cispo or sapo or vespo"): "that has no dual clip; set "
     "grpo.delta=null",
     ("grpo.rollout_rs", "grpo.loss_type: vespo"): "vespo has a weight of the whole sequence, which "
@@ -166,7 +166,8 @@ CONFLICTS = {
     (_BY_SEQUENCE, "grpo.loss_type: vespo"): "vespo multiplies weights of tokens "
     "into its own of the sequence; use token_truncate or token_mask",
     ("grpo.rollout_importance_sampling_mode", "grpo.old_logprobs: rollout"): _ALIKE,
-    ("grpo.rollout_rs", "grpo.old_logprobs: rollout"): _ALIKE,
+    ("grpo.rollout_rs", "grpo.old_logprobs: rollout"): f"{_ALIKE}; leave out one of the two, or "
+    "use grpo.off_policy_mask_threshold",
     ("grpo.overlong_filter", "grpo.kl_in_reward: true with grpo.beta"): "completions that it masks "
     "have no KL divergence to subtract from their rewards; set one of grpo.overlong_filter and "
     "grpo.kl_in_reward to false",

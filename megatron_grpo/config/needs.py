@@ -42,8 +42,10 @@ NEEDS = {
     "indexers choose; set that, or leave it out",
     ("rollout.quantization_aware", "rollout.quantization"): "it trains for quantised engines; set "
     "that to fp8, fp8_channel or int8, or leave it out",
-    ("rollout.quantization_ignore", "rollout.quantization or train.export_quantization"): "it does "
-    "nothing without; leave it out",
+    (
+        "rollout.quantization_ignore",
+        "rollout.quantization or train.export_quantization",
+    ): "no weights are quantised; set one of the two, or leave it out",
     # Model and mesh.
     ("model.freeze_vision: false", "data.image_column"): "the vision tower is trained on prompts "
     "with images; set that, or leave it out",
@@ -117,13 +119,23 @@ def check_needs(cfg: Config) -> None:
     """
     for (feature, needed), reason in NEEDS.items():
         if is_on(cfg, feature) and not is_on(cfg, needed):
-            needed = needed.replace(": ", "=")
-            raise ValueError(f"{as_overrides(cfg, feature)} needs {needed}: {reason}")
+            told = f"{as_overrides(cfg, feature)} needs {_as_needed(cfg, needed)}"
+            raise ValueError(f"{told}: {reason}")
     for needed, keys in IDLE.items():
         for key in () if is_on(cfg, needed) else keys:
             value, default = value_of(cfg, key), default_of(cfg, key)
             if value != default:
                 raise ValueError(
-                    f"{key}={as_yaml(value)} does nothing without {needed.replace(': ', '=')}: "
+                    f"{key}={as_yaml(value)} does nothing without {_as_needed(cfg, needed)}: "
                     f"set that, or {key}={as_yaml(default)}"
                 )
+
+
+def _as_needed(cfg: Config, name: str) -> str:
+    """A feature that is off as overrides, or by the numbers that turn it on: `lora.r above 0`."""
+    parts = []
+    for part in name.split(" with "):
+        default = None if " " in part else default_of(cfg, part)
+        is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
+        parts.append(f"{part} above {default:g}" if is_number else part.replace(": ", "="))
+    return " with ".join(parts)

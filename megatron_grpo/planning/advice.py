@@ -16,11 +16,11 @@ NEEDS_FLASH = (
     "Transformer Engine needs flash-attn on {gpu}, where cuDNN has no attention over packed "
     "sequences"
 )
-PLACES: tuple[Changes, ...] = (
-    *({"train": {"offload": offload}} for offload in ("all", "optimizer", "none")),
-    {"lora": {"sync": "merged"}},
-)
-"""Changes of where state and weights are while GPUs or hosts are fullest."""
+LESS_ON_HOSTS = {
+    "reward models that sleep, with share_gpus": "share_gpus=false, for GPUs of their own",
+    "model.megatron.offload_modules": "fewer model.megatron.offload_modules",
+}
+"""Changes that are not tried, by what takes most of a host's memory."""
 
 
 def flash_lines(job: Job, gpu: str) -> list[str]:
@@ -63,7 +63,7 @@ def too_large(job: Job, plan: JobPlan) -> str:
             return f"{text}; the fastest layout that fits: {pasted}"
         if fits:
             return text
-    return f"{text}; no layout fits on {plan.num_gpus} GPUs: {less(job)}"
+    return f"{text}; no layout fits on {plan.num_gpus} GPUs: {less(job, plan)}"
 
 
 def _lack(plan: JobPlan) -> str:
@@ -77,12 +77,12 @@ def _lack(plan: JobPlan) -> str:
 
 
 def _other_place(job: Job, plan: JobPlan) -> tuple[Job, list[str], JobPlan] | None:
-    """The change of `PLACES` with which a GPU needs least and hosts have room; None if none helps.
+    """The change of `_places` with which a GPU needs least and hosts have room; None if none helps.
 
     With its overrides and its plan.
     """
     found = []
-    for changes in PLACES:
+    for changes in _places(job.cfg):
         if (other := legal(job, changes)) is not None:
             found.append((other, overrides(changes), plan_job(other)))
     helpful = [
@@ -94,9 +94,31 @@ def _other_place(job: Job, plan: JobPlan) -> tuple[Job, list[str], JobPlan] | No
     return min(helpful, key=lambda each: each[2].fullest.total, default=None)
 
 
-def less(job: Job) -> str:
-    """Advice where no layout fits; a microbatch holds at least the longest sequence."""
-    rollout, ways = job.cfg.rollout, ["use more GPUs"]
+def _places(cfg: Config) -> tuple[Changes, ...]:
+    """Changes of where state and weights are while GPUs or hosts are fullest."""
+    stay = {"offload_communicators": False} if cfg.train.offload_communicators else {}
+    return (
+        {"train": {"offload": "all"}},
+        *({"train": {"offload": offload, **stay}} for offload in ("optimizer", "none")),
+        {"lora": {"sync": "merged"}},
+    )
+
+
+def less(job: Job, plan: JobPlan | None = None) -> str:
+    """Advice where no layout fits, of which `plan` is one."""
+    ways = ["use more GPUs"]
+    if plan and plan.host and not plan.fits_hosts:
+        largest = max(plan.host.parts, key=plan.host.parts.__getitem__)
+        ways += [LESS_ON_HOSTS[largest]] if largest in LESS_ON_HOSTS else []
+    if plan is None or not plan.fits_gpus:
+        ways += _less_on_gpus(job)
+    *others, last = ways
+    return f"{', '.join(others)}, or {last}" if others else last
+
+
+def _less_on_gpus(job: Job) -> list[str]:
+    """Smaller values; a microbatch holds at least the longest sequence."""
+    rollout, ways = job.cfg.rollout, list[str]()
     longest, room = max(job.lengths), job.cfg.train.max_tokens_per_microbatch
     if longest < room:
         ways.append(
@@ -110,4 +132,4 @@ def less(job: Job) -> str:
         ways.append(
             f"a lower rollout.{rollout.engine}.{'kv_cache_memory_bytes' if given else fraction}"
         )
-    return f"{', '.join(ways[:-1])}, or {ways[-1]}"
+    return ways

@@ -54,6 +54,21 @@ def complete(differing: dict[str, Any], request: dict[str, Any] = PLAIN, is_cut=
     return asyncio.run(engine.complete(request, lambda: range(7, 8), lambda: is_cut))
 
 
+def test_complete_alone_may_take_any_time():
+    limits = {}
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        limits[request.url.path] = request.extensions["timeout"]["read"]
+        return httpx.Response(200, json={"choices": [CHOICE], "server_load": 0})
+
+    async def ask(engine: Engine) -> None:
+        await engine.complete(PLAIN, lambda: range(7, 8))
+        await engine.num_open_requests()
+
+    asyncio.run(ask(engine_of(respond)))
+    assert [*limits.values()] == [None, 5.0]
+
+
 @pytest.mark.parametrize("differing", [{}, {"finish_reason": "length", "token_ids": [5] * 3}])
 def test_complete_takes_an_answer_that_is_well(differing):
     assert complete(differing) == msgspec.convert(CHOICE | differing, Choice)

@@ -32,8 +32,8 @@ class Hint:
 
 
 def hints(message: str) -> Iterator[Hint]:
-    for found in re.finditer(r"it fits with (\S+)", message):
-        yield Hint([found[1].rstrip(";")], fits=True)
+    for found in re.finditer(r"it fits with ([^;]+)", message):
+        yield Hint(shlex.split(found[1]), fits=True)
     for found in re.finditer(r"layout that fits: (.*)$", message):
         yield Hint(shlex.split(found[1]), fits=True)
     for found in re.finditer(r"use --gpus (\d+) or more", message):
@@ -89,6 +89,15 @@ LLAMA_70B, LLAMA_8B = ("70b", "Llama-3.3-70B"), ("8b", "Llama-3.1-8B")
             (*ASLEEP, "train.offload=all"),
             {"host_memory": 300 * 10**9},
             "270.0: 181.6 for train.offload, 181.6 for a checkpoint",
+        ),
+        (
+            LLAMA_70B,
+            (
+                *(*ASLEEP, "rollout.vllm.gpu_memory_utilization=0.35"),
+                *("train.offload=all", "train.offload_communicators=true"),
+            ),
+            {"host_memory": 330 * 10**9},
+            "it fits with train.offload=optimizer train.offload_communicators=false",
         ),
         (
             LLAMA_70B,

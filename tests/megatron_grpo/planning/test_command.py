@@ -455,7 +455,8 @@ def test_a_reward_model_that_shares_gpus_takes_its_share_while_it_scores(
     monkeypatch.setitem(CARDS, "h100", small)
     with file.open("ab") as weights:
         weights.truncate(10**12)
-    with pytest.raises(ValueError, match=r"2000\.0 for reward models that sleep, with share_gpus"):
+    told = r"2000\.0 for reward models that sleep, with share_gpus.* GPUs, or share_gpus=false, for"
+    with pytest.raises(ValueError, match=told):
         planned(function)
 
 

@@ -40,8 +40,6 @@ ATTENTION = {"tolist in parallel/attention.py:packed_attention", f"tolist in {RO
 EXPERTS = {
     "tolist in megatron/core/transformer/moe/experts.py:forward",
     "tolist in megatron/core/transformer/moe/moe_utils.py:sort_chunks_by_idxs",
-    # Of 0.16.1, and not with Transformer Engine's fused permutation.
-    "masked_select in megatron/core/transformer/moe/moe_utils.py:permute",
     # gloo's; with NCCL one wait in each layer, to learn how many tokens each expert gets.
     "tolist in parallel/cpu_device.py:as_list",
     "_local_scalar_dense in megatron/core/tensor_parallel/mappings.py:forward",
