@@ -133,9 +133,7 @@ def check_needs(cfg: Config) -> None:
 
 def _as_needed(cfg: Config, name: str) -> str:
     """A feature that is off as overrides, or by the numbers that turn it on: `lora.r above 0`."""
-    parts = []
-    for part in name.split(" with "):
-        default = None if " " in part else default_of(cfg, part)
-        is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
-        parts.append(f"{part} above {default:g}" if is_number else part.replace(": ", "="))
-    return " with ".join(parts)
+    key = name.split(" with ")[-1]
+    default = None if " " in key else default_of(cfg, key)
+    told = name.replace(": ", "=")
+    return f"{told} above {default:g}" if type(default) in (int, float) else told
