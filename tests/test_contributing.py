@@ -12,7 +12,7 @@ from checkpoint_convert.families.multimodal import MULTIMODAL
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("megatron_grpo", "checkpoint_convert", "parallel")
 MOST_FILES = {"mamba": 13, "muon": 6}
-"""In how many files code may name a kind of layer, and an optimizer: ceilings that may only fall."""
+"""In how many files code may name a kind of layer, and an optimizer: they may only fall."""
 
 
 def code(*folders: str) -> list[Path]:
