@@ -22,7 +22,7 @@ from helpers.engines import (
     served_model,
     wait_until,
 )
-from helpers.sampling import Completions, routing
+from helpers.sampling import Completions, generate, routing
 from helpers.scripted_engines import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines import router as router_module
@@ -206,6 +206,18 @@ def test_router_sees_stop_strings_and_end_tokens_through_pushes(
         found = [sample.text.find(stop) for stop in stops if stop in sample.text]
         ended_by_text = sample.finish_reason == "stop" and last not in ends
         assert found == [len(sample.text) - 2] * ended_by_text
+
+
+def test_completions_without_a_push_are_those_of_one_generation_alone(live_engine, router, seeds):
+    alone = generate(live_engine.client(), generation(0, live_engine.version, 40))
+    router.resume(live_engine.version)
+    together = [generation(number, live_engine.version, 40) for number in range(2)]
+    for answered in [router.submit(asked) for asked in together]:
+        answered.result(timeout=60)
+    samples, others = (asked.samples() for asked in together)
+    assert [s.completion_ids[:5] for s in samples] == [s.completion_ids[:5] for s in alone]
+    assert all(len(sample.spans) == 1 for sample in samples)
+    assert others != samples
 
 
 @contextmanager
