@@ -4,7 +4,7 @@
 PYTHON ?=
 STEPS ?= 15
 ARGS ?=
-# The tests that `make test` runs, by their marks; and those that `make test-sglang` does.
+# Marks of the tests that `make test` runs, and of those that `make test-sglang` runs.
 MARKS ?= not slow and not long
 ENGINES ?= engines
 

@@ -1,9 +1,11 @@
 """Base class of every table of the config."""
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ConfigDict
 
 
@@ -16,7 +18,10 @@ class Section(BaseModel):
 
 
 def as_yaml(value: Any) -> str:
-    """A value as an override has it."""
+    """A value as an override has it, on one line."""
+    if isinstance(value, Mapping | Sequence) and not isinstance(value, str):
+        text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
+        return text.removesuffix("\n")
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -1,11 +1,8 @@
 """Plans a whole job: what it computes, sends and holds, and whether that fits its GPUs."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import yaml
 
 from checkpoint_convert import check_divisible
 from megatron_grpo.config.checks import check_config
@@ -13,7 +10,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.megatron_fields import check_fp8_model
 from megatron_grpo.config.reward import count_gpus, served_here
-from megatron_grpo.config.section import Section
+from megatron_grpo.config.section import Section, as_yaml
 from megatron_grpo.engines.support import check_drafts, check_served, check_towers_served
 from megatron_grpo.launch.placement import check_engine_size, check_shared, place
 from megatron_grpo.planning.card import GpuSpec
@@ -172,16 +169,10 @@ def legal(job: Job, changes: Changes) -> Job | None:
 def overrides(changes: Changes) -> list[str]:
     """Arguments to paste after the config's name."""
     return [
-        f"{section}.{name}={_as_yaml(value)}"
+        f"{section}.{name}={as_yaml(value)}"
         for section, fields in changes.items()
         for name, value in fields.items()
     ]
-
-
-def _as_yaml(value: object) -> str:
-    """A value as YAML on one line, as in an override."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
-    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def not_counted(cfg: Config) -> list[str]:
