@@ -72,7 +72,7 @@ demo: demo-data
 
 # Draws docs/learning_curves.png; takes a few minutes.
 learning-curves: setup
-	$(BIN)/python tests/helpers/models.py models/tiny_qwen3
+	$(BIN)/python tests/helpers/models/tiny.py models/tiny_qwen3
 	OMP_NUM_THREADS=1 $(BIN)/python -m demo.learning_curves $(ARGS)
 
 # Draws docs/agents_curve.png: a model learns to call a tool.

@@ -28,10 +28,10 @@ from statistics import mean, median
 
 from demo.make_kinds import write
 from engine_watch import Look, Watch, children_seconds, idle_share, pass_seconds
-from helpers.engines import TestEngine, random_prompts, running_engine, sampling_params
-from helpers.jobs import Job
-from helpers.models import EOS_ID, tiny_model
-from helpers.sampling import Completions, Router
+from helpers.engines.live import TestEngine, random_prompts, running_engine, sampling_params
+from helpers.engines.sampling import Completions, Router
+from helpers.models.tiny import EOS_ID, tiny_model
+from helpers.runs.jobs import Job
 from megatron_grpo.planning.simulation import Loop, Mode, simulate
 
 FIRST = 4

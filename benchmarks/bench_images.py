@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from helpers.images import IMAGE_LIMITS, tiny_vision_model
-from helpers.policies import tiny_config
+from helpers.models.images import IMAGE_LIMITS, tiny_vision_model
+from helpers.oracle.policies import tiny_config
 from megatron_grpo.data.images import ImageReader, ImageSource, PromptSources
 from megatron_grpo.engines.request import image_features
 from parallel import ParallelDims

@@ -39,16 +39,16 @@ from checkpoint_convert.megatron import megatron_sender
 from checkpoint_convert.vllm import EngineDims
 from checkpoint_convert.weights import read_weights
 from gather_then_load import by_file, by_network, gather_then_load
-from helpers.conversions import bytes_of
-from helpers.policies import tiny_config
-from helpers.ranks import run_ranks
-from helpers.vllm_workers import (
+from helpers.engines.vllm_workers import (
     WorkerClient,
     WorkerEngines,
     WorkerProcess,
     parameters_of,
     worker_engines,
 )
+from helpers.models.conversions import bytes_of
+from helpers.oracle.policies import tiny_config
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
 from parallel import ParallelDims

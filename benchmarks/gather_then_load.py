@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint_convert import ModelShape, hf_tensors
-from helpers.conversions import bytes_of
-from helpers.vllm_workers import WorkerEngines, WorkerProcess
+from helpers.engines.vllm_workers import WorkerEngines, WorkerProcess
+from helpers.models.conversions import bytes_of
 from parallel import Layout, ShardMapping
 from parallel.views import as_whole
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from helpers.vllm_workers import WorkerClient, WorkerEngines, WorkerProcess
+from helpers.engines.vllm_workers import WorkerClient, WorkerEngines, WorkerProcess
 from megatron_grpo.engines.client import meanwhile
 from megatron_grpo.weight_sync import WeightSync
 from megatron_grpo.weight_transports import WeightChannels

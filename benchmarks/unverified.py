@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from helpers.vllm_workers import WorkerEngines, WorkerProcess
+from helpers.engines.vllm_workers import WorkerEngines, WorkerProcess
 from megatron_grpo import weight_sync
 from parallel.checksum import BoxCopy, NamedSum
 from parallel.weight_transfer import streams, transfer

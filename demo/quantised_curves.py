@@ -2,7 +2,7 @@
 
 Blocks of `fp8` need widths that are multiples of 128:
 
-    python tests/helpers/models.py models/wide_qwen3 \\
+    python tests/helpers/models/tiny.py models/wide_qwen3 \\
         hidden_size=256 intermediate_size=512 head_dim=64
     PYTHONPATH=tests/engines_on_cpu/plugin:.:tests python -m demo.quantised_curves
 

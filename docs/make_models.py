@@ -17,7 +17,7 @@ from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.vllm import engine_sizes
 from checkpoint_convert.vllm_lora import check_adapters_served
-from helpers.published_models import PUBLISHED_MODELS, write_config
+from helpers.models.published import PUBLISHED_MODELS, write_config
 from megatron_grpo.config.grpo import GRPOConfig, check_shared_prompts
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig

@@ -6,10 +6,10 @@ import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-from helpers.engines import SGLANG_PYTHON, running_engine, served_model
-from helpers.in_flight_runs import make_in_flight_runs
-from helpers.jobs import NUM_RANKS, make_runs
-from helpers.ranks import CONTEXT
+from helpers.engines.live import SGLANG_PYTHON, running_engine, served_model
+from helpers.ranks.processes import CONTEXT
+from helpers.runs.in_flight import make_in_flight_runs
+from helpers.runs.jobs import NUM_RANKS, make_runs
 
 # No deadline: on a busy machine the duration of an example means nothing.
 settings.register_profile("loaded", deadline=None, suppress_health_check=[HealthCheck.too_slow])

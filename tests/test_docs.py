@@ -11,7 +11,7 @@ import yaml
 
 from checkpoint_convert import megatron_layout, read_shape
 from docs import make_api, make_compatibility, make_models
-from helpers.published_models import write_config
+from helpers.models.published import write_config
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config

@@ -15,9 +15,9 @@ from golden.record import (
     push_values,
     synchronous_run,
 )
-from helpers.engines import TestEngine, running_engine, served_model
-from helpers.policies import layout_name
-from helpers.train_steps import Case, Run
+from helpers.engines.live import TestEngine, running_engine, served_model
+from helpers.oracle.policies import layout_name
+from helpers.oracle.train_steps import Case, Run
 from parallel import ParallelDims
 
 pytestmark = pytest.mark.fast

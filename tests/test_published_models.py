@@ -3,7 +3,7 @@ from math import prod
 import pytest
 
 from checkpoint_convert import hf_tensors, read_shape
-from helpers.published_models import NUM_PARAMETERS, write_config
+from helpers.models.published import NUM_PARAMETERS, write_config
 
 # Parameters in the weight files, with the biases by which routers choose experts. Those of SmolLM2,
 # Llama, Qwen2.5, Qwen3, GLM-4.5 and DeepSeek-V3 are from the model hub, of the last two without the

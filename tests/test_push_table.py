@@ -5,8 +5,8 @@ from math import prod
 import pytest
 
 from checkpoint_convert import hf_tensors, read_shape
-from helpers.published_models import write_config
-from helpers.runs import TINY_CONFIG
+from helpers.models.published import write_config
+from helpers.runs.train import TINY_CONFIG
 from megatron_grpo.config.file import load_config
 from push_table import push_table
 

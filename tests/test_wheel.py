@@ -10,8 +10,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from helpers.models import tiny_model
-from helpers.published_models import write_config
+from helpers.models.published import write_config
+from helpers.models.tiny import tiny_model
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[1]

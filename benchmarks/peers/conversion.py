@@ -211,7 +211,7 @@ def exhaust(tensors: Any) -> None:
 
 def measure_rank(rank: int, side: str, source: Path, folder: Path) -> None:
     """Leave the figures of this rank, and the digests of its parameters."""
-    from helpers.policies import tiny_config
+    from helpers.oracle.policies import tiny_config
     from megatron_grpo.policy.model import build_model
     from parallel.cpu_device import setup_device
     from parallel.groups import init_groups
@@ -283,7 +283,7 @@ def measured_side(side: str, folder: Path) -> dict[str, float]:
     with TemporaryDirectory(dir=IN_MEMORY, prefix="conversion-") as memory:
         source = Path(memory) / "source"
         write_model(source)
-        # Not tests/helpers/ranks.py, whose ranks the frame would take for processes of others.
+        # Not tests/helpers/ranks/processes.py, whose ranks the frame would take for processes of others.
         torch.multiprocessing.spawn(measure_rank, (side, source, Path(memory)), nprocs=2)
         files = (Path(memory) / f"rank{rank}.json" for rank in range(2))
         figures, digests = zip(*(json.loads(file.read_text()) for file in files), strict=True)

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.megatron import megatron_layout, megatron_sender
-from helpers.ranks import run_ranks
-from helpers.shapes import DENSE
+from helpers.ranks.processes import run_ranks
+from helpers.models.shapes import DENSE
 from parallel import Layout, ParallelDims, Shape
 from warm_memory import warm_memory
 

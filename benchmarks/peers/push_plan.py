@@ -23,7 +23,7 @@ from best_time import best_time
 from checkpoint_convert import hf_tensors
 from checkpoint_convert.megatron import first_senders, megatron_sender
 from checkpoint_convert.vllm import EngineDims, _cut, engine_layouts
-from helpers.shapes import LLAMA_70B
+from helpers.models.shapes import LLAMA_70B
 from parallel import Layout, ParallelDims, all_shares, cut_shares, plan_shares
 from peer_bytes import m2n_elements, nccl_elements
 from push_table import traffic

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.measure import counted_flops
-from helpers.models import tiny_model
-from helpers.policies import start_policy, tiny_config
-from helpers.ranks import run_ranks
+from helpers.ranks.measure import counted_flops
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import start_policy, tiny_config
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.data.prompts import Prompt

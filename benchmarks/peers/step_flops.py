@@ -27,9 +27,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from helpers.measure import counted_flops
-from helpers.models import PAD_ID, tiny_model
-from helpers.policies import gradient_boxes, start_policy, tiny_config
+from helpers.ranks.measure import counted_flops
+from helpers.models.tiny import PAD_ID, tiny_model
+from helpers.oracle.policies import gradient_boxes, start_policy, tiny_config
 from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.batch.experience import compute_advantages as experience_of
 from megatron_grpo.batch.prepare import add_logprobs

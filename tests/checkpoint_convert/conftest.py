@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers.models import CONFIGS, tiny_model
+from helpers.models.tiny import CONFIGS, tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ import pytest
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.cli import _num_bytes
-from helpers.conversions import assert_same, random_weights, run_cli, variant, weights_of
-from helpers.models import tiny_model
+from helpers.models.conversions import assert_same, random_weights, run_cli, variant, weights_of
+from helpers.models.tiny import tiny_model
 
 SMOLLM2_135M = {
     "model_type": "llama",

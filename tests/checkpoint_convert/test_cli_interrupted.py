@@ -12,7 +12,7 @@ import pytest
 
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.formats.safetensors_file import create_file
-from helpers.conversions import Command, run_and_stop_workers
+from helpers.models.conversions import Command, run_and_stop_workers
 
 LARGE = {  # 539 MB: several shares, so that two workers copy at once
     "model_type": "llama",

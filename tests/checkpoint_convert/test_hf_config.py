@@ -18,8 +18,16 @@ from transformers.models.llama import LlamaConfig
 from checkpoint_convert import LatentShape, ModelShape, MoeShape, read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.shape import IndexerShape, LinearShape
-from helpers.models import CONFIGS, HYBRIDS, INDEXED, LATENTS, NEVER_TIED, OWN_FIELDS, no_dropout
-from helpers.published_models import PUBLISHED_MODELS, write_config
+from helpers.models.published import PUBLISHED_MODELS, write_config
+from helpers.models.tiny import (
+    CONFIGS,
+    HYBRIDS,
+    INDEXED,
+    LATENTS,
+    NEVER_TIED,
+    OWN_FIELDS,
+    no_dropout,
+)
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -22,8 +22,8 @@ from checkpoint_convert.hf_export import (
 )
 from checkpoint_convert.megatron import file_layout
 from checkpoint_convert.weights import read_weights
-from helpers.conversions import assert_same, weights_of
-from helpers.models import CONFIGS, mesh_for, tiny_model
+from helpers.models.conversions import assert_same, weights_of
+from helpers.models.tiny import CONFIGS, mesh_for, tiny_model
 from parallel import ParallelDims
 
 OWN_FILES = (

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from checkpoint_convert import check_weights, hf_tensors, read_shape
 from checkpoint_convert.formats.safetensors_file import read_header
 from checkpoint_convert.formats.tensor_io import StoredTensors
-from helpers.conversions import assert_same, read_tensor
-from helpers.models import tiny_model
+from helpers.models.conversions import assert_same, read_tensor
+from helpers.models.tiny import tiny_model
 from parallel import Box
 
 NORM, HEAD = "model.norm.weight", "lm_head.weight"

@@ -10,9 +10,9 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.hf_to_megatron import import_checkpoint, plan_import
 from checkpoint_convert.megatron import megatron_layout
-from helpers.conversions import assert_same, read_checkpoint, variant, weights_of
-from helpers.models import CONFIGS, mesh_for, tiny_model
-from helpers.ranks import run_ranks
+from helpers.models.conversions import assert_same, read_checkpoint, variant, weights_of
+from helpers.models.tiny import CONFIGS, mesh_for, tiny_model
+from helpers.ranks.processes import run_ranks
 from parallel import ParallelDims, intersect
 
 NO_QUERY_LATENT = "deepseek_v3 without a latent of queries"
@@ -55,7 +55,7 @@ def load_imports(rank, models, imported, dims):
     """
     from megatron.core import dist_checkpointing
 
-    from helpers.policies import tiny_config
+    from helpers.oracle.policies import tiny_config
     from megatron_grpo.policy.model import unwrapped
     from megatron_grpo.policy.reference import build_reference
     from parallel.cpu_device import setup_device

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.inspection import print_inspection
-from helpers.conversions import variant, weights_of
-from helpers.models import tiny_model
-from helpers.published_models import write_config
+from helpers.models.conversions import variant, weights_of
+from helpers.models.published import write_config
+from helpers.models.tiny import tiny_model
 from parallel import ParallelDims
 
 

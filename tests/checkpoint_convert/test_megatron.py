@@ -20,9 +20,9 @@ from checkpoint_convert import (
 )
 from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, first_senders
 from checkpoint_convert.shape import LinearShape
-from helpers.conversions import assert_same
-from helpers.cpu_time import seconds_of_a_million_numbers
-from helpers.shapes import DEEPSEEK_V3, LLAMA_405B, models, shapes
+from helpers.models.conversions import assert_same
+from helpers.models.shapes import DEEPSEEK_V3, LLAMA_405B, models, shapes
+from helpers.ranks.cpu_time import seconds_of_a_million_numbers
 from parallel import (
     Box,
     Coordinates,

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.hf_to_megatron import import_checkpoint
-from helpers.models import tiny_model
-from helpers.ranks import run_ranks
+from helpers.models.tiny import tiny_model
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy.transformer import transformer_config
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device

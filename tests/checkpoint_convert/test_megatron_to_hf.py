@@ -13,9 +13,9 @@ from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, copy_sidecar_files
-from helpers.conversions import assert_same, weights_of
-from helpers.models import CONFIGS, mesh_for, tiny_model, train
-from helpers.policies import (
+from helpers.models.conversions import assert_same, weights_of
+from helpers.models.tiny import CONFIGS, mesh_for, tiny_model, train
+from helpers.oracle.policies import (
     LENGTHS,
     accumulate,
     pack_all,
@@ -23,7 +23,7 @@ from helpers.policies import (
     start_policy,
     unstacked,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from parallel import ParallelDims
 
 MESH = ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2)

@@ -15,7 +15,7 @@ from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.merge import merge_adapter
 from checkpoint_convert.peft import read_adapter
 from checkpoint_convert.verify import verify_weights
-from helpers.models import add_mtp_layer, tiny_model
+from helpers.models.tiny import add_mtp_layer, tiny_model
 
 RS5 = {"r": 5, "lora_alpha": 7, "use_rslora": True}
 MODULES = ["q_proj", "k_proj", "o_proj", "down_proj"]

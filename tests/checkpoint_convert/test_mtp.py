@@ -13,10 +13,10 @@ from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron import checkpoint_layout
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.verify import verify_weights
-from helpers.conversions import assert_same, read_checkpoint, weights_of, write_checkpoint
-from helpers.models import add_mtp_layer, stacked_experts, tiny_model
-from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
-from helpers.towers import tiny_multimodal
+from helpers.models.conversions import assert_same, read_checkpoint, weights_of, write_checkpoint
+from helpers.models.quantized import FORMATS, dequantized_copy, quantized_copy
+from helpers.models.tiny import add_mtp_layer, stacked_experts, tiny_model
+from helpers.models.towers import tiny_multimodal
 from parallel import ParallelDims
 
 

@@ -7,7 +7,7 @@ import pytest
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.new_folder import new_folder
-from helpers.conversions import file_size_limit
+from helpers.models.conversions import file_size_limit
 from parallel import ParallelDims
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from checkpoint_convert import LatentShape, MoeShape, check_divisible, padded_vocab_size
-from helpers.shapes import LLAMA_70B
+from helpers.models.shapes import LLAMA_70B
 from parallel import ParallelDims
 
 SHAPE = replace(

@@ -8,7 +8,7 @@ import pytest
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, copy_sidecar_files, model_config
-from helpers.models import tiny_model
+from helpers.models.tiny import tiny_model
 from parallel import ParallelDims
 
 

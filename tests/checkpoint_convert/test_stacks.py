@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from checkpoint_convert import read_shape
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from helpers.conversions import assert_same, weights_of
-from helpers.models import stacked_experts, tiny_model
+from helpers.models.conversions import assert_same, weights_of
+from helpers.models.tiny import stacked_experts, tiny_model
 from parallel import ParallelDims
 
 

@@ -18,10 +18,10 @@ from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.text_tower import is_of_text, text_name
 from checkpoint_convert.weights import read_weights
-from helpers.conversions import assert_same, weights_of
-from helpers.models import OWN_FIELDS, tiny_model
-from helpers.quantized import compressed
-from helpers.towers import CONFIGS, tiny_multimodal
+from helpers.models.conversions import assert_same, weights_of
+from helpers.models.quantized import compressed
+from helpers.models.tiny import OWN_FIELDS, tiny_model
+from helpers.models.towers import CONFIGS, tiny_multimodal
 from parallel import ParallelDims
 
 

@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from checkpoint_convert.tokenizer import load_tokenizer
-from helpers.models import CORPUS, TEXTS, train
+from helpers.models.tiny import CORPUS, TEXTS, train
 
 # tokenizer_config.json of Llama 2 and Mistral.
 LLAMA2 = {

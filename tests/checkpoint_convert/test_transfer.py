@@ -14,10 +14,10 @@ import pytest
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.transfer import _start_worker, add_bytes, run_tasks
 from checkpoint_convert.verify import verify_weights
-from helpers.conversions import variant
-from helpers.engines import wait_until
-from helpers.models import tiny_model
-from helpers.ranks import CONTEXT
+from helpers.engines.live import wait_until
+from helpers.models.conversions import variant
+from helpers.models.tiny import tiny_model
+from helpers.ranks.processes import CONTEXT
 from parallel import ParallelDims
 
 FORK = multiprocessing.get_context("fork")

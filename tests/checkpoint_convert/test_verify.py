@@ -10,8 +10,8 @@ import torch
 
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.verify import compare, verify_weights
-from helpers.conversions import run_cli, variant, weights_of
-from helpers.models import tiny_model
+from helpers.models.conversions import run_cli, variant, weights_of
+from helpers.models.tiny import tiny_model
 from parallel import ParallelDims
 
 TABLE = "model.embed_tokens.weight"

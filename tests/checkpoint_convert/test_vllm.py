@@ -25,13 +25,13 @@ from checkpoint_convert.vllm import (
     first_worker_layout,
 )
 from checkpoint_convert.weights import read_weights
-from helpers.conversions import assert_same
-from helpers.images import PATCH_SIZES, tiny_vision_model
-from helpers.models import servable_model
-from helpers.mxfp4 import mxfp4_copies
-from helpers.shapes import LLAMA_70B, MIXTRAL_8X7B, QWEN3_30B, shapes
-from helpers.towers import tiny_multimodal
-from helpers.vllm_workers import loaded_parameters
+from helpers.engines.vllm_workers import loaded_parameters
+from helpers.models.conversions import assert_same
+from helpers.models.images import PATCH_SIZES, tiny_vision_model
+from helpers.models.mxfp4 import mxfp4_copies
+from helpers.models.shapes import LLAMA_70B, MIXTRAL_8X7B, QWEN3_30B, shapes
+from helpers.models.tiny import servable_model
+from helpers.models.towers import tiny_multimodal
 from parallel import cover_exactly
 
 MIXTURES = {name for name, family in FAMILIES.items() if family.experts is not None}

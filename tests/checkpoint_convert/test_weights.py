@@ -11,7 +11,7 @@ from checkpoint_convert import hf_tensors, megatron_layout, read_shape
 from checkpoint_convert.formats.safetensors_file import create_file
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.weights import RowCache, open_weights, read_weights
-from helpers.conversions import edit_metadata, read_tensor, variant
+from helpers.models.conversions import edit_metadata, read_tensor, variant
 from parallel import Box, ParallelDims
 
 ONE_RANK = ParallelDims()

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from checkpoint_convert import read_shape
 from demo.model import convert_gguf
-from helpers.models import CORPUS, TEXTS, tiny_model
+from helpers.models.tiny import CORPUS, TEXTS, tiny_model
 
 VOCAB_SIZE = 600
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from helpers.published_models import write_config
+from helpers.models.published import write_config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.planning.card import CARDS

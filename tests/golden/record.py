@@ -21,15 +21,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint_convert import hf_tensors, read_shape
-from helpers.engines import TestEngine, running_engine, served_model
-from helpers.jobs import NUM_RANKS, make_runs
-from helpers.models import tiny_model
-from helpers.policies import LENGTHS, layout_name, numbers_of, pack_all, start_policy
-from helpers.pushes import sums_of_push
-from helpers.ranks import run_ranks
-from helpers.runs import results
-from helpers.sabotage import InPhase, die
-from helpers.train_steps import BUDGETS, RECIPES, Case, Run, on_ranks
+from helpers.engines.live import TestEngine, running_engine, served_model
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import LENGTHS, layout_name, numbers_of, pack_all, start_policy
+from helpers.oracle.train_steps import BUDGETS, RECIPES, Case, Run, on_ranks
+from helpers.pushes.policies import sums_of_push
+from helpers.ranks.processes import run_ranks
+from helpers.runs.jobs import NUM_RANKS, make_runs
+from helpers.runs.sabotage import InPhase, die
+from helpers.runs.train import results
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engine_weights.layouts import worker_layouts

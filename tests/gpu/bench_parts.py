@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from helpers.ranks import running
+from helpers.ranks.processes import running
 from parallel import Box, Copy
 from parallel.logprobs import chosen_logprobs
 from parallel.rank_part import Predictions, prediction_targets

@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 from torch.profiler import profile
 
 from checkpoint_convert import hf_tensors, read_shape
-from helpers.policies import tiny_config
-from helpers.ranks import run_ranks
+from helpers.oracle.policies import tiny_config
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.skipped_steps import SkippedSteps

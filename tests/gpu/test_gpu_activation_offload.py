@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert import read_shape
-from helpers.models import tiny_model
-from helpers.policies import (
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import (
     Lengths,
     accumulate,
     gradient_boxes,
@@ -16,7 +16,7 @@ from helpers.policies import (
     start_policy,
     tiny_config,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.planning.activations import layer_bytes
 from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.policy.forward import compute_logprobs

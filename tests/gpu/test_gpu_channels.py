@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from helpers.ranks import running
+from helpers.ranks.processes import running
 from parallel import Box, Copy
 from parallel.checksum import whole_checksum
 from parallel.weight_transfer import ChannelError, TransferInitInfo, WeightReceiver, WeightSender

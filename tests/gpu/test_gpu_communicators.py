@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from parallel.nccl import Communicators
 
 pytestmark = [

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.engines import SGLANG_PYTHON, chosen_tokens, random_prompts, running_engine
-from helpers.models import tiny_model
+from helpers.engines.live import SGLANG_PYTHON, chosen_tokens, random_prompts, running_engine
+from helpers.models.tiny import tiny_model
 from megatron_grpo.launch.run_dir import bearer
 
 pytestmark = [

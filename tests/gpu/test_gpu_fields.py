@@ -7,9 +7,9 @@ import torch
 from megatron.core.transformer.moe import fused_a2a
 from torch import Tensor
 
-from helpers.models import tiny_model
-from helpers.policies import accumulate, pack_all, start_policy
-from helpers.ranks import run_ranks
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import accumulate, pack_all, start_policy
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from parallel import ParallelDims

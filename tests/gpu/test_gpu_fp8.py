@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert import ModelShape, read_shape
-from helpers.models import mixture_of_blocks, tiny_model
-from helpers.policies import (
+from helpers.models.tiny import mixture_of_blocks, tiny_model
+from helpers.oracle.policies import (
     accumulate,
     pack_all,
     random_sequences,
     start_policy,
     tiny_config,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.memory import rounded_weights, stages_memory
 from megatron_grpo.planning.state import stage_states

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from helpers.models import tiny_model
-from helpers.policies import accumulate, pack_all, sequence_logprobs, start_policy
-from helpers.ranks import run_ranks
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import accumulate, pack_all, sequence_logprobs, start_policy
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy.forward import compute_logprobs
 from parallel import ParallelDims
 

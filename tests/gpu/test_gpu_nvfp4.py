@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from helpers.models import tiny_model
+from helpers.models.tiny import tiny_model
 from parallel import ParallelDims
 
 pytestmark = [

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from checkpoint_convert import read_shape
-from helpers.models import tiny_model
-from helpers.optimizers import (
+from helpers.models.tiny import tiny_model
+from helpers.oracle.optimizers import (
     BFLOAT16,
     KINDS,
     NAMED,
@@ -16,8 +16,8 @@ from helpers.optimizers import (
     train_and_save,
     wholes,
 )
-from helpers.policies import tiny_config
-from helpers.ranks import run_ranks
+from helpers.oracle.policies import tiny_config
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.policy.optimizer_state import SplitFloats
 from parallel import ParallelDims

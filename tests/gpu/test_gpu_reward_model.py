@@ -7,7 +7,7 @@ import httpx
 import pytest
 import torch
 
-from helpers.reward_models import reference_score, rendered, reward_model_folder
+from helpers.models.reward_models import reference_score, rendered, reward_model_folder
 from megatron_grpo.config.reward import RewardFunction
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.reward_models import RewardModels

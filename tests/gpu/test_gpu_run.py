@@ -13,10 +13,10 @@ import torch
 
 from demo.make_squares import write
 from demo.make_sums import sums as all_sums
-from helpers.engines import SGLANG_PYTHON, wait_until
-from helpers.images import tiny_vision_model
-from helpers.models import INDEXED, mixture_of_blocks, tiny_model
-from helpers.runs import (
+from helpers.engines.live import SGLANG_PYTHON, wait_until
+from helpers.models.images import tiny_vision_model
+from helpers.models.tiny import INDEXED, mixture_of_blocks, tiny_model
+from helpers.runs.train import (
     TINY_CONFIG,
     finish_run,
     marked_processes,

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.models import tiny_model
-from helpers.policies import accumulate, start_policy
-from helpers.ranks import run_ranks
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import accumulate, start_policy
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy.forward import compute_logprobs
 from parallel import ParallelDims
 from parallel.alignment import Alignment

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.models import tiny_model
-from helpers.policies import pack_all, start_policy, tiny_config
-from helpers.ranks import run_ranks
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import pack_all, start_policy, tiny_config
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.train_step import accumulate_gradient
 from parallel import ParallelDims

@@ -7,7 +7,7 @@ import pytest
 
 from demo.learning_curves import CONFIG, rewards
 from demo.make_kinds import write
-from helpers.jobs import Job
+from helpers.runs.jobs import Job
 
 pytestmark = pytest.mark.slow
 CHANCE, LEARNT, SECONDS = 0.3, 0.6, 300

@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from demo.make_sums import sums
-from helpers.engines import TestEngine
-from helpers.jobs import Job, Sabotage
-from helpers.runs import read_completions, read_json_lines, read_metrics, results, steps_of
-from helpers.sabotage import InPhase, die
+from helpers.engines.live import TestEngine
+from helpers.runs.jobs import Job, Sabotage
+from helpers.runs.sabotage import InPhase, die
+from helpers.runs.train import read_completions, read_json_lines, read_metrics, results, steps_of
 
 pytestmark = pytest.mark.fault
 

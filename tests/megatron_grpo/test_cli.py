@@ -16,11 +16,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from helpers.cpu_time import seconds_of_a_million_numbers
-from helpers.engines import SGLANG_PYTHON, random_prompts, sampling_params, wait_until
-from helpers.pushes import client_of, push_folder
-from helpers.runs import RUN_MARK, TINY_CONFIG, finish_run, marked_processes
-from helpers.sampling import Completions, generate
+from helpers.engines.live import SGLANG_PYTHON, random_prompts, sampling_params, wait_until
+from helpers.engines.sampling import Completions, generate
+from helpers.pushes.policies import client_of, push_folder
+from helpers.ranks.cpu_time import seconds_of_a_million_numbers
+from helpers.runs.train import RUN_MARK, TINY_CONFIG, finish_run, marked_processes
 from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.rollout import RolloutConfig

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.jobs import Ended, Job
-from helpers.models import talkative
-from helpers.runs import read_json_lines, read_metrics
+from helpers.models.tiny import talkative
+from helpers.runs.jobs import Ended, Job
+from helpers.runs.train import read_json_lines, read_metrics
 from megatron_grpo.checkpoints.folders import latest_step
 
 pytestmark = pytest.mark.engines

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from helpers.environments import write_environments
-from helpers.jobs import NUM_RANKS, NUM_STEPS, Runs, assert_same_run
-from helpers.runs import TINY_CONFIG, Finished, read_json_lines, read_metrics
-from helpers.sabotage import InPhase, preempt
-from helpers.towers import tiny_multimodal
-from helpers.trainers import as_soon_as
+from helpers.models.towers import tiny_multimodal
+from helpers.pushes.trainers import as_soon_as
+from helpers.runs.environments import write_environments
+from helpers.runs.jobs import NUM_RANKS, NUM_STEPS, Runs, assert_same_run
+from helpers.runs.sabotage import InPhase, preempt
+from helpers.runs.train import TINY_CONFIG, Finished, read_json_lines, read_metrics
 from megatron_grpo.config.file import load_config
 from megatron_grpo.eval_command import FolderEvaluation
 

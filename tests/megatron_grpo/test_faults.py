@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from helpers.engines import Proxy
-from helpers.jobs import NUM_RANKS, Runs, assert_resumes, assert_same_run
-from helpers.runs import read_json_lines, steps_of
-from helpers.sabotage import (
+from helpers.engines.live import Proxy
+from helpers.runs.jobs import NUM_RANKS, Runs, assert_resumes, assert_same_run
+from helpers.runs.sabotage import (
     LIMIT,
     Both,
     InCall,
@@ -35,6 +34,7 @@ from helpers.sabotage import (
     spin,
     stop,
 )
+from helpers.runs.train import read_json_lines, steps_of
 from megatron_grpo.checkpoints.folders import latest_step
 
 pytestmark = [pytest.mark.engines, pytest.mark.timed]

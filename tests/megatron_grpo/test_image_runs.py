@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file
 
 from demo.make_squares import write
-from helpers.adapters import ATTENTION
-from helpers.engines import kernels_for
-from helpers.images import tiny_vision_model
-from helpers.runs import TINY_CONFIG, finish_run, read_metrics
+from helpers.engines.live import kernels_for
+from helpers.models.images import tiny_vision_model
+from helpers.oracle.adapters import ATTENTION
+from helpers.runs.train import TINY_CONFIG, finish_run, read_metrics
 
 COLOURS = TINY_CONFIG.parent / "learn_colours.yaml"
 EP2 = "parallel.expert_parallel_size=2"

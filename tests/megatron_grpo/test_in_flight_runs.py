@@ -14,8 +14,8 @@ import pytest
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
-from helpers.engines import Proxy, running_engine
-from helpers.in_flight_runs import (
+from helpers.engines.live import Proxy, running_engine
+from helpers.runs.in_flight import (
     MAX_STALENESS,
     NUM_GENERATIONS,
     NUM_STEPS,
@@ -27,8 +27,8 @@ from helpers.in_flight_runs import (
     newest_groups,
     saved_parts,
 )
-from helpers.jobs import Job
-from helpers.runs import TINY_CONFIG, read_json_lines, read_metrics
+from helpers.runs.jobs import Job
+from helpers.runs.train import TINY_CONFIG, read_json_lines, read_metrics
 from megatron_grpo.checkpoints.experience_file import OPEN, SAMPLES_FILE
 from megatron_grpo.config.file import load_config
 from megatron_grpo.engines.choice import CUT

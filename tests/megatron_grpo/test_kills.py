@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.in_flight_runs import (
+from helpers.runs.in_flight import (
     InFlightRuns,
     Key,
     Part,
@@ -18,8 +18,8 @@ from helpers.in_flight_runs import (
     has_checkpoint,
     saved_parts,
 )
-from helpers.jobs import NUM_RANKS, Job, Runs, assert_same_run
-from helpers.runs import steps_of
+from helpers.runs.jobs import NUM_RANKS, Job, Runs, assert_same_run
+from helpers.runs.train import steps_of
 
 pytestmark = pytest.mark.timed
 

@@ -5,8 +5,8 @@ import pytest
 from demo import calculator, calculator_curve
 from demo.learning_curves import CONFIG, RECIPES, rewards
 from demo.make_kinds import write
-from helpers.jobs import Job
-from helpers.runs import finish_run
+from helpers.runs.jobs import Job
+from helpers.runs.train import finish_run
 
 pytestmark = pytest.mark.engines
 

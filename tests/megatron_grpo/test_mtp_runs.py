@@ -7,9 +7,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from demo.make_sums import sums
-from helpers.engines import kernels_for, served_model
-from helpers.models import add_mtp_layer
-from helpers.runs import finish_run, read_metrics
+from helpers.engines.live import kernels_for, served_model
+from helpers.models.tiny import add_mtp_layer
+from helpers.runs.train import finish_run, read_metrics
 
 NUM_STEPS = 4
 

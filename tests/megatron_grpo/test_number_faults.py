@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.jobs import NUM_RANKS
-from helpers.runs import read_metrics
-from helpers.sabotage import SpoilGradient
+from helpers.runs.jobs import NUM_RANKS
+from helpers.runs.sabotage import SpoilGradient
+from helpers.runs.train import read_metrics
 from megatron_grpo.checkpoints.trainer_state import read_record
 
 pytestmark = pytest.mark.fault

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.jobs import NUM_RANKS, Runs, assert_same_run
-from helpers.sabotage import InCall, InPhase, die
+from helpers.runs.jobs import NUM_RANKS, Runs, assert_same_run
+from helpers.runs.sabotage import InCall, InPhase, die
 from megatron_grpo.policy.residency import Residency
 
 SLEEPS = "rollout.enable_sleep_mode=true"

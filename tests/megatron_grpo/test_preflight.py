@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.peft import adapter_tensors, b_name
 from checkpoint_convert.quantized.model import quantized_model
-from helpers.environments import write_environments
-from helpers.models import add_mtp_layer, character_tokenizer, servable_model, tiny_model
-from helpers.quantized import FORMATS, quantized_copy
-from helpers.shapes import MIXTRAL_8X7B, QWEN3_30B
-from helpers.towers import tiny_multimodal
-from helpers.transformer_engines import write_transformer_engine
+from helpers.models.quantized import FORMATS, quantized_copy
+from helpers.models.shapes import MIXTRAL_8X7B, QWEN3_30B
+from helpers.models.tiny import add_mtp_layer, character_tokenizer, servable_model, tiny_model
+from helpers.models.towers import tiny_multimodal
+from helpers.runs.environments import write_environments
+from helpers.runs.transformer_engines import write_transformer_engine
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.lora import LoraConfig

@@ -8,8 +8,8 @@ import pytest
 from checkpoint_convert.hf_config import read_scheme
 from demo.learning_curves import CONFIG, rewards
 from demo.make_kinds import write
-from helpers.engines import kernels_for
-from helpers.jobs import Job
+from helpers.engines.live import kernels_for
+from helpers.runs.jobs import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 CHANCE, LEARNT, SECONDS = 0.3, 0.6, 600

@@ -12,10 +12,10 @@ import pytest
 from checkpoint_convert import read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
 from demo.make_sums import sums
-from helpers.engines import TestEngine, reference_logprobs
-from helpers.jobs import Job
-from helpers.oracle import oracle_advantages, oracle_sequence_kl
-from helpers.runs import read_json_lines, read_metrics, results
+from helpers.engines.live import TestEngine, reference_logprobs
+from helpers.oracle.grpo import oracle_advantages, oracle_sequence_kl
+from helpers.runs.jobs import Job
+from helpers.runs.train import read_json_lines, read_metrics, results
 from megatron_grpo.algorithm.kl import adapted_beta
 from megatron_grpo.checkpoints.experience_file import READY, read_experience
 from megatron_grpo.config.file import load_config

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from demo.make_sums import sums
-from helpers.engines import TestEngine
-from helpers.jobs import Job
-from helpers.runs import read_completions, results
+from helpers.engines.live import TestEngine
+from helpers.runs.jobs import Job
+from helpers.runs.train import read_completions, results
 
 
 @pytest.mark.long

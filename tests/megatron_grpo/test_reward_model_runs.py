@@ -6,9 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.jobs import Job
-from helpers.reward_models import STEP_TAG, process_model_folder, reward_model_folder
-from helpers.runs import marked_processes, read_json_lines, read_metrics, steps_of
+from helpers.models.reward_models import STEP_TAG, process_model_folder, reward_model_folder
+from helpers.runs.jobs import Job
+from helpers.runs.train import marked_processes, read_json_lines, read_metrics, steps_of
 
 
 def arguments_of(engine, policy: Path, folder: Path, model: str, *more: str) -> list[str]:

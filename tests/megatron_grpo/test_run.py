@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from helpers.runs import TINY_CONFIG
+from helpers.runs.train import TINY_CONFIG
 from megatron_grpo.config.file import load_config, with_num_steps
 from megatron_grpo.run import as_rank_0_has_it
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.models import tiny_model
-from helpers.train_steps import BUDGETS, Case, assert_equal, assert_logged, config, on_ranks
+from helpers.models.tiny import tiny_model
+from helpers.oracle.train_steps import BUDGETS, Case, assert_equal, assert_logged, config, on_ranks
 from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.data.samples import Branch, Sample
 from parallel import ParallelDims

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers import step_flops
-from helpers.ranks import CONTEXT
+from helpers.ranks.processes import CONTEXT
 
 
 @pytest.mark.slow

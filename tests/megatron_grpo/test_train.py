@@ -11,12 +11,12 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from demo.make_sums import sums as all_sums
-from helpers.engines import TestEngine
-from helpers.jobs import Ended, Job, Sabotage
-from helpers.policies import tiny_config
-from helpers.ranks import CONTEXT
-from helpers.runs import finish_run, read_json_lines, read_metrics
-from helpers.sabotage import ListForwards
+from helpers.engines.live import TestEngine
+from helpers.oracle.policies import tiny_config
+from helpers.ranks.processes import CONTEXT
+from helpers.runs.jobs import Ended, Job, Sabotage
+from helpers.runs.sabotage import ListForwards
+from helpers.runs.train import finish_run, read_json_lines, read_metrics
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.run import process_groups
 from parallel import ParallelDims

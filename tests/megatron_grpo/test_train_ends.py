@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from demo.make_sums import sums as all_sums
-from helpers.engines import wait_until
-from helpers.runs import finish_run, marked_processes, read_metrics, start_run
+from helpers.engines.live import wait_until
+from helpers.runs.train import finish_run, marked_processes, read_metrics, start_run
 from megatron_grpo.checkpoints.folders import latest_step
 
 pytestmark = pytest.mark.fault

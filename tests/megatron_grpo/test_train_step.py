@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from checkpoint_convert import read_shape
-from helpers.models import tiny_model
-from helpers.ranks import run_ranks
-from helpers.train_steps import (
+from helpers.models.tiny import tiny_model
+from helpers.oracle.train_steps import (
     BETA,
     BUDGETS,
     RECIPES,
@@ -29,6 +28,7 @@ from helpers.train_steps import (
     config,
     on_ranks,
 )
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.train import TrainConfig
 from megatron_grpo.policy.model import build_policy

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint_convert import read_shape
-from helpers.engines import TestEngine, largest_logprob_error, random_prompts, served_model
-from helpers.policies import start_policy, tiny_config
-from helpers.pushes import push_policy, push_whole, rollout_overrides
-from helpers.ranks import run_ranks
-from helpers.sampling import event_loop
+from helpers.engines.live import TestEngine, largest_logprob_error, random_prompts, served_model
+from helpers.engines.sampling import event_loop
+from helpers.oracle.policies import start_policy, tiny_config
+from helpers.pushes.policies import push_policy, push_whole, rollout_overrides
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.offload import Phase
 from megatron_grpo.engines import pool as pool_module
 from megatron_grpo.engines.client import RolloutClient

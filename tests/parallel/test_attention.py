@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from parallel.attention import BLOCK, SLAB, PackedAttention, block_mask, flex, packed_attention
 from parallel.rank_part import context_indices, context_order
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.launch.process import is_user_error
 from parallel.collectives import first_failure, on_rank_0, quantile, raise_first_failure
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from parallel import cpu_device
 from parallel.cpu_device import cores_at, run_near, setup_device
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from parallel import Coordinates, ParallelDims
 from parallel.cpu_device import communication_backend, setup_device
 from parallel.fake_rank import fake_rank

@@ -2,7 +2,7 @@
 
 import torch
 
-from helpers.images import (
+from helpers.models.images import (
     IMAGE,
     sequence_with_images,
     with_completion,

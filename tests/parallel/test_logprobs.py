@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.measure import LargestTensor
-from helpers.ranks import run_ranks
+from helpers.ranks.measure import LargestTensor
+from helpers.ranks.processes import run_ranks
 from parallel import logit_tiles
 from parallel.dtypes import product_dtype
 from parallel.logprobs import chosen_logprobs

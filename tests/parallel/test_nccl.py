@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch.distributed as dist
 
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups

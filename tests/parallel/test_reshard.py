@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from checkpoint_convert import hf_tensors
 from checkpoint_convert.megatron import first_senders, megatron_sender
 from checkpoint_convert.vllm import EngineDims, engine_layouts
-from helpers.shapes import LLAMA_70B, QWEN3_30B, models
+from helpers.models.shapes import LLAMA_70B, QWEN3_30B, models
 from parallel import (
     Box,
     Layout,

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from parallel.sequences import SequenceMeans, counted_lengths
 
 CU_SEQLENS = torch.tensor([0, 5, 6, 12, 16], dtype=torch.int32)

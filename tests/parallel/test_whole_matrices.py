@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from parallel import Box
 from parallel.whole_matrices import WholeMatrices
 

@@ -9,16 +9,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
-from helpers.conversions import assert_same
-from helpers.engines import (
+from helpers.engines.live import (
     chosen_tokens,
     largest_logprob_error,
     random_prompts,
     running_engine,
     wait_until,
 )
-from helpers.models import tiny_model
-from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
+from helpers.models.conversions import assert_same
+from helpers.models.quantized import FORMATS, dequantized_copy, quantized_copy
+from helpers.models.tiny import tiny_model
 from megatron_grpo.data.samples import Sample
 from reference_engine import engine as module
 from reference_engine.engine import TransformersEngine, load_model

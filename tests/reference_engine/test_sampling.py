@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.models import EOS_ID
+from helpers.models.tiny import EOS_ID
 from reference_engine.sampling import sample
 
 PROMPT = [5, 6, 7, 8, 9]

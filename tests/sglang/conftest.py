@@ -1,6 +1,6 @@
 import pytest
 
-from helpers.engines import SGLANG_PYTHON
+from helpers.engines.live import SGLANG_PYTHON
 
 
 @pytest.fixture(autouse=True)

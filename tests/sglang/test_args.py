@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.engines import SGLANG_PYTHON
-from helpers.models import mixture_of_blocks, servable_model
+from helpers.engines.live import SGLANG_PYTHON
+from helpers.models.tiny import mixture_of_blocks, servable_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.sglang.args import (

@@ -7,11 +7,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from demo.make_squares import write
-from helpers import towers
-from helpers.engines import SGLANG_PYTHON, kernels_for, largest_logprob_error, running_engine
-from helpers.images import picture, prompts_with_images, tiny_vision_model
-from helpers.runs import TINY_CONFIG, finish_run, read_metrics
-from helpers.sglang_sums import all_differ, own_checksums, push
+from helpers.engines.live import SGLANG_PYTHON, kernels_for, largest_logprob_error, running_engine
+from helpers.engines.sglang_sums import all_differ, own_checksums, push
+from helpers.models import towers
+from helpers.models.images import picture, prompts_with_images, tiny_vision_model
+from helpers.runs.train import TINY_CONFIG, finish_run, read_metrics
 from parallel import ParallelDims
 
 FILE = "model.safetensors"

@@ -10,17 +10,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.engines import (
+from helpers.engines.live import (
     SGLANG_PYTHON,
     random_prompts,
     running_engine,
     sampling_params,
     wait_until,
 )
-from helpers.models import servable_model
-from helpers.policies import start_policy
-from helpers.ranks import run_ranks
-from helpers.sampling import Completions, routing
+from helpers.engines.sampling import Completions, routing
+from helpers.models.tiny import servable_model
+from helpers.oracle.policies import start_policy
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import CUT
 from megatron_grpo.policy.forward import compute_logprobs

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from helpers.engines import (
+from helpers.engines.live import (
     PACKAGES,
     SGLANG_PYTHON,
     largest_logprob_error,
@@ -56,7 +56,7 @@ def test_an_engine_with_requests_or_a_push_under_way_does_not_sleep():
 
 @pytest.mark.long
 def test_a_push_brings_back_all_that_an_engine_lost_asleep(monkeypatch, tmp_path):
-    monkeypatch.setattr(args, "SERVER", "helpers.sglang_forgetful")
+    monkeypatch.setattr(args, "SERVER", "helpers.engines.sglang_forgetful")
     monkeypatch.setenv("PYTHONPATH", PACKAGES, prepend=os.pathsep)
     folder = served_model(tmp_path / "model", "gemma3_text", tied=True)
     options = {"python": SGLANG_PYTHON, "enable_sleep_mode": True}

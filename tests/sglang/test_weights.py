@@ -14,9 +14,7 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.engines import Engines
 from demo.make_sums import sums as all_sums
-from helpers import towers
-from helpers.engine_nodes import TOKEN, two_nodes
-from helpers.engines import (
+from helpers.engines.live import (
     PACKAGES,
     SGLANG_PYTHON,
     kernels_for,
@@ -24,7 +22,12 @@ from helpers.engines import (
     random_prompts,
     running_engine,
 )
-from helpers.models import (
+from helpers.engines.nodes import TOKEN, two_nodes
+from helpers.engines.sglang_sums import all_differ, own_checksums, push
+from helpers.models import towers
+from helpers.models.mxfp4 import mxfp4_copies
+from helpers.models.quantized import FORMATS, dequantized_copy, quantized_copy, rounded_copy
+from helpers.models.tiny import (
     INDEXED,
     mixture_of_blocks,
     renamed,
@@ -32,12 +35,9 @@ from helpers.models import (
     stacked_experts,
     tiny_model,
 )
-from helpers.mxfp4 import mxfp4_copies
-from helpers.pushes import export_quantized
-from helpers.quantized import FORMATS, dequantized_copy, quantized_copy, rounded_copy
-from helpers.ranks import run_ranks
-from helpers.runs import finish_run, read_metrics
-from helpers.sglang_sums import all_differ, own_checksums, push
+from helpers.pushes.policies import export_quantized
+from helpers.ranks.processes import run_ranks
+from helpers.runs.train import finish_run, read_metrics
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.sglang import args
 from parallel import ParallelDims
@@ -109,7 +109,7 @@ def tells_matrices_of_latents(told: list[dict[str, str]], folder: Path) -> bool:
 @pytest.fixture
 def tells_all(monkeypatch) -> None:
     """Engines tell the checksums of all bits, of what they make of parameters, too."""
-    monkeypatch.setattr(args, "SERVER", "helpers.sglang_bits")
+    monkeypatch.setattr(args, "SERVER", "helpers.engines.sglang_bits")
     monkeypatch.setenv("PYTHONPATH", PACKAGES, prepend=os.pathsep)
 
 
@@ -265,7 +265,7 @@ def model(folder: Path, family: str, seed: int) -> Path:
 def test_so_does_one_with_linear_or_sparse_attention_which_only_gpus_compute(
     monkeypatch, tmp_path, family, size, dims
 ):
-    monkeypatch.setattr(args, "SERVER", "helpers.sglang_unkernelled")
+    monkeypatch.setattr(args, "SERVER", "helpers.engines.sglang_unkernelled")
     monkeypatch.setenv("PYTHONPATH", PACKAGES, prepend=os.pathsep)
     folder, others = (model(tmp_path / str(seed), family, seed) for seed in range(2))
     # Its defaults are for GPUs, too, and as large a cache as fits.

@@ -9,8 +9,8 @@ import pytest
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.families import FAMILIES
-from helpers.engines import PACKAGES, SGLANG_PYTHON, worker_sums
-from helpers.models import servable_model
+from helpers.engines.live import PACKAGES, SGLANG_PYTHON, worker_sums
+from helpers.models.tiny import servable_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engine_weights.layouts import worker_layouts
@@ -54,7 +54,7 @@ def test_every_worker_of_every_family_with_groups_loads_the_part_that_is_pushed_
     (given := tmp_path / "cases.json").write_text(json.dumps(cases))
     environment = sglang_environment(model, rollout, on_gpu=False) | WITHOUT_BROADCASTS
     subprocess.run(
-        [SGLANG_PYTHON, "-P", "-m", "helpers.sglang_workers", given, tmp_path / "out.json"],
+        [SGLANG_PYTHON, "-P", "-m", "helpers.engines.sglang_workers", given, tmp_path / "out.json"],
         env=os.environ | environment | {"PYTHONPATH": PACKAGES},
         check=True,
         timeout=250,

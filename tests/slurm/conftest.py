@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from helpers.slurm_cluster import running_cluster
-from helpers.slurm_jobs import submitter
+from helpers.runs.slurm_cluster import running_cluster
+from helpers.runs.slurm_jobs import submitter
 
 
 @pytest.fixture(scope="session")

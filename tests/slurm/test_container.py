@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import TINY_CONFIG
-from helpers.slurm_cluster import REPOSITORY
+from helpers.runs.slurm_cluster import REPOSITORY
+from helpers.runs.train import TINY_CONFIG
 
 SRUN = """#!/usr/bin/env bash
 echo "PYTHONSAFEPATH=$PYTHONSAFEPATH srun $*" >>"$CALLS"

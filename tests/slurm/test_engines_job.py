@@ -2,9 +2,9 @@
 
 import pytest
 
-from helpers.runs import read_metrics
-from helpers.slurm_cluster import PACKAGES, Job, is_installed
-from helpers.slurm_jobs import Submitted
+from helpers.runs.slurm_cluster import PACKAGES, Job, is_installed
+from helpers.runs.slurm_jobs import Submitted
+from helpers.runs.train import read_metrics
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason=f"needs Slurm: apt-get install {PACKAGES}"),

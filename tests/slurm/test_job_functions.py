@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.slurm_cluster import REPOSITORY
-from helpers.slurm_jobs import VENV
+from helpers.runs.slurm_cluster import REPOSITORY
+from helpers.runs.slurm_jobs import VENV
 
 SOURCED = "source slurm/job.sh; NETWORK_INTERFACE=${NETWORK_INTERFACE:-};"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from helpers.engines import SGLANG_PYTHON
-from helpers.runs import TINY_CONFIG
-from helpers.slurm_cluster import NODE_MEGABYTES, PACKAGES, REPOSITORY, Job, is_installed
-from helpers.slurm_jobs import VENV, submitter
+from helpers.engines.live import SGLANG_PYTHON
+from helpers.runs.slurm_cluster import NODE_MEGABYTES, PACKAGES, REPOSITORY, Job, is_installed
+from helpers.runs.slurm_jobs import VENV, submitter
+from helpers.runs.train import TINY_CONFIG
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason=f"needs Slurm: apt-get install {PACKAGES}"),

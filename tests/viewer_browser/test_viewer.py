@@ -8,8 +8,8 @@ from threading import Thread
 
 import pytest
 
-from helpers.browser import Browser
-from helpers.run_dirs import completions, metrics, write_run
+from helpers.runs.browser import Browser
+from helpers.runs.run_dirs import completions, metrics, write_run
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.viewer.html_file import write_html
 from megatron_grpo.viewer.run import RunFiles

@@ -9,9 +9,9 @@ import torch
 from checkpoint_convert import ModelShape, hf_tensors, read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.vllm import EngineDims, engine_layouts
-from helpers.models import servable_model
-from helpers.shapes import LLAMA_70B, QWEN3_30B
-from helpers.vllm_workers import read_in_workers
+from helpers.models.tiny import servable_model
+from helpers.models.shapes import LLAMA_70B, QWEN3_30B
+from helpers.engines.vllm_workers import read_in_workers
 from peer_bytes import m2n_elements, nccl_elements
 
 LLAMA_8B = replace(

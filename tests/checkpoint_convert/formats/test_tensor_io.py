@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint_convert.formats.safetensors_file import create_file, read_header
 from checkpoint_convert.formats.tensor_io import StoredTensors, read_box, write_box
 from checkpoint_convert.formats.torch_dtypes import DTYPES
-from helpers.conversions import read_tensor
+from helpers.models.conversions import read_tensor
 from parallel import Box
 
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.torch_dist import read_chunks
-from helpers.conversions import (
+from helpers.models.conversions import (
     Touch,
     assert_same,
     edit_metadata,
@@ -19,14 +19,14 @@ from helpers.conversions import (
     read_tensor,
     write_checkpoint,
 )
-from helpers.models import tiny_model
-from helpers.ranks import run_ranks
+from helpers.models.tiny import tiny_model
+from helpers.ranks.processes import run_ranks
 from parallel import Box, ParallelDims
 
 
 def save_trained(rank, model, folder):
     """Save a checkpoint as the trainer does, with optimizer state."""
-    from helpers.policies import save_checkpoint, start_policy
+    from helpers.oracle.policies import save_checkpoint, start_policy
 
     dims = ParallelDims(tensor=2, pipeline=2)
     policy, _ = start_policy(rank, model, dims)

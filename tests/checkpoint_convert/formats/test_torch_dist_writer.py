@@ -14,7 +14,12 @@ from checkpoint_convert.formats.torch_dist_writer import (
     finish_checkpoint,
     index_of,
 )
-from helpers.conversions import assert_same, file_size_limit, read_checkpoint, write_checkpoint
+from helpers.models.conversions import (
+    assert_same,
+    file_size_limit,
+    read_checkpoint,
+    write_checkpoint,
+)
 from parallel import Box
 
 TENSORS = {

@@ -15,7 +15,7 @@ import torch
 from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.formats.torch_file import read_place, read_places, saved_tensor
-from helpers.conversions import Touch, assert_same, bytes_of, read_tensor
+from helpers.models.conversions import Touch, assert_same, bytes_of, read_tensor
 from parallel import Box
 
 

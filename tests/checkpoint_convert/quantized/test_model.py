@@ -17,7 +17,7 @@ from checkpoint_convert.quantized.model import (
 )
 from checkpoint_convert.quantized.scheme import ENGINE_SCHEMES
 from checkpoint_convert.vllm import EngineDims, engine_dtypes, engine_layouts
-from helpers.shapes import DEEPSEEK_V3, LLAMA_70B, QWEN3_30B
+from helpers.models.shapes import DEEPSEEK_V3, LLAMA_70B, QWEN3_30B
 from parallel import Layout, intersect
 
 ONE_LAYER = replace(LLAMA_70B, num_layers=1)

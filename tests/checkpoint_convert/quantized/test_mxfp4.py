@@ -14,9 +14,9 @@ from checkpoint_convert.quantized.numbers import DequantizedTensors
 from checkpoint_convert.quantized.places import with_blocks
 from checkpoint_convert.quantized.scheme import Mxfp4Scheme
 from checkpoint_convert.weights import read_weights
-from helpers.conversions import assert_same, read_tensor, weights_of
-from helpers.models import tiny_model
-from helpers.mxfp4 import mxfp4_copies
+from helpers.models.conversions import assert_same, read_tensor, weights_of
+from helpers.models.mxfp4 import mxfp4_copies
+from helpers.models.tiny import tiny_model
 from parallel import Box, ParallelDims
 
 CUTS = [

@@ -25,9 +25,9 @@ from checkpoint_convert.quantized.numbers import (
 )
 from checkpoint_convert.verify import verify_weights
 from checkpoint_convert.weights import read_weights
-from helpers.conversions import assert_same, bytes_of, read_tensor, weights_of
-from helpers.models import tiny_model
-from helpers.quantized import E4M3, from_nvfp4, is_quantized, nvfp4, nvfp4_weights
+from helpers.models.conversions import assert_same, bytes_of, read_tensor, weights_of
+from helpers.models.quantized import E4M3, from_nvfp4, is_quantized, nvfp4, nvfp4_weights
+from helpers.models.tiny import tiny_model
 from parallel import Box, ParallelDims
 
 BLOCK = (1, 16)

@@ -19,9 +19,16 @@ from checkpoint_convert.quantized.places import with_scales
 from checkpoint_convert.quantized.scheme import scheme_of
 from checkpoint_convert.verify import verify_weights
 from checkpoint_convert.weights import open_weights, read_weights
-from helpers.conversions import assert_same, read_tensor, weights_of
-from helpers.models import tiny_model
-from helpers.quantized import E4M3, FORMATS, compressed, dequantized_copy, quantized_copy, spread
+from helpers.models.conversions import assert_same, read_tensor, weights_of
+from helpers.models.quantized import (
+    E4M3,
+    FORMATS,
+    compressed,
+    dequantized_copy,
+    quantized_copy,
+    spread,
+)
+from helpers.models.tiny import tiny_model
 from parallel import Box, ParallelDims
 
 FAMILIES = {"qwen3": "dense", "qwen3_moe": "experts", "deepseek_v3": "latents and experts"}

@@ -23,10 +23,10 @@ from checkpoint_convert.quantized.shard import QuantizedShard, quantized_tensors
 from checkpoint_convert.transfer import transfer
 from checkpoint_convert.verify import verify_weights
 from checkpoint_convert.weights import read_weights, whole_tensors
-from helpers.conversions import assert_same, weights_of
-from helpers.models import tiny_model
-from helpers.published_models import write_config
-from helpers.quantized import NVFP4, is_quantized, nvfp4_weights
+from helpers.models.conversions import assert_same, weights_of
+from helpers.models.published import write_config
+from helpers.models.quantized import NVFP4, is_quantized, nvfp4_weights
+from helpers.models.tiny import tiny_model
 from parallel import ParallelDims
 
 # Sizes of which blocks of 128 are parts, but not of what a tensor rank of 4 or 8 holds, which may

@@ -7,10 +7,10 @@ from contextlib import closing
 
 import pytest
 
-from helpers.agents import FUNCTIONS, MCP_SERVER
-from helpers.engines import random_prompts
-from helpers.proxies import DEAD, set_proxies
-from helpers.runs import TINY_CONFIG
+from helpers.engines.live import random_prompts
+from helpers.engines.proxies import DEAD, set_proxies
+from helpers.runs.agents import FUNCTIONS, MCP_SERVER
+from helpers.runs.train import TINY_CONFIG
 from megatron_grpo.agents.actors import checked, run_command
 from megatron_grpo.agents.agents import actor_pool, try_agent
 from megatron_grpo.config.file import load_config

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.jobs import Job
-from helpers.models import talkative
-from helpers.runs import read_json_lines, read_metrics
+from helpers.models.tiny import talkative
+from helpers.runs.jobs import Job
+from helpers.runs.train import read_json_lines, read_metrics
 
 pytestmark = pytest.mark.engines
 

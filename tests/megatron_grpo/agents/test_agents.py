@@ -15,8 +15,7 @@ from anthropic import Anthropic
 from openai import OpenAI
 from transformers import AutoTokenizer
 
-from helpers.agents import act, as_plain, generation_of, running_agents, waiting_agents
-from helpers.engines import (
+from helpers.engines.live import (
     random_prompts,
     reference_logprobs,
     running_engine,
@@ -24,10 +23,11 @@ from helpers.engines import (
     served_model,
     wait_until,
 )
-from helpers.environments import sleepers
-from helpers.models import EOS_ID, tiny_model
-from helpers.runs import TINY_CONFIG
-from helpers.sampling import routing
+from helpers.engines.sampling import routing
+from helpers.models.tiny import EOS_ID, tiny_model
+from helpers.runs.agents import act, as_plain, generation_of, running_agents, waiting_agents
+from helpers.runs.environments import sleepers
+from helpers.runs.train import TINY_CONFIG
 from megatron_grpo.agents.chat import BadRequest
 from megatron_grpo.agents.session import Session
 from megatron_grpo.config.agent import AgentConfig

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.models import EOS_ID, character_tokenizer
+from helpers.models.tiny import EOS_ID, character_tokenizer
 from megatron_grpo.agents import anthropic_api
 from megatron_grpo.agents.chat import (
     BadRequest,

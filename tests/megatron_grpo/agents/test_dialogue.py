@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from helpers.engines import (
+from helpers.engines.live import (
     random_prompts,
     reference_logprobs,
     running_engine,
@@ -21,11 +21,11 @@ from helpers.engines import (
     served_model,
     wait_until,
 )
-from helpers.environments import environment_pool
-from helpers.models import EOS_ID, character_tokenizer, tiny_model
-from helpers.runs import TINY_CONFIG
-from helpers.sampling import Completions, generate, routing
-from helpers.trainers import as_soon_as, trainer
+from helpers.engines.sampling import Completions, generate, routing
+from helpers.models.tiny import EOS_ID, character_tokenizer, tiny_model
+from helpers.pushes.trainers import as_soon_as, trainer
+from helpers.runs.environments import environment_pool
+from helpers.runs.train import TINY_CONFIG
 from megatron_grpo.agents.dialogue import DialogueGroup
 from megatron_grpo.agents.turns import ObservationTemplate
 from megatron_grpo.config.file import load_config

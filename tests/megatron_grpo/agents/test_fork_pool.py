@@ -7,9 +7,9 @@ import time
 import psutil
 import pytest
 
-from helpers.engines import wait_until
-from helpers.environments import environment_pool, sleepers
-from helpers.stopped import stop_for
+from helpers.engines.live import wait_until
+from helpers.runs.environments import environment_pool, sleepers
+from helpers.runs.stopped import stop_for
 from megatron_grpo.agents.fork_pool import ForkPool, InstanceFailed, InstancesLost
 from megatron_grpo.config.reward import EnvironmentConfig
 

@@ -5,8 +5,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from helpers.engines import random_prompts, sampling_params
-from helpers.runs import TINY_CONFIG
+from helpers.engines.live import random_prompts, sampling_params
+from helpers.runs.train import TINY_CONFIG
 from megatron_grpo.agents import partners as partners_module
 from megatron_grpo.agents.partners import Partners
 from megatron_grpo.config.file import load_config

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from helpers.agents import acting, generation_of, running_agents
-from helpers.proxies import DEAD, set_proxies
+from helpers.engines.proxies import DEAD, set_proxies
+from helpers.runs.agents import acting, generation_of, running_agents
 from megatron_grpo.agents.fork_pool import InstancesLost
 from megatron_grpo.integrations.task_worker import serve
 

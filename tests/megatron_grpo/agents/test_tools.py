@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from helpers.agents import MCP_SERVER
-from helpers.engines import wait_until
-from helpers.proxies import DEAD, set_proxies
-from helpers.sandboxes import needs_bubblewrap
+from helpers.engines.live import wait_until
+from helpers.engines.proxies import DEAD, set_proxies
+from helpers.runs.agents import MCP_SERVER
+from helpers.runs.sandboxes import needs_bubblewrap
 from megatron_grpo.agents.tools import Tools
 from megatron_grpo.workers.sandbox import Sandbox
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from helpers.models import CHAT_TEMPLATE, EOS_ID, character_tokenizer
-from helpers.runs import TINY_CONFIG
+from helpers.models.tiny import CHAT_TEMPLATE, EOS_ID, character_tokenizer
+from helpers.runs.train import TINY_CONFIG
 from megatron_grpo.agents.turns import ObservationTemplate, end_of_turn
 from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import Prompt

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from helpers.oracle import oracle_advantages, oracle_gdpo_advantages, oracle_process_advantages
+from helpers.oracle.grpo import oracle_advantages, oracle_gdpo_advantages, oracle_process_advantages
 from megatron_grpo.algorithm.advantages import (
     group_advantages,
     normalized_sum_advantages,

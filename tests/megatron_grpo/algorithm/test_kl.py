@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helpers.oracle import divergence
+from helpers.oracle.grpo import divergence
 from megatron_grpo.algorithm.kl import adapted_beta, kl_estimate
 
 

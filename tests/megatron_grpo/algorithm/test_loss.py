@@ -6,14 +6,14 @@ from typing import get_args
 import pytest
 import torch
 
-from helpers.losses import TEMPERATURE, BigramModel, chosen_tokens
-from helpers.oracle import (
+from helpers.oracle.grpo import (
     OracleLoss,
     oracle_advantages,
     oracle_gdpo_advantages,
     oracle_loss,
     oracle_process_advantages,
 )
+from helpers.oracle.losses import TEMPERATURE, BigramModel, chosen_tokens
 from megatron_grpo.algorithm.advantages import (
     group_advantages,
     normalized_sum_advantages,

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.losses import BigramModel, chosen_tokens
+from helpers.oracle.losses import BigramModel, chosen_tokens
 from megatron_grpo.algorithm.advantages import group_advantages, normalized_sum_advantages
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
 from megatron_grpo.batch.token_values import keep_high_entropy, with_entropy_weights

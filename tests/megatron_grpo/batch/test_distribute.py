@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.images import picture, prompts_with_images, tiny_vision_model
-from helpers.ranks import run_ranks
+from helpers.models.images import picture, prompts_with_images, tiny_vision_model
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.batch.distribute import DataParallelShard, distribute
 from megatron_grpo.data.images import PromptSources
 from parallel import ParallelDims

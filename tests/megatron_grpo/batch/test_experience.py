@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.policies import tiny_config
+from helpers.oracle.policies import tiny_config
 from megatron_grpo.batch.distribute import DataParallelShard, split_for_data_parallel
 from megatron_grpo.batch.experience import Experience, compute_advantages, subtract_kl
 from megatron_grpo.config.config import Config

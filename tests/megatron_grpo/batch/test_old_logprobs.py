@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.models import tiny_model
-from helpers.policies import (
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import (
     LENGTHS,
     gradient_boxes,
     layout_name,
@@ -17,7 +17,7 @@ from helpers.policies import (
     start_policy,
     tiny_config,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.batch.prepare import Preparation, add_logprobs, with_old_logprobs
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.model import Policy

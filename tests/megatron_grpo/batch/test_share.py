@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.images import sequence_with_images, with_completion, with_other_pixels
+from helpers.models.images import sequence_with_images, with_completion, with_other_pixels
 from megatron_grpo.batch.distribute import DataParallelShard
 from megatron_grpo.policy.vision import with_features
 from parallel.alignment import Alignment

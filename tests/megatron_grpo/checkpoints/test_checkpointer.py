@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from checkpoint_convert.formats.torch_dist import read_chunks, read_object_places
 from checkpoint_convert.formats.torch_dist_writer import CreatedChunk, index_of
-from helpers.conversions import file_size_limit
-from helpers.models import tiny_model
-from helpers.policies import (
+from helpers.models.conversions import file_size_limit
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import (
     LENGTHS,
     accumulate,
     checkpoints_of,
@@ -33,7 +33,7 @@ from helpers.policies import (
     save_checkpoint,
     start_policy,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.checkpoints import checkpointer as checkpoints_module
 from megatron_grpo.checkpoints import folders, manifest, shard_file
 from megatron_grpo.checkpoints import state as megatron_state

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.models import tiny_model
-from helpers.policies import (
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import (
     LENGTHS,
     accumulate,
     checkpoints_of,
@@ -16,7 +16,7 @@ from helpers.policies import (
     pack_all,
     start_policy,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from parallel import ParallelDims

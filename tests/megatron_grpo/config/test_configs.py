@@ -6,7 +6,7 @@ import pytest
 
 from checkpoint_convert import padded_vocab_size, read_shape
 from checkpoint_convert.megatron import checkpoint_layout
-from helpers.published_models import write_config
+from helpers.models.published import write_config
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.offload import parts_moved

@@ -6,8 +6,8 @@ import pytest
 
 from checkpoint_convert.hf_config import has_other_towers
 from docs.make_compatibility import FEATURES, exclude, implied
-from helpers.published_models import write_config
-from helpers.runs import TINY_CONFIG
+from helpers.models.published import write_config
+from helpers.runs.train import TINY_CONFIG
 from megatron_grpo.config import conflicts, file, needs
 from megatron_grpo.config.checks import check_config
 from megatron_grpo.config.config import Config

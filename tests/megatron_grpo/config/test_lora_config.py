@@ -3,7 +3,7 @@
 import pytest
 
 from checkpoint_convert import read_shape
-from helpers.models import tiny_model
+from helpers.models.tiny import tiny_model
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.engines.vllm.args import check_adapters

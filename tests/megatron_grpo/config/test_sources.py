@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers.runs import TINY_CONFIG
+from helpers.runs.train import TINY_CONFIG
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.evaluation.evaluation import as_evaluated

@@ -6,8 +6,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import read_shape
-from helpers.models import add_mtp_layer, tiny_model
-from helpers.policies import tiny_config
+from helpers.models.tiny import add_mtp_layer, tiny_model
+from helpers.oracle.policies import tiny_config
 from megatron_grpo.config.trained_shape import trained_shape
 from parallel import ParallelDims
 

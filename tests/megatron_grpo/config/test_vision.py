@@ -4,9 +4,9 @@ import pytest
 from safetensors.torch import load_file
 
 from checkpoint_convert import read_shape
-from helpers.images import PATCH_SIZES, tiny_vision_model
-from helpers.models import tiny_model
-from helpers.policies import tiny_config
+from helpers.models.images import PATCH_SIZES, tiny_vision_model
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import tiny_config
 from megatron_grpo.config.trained_shape import trained_shape
 from parallel import ParallelDims
 

@@ -12,7 +12,7 @@ from PIL import ExifTags, Image, ImageFile, ImageOps
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from checkpoint_convert.tokenizer import load_tokenizer
-from helpers.images import (
+from helpers.models.images import (
     IMAGE,
     IMAGE_LIMITS,
     PATCH_SIZES,
@@ -22,7 +22,7 @@ from helpers.images import (
     prompts_with_images,
     tiny_vision_model,
 )
-from helpers.towers import tiny_multimodal
+from helpers.models.towers import tiny_multimodal
 from megatron_grpo.data.images import check_images, read_images
 from megatron_grpo.data.prompts import load_prompts
 from megatron_grpo.data.samples import logged_columns

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from helpers.models import EOS_ID, character_tokenizer
-from helpers.shapes import LLAMA_70B
+from helpers.models.shapes import LLAMA_70B
+from helpers.models.tiny import EOS_ID, character_tokenizer
 from megatron_grpo.agents.chat import ChatTemplate
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import WeightedPath

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import TINY_CONFIG
+from helpers.runs.train import TINY_CONFIG
 from megatron_grpo.doctor.command import HostReport, check_clocks, compare_hosts, show
 from megatron_grpo.doctor.host import Check
 from megatron_grpo.engines.processes import reserve_port

@@ -6,7 +6,7 @@ from shutil import copyfile
 
 import pytest
 
-from helpers.transformer_engines import write_transformer_engine
+from helpers.runs.transformer_engines import write_transformer_engine
 from megatron_grpo.doctor.gpus import (
     Gpu,
     Gpus,

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import hf_tensors
-from helpers.engines import worker_sums
-from helpers.models import tiny_model
-from helpers.policies import start_policy
-from helpers.pushes import sums_of_push
-from helpers.ranks import run_ranks
+from helpers.engines.live import worker_sums
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import start_policy
+from helpers.pushes.policies import sums_of_push
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engine_weights.layouts import worker_layouts
 from megatron_grpo.engine_weights.protocol import WorkerSums

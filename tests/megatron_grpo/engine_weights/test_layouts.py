@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.families.vision import VISION
-from helpers.towers import tiny_multimodal
+from helpers.models.towers import tiny_multimodal
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engine_weights.layouts import first_worker, worker_dtypes, worker_layouts
 from parallel import Layout

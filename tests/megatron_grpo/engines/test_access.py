@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from demo.make_sums import sums
-from helpers.engines import ReferenceServers, random_prompts
-from helpers.runs import marked_processes, start_run
+from helpers.engines.live import ReferenceServers, random_prompts
+from helpers.runs.train import marked_processes, start_run
 from megatron_grpo.engines.access import TokenGuard, check_host, is_allowed
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer
 from reference_engine.server import ROUTES

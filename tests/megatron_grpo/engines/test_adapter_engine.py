@@ -17,16 +17,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
-from helpers.engines import (
+from helpers.engines.live import (
     largest_logprob_error,
     random_prompts,
     sampling_params,
     served_model,
     wait_until,
 )
-from helpers.policies import tiny_config
-from helpers.pushes import rollout_overrides
-from helpers.sampling import Completions, event_loop, generate
+from helpers.engines.sampling import Completions, event_loop, generate
+from helpers.oracle.policies import tiny_config
+from helpers.pushes.policies import rollout_overrides
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint_convert import read_shape
-from helpers.engines import largest_logprob_error, random_prompts
-from helpers.models import EOS_ID, character_tokenizer
-from helpers.pushes import client_of
+from helpers.engines.live import largest_logprob_error, random_prompts
+from helpers.models.tiny import EOS_ID, character_tokenizer
+from helpers.pushes.policies import client_of
 from megatron_grpo.config.reward import RewardFunction
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.processes import reserve_port

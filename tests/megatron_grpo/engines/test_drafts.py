@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.models import add_mtp_layer, servable_model
-from helpers.quantized import FORMATS, quantized_copy
+from helpers.models.quantized import FORMATS, quantized_copy
+from helpers.models.tiny import add_mtp_layer, servable_model
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engines.spec_decode_metrics import SpecDecodeMetrics

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from helpers.mock_session import MockSession
+from helpers.engines.mock_session import MockSession
 from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines.choice import CUT, Choice
 from megatron_grpo.engines.engine import Engine

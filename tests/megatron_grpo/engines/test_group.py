@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from helpers.engines import sampling_params
-from helpers.sampling import Completions
+from helpers.engines.live import sampling_params
+from helpers.engines.sampling import Completions
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, first_seed
 from megatron_grpo.engines.choice import Choice, Logprobs, Token

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager, closing
 
 import pytest
 
-from helpers.proxies import DEAD, set_proxies
-from helpers.stopped import stop_for
+from helpers.engines.proxies import DEAD, set_proxies
+from helpers.runs.stopped import stop_for
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.engine import Engine
 from megatron_grpo.engines.http import EngineDown, EngineError, http_client, is_healthy, status_of

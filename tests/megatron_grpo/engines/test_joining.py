@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from demo.make_sums import sums
-from helpers.engines import wait_until
-from helpers.jobs import Job
-from helpers.policies import tiny_config
-from helpers.runs import steps_of
+from helpers.engines.live import wait_until
+from helpers.oracle.policies import tiny_config
+from helpers.runs.jobs import Job
+from helpers.runs.train import steps_of
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.engine import COUNTS
 from megatron_grpo.engines.pool import EnginePool, JoinFolder

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from transformers import AutoTokenizer
 
-from helpers.engines import (
+from helpers.engines.live import (
     kept_cache_error,
     largest_error_by_version,
     largest_logprob_error,
@@ -14,7 +14,7 @@ from helpers.engines import (
     sampling_params,
     served_model,
 )
-from helpers.sampling import Completions, routing
+from helpers.engines.sampling import Completions, routing
 from megatron_grpo.data.prompts import Prompt
 
 KEEPS = {"max_staleness": 2, "in_flight_updates": True, "recompute_kv_cache": False}

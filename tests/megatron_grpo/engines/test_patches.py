@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.engines import SGLANG_PYTHON
+from helpers.engines.live import SGLANG_PYTHON
 from megatron_grpo import engines
 
 ROOM = Path(engines.__file__).parent

@@ -20,9 +20,9 @@ import httpx
 import psutil
 import pytest
 
-from helpers.engines import largest_logprob_error, random_prompts, running_engine, wait_until
-from helpers.sampling import generate
-from helpers.trainers import Trainer, as_soon_as, trainer
+from helpers.engines.live import largest_logprob_error, random_prompts, running_engine, wait_until
+from helpers.engines.sampling import generate
+from helpers.pushes.trainers import Trainer, as_soon_as, trainer
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines import engine as engine_module

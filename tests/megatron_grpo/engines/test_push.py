@@ -12,15 +12,15 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from helpers.engines import (
+from helpers.engines.live import (
     TestEngine,
     largest_logprob_error,
     random_prompts,
     running_engine,
     served_model,
 )
-from helpers.pushes import push_whole, rollout_overrides
-from helpers.ranks import CONTEXT, run_ranks
+from helpers.pushes.policies import push_whole, rollout_overrides
+from helpers.ranks.processes import CONTEXT, run_ranks
 from megatron_grpo.engines.engine import Engine
 from megatron_grpo.engines.http import EngineError
 from parallel.weight_transfer.local_channels import LocalChannel

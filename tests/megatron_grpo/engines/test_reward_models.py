@@ -9,9 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from helpers.models import character_tokenizer
-from helpers.policies import tiny_config
-from helpers.reward_models import (
+from helpers.models.reward_models import (
     STEP_TAG,
     process_model_folder,
     reference_score,
@@ -20,6 +18,8 @@ from helpers.reward_models import (
     reward_model_folder,
     tokenizer,
 )
+from helpers.models.tiny import character_tokenizer
+from helpers.oracle.policies import tiny_config
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.config.rollout import RolloutConfig

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from transformers import AutoTokenizer
 
-from helpers.engines import (
+from helpers.engines.live import (
     largest_error_by_version,
     random_prompts,
     running_engine,
@@ -22,8 +22,8 @@ from helpers.engines import (
     served_model,
     wait_until,
 )
-from helpers.sampling import Completions, generate, routing
-from helpers.scripted_engines import ScriptedClient, ScriptedEngine
+from helpers.engines.sampling import Completions, generate, routing
+from helpers.engines.scripted import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines import router as router_module
 from megatron_grpo.engines.choice import CUT

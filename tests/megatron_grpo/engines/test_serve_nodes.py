@@ -2,8 +2,8 @@
 
 import pytest
 
-from helpers.engine_nodes import TOKEN, two_nodes
-from helpers.engines import largest_logprob_error, random_prompts, running_engine, served_model
+from helpers.engines.live import largest_logprob_error, random_prompts, running_engine, served_model
+from helpers.engines.nodes import TOKEN, two_nodes
 
 
 @pytest.mark.slow

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from helpers.engines import largest_logprob_error, random_prompts, running_engine, wait_until
-from helpers.ranks import shared_memory
-from helpers.runs import RUN_MARK, TINY_CONFIG, marked_processes
-from helpers.towers import tiny_multimodal
+from helpers.engines.live import largest_logprob_error, random_prompts, running_engine, wait_until
+from helpers.models.towers import tiny_multimodal
+from helpers.ranks.processes import shared_memory
+from helpers.runs.train import RUN_MARK, TINY_CONFIG, marked_processes
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig

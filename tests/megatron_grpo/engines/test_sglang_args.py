@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from checkpoint_convert.folder import read_json
-from helpers.models import mixture_of_blocks, tiny_model
-from helpers.mxfp4 import mxfp4_copies
-from helpers.towers import tiny_multimodal
+from helpers.models.mxfp4 import mxfp4_copies
+from helpers.models.tiny import mixture_of_blocks, tiny_model
+from helpers.models.towers import tiny_multimodal
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import EngineNode

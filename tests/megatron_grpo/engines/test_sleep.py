@@ -10,14 +10,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from helpers.engines import (
+from helpers.engines.live import (
     largest_logprob_error,
     random_prompts,
     running_engine,
     served_model,
 )
-from helpers.pushes import client_of, push_folder
-from helpers.trainers import trainer
+from helpers.pushes.policies import client_of, push_folder
+from helpers.pushes.trainers import trainer
 from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.launch.run_dir import bearer
 

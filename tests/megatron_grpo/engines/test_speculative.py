@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.engines import (
+from helpers.engines.live import (
     largest_error_by_version,
     largest_logprob_error,
     random_prompts,
@@ -14,8 +14,8 @@ from helpers.engines import (
     sampling_params,
     served_model,
 )
-from helpers.models import add_mtp_layer
-from helpers.sampling import Completions, routing
+from helpers.engines.sampling import Completions, routing
+from helpers.models.tiny import add_mtp_layer
 from megatron_grpo.engines.spec_decode_metrics import SpecDecodeMetrics
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}

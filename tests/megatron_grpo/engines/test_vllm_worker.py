@@ -7,25 +7,25 @@ from safetensors.torch import load_file, save_file
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.multimodal import MULTIMODAL
 from checkpoint_convert.vllm import EngineDims
-from helpers.conversions import assert_same
-from helpers.engines import (
+from helpers.engines.live import (
     largest_logprob_error,
     random_prompts,
     reference_logprobs,
     running_engine,
     served_model,
 )
-from helpers.images import (
+from helpers.engines.vllm_workers import loaded_parameters
+from helpers.models.conversions import assert_same
+from helpers.models.images import (
     IMAGE_LIMITS,
     PATCH_SIZES,
     picture,
     prompts_with_images,
     tiny_vision_model,
 )
-from helpers.models import mixture_of_blocks, servable_model, stacked_experts
-from helpers.quantized import FORMATS, dequantized_copy, quantized_copy, rounded_copy
-from helpers.towers import tiny_multimodal
-from helpers.vllm_workers import loaded_parameters
+from helpers.models.quantized import FORMATS, dequantized_copy, quantized_copy, rounded_copy
+from helpers.models.tiny import mixture_of_blocks, servable_model, stacked_experts
+from helpers.models.towers import tiny_multimodal
 
 
 def check_pushes(engine, *folders) -> None:

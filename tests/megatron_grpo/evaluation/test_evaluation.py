@@ -15,8 +15,8 @@ import pytest
 from checkpoint_convert import read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
 from demo.make_sums import sums
-from helpers.environments import write_environments
-from helpers.policies import tiny_config
+from helpers.oracle.policies import tiny_config
+from helpers.runs.environments import write_environments
 from megatron_grpo.agents.partners import Partners
 from megatron_grpo.config.eval import EvalConfig
 from megatron_grpo.data.prompts import Prompt, end_tokens

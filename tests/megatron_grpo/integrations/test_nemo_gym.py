@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.engines import wait_until
-from helpers.library_agents import PROJECT, Adapter, assert_token_for_token
+from helpers.engines.live import wait_until
+from helpers.runs.library_agents import PROJECT, Adapter, assert_token_for_token
 from megatron_grpo.integrations.nemo_gym import url_of
 
 VENV = PROJECT / ".venv-nemo-gym"

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from helpers.engines import wait_until
-from helpers.library_agents import PROJECT, Adapter, assert_token_for_token
+from helpers.engines.live import wait_until
+from helpers.runs.library_agents import PROJECT, Adapter, assert_token_for_token
 
 BIN = PROJECT / ".venv-openenv" / "bin"
 pytestmark = [

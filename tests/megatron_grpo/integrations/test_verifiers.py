@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from helpers.library_agents import PROJECT, Adapter, assert_token_for_token
+from helpers.runs.library_agents import PROJECT, Adapter, assert_token_for_token
 
 PYTHON = PROJECT / ".venv-verifiers" / "bin" / "python"
 pytestmark = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers.runs import TINY_CONFIG
+from helpers.runs.train import TINY_CONFIG
 from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.launch import check_files
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from helpers.policies import tiny_config
-from helpers.runs import TINY_CONFIG
+from helpers.oracle.policies import tiny_config
+from helpers.runs.train import TINY_CONFIG
 from megatron_grpo import cli
 from megatron_grpo.config.reward import RewardConfig
 from megatron_grpo.launch.launch import (

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.engines import wait_until
-from helpers.ranks import is_alive
+from helpers.engines.live import wait_until
+from helpers.ranks.processes import is_alive
 from megatron_grpo.launch import parent_death
 
 # Starts a sleeper through the wrapper, tells its pid, and waits.

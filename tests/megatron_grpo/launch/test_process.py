@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.engines import wait_until
+from helpers.engines.live import wait_until
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.launch.process import is_user_error
 

@@ -19,8 +19,8 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from helpers.engines import wait_until
-from helpers.ranks import CONTEXT
+from helpers.engines.live import wait_until
+from helpers.ranks.processes import CONTEXT
 from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.launch import torchrun
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE

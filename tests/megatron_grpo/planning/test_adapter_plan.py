@@ -9,10 +9,10 @@ from unittest.mock import patch
 import pytest
 
 from checkpoint_convert import hf_tensors, read_shape
-from helpers.models import tiny_model
-from helpers.policies import layout_name, start_policy, tiny_config
-from helpers.published_models import write_config
-from helpers.ranks import run_ranks
+from helpers.models.published import write_config
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import layout_name, start_policy, tiny_config
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.planning.card import CARDS

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.published_models import write_config
+from helpers.models.published import write_config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.command import print_plan, print_suggestions

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from checkpoint_convert import read_shape
-from helpers.published_models import write_config
+from helpers.models.published import write_config
 from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config
 from megatron_grpo.planning.card import CARDS

@@ -3,8 +3,8 @@
 import pytest
 
 from checkpoint_convert import read_shape
-from helpers.policies import tiny_config
-from helpers.published_models import write_config
+from helpers.models.published import write_config
+from helpers.oracle.policies import tiny_config
 from megatron_grpo.planning.activations import layer_bytes
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.job_plan import plan_job

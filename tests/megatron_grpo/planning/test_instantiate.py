@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from checkpoint_convert import megatron_layout, read_shape
 from checkpoint_convert.families.multimodal import MULTIMODAL
-from helpers.images import PATCH_SIZES, tiny_vision_model
-from helpers.models import tiny_model
-from helpers.published_models import write_config
-from helpers.ranks import run_ranks
-from helpers.runs import TINY_CONFIG
-from helpers.towers import tiny_multimodal
+from helpers.models.images import PATCH_SIZES, tiny_vision_model
+from helpers.models.published import write_config
+from helpers.models.tiny import tiny_model
+from helpers.models.towers import tiny_multimodal
+from helpers.ranks.processes import run_ranks
+from helpers.runs.train import TINY_CONFIG
 from megatron_grpo import cli
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.trained_shape import trained_shape

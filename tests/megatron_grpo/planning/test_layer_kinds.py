@@ -6,7 +6,7 @@ from math import prod
 import pytest
 
 from checkpoint_convert import hf_tensors, read_shape
-from helpers.published_models import PUBLISHED_MODELS, write_config
+from helpers.models.published import PUBLISHED_MODELS, write_config
 from megatron_grpo.planning.attention import Attention, LatentAttention, SparseAttention
 from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.planning.linear_attention import DeltaRule, Mamba2

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.vllm import EngineDims
-from helpers.images import FAMILY, PATCH_SIZES, tiny_vision_model
-from helpers.models import servable_model, tiny_model
-from helpers.policies import Lengths, accumulate, pack_all, tiny_config
-from helpers.published_models import write_config
-from helpers.ranks import run_ranks
-from helpers.vllm_workers import read_in_workers
+from helpers.engines.vllm_workers import read_in_workers
+from helpers.models.images import FAMILY, PATCH_SIZES, tiny_vision_model
+from helpers.models.published import write_config
+from helpers.models.tiny import servable_model, tiny_model
+from helpers.oracle.policies import Lengths, accumulate, pack_all, tiny_config
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.planning.card import CARDS, GpuSpec

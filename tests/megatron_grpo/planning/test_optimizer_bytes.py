@@ -3,11 +3,11 @@
 import pytest
 
 from checkpoint_convert import read_shape
-from helpers.models import tiny_model
-from helpers.optimizers import BFLOAT16, KINDS, bytes_kept
-from helpers.policies import tiny_config
-from helpers.published_models import write_config
-from helpers.ranks import run_ranks
+from helpers.models.published import write_config
+from helpers.models.tiny import tiny_model
+from helpers.oracle.optimizers import BFLOAT16, KINDS, bytes_kept
+from helpers.oracle.policies import tiny_config
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.policy.matrices import MAX_EXCHANGED
 from parallel import ParallelDims

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_convert import read_shape
-from helpers.published_models import write_config
+from helpers.models.published import write_config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes

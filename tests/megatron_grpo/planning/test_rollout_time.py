@@ -7,8 +7,8 @@ import pytest
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.vllm import engine_parameters
-from helpers.policies import tiny_config
-from helpers.published_models import write_config
+from helpers.models.published import write_config
+from helpers.oracle.policies import tiny_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.engine_memory import engine_bytes
 from megatron_grpo.planning.rollout_time import rollout_time

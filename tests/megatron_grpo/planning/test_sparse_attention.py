@@ -9,10 +9,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from checkpoint_convert import read_shape
-from helpers.models import tiny_model
-from helpers.policies import pack_all, tiny_config
-from helpers.published_models import write_config
-from helpers.ranks import run_ranks
+from helpers.models.published import write_config
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import pack_all, tiny_config
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning import attention as planned
 from megatron_grpo.planning.attention import SparseAttention

@@ -8,8 +8,8 @@ from math import prod
 import pytest
 
 from checkpoint_convert import hf_tensors, megatron_layout, read_shape
-from helpers.policies import tiny_config
-from helpers.published_models import write_config
+from helpers.models.published import write_config
+from helpers.oracle.policies import tiny_config
 from megatron_grpo.planning.state import StateBytes, stage_states, state_bytes
 from parallel import ParallelDims
 

@@ -6,8 +6,8 @@ from math import prod
 import pytest
 
 from checkpoint_convert import hf_tensors, read_shape
-from helpers.policies import tiny_config
-from helpers.published_models import write_config
+from helpers.models.published import write_config
+from helpers.oracle.policies import tiny_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.job_plan import plan_job
 from megatron_grpo.planning.optimizers import planned_optimizer

@@ -8,8 +8,8 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Pipe
 from torch import Tensor
 
 from checkpoint_convert import read_shape
-from helpers.models import tiny_model
-from helpers.policies import (
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import (
     LENGTHS,
     accumulate,
     gradient_boxes,
@@ -18,7 +18,7 @@ from helpers.policies import (
     start_policy,
     tiny_config,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.planning.activations import layer_bytes
 from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.policy.forward import compute_logprobs

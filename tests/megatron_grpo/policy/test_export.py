@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint_convert import read_shape
-from helpers.models import add_mtp_layer, tiny_model
-from helpers.policies import start_policy, tiny_config
-from helpers.ranks import run_ranks
+from helpers.models.tiny import add_mtp_layer, tiny_model
+from helpers.oracle.policies import start_policy, tiny_config
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.file import dump_config
 from megatron_grpo.policy.export import export_model, keep_export
 from parallel import ParallelDims

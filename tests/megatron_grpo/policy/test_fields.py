@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from checkpoint_convert import read_shape
-from helpers.models import tiny_model
-from helpers.policies import (
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import (
     LENGTHS,
     Numbers,
     OracleCase,
@@ -15,7 +15,7 @@ from helpers.policies import (
     pack_all,
     tiny_config,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
 from megatron_grpo.policy.model import build_policy
 from parallel import ParallelDims

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.models import tiny_model
-from helpers.policies import LENGTHS, accumulate, layout_name, pack_all, start_policy
-from helpers.ranks import run_ranks
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import LENGTHS, accumulate, layout_name, pack_all, start_policy
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import unwrapped
 from parallel import ParallelDims

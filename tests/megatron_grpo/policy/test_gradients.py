@@ -11,8 +11,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
 
-from helpers.models import tiny_model
-from helpers.policies import (
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import (
     LENGTHS,
     Numbers,
     OracleCase,
@@ -23,7 +23,7 @@ from helpers.policies import (
     pack_all,
     start_policy,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.policy import chunks
 from megatron_grpo.policy.forward import compute_logprobs

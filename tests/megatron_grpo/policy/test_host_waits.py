@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.measure import counted_waits
-from helpers.models import tiny_model
-from helpers.policies import LENGTHS, pack_all, start_policy, tiny_config
-from helpers.ranks import run_ranks
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import LENGTHS, pack_all, start_policy, tiny_config
+from helpers.ranks.measure import counted_waits
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.batch.token_values import with_entropy_weights
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.train_step import accumulate_gradient

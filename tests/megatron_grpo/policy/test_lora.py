@@ -16,7 +16,9 @@ from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.merge import merge_adapter
 from checkpoint_convert.peft import adapter_tensors, tensor_in_whole
 from checkpoint_convert.verify import verify_weights
-from helpers.adapters import (
+from helpers.models.tiny import tiny_model
+from helpers.models.towers import tiny_multimodal
+from helpers.oracle.adapters import (
     TARGETS,
     Boxes,
     boxes_of,
@@ -27,9 +29,8 @@ from helpers.adapters import (
     take_step,
     whole,
 )
-from helpers.models import tiny_model
-from helpers.oracle import oracle_logprobs
-from helpers.policies import (
+from helpers.oracle.grpo import oracle_logprobs
+from helpers.oracle.policies import (
     LENGTHS,
     accumulate,
     checkpoints_of,
@@ -42,8 +43,7 @@ from helpers.policies import (
     start_policy,
     tiny_config,
 )
-from helpers.ranks import run_ranks
-from helpers.towers import tiny_multimodal
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.checkpoints import manifest
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.export import export_model

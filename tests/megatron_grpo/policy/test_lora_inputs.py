@@ -9,7 +9,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from checkpoint_convert import read_shape
-from helpers.adapters import (
+from helpers.models.quantized import FORMATS, dequantized_copy, quantized_copy
+from helpers.models.tiny import tiny_model
+from helpers.oracle.adapters import (
     Boxes,
     boxes_of,
     gathered_gradients,
@@ -18,11 +20,9 @@ from helpers.adapters import (
     take_step,
     whole,
 )
-from helpers.models import tiny_model
-from helpers.policies import LENGTHS, logprobs_of, pack_all, start_policy
-from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
-from helpers.ranks import run_ranks
-from helpers.train_steps import BETA, BUDGETS, CLIPS, Case, OffPolicy, batches_of, config
+from helpers.oracle.policies import LENGTHS, logprobs_of, pack_all, start_policy
+from helpers.oracle.train_steps import BETA, BUDGETS, CLIPS, Case, OffPolicy, batches_of, config
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.model import build_policy, unwrapped
 from megatron_grpo.train_step import accumulate_gradient

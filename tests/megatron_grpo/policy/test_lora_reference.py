@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert.formats.torch_dist import read_chunks
-from helpers.adapters import (
+from helpers.models.tiny import tiny_model
+from helpers.oracle.adapters import (
     Boxes,
     boxes_of,
     options,
@@ -17,8 +18,7 @@ from helpers.adapters import (
     take_step,
     whole,
 )
-from helpers.models import tiny_model
-from helpers.policies import (
+from helpers.oracle.policies import (
     LENGTHS,
     checkpoints_of,
     logprobs_of,
@@ -26,7 +26,7 @@ from helpers.policies import (
     start_policy,
     tiny_config,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.checkpoints.state import REFERENCE
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.planning.state import state_bytes

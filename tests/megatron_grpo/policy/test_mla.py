@@ -5,9 +5,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from helpers.models import tiny_model
-from helpers.policies import start_policy
-from helpers.ranks import run_ranks
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import start_policy
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy import attention
 from parallel import ParallelDims
 from parallel.attention import PackedAttention

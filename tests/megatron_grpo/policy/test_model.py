@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.models import tiny_model
-from helpers.policies import (
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import (
     EXACT,
     LENGTHS,
     OracleCase,
@@ -22,7 +22,7 @@ from helpers.policies import (
     sequence_logprobs,
     start_policy,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from parallel import ParallelDims
 
 pytestmark = pytest.mark.fast

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from helpers.conversions import read_checkpoint
-from helpers.models import renamed, tiny_model
-from helpers.policies import (
+from helpers.models.conversions import read_checkpoint
+from helpers.models.tiny import renamed, tiny_model
+from helpers.oracle.policies import (
     EXACT,
     LENGTHS,
     LOSS_WEIGHT,
@@ -34,7 +34,7 @@ from helpers.policies import (
     start_policy,
     tiny_config,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.train_step import train_step

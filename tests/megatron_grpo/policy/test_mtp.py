@@ -17,10 +17,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from checkpoint_convert import read_shape
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.verify import verify_weights
-from helpers.conversions import assert_same, weights_of
-from helpers.models import HYBRIDS, add_mtp_layer, tiny_model
-from helpers.optimizers import state_of, wholes
-from helpers.policies import (
+from helpers.models.conversions import assert_same, weights_of
+from helpers.models.tiny import HYBRIDS, add_mtp_layer, tiny_model
+from helpers.models.towers import tiny_multimodal
+from helpers.oracle.optimizers import state_of, wholes
+from helpers.oracle.policies import (
     LENGTHS,
     LOSS_WEIGHT,
     gradient_boxes,
@@ -30,9 +31,8 @@ from helpers.policies import (
     random_sequences,
     tiny_config,
 )
-from helpers.ranks import run_ranks
-from helpers.towers import tiny_multimodal
-from helpers.train_steps import BUDGETS, Case, batches_of, config
+from helpers.oracle.train_steps import BUDGETS, Case, batches_of, config
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.trained_shape import trained_shape

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoint_convert import hf_tensors, read_shape
-from helpers.models import tiny_model
-from helpers.policies import (
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import (
     LENGTHS,
     LOSS_WEIGHT,
     accumulate,
@@ -23,7 +23,7 @@ from helpers.policies import (
     start_policy,
     unstacked,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy.muon import QUINTIC, newton_schulz
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from parallel import Box, ParallelDims

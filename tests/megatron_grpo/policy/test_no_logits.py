@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from helpers.measure import LargestTensor
-from helpers.models import tiny_model
-from helpers.policies import pack_all, start_policy, tiny_config
-from helpers.ranks import run_ranks
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import pack_all, start_policy, tiny_config
+from helpers.ranks.measure import LargestTensor
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.batch.token_values import with_entropy_weights
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.skipped_steps import SkippedSteps

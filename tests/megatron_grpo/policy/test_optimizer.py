@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
-from helpers.models import tiny_model
-from helpers.policies import (
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import (
     LENGTHS,
     LOSS_WEIGHT,
     accumulate,
@@ -19,7 +19,7 @@ from helpers.policies import (
     start_policy,
     tiny_config,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm, make_scheduler

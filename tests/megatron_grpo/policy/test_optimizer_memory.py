@@ -1,7 +1,7 @@
 """Keys of `optimizer` that save memory: same updates, and checkpoints that all of them can load.
 
-Where they need a GPU, `helpers/optimizers.py` stands in for it; `tests/gpu/test_gpu_optimizer.py`
-has a real one.
+Where they need a GPU, `helpers/oracle/optimizers.py` stands in for it;
+`tests/gpu/test_gpu_optimizer.py` has a real one.
 """
 
 from pathlib import Path
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.models import tiny_model
-from helpers.optimizers import (
+from helpers.models.tiny import tiny_model
+from helpers.oracle.optimizers import (
     Whole,
     assert_same,
     changes,
@@ -21,8 +21,8 @@ from helpers.optimizers import (
     train_and_save,
     wholes,
 )
-from helpers.policies import LENGTHS, accumulate, gradient_boxes, pack_all
-from helpers.ranks import run_ranks
+from helpers.oracle.policies import LENGTHS, accumulate, gradient_boxes, pack_all
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.policy.optimizer import check_optimizer, gradient_norm
 from megatron_grpo.policy.optimizer_state import SplitFloats

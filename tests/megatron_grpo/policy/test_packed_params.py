@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.models import tiny_model
-from helpers.policies import LENGTHS, accumulate, gradient_boxes, pack_all, start_policy
-from helpers.ranks import run_ranks
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import LENGTHS, accumulate, gradient_boxes, pack_all, start_policy
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy import packed_params
 from parallel import ParallelDims
 from parallel.dims import Coordinates

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.quantized.model import quantized_model
-from helpers import adapters
-from helpers.adapters import Boxes, whole
-from helpers.conversions import weights_of
-from helpers.models import tiny_model
-from helpers.policies import (
+from helpers.models.conversions import weights_of
+from helpers.models.tiny import tiny_model
+from helpers.oracle import adapters
+from helpers.oracle.adapters import Boxes, whole
+from helpers.oracle.policies import (
     LENGTHS,
     Numbers,
     OracleCase,
@@ -30,7 +30,7 @@ from helpers.policies import (
     save_checkpoint,
     tiny_config,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm

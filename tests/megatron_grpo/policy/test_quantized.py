@@ -11,12 +11,12 @@ import pytest
 from checkpoint_convert.megatron import megatron_sender
 from checkpoint_convert.quantized.model import quantized_engine_layouts, quantized_model
 from checkpoint_convert.vllm import EngineDims, engine_layouts
-from helpers.conversions import assert_same, weights_of
-from helpers.models import tiny_model
-from helpers.policies import start_policy, tiny_config
-from helpers.quantized import nvfp4_weights
-from helpers.ranks import run_ranks
-from helpers.shapes import DEEPSEEK_V3
+from helpers.models.conversions import assert_same, weights_of
+from helpers.models.quantized import nvfp4_weights
+from helpers.models.shapes import DEEPSEEK_V3
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import start_policy, tiny_config
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.quantized import quantized_sender
 from parallel import ParallelDims, Sender

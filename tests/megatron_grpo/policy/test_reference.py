@@ -10,10 +10,9 @@ from torch import Tensor
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.weights import read_weights
-from helpers.conversions import read_checkpoint
-from helpers.jobs import NUM_RANKS, Runs, assert_same_run
-from helpers.models import tiny_model
-from helpers.policies import (
+from helpers.models.conversions import read_checkpoint
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import (
     LENGTHS,
     accumulate,
     checkpoints_of,
@@ -21,9 +20,10 @@ from helpers.policies import (
     start_policy,
     tiny_config,
 )
-from helpers.ranks import run_ranks
-from helpers.runs import read_metrics
-from helpers.sabotage import SpoilGradient
+from helpers.ranks.processes import run_ranks
+from helpers.runs.jobs import NUM_RANKS, Runs, assert_same_run
+from helpers.runs.sabotage import SpoilGradient
+from helpers.runs.train import read_metrics
 from megatron_grpo.checkpoints.state import REFERENCE, num_bytes_saved
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.policy.model import Model, Policy

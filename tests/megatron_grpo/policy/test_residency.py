@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert import read_shape
-from helpers.models import tiny_model
-from helpers.policies import (
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import (
     LENGTHS,
     accumulate,
     pack_all,
     start_policy,
     tiny_config,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from checkpoint_convert import read_shape
-from helpers.models import tiny_model
-from helpers.policies import Lengths, accumulate, pack_all, start_policy, tiny_config
-from helpers.ranks import run_ranks
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import Lengths, accumulate, pack_all, start_policy, tiny_config
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Phase, parts_away, parts_copied
 from megatron_grpo.planning.state import part_bytes, state_bytes

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from helpers.engines import random_prompts, sampling_params
-from helpers.models import tiny_model
-from helpers.policies import (
+from helpers.engines.live import random_prompts, sampling_params
+from helpers.engines.sampling import Completions
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import (
     LENGTHS,
     Numbers,
     OracleCase,
@@ -29,8 +30,7 @@ from helpers.policies import (
     start_policy,
     tiny_config,
 )
-from helpers.ranks import run_ranks
-from helpers.sampling import Completions
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.data.samples import Sample

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert import read_shape
-from helpers.models import tiny_model
-from helpers.policies import LENGTHS, pack_all, start_policy, tiny_config
-from helpers.ranks import run_ranks
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import LENGTHS, pack_all, start_policy, tiny_config
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.train_step import train_step

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.models import tiny_model
-from helpers.policies import accumulate, pack_all, start_policy
-from helpers.ranks import run_ranks
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import accumulate, pack_all, start_policy
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy.forward import StageMessages, received_order
 from parallel import ParallelDims
 

@@ -6,7 +6,8 @@ from transformers import AutoModelForImageTextToText
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.text_tower import text_name
-from helpers.policies import (
+from helpers.models.towers import CONFIGS, as_published, tiny_multimodal
+from helpers.oracle.policies import (
     EXACT,
     LENGTHS,
     LOSS_WEIGHT,
@@ -19,8 +20,7 @@ from helpers.policies import (
     sequence_logprobs,
     unstacked,
 )
-from helpers.ranks import run_ranks
-from helpers.towers import CONFIGS, as_published, tiny_multimodal
+from helpers.ranks.processes import run_ranks
 from parallel import ParallelDims
 
 

@@ -18,17 +18,18 @@ from checkpoint_convert.inspection import print_inspection
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.text_tower import is_of_text, text_name
 from checkpoint_convert.verify import verify_weights
-from helpers.conversions import assert_same, weights_of
-from helpers.images import (
+from helpers.models.conversions import assert_same, weights_of
+from helpers.models.images import (
     logits,
     sequence_with_images,
     tiny_vision_model,
     with_completion,
     with_other_pixels,
 )
-from helpers.optimizers import Parts, state_of, wholes
-from helpers.oracle import in_float64
-from helpers.policies import (
+from helpers.models.towers import as_published
+from helpers.oracle.grpo import in_float64
+from helpers.oracle.optimizers import Parts, state_of, wholes
+from helpers.oracle.policies import (
     EXACT,
     LOSS_WEIGHT,
     Numbers,
@@ -41,8 +42,7 @@ from helpers.policies import (
     tiny_config,
     unstacked,
 )
-from helpers.ranks import run_ranks
-from helpers.towers import as_published
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config

@@ -11,10 +11,16 @@ from transformers.models.qwen3 import Qwen3Config
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.vllm import EngineDims
-from helpers.models import servable_model, tiny_model
-from helpers.policies import EXACT, Lengths, OracleCase, exact_numbers_on_rank, numbers_on_rank
-from helpers.ranks import run_ranks
-from helpers.vllm_workers import read_in_workers
+from helpers.engines.vllm_workers import read_in_workers
+from helpers.models.tiny import servable_model, tiny_model
+from helpers.oracle.policies import (
+    EXACT,
+    Lengths,
+    OracleCase,
+    exact_numbers_on_rank,
+    numbers_on_rank,
+)
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy.rope import yarn_frequencies
 from parallel import ParallelDims
 

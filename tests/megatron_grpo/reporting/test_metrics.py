@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.losses import chosen_tokens
+from helpers.oracle.losses import chosen_tokens
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
 from megatron_grpo.batch.experience import completion_metrics
 from megatron_grpo.batch.token_log import VALUES, first_rows

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from helpers.ranks import run_ranks
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.reporting.metrics import peak_memory
 
 

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from helpers.conversions import file_size_limit
+from helpers.models.conversions import file_size_limit
 from megatron_grpo.reporting.report import (
     draw_curves,
     draw_gap,

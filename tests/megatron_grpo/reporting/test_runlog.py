@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from checkpoint_convert.tokenizer import load_tokenizer
-from helpers.conversions import file_size_limit
-from helpers.policies import tiny_config
+from helpers.models.conversions import file_size_limit
+from helpers.oracle.policies import tiny_config
 from megatron_grpo.batch.token_log import VALUES
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from helpers.json_server import json_server
+from helpers.engines.json_server import json_server
 from megatron_grpo.config.trackers import SwanlabConfig, TrackioConfig, WandbConfig
 from megatron_grpo.reporting.trackers import SwanlabRun, TensorBoardRun, TrackioRun, WandbRun
 from megatron_grpo.reporting.tracking import Tracking

@@ -8,8 +8,8 @@ from math import isnan
 import pytest
 import torch
 
-from helpers.rewards import sample_of
-from helpers.runs import TINY_CONFIG
+from helpers.runs.rewards import sample_of
+from helpers.runs.train import TINY_CONFIG
 from megatron_grpo.batch.experience import (
     compute_advantages,
     dialogue_metrics,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from helpers.json_server import JsonServer, Reply, Request, json_server
-from helpers.proxies import set_proxies
-from helpers.rewards import sample_of
+from helpers.engines.json_server import JsonServer, Reply, Request, json_server
+from helpers.engines.proxies import set_proxies
+from helpers.runs.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards.functions import Answer, load_function

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.engines import wait_until
-from helpers.ranks import is_alive
-from helpers.rewards import sample_of
-from helpers.stopped import stop_for
+from helpers.engines.live import wait_until
+from helpers.ranks.processes import is_alive
+from helpers.runs.rewards import sample_of
+from helpers.runs.stopped import stop_for
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards.pool import RewardPool, RewardWorkerProcess, ScoringCancelled
@@ -432,7 +432,7 @@ def test_math_answer_keeps_its_own_time_limit_in_a_worker():
 
 TRAINER = """
 import sys
-from helpers.rewards import sample_of
+from helpers.runs.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.rewards.pool import RewardPool
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from helpers.json_server import Request, json_server
-from helpers.rewards import sample_of
+from helpers.engines.json_server import Request, json_server
+from helpers.runs.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.rewards.functions import Answer, load_function
 from megatron_grpo.rewards.pool import RewardPool

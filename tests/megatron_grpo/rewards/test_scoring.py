@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.rewards import sample_of
+from helpers.runs.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.rewards.functions import Answer
 from megatron_grpo.rewards.scoring import (

@@ -7,8 +7,8 @@ from contextlib import closing
 
 import pytest
 
-from helpers.rewards import sample_of
-from helpers.sandboxes import needs_bubblewrap
+from helpers.runs.rewards import sample_of
+from helpers.runs.sandboxes import needs_bubblewrap
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.rewards.by_source import reference_fault
 from megatron_grpo.rewards.pool import RewardPool

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 from checkpoint_convert import read_shape
 from checkpoint_convert.quantized.shard import quantized_tensors
 from demo.make_sums import sums
-from helpers.engines import running_engine, served_model
-from helpers.models import tiny_model
-from helpers.policies import LENGTHS, random_sequences, sequence_logprobs, tiny_config
-from helpers.ranks import run_ranks
-from helpers.runs import finish_run
+from helpers.engines.live import running_engine, served_model
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import LENGTHS, random_sequences, sequence_logprobs, tiny_config
+from helpers.ranks.processes import run_ranks
+from helpers.runs.train import finish_run
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.data.prompts import Prompt

@@ -9,7 +9,7 @@ import torch
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
-from helpers.policies import tiny_config
+from helpers.oracle.policies import tiny_config
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample

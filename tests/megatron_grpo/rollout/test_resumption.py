@@ -20,9 +20,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from helpers.engines import wait_until
-from helpers.models import tiny_model
-from helpers.scripted_engines import ScriptedEngine, scripted_services, use
+from helpers.engines.live import wait_until
+from helpers.engines.scripted import ScriptedEngine, scripted_services, use
+from helpers.models.tiny import tiny_model
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.experience_file import (
     OPEN,

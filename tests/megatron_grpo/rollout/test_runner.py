@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers.engines import wait_until
-from helpers.images import random_images
-from helpers.models import tiny_model
-from helpers.scripted_engines import MAX_LENGTH, ScriptedEngine, scripted_services, use
+from helpers.engines.live import wait_until
+from helpers.engines.scripted import MAX_LENGTH, ScriptedEngine, scripted_services, use
+from helpers.models.images import random_images
+from helpers.models.tiny import tiny_model
 from megatron_grpo.agents.fork_pool import InstancesLost
 from megatron_grpo.checkpoints.experience_file import OPEN, read_experience, write_experience
 from megatron_grpo.checkpoints.trainer_state import (

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.rewards import sample_of
-from helpers.scripted_engines import Scores
+from helpers.engines.scripted import Scores
+from helpers.runs.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig
 from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.rollout.scorer import GroupScorer

@@ -5,8 +5,8 @@ from contextlib import closing
 from pathlib import Path
 
 from checkpoint_convert import read_shape
-from helpers.models import tiny_model
-from helpers.policies import tiny_config
+from helpers.models.tiny import tiny_model
+from helpers.oracle.policies import tiny_config
 from megatron_grpo.launch.run_dir import new_token
 from megatron_grpo.rollout.services import RolloutServices
 from parallel import ParallelDims

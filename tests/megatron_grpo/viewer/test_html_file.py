@@ -2,7 +2,7 @@ import json
 import re
 from pathlib import Path
 
-from helpers.run_dirs import write_run
+from helpers.runs.run_dirs import write_run
 from megatron_grpo.viewer import html_file
 from megatron_grpo.viewer.html_file import PAGE, plotly_file, write_html
 from megatron_grpo.viewer.run import RunFiles

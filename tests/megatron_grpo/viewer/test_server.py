@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 from typer.testing import CliRunner
 
-from helpers.run_dirs import write_run
+from helpers.runs.run_dirs import write_run
 from megatron_grpo.cli import app
 from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.viewer import html_file

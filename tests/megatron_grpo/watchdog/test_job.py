@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.policies import tiny_config
+from helpers.oracle.policies import tiny_config
 from megatron_grpo.watchdog.job import (
     MARGIN_SECONDS,
     End,

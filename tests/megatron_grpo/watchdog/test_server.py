@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.watched import LIMITS
+from helpers.runs.watched import LIMITS
 from megatron_grpo.watchdog.connections import (
     MAX_LINE_BYTES,
     WatchdogServer,

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.stopped import stop_for
-from helpers.watched import INTERVALS, LIMITS, World, watched_ranks
+from helpers.runs.stopped import stop_for
+from helpers.runs.watched import INTERVALS, LIMITS, World, watched_ranks
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.process import Preempted

@@ -1,6 +1,6 @@
 import pytest
 
-from helpers.vllm_workers import NUM_ENGINES, worker_engines
+from helpers.engines.vllm_workers import NUM_ENGINES, worker_engines
 
 
 @pytest.fixture(

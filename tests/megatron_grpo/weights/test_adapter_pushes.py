@@ -7,7 +7,11 @@ import pytest
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.vllm import EngineDims, check_engine
-from helpers.adapter_pushes import (
+from helpers.engines.vllm_workers import WorkerClient
+from helpers.models.tiny import servable_model
+from helpers.models.towers import tiny_multimodal
+from helpers.oracle.policies import layout_name
+from helpers.pushes.adapters import (
     PUSHES,
     Case,
     config_of,
@@ -15,11 +19,7 @@ from helpers.adapter_pushes import (
     failing_push,
     push_adapters,
 )
-from helpers.models import servable_model
-from helpers.policies import layout_name
-from helpers.ranks import run_ranks
-from helpers.towers import tiny_multimodal
-from helpers.vllm_workers import WorkerClient
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.engine_weights.layouts import worker_shards
 from megatron_grpo.policy.lora_targets import peft_tensors

@@ -18,12 +18,12 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.multimodal import MULTIMODAL
 from checkpoint_convert.vllm import EngineDims, engine_sizes
-from helpers.images import PATCH_SIZES, tiny_vision_model
-from helpers.models import add_mtp_layer, mesh_for, servable_model
-from helpers.ranks import run_ranks
-from helpers.towers import tiny_multimodal
-from helpers.vllm_workers import NUM_ENGINES, worker_engines
-from helpers.worker_pushes import Case, Engines, push_all
+from helpers.engines.vllm_workers import NUM_ENGINES, worker_engines
+from helpers.models.images import PATCH_SIZES, tiny_vision_model
+from helpers.models.tiny import add_mtp_layer, mesh_for, servable_model
+from helpers.models.towers import tiny_multimodal
+from helpers.pushes.workers import Case, Engines, push_all
+from helpers.ranks.processes import run_ranks
 from parallel import ParallelDims
 from parallel.weight_transfer.streams import ALIGNMENT
 

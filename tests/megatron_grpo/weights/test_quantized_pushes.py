@@ -3,11 +3,11 @@
 import pytest
 
 from checkpoint_convert.vllm import EngineDims
-from helpers.models import mixture_of_blocks, tiny_model
-from helpers.policies import layout_name
-from helpers.quantized_pushes import Case, failing_push, push_quantized
-from helpers.ranks import run_ranks
-from helpers.vllm_workers import NUM_ENGINES
+from helpers.engines.vllm_workers import NUM_ENGINES
+from helpers.models.tiny import mixture_of_blocks, tiny_model
+from helpers.oracle.policies import layout_name
+from helpers.pushes.quantized import Case, failing_push, push_quantized
+from helpers.ranks.processes import run_ranks
 from parallel import ParallelDims
 
 SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.engines import wait_until
-from helpers.ranks import is_alive
+from helpers.engines.live import wait_until
+from helpers.ranks.processes import is_alive
 from megatron_grpo.workers.child_process import ChildProcess, spawn
 
 

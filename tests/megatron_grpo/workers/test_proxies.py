@@ -5,7 +5,7 @@ from urllib.request import proxy_bypass
 
 import pytest
 
-from helpers.proxies import set_proxies
+from helpers.engines.proxies import set_proxies
 from megatron_grpo.engines.server import engine_environment
 from megatron_grpo.workers.proxies import EXCEPTIONS, direct, is_here, proxy_hint
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from helpers.engines import wait_until
-from helpers.sandboxes import needs_bubblewrap
+from helpers.engines.live import wait_until
+from helpers.runs.sandboxes import needs_bubblewrap
 from megatron_grpo.workers.sandbox import MAX_PROCESSES, Sandbox, SandboxError
 
 MEGABYTES = 255  # no other programs on this machine have that limit

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from helpers.ranks import running
+from helpers.ranks.processes import running
 from parallel.weight_transfer.channels import ChannelError, Listener, connect
 from parallel.weight_transfer.connect import open_channel
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.ranks import running
+from helpers.ranks.processes import running
 from parallel.weight_transfer.channels import ChannelError, ChannelSet, Listener, connect
 from parallel.weight_transfer.local_channels import LocalChannel
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.ranks import Child, running
+from helpers.ranks.processes import Child, running
 from parallel import Box, Layout, Sender, ShardMapping, plan_sends
 from parallel.checksum import checksums
 from parallel.views import as_whole

@@ -1,0 +1,399 @@
+"""Real rollout engines for tests, and the log-probabilities `transformers` gives their samples."""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
+
+from checkpoint_convert import read_shape
+from checkpoint_convert.hf_config import has_other_towers
+from checkpoint_convert.megatron import file_layout
+from helpers.engines.sampling import Completions, generate
+from helpers.models.images import logits
+from helpers.models.tiny import EOS_ID, tiny_model
+from helpers.pushes.policies import client_of, push_folder
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engine_weights.layouts import worker_layouts
+from megatron_grpo.engine_weights.protocol import WorkerSums
+from megatron_grpo.engines.arguments import command_flags
+from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.engine import COUNTS
+from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
+from megatron_grpo.engines.request import SamplingParams
+from megatron_grpo.engines.server import EngineServers, engine_environment
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, new_token
+from parallel import intersect
+from parallel.checksum import whole_checksum
+from parallel.views import as_whole
+
+SGLANG_PYTHON = Path(os.environ.get("SGLANG_PYTHON", ".venv-sglang/bin/python")).absolute()
+"""The interpreter of SGLang's own environment, which `make setup-sglang` makes."""
+TESTS = Path(__file__).parents[2]
+PACKAGES = f"{TESTS.parent}{os.pathsep}{TESTS}"
+"""PYTHONPATH of engines whose main module is one of `helpers`; with tests/ alone, the folder
+tests/megatron_grpo would be taken for the package."""
+
+
+KERNELS = f"{TESTS / 'engines_on_cpu' / 'plugin'}{os.pathsep}{PACKAGES}"
+"""PYTHONPATH of engines on CPUs that have a plugin for models that are not dense."""
+
+
+def needs_kernels(folder: Path, quantization: str = "none") -> bool:
+    """Whether engines on CPUs serve a model with the plugin only."""
+    shape = read_shape(folder)
+    return quantization != "none" or any((shape.moe, shape.latent, shape.linear))
+
+
+@contextmanager
+def kernels_for(folder: Path, quantization: str = "none") -> Iterator[None]:
+    """Let engines and runs that are started meanwhile have the plugin, if they need it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if needs_kernels(folder, quantization):
+            patch.setenv("PYTHONPATH", KERNELS, prepend=os.pathsep)
+        yield
+
+
+def served_model(
+    folder: Path, family: str, *, tied: bool, seed: int = 0, intermediate_size: int = 128
+) -> Path:
+    """A tiny model whose heads are wide enough for vLLM's attention on CPU (32, 64, 96, ...), and
+    whose layers SGLang does not pad for one or two workers (multiples of 64)."""
+    sizes = {"head_dim": 32, "intermediate_size": intermediate_size}
+    return tiny_model(folder, family, tied=tied, seed=seed, **sizes)
+
+
+def sampling_params(**overrides: Any) -> SamplingParams:
+    """Two samples of each prompt, of up to 16 tokens, with `overrides`."""
+    settings: dict[str, Any] = {
+        "num_generations": 2,
+        "policy_version": 0,
+        "temperature": 1.0,
+        "max_completion_length": 16,
+        "stop_token_ids": (EOS_ID,),
+        "seed": 0,
+        "series": 0,
+    }
+    return SamplingParams(**settings | overrides)
+
+
+class ReferenceServers(ServerProcesses):
+    """Engines of tests/reference_engine, started as a user would start engines of his own."""
+
+    share_gpus = False
+
+    def __init__(self, model: ModelConfig, rollout: RolloutConfig, log_dir: Path) -> None:
+        super().__init__((), log_dir)
+        self.token = new_token()
+        environment = engine_environment(os.environ, None) | {TOKEN_VARIABLE: self.token}
+        flags = {
+            "model": model.path,
+            "dtype": model.dtype,
+            "host": LOOPBACK,
+            "engine": rollout.engine,
+            "enable_return_routed_experts": rollout.router_replay or None,
+            "enable_return_indexer_topk": rollout.indexer_replay or None,
+        }
+        command = [sys.executable, "-P", "-m", "reference_engine.server", *command_flags(flags)]
+
+        def on_port(port: int) -> tuple[list[str], dict[str, str]]:
+            return [*command, f"--port={port}"], environment | {"PYTHONPATH": PACKAGES}
+
+        self.start({f"engine_{number}": on_port for number in range(rollout.num_engines)})
+
+
+class TestEngine:
+    """One running engine; every push of weights makes a new version."""
+
+    __test__ = False
+
+    def __init__(
+        self, folder: Path, servers: EngineServers | ReferenceServers, rollout: RolloutConfig
+    ) -> None:
+        self.folder = folder
+        self.rollout = rollout
+        self.servers = servers
+        self.version = 0
+        self._http = httpx.Client(
+            base_url=servers.base_urls[0],
+            headers={"Authorization": f"Bearer {servers.token}"},
+            limits=httpx.Limits(keepalive_expiry=2.0),
+            timeout=60,
+            verify=False,
+            trust_env=False,
+        )
+        """Talks to the first engine."""
+
+    def client(self, **rollout: Any) -> RolloutClient:
+        """A client for which the engine is ready; `rollout` are fields of the config section."""
+        client = client_of(self.servers.base_urls, self.servers.token, **rollout)
+        client.pool.finish_push(self.servers.base_urls)
+        return client
+
+    def num_generated(self) -> int:
+        """The tokens that its first engine has generated since the start."""
+        return int(float(COUNTS["generated"].search(self._http.get("/metrics").text)[1]))
+
+    def pause(self) -> None:
+        """What a push does first, without the seconds in which its rank starts."""
+        self._http.post("/pause?mode=keep&clear_cache=false").raise_for_status()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._http.post("/resume").raise_for_status()
+
+    def pause_after(self, count: int, is_done: Callable[[], bool] = lambda: False) -> None:
+        """`pause` as soon as it has generated so many more tokens, or `is_done()`.
+
+        Before `RequestRouter.pause`, which takes time in which the engine would go on.
+        """
+        enough = self.num_generated() + count
+        assert wait_until(lambda: is_done() or self.num_generated() >= enough, 120, 0.005)
+        self.pause()
+
+    def push(self, folder: Path, num_flips: int = 0) -> int:
+        """Push the weights in `folder`; returns the version now served. With a flipped bit, the
+        push fails and is repeated."""
+        self.version += 1
+        engines = self.rollout, self.servers.base_urls, self.servers.token
+        push_folder(folder, *engines, self.version, num_flips)
+        return self.version
+
+    def generate(
+        self, prompts: Sequence[Prompt], eos_token_ids: Sequence[int] = (EOS_ID,), **overrides
+    ) -> list[Sample]:
+        settings = {
+            "num_generations": 4,
+            "stop_token_ids": eos_token_ids,
+            "policy_version": self.version,
+        }
+        params = sampling_params(**settings | overrides)
+        client = self.client()
+        try:
+            return generate(client, Completions(prompts, params))
+        finally:
+            client.close()
+
+
+def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:
+    """For each worker of an engine, the checksums of its shard of the weights in `folder`.
+
+    The shards are cut from the full tensors. Padding is zero and adds nothing.
+    """
+    whole = file_layout(read_shape(folder))
+    stored = load_file(folder / "model.safetensors")
+    weights = {name: stored[name].view(size) for name, size in whole.shapes.items()}
+    sums = []
+    for layout in worker_layouts(read_shape(folder), rollout):
+        worker = {name: torch.zeros(shape) for name, shape in layout.shapes.items()}
+        for copy in intersect(whole, layout):
+            target = worker[copy.destination][copy.destination_box.slices]
+            values = weights[copy.source][copy.source_box.slices]
+            as_whole(target, copy.destination_axes).copy_(as_whole(values, copy.source_axes))
+        sums.append({name: int(whole_checksum(tensor)) for name, tensor in worker.items()})
+    return sums
+
+
+@contextmanager
+def running_engine(
+    engine: str,
+    folder: Path,
+    log_dir: Path,
+    token: str | None = None,
+    dtype: str = "float32",
+    freeze_vision: bool = True,
+    **rollout,
+) -> Iterator[TestEngine]:
+    """An engine that serves the model in `folder` in `dtype`; `token` belongs to `base_urls`.
+
+    That of the kind `reference` is taken for vLLM, or for SGLang if it tells what indexers choose.
+    """
+    model = ModelConfig(path=folder, dtype=dtype, freeze_vision=freeze_vision)
+    servers: EngineServers | ReferenceServers
+    if engine == "reference":
+        taken_for = "sglang" if rollout.get("indexer_replay") else "vllm"
+        config = RolloutConfig(engine=taken_for, max_completion_length=16, **rollout)
+        servers = ReferenceServers(model, config, log_dir)
+    else:
+        config = RolloutConfig(engine=engine, max_completion_length=16, **rollout)
+        with kernels_for(folder, config.quantization):
+            servers = EngineServers(model, config, log_dir, token)
+    try:
+        servers.wait_ready(240)
+        yield TestEngine(folder, servers, config)
+    finally:
+        servers.close()
+
+
+def random_prompts(count: int, seed: int = 0, lengths: tuple[int, int] = (5, 80)) -> list[Prompt]:
+    """Prompts of random non-special tokens; the longer ones fill several blocks of vLLM's cache."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = []
+    for index in range(count):
+        length = int(torch.randint(*lengths, (1,), generator=generator))
+        token_ids = torch.randint(4, 250, (length,), generator=generator).tolist()
+        prompts.append(Prompt(index=index, token_ids=tuple(token_ids), text="", row={}))
+    return prompts
+
+
+_LOADING = threading.Lock()
+"""transformers patches its classes while it loads a model. Of two threads that load at once, one
+may restore the other's patch: then no model of this process has tied weights any more."""
+
+
+@lru_cache(maxsize=8)
+def _reference(folder: Path) -> Any:
+    """The model of `transformers` in float32. Tests ask for it sample by sample."""
+    kind = AutoModelForImageTextToText if has_other_towers(folder) else AutoModelForCausalLM
+    with _LOADING:
+        return kind.from_pretrained(folder, dtype=torch.float32)
+
+
+def reference_logprobs(folder: Path, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of the sample's tokens from one float32 forward pass of `transformers`."""
+    completion = torch.tensor([*sample.completion_ids])
+    tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids]])
+    images = sample.prompt.images
+    with torch.inference_mode():
+        found = logits(_reference(folder), tokens, images.read() if images else None)
+    found = found[0, -len(completion) - 1 : -1]
+    return torch.log_softmax(found / temperature, -1).gather(1, completion[:, None])[:, 0]
+
+
+def chosen_tokens(folder: Path, sample: Sample) -> np.ndarray:
+    """int32 [tokens, layers, index_topk]: what the indexers of `transformers` choose for all tokens
+    of a sample but the last, in one float32 pass."""
+    model, found = _reference(folder), []
+    hooks = [
+        layer.self_attn.indexer.register_forward_hook(lambda *given: found.append(given[2][0]))
+        for layer in model.model.layers
+    ]
+    with torch.inference_mode():
+        model(torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids[:-1]]]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, dim=1).numpy()
+
+
+def largest_logprob_error(
+    folder: Path, samples: Sequence[Sample], temperature: float = 1.0
+) -> float:
+    """Largest difference between the samples' log-probabilities and `reference_logprobs`."""
+    return max(
+        float((reference_logprobs(folder, s, temperature) - torch.tensor(s.logprobs)).abs().max())
+        for s in samples
+    )
+
+
+def largest_error_by_version(weights: Mapping[int, Path], sample: Sample) -> float:
+    """Largest difference between the log-probabilities of a sample and those that the weights of
+    each token's version give it."""
+    bounds = pairwise([0, *accumulate(count for _, count in sample.spans)])
+    found = torch.tensor(sample.logprobs)
+    return max(
+        float((reference_logprobs(weights[version], sample) - found)[start:end].abs().max())
+        for (version, _), (start, end) in zip(sample.spans, bounds, strict=True)
+    )
+
+
+def kept_cache_error(weights: Mapping[int, Path], sample: Sample) -> float:
+    """Largest difference between the log-probabilities of a sample and those over keys and values
+    that are kept: each position's are of the weights that sampled the token behind it."""
+    tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids]])
+    first = len(sample.prompt.token_ids) - 1
+    ends = [first + end for end in accumulate(count for _, count in sample.spans)]
+    cache, logits = DynamicCache(), []
+    with torch.inference_mode():
+        for (version, _), (start, end) in zip(sample.spans, pairwise([0, *ends]), strict=True):
+            model = _reference(weights[version])
+            logits.append(model(tokens[:, start:end], past_key_values=cache).logits[0])
+    logprobs = torch.cat(logits).log_softmax(-1)[first:].gather(1, tokens[0, first + 1 :, None])
+    return float((logprobs[:, 0] - torch.tensor(sample.logprobs)).abs().max())
+
+
+def wait_until(condition, seconds: float, poll: float = 0.05) -> bool:
+    """Whether `condition()` became true within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (result := condition()) and time.monotonic() < deadline:
+        time.sleep(poll)
+    return bool(result)
+
+
+def samples_until(
+    has_happened: Callable[[Sample], bool], make: Callable[[], list[Sample]]
+) -> list[Sample]:
+    """The samples of as many calls of `make` as it takes until to one it `has_happened`, at most 5.
+
+    For what happens to a completion while it is generated: of a tiny model on a CPU, vLLM's core
+    computes tokens faster than its API server tells them, and on a busy machine it may have
+    finished all of them before the server passes on that it is to pause.
+    """
+    samples: list[Sample] = []
+    for _ in range(5):
+        samples += make()
+        if any(map(has_happened, samples)):
+            return samples
+    raise AssertionError(f"it has happened to none of {len(samples)} samples")
+
+
+# A proxy whose connections can be cut, to imitate a failing network.
+
+
+class Proxy:
+    """Forwards connections from its own port to the server at `url` until it is cut."""
+
+    def __init__(self, url: str) -> None:
+        target = urlsplit(url)
+        self._target = target.hostname, target.port
+        self._sockets: set[socket.socket] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.mend()
+
+    def mend(self) -> None:
+        """Let connections through again."""
+        if self._listener.fileno() == -1:
+            self._listener = socket.create_server(("127.0.0.1", self._port))
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def cut(self) -> None:
+        """End all connections and refuse new ones."""
+        for each in [self._listener, *self._sockets]:
+            with suppress(OSError):  # it has ended
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        self._sockets.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):  # cut
+            while True:
+                ours, _ = listener.accept()
+                theirs = socket.create_connection(self._target)
+                self._sockets |= {ours, theirs}
+                for source, target in ((ours, theirs), (theirs, ours)):
+                    threading.Thread(target=_pump, args=(source, target), daemon=True).start()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):  # cut, or ended by the other side
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)

@@ -1,0 +1,235 @@
+"""Engines that do what a test has written down for them, behind a real client."""
+
+import asyncio
+import json
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import httpx
+import numpy as np
+
+from checkpoint_convert import read_shape
+from demo.make_sums import sums
+from helpers.engines.mock_session import MockSession
+from helpers.engines.sampling import event_loop
+from helpers.oracle.policies import tiny_config
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engines.choice import npy_of
+from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.engine import GENERATE, ROUTES_START, Engine
+from megatron_grpo.engines.http import EVENTS
+from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.engines.router import RequestRouter
+from megatron_grpo.launch.run_dir import new_token
+from megatron_grpo.rollout.generation import ScoredGroup
+from megatron_grpo.rollout.services import RolloutServices
+from parallel import ParallelDims
+
+MAX_LENGTH = 8
+"""Of completions of a `scripted_services`."""
+
+
+@dataclass
+class ScriptedEngine:
+    """Holds its requests until `answers`, and tells the counts that a test sets.
+
+    The tokens that it samples are their own positions in prompt and completion, and their experts
+    have the number of its version.
+    """
+
+    counts: dict[str, float] = field(default_factory=dict)
+    is_mute: bool = False
+    silent_route: str = ""
+    """A route that is never answered."""
+    delays: dict[str, float] = field(default_factory=dict)
+    """Seconds before a route is answered."""
+    broken_route: str = ""
+    """A route that always fails, with this `fault`."""
+    fault: type[aiohttp.ClientError] = aiohttp.ClientConnectionError
+    num_per_look: int = 1000
+    """How many requests arrive, at most, between two looks at its load."""
+    num_cut_tokens: int = 2
+    """Tokens of a completion that is cut."""
+    num_streamed: int = 0
+    """Tokens of each completion that it streams, one by one, before it ends in mid-chunk when it is
+    broken; 0: it does not stream."""
+    num_read: int = 0
+    """Requests of which these tokens have been read."""
+    version: int = 7
+    push: str = ""
+    """The push that it says it holds, if not the one of its version."""
+    stall_timeout: float = 60.0
+    is_paused: bool = False
+    num_cuts: int = 0
+    num_accepted: int = 0
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    first_held: int = 0
+    """Requests of lower numbers are answered even if the others are held."""
+    asked: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    """Tokens of each completion that is asked for."""
+
+    async def respond(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if path == self.silent_route:
+            await asyncio.Event().wait()
+        goes_on = path in ("/resume", "/wake_up")
+        self.is_paused = path == "/pause" or (self.is_paused and not goes_on)
+        await asyncio.sleep(self.delays.get(path, 0))
+        if path == self.broken_route:
+            raise self.fault("it is broken")
+        match path:
+            case "/metrics" | "/health" if self.is_mute:
+                raise aiohttp.SocketTimeoutError("no answer")
+            case "/metrics":
+                lines = [f"vllm:{name} {count}\n" for name, count in self.counts.items()]
+                return httpx.Response(200, text="".join(lines))
+            case "/collective_rpc":
+                question = json.loads(request.content)["kwargs"]["question"]
+                held = {
+                    "results": [{"question": question, "push": self.push or f"{self.version}-a"}]
+                }
+                return httpx.Response(200, json=held)
+            case "/inference/v1/generate":
+                return await self._complete(json.loads(request.content))
+            case "/pause":
+                self.num_cuts += "mode=abort" in str(request.url)
+            case "/load":
+                self.num_accepted = min(len(self.asked), self.num_accepted + self.num_per_look)
+        return httpx.Response(200, json={"server_load": self.num_accepted, "success": True})
+
+    async def _complete(self, request: dict[str, Any]) -> httpx.Response:
+        self.asked.append(request["priority"])
+        self.num_tokens.append(request["sampling_params"]["max_tokens"])
+        if self.num_streamed and request.get("stream"):
+            headers = {"Content-Type": EVENTS}
+            return httpx.Response(200, headers=headers, content=self._stream(request))
+        num_cuts, version = self.num_cuts, self.version
+        while num_cuts == self.num_cuts and (
+            self.is_paused or not (request["priority"] < self.first_held or self.answers.is_set())
+        ):
+            await asyncio.sleep(0.002)  # a test may set it in another thread
+        count, reason = request["sampling_params"]["max_tokens"], "length"
+        if num_cuts < self.num_cuts:
+            count, reason = self.num_cut_tokens, "abort"
+        first = len(request["token_ids"])
+        routed = request["sampling_params"].get(ROUTES_START, first + count - 1)
+        routes = np.full((first + count - 1 - routed, 1, 1), self.version, np.uint8)
+        choice = {
+            # As SGLang's of a completion that waits, after a push, for being computed anew.
+            "routed_experts": b64encode(npy_of(routes)).decode()
+            if reason != "abort" or version == self.version
+            else None,
+            "weight_versions": [{"version": str(self.version), "start": 0, "end": count}],
+            "finish_reason": reason,
+            "text": "",
+            "token_ids": [*range(first, first + count)],
+            "logprobs": {"content": [{"logprob": -0.5}] * count},
+        }
+        return httpx.Response(200, json={"choices": [choice]})
+
+    async def _stream(self, request: dict[str, Any]) -> AsyncIterator[bytes]:
+        first = len(request["token_ids"])
+        for count in range(1, self.num_streamed + 2):
+            version = {"version": str(self.version), "start": 0, "end": count}
+            chunk = {
+                "weight_versions": [version],
+                "finish_reason": None,
+                "text": "\u2028",  # of which JSON makes no escape
+                "token_ids": [first + count - 1],
+                "logprobs": {"content": [{"logprob": -0.5}]},
+            }
+            event = json.dumps({"choices": [chunk]}, ensure_ascii=False).encode()
+            yield b"data: " + event + (b"\n\n" if count <= self.num_streamed else b"")
+        self.num_read += 1
+        while self.broken_route != GENERATE:
+            await asyncio.sleep(0.002)
+        raise aiohttp.ClientConnectionError("it is broken")
+
+    def told(self, *, generated: int, started: int, waiting: int) -> None:
+        self.counts = {
+            "generation_tokens_total": generated,
+            "time_to_first_token_seconds_count": started,
+            "num_requests_waiting": waiting,
+        }
+
+
+class ScriptedClient(RolloutClient):
+    """A client of engines by their names, which serve."""
+
+    def __init__(self, **engines: ScriptedEngine) -> None:
+        self._scripts = {f"http://{name}": engine for name, engine in engines.items()}
+        self.urls = [*self._scripts]
+        servers = SimpleNamespace(
+            base_urls=self.urls, token="", are_ours=False, log_tail=lambda url: ""
+        )
+        rollout = RolloutConfig(max_completion_length=16)
+        super().__init__(EnginePool(servers, rollout), rollout, event_loop())
+        self.pool.finish_push(self.urls)
+
+    def engine(self, url: str) -> Engine:
+        http = MockSession(url, self._scripts[url].respond)
+        return Engine(url, http, 5.0, self._scripts[url].stall_timeout)
+
+
+class Scores:
+    """Scores by the number of the sample; it can fail."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.value = 1.0
+        self.is_equal: Callable[[int], bool] = lambda index: False
+        """Whether all completions of the prompt with an index get the same reward."""
+        self.num_scored = 0
+
+    def __call__(self, samples) -> list[ScoredGroup]:
+        if self.error:
+            raise self.error
+        self.num_scored += len(samples)
+        groups = [samples[i : i + 4] for i in range(0, len(samples), 4)]
+        values = [
+            [0.0 if self.is_equal(s.prompt.index) else self.value * s.sample_index for s in group]
+            for group in groups
+        ]
+        return [
+            ScoredGroup(group, [{"share_of_digits": value} for value in each], each)
+            for group, each in zip(groups, values, strict=True)
+        ]
+
+
+@contextmanager
+def scripted_services(model: Path, folder: Path, *overrides: str) -> Iterator[RolloutServices]:
+    """Its engines are scripted, and hold their requests; its rewards are `Scores`. Weights are
+    pushed in flight; a generation has 4 completions of each of 4 prompts."""
+    data = folder / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in sums()), encoding="utf-8")
+    cfg = tiny_config(
+        model,
+        ParallelDims(),
+        f"data.path={data}",
+        f"train.run_dir={folder / 'run'}",
+        "train.num_steps=20",
+        "rollout.base_urls=[http://127.0.0.1:9]",  # nobody is asked there
+        "rollout.in_flight_updates=true",
+        "grpo.old_logprobs=rollout",
+        "rollout.max_staleness=2",
+        f"rollout.max_completion_length={MAX_LENGTH}",
+        *overrides,
+    )
+    with closing(RolloutServices(cfg, read_shape(model), new_token(), num_ranks=1)) as services:
+        services.score = services.scorer.score_now = Scores()
+        use(services, ScriptedEngine(version=0))
+        yield services
+
+
+def use(services: RolloutServices, engine: ScriptedEngine, name: str = "only") -> None:
+    """Give it an engine of that script, and a router of its own, in its loop."""
+    client = ScriptedClient(**{name: engine})
+    client.loop, services.engines, services.engine = services.loop, client, engine
+    services.router = RequestRouter(client, lambda tokens: "")

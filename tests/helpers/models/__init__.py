@@ -1,0 +1,1 @@
+"""Tiny random models in Hugging Face folders, quantised copies, and shapes of published ones."""

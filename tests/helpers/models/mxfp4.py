@@ -1,0 +1,43 @@
+"""Folders of gpt-oss in MXFP4, as OpenAI publishes it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from helpers.models.conversions import weights_of
+
+STACKS = ("gate_up_proj", "down_proj")
+
+
+def mxfp4_copies(
+    model: Path, folder: Path, edit: Callable[[dict[str, Tensor]], object] = lambda weights: None
+) -> tuple[Path, Path]:
+    """The model with random experts in MXFP4, and dequantised by transformers, in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: each.bfloat16() for name, each in weights_of(model).items()}
+    plain = dict(weights)
+    for name in [name for name in weights if name.endswith(STACKS)]:
+        experts, inputs, outputs = weights.pop(name).shape
+        sizes = (experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*sizes, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(100, 130, sizes, dtype=torch.uint8, generator=generator)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales)
+    edit(weights)
+    for name, tensors in {"quantized": weights, "plain": plain}.items():
+        shutil.copytree(model, folder / name)
+        save_file(tensors, folder / name / "model.safetensors")
+    file = folder / "quantized" / "config.json"
+    table = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    config = json.loads(file.read_text(encoding="utf-8")) | {
+        "quantization_config": table,
+        "dtype": "bfloat16",
+    }
+    file.write_text(json.dumps(config), encoding="utf-8")
+    return folder / "quantized", folder / "plain"

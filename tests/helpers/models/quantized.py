@@ -1,0 +1,228 @@
+"""Quantised copies of a folder, and the copies that other libraries' dequantisation makes of them.
+
+Scales are random: of a model, only the arithmetic of reading it is tested.
+"""
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import NVFP4PackedCompressor
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors.torch import save_file
+from torch import Tensor
+
+from checkpoint_convert import read_shape
+from checkpoint_convert.quantized.model import quantized_model
+from checkpoint_convert.quantized.numbers import dequantized
+from checkpoint_convert.quantized.shard import quantized_tensors
+from helpers.models.conversions import weights_of
+
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Format:
+    """A published format, its config and the dtype of its weights and scales."""
+
+    config: dict[str, Any]
+    stored: torch.dtype
+    kind: str
+    """tensor, channel or block"""
+    block: tuple[int, int] = (1, 1)
+    suffix: str = "_scale"
+    scales: torch.dtype = torch.float32
+    activations: str = ""
+    """The name of a scale of activations beside each weight, if there is any."""
+    in_own_file: bool = False
+    """Whether the config is ModelOpt's own file, not config.json."""
+
+
+def compressed(form: str, kind: str, strategy: str, **weights: Any) -> dict[str, Any]:
+    """quantization_config of compressed-tensors."""
+    args = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, **weights}
+    group = {"targets": ["Linear"], "weights": args}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+# No extent of the tiny models divides by 24 or 40, and their tensor ranks cut inside such blocks.
+BLOCK = (24, 40)
+FORMATS = {
+    "DeepSeek": Format(
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*BLOCK]},
+        *(E4M3, "block", BLOCK, "_scale_inv"),
+    ),
+    "FP8 per tensor": Format(
+        compressed("float-quantized", "float", "tensor"), E4M3, "tensor", scales=torch.bfloat16
+    ),
+    "FP8 per channel": Format(compressed("float-quantized", "float", "channel"), E4M3, "channel"),
+    "FP8 in blocks": Format(
+        compressed("float-quantized", "float", "block", block_structure=[*BLOCK]),
+        *(E4M3, "block", BLOCK),
+    ),
+    "INT8 per channel": Format(
+        compressed("int-quantized", "int", "channel"), torch.int8, "channel", scales=torch.bfloat16
+    ),
+    "ModelOpt FP8": Format(
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
+        *(E4M3, "tensor"),
+        activations="input_scale",
+        in_own_file=True,
+    ),
+    "FP8 of Mistral": Format(
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        *(E4M3, "tensor", (1, 1), "_scale_inv", torch.bfloat16, "activation_scale"),
+    ),
+}
+
+
+def quantized_copy(model: Path, folder: Path, form: Format, dtype: str = "bfloat16") -> Path:
+    """Copy `model` with the matrices of its layers, but for routers, quantised as `form`."""
+    shutil.copytree(model, folder)
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, value in weights_of(model).items():
+        weights[name] = value.to(getattr(torch, dtype))
+        if is_quantized(name, value):
+            scales = random_scales(value, form, generator)
+            steps = value / spread(scales, tuple(value.shape), form.block)
+            steps = steps.round().clamp(-128, 127) if form.stored == torch.int8 else steps
+            weights[name] = steps.to(form.stored)
+            weights[name + form.suffix] = scales
+            if form.activations:
+                weights[name.removesuffix("weight") + form.activations] = torch.tensor(0.1)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8")) | {"dtype": dtype}
+    if form.in_own_file:
+        (folder / "hf_quant_config.json").write_text(json.dumps(form.config), encoding="utf-8")
+    else:
+        config["quantization_config"] = form.config
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def is_quantized(name: str, value: Tensor) -> bool:
+    """Whether published folders quantise this tensor."""
+    is_router = name.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight"))
+    return value.dim() == 2 and ".layers." in name and not is_router
+
+
+def random_scales(value: Tensor, form: Format, generator: torch.Generator) -> Tensor:
+    """Scales near 1/100, so that weights of tiny models use many of 256 numbers."""
+    rows, columns = value.shape
+    sizes = {
+        "tensor": (),
+        "channel": (rows, 1),
+        "block": (-(-rows // form.block[0]), -(-columns // form.block[1])),
+    }
+    scales = 0.005 + 0.01 * torch.rand(sizes[form.kind], generator=generator)
+    return scales.to(form.scales)
+
+
+def spread(scales: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> Tensor:
+    """The scale of every element, by DeepSeek's inference/kernel.py: s[i // rows, j // columns]."""
+    if scales.dim() < 2:
+        return scales.float()
+    if scales.shape[1] == 1 and block == (1, 1):
+        return scales.float()
+    rows = torch.arange(shape[0]) // block[0]
+    columns = torch.arange(shape[1]) // block[1]
+    return scales.float()[rows][:, columns]
+
+
+def rounded_copy(model: Path, folder: Path, scheme: str, ignore: Sequence[str] = ()) -> Path:
+    """Copy `model` with the numbers that its weights stand for once a run has quantised them."""
+    shutil.copytree(model, folder)
+    how = quantized_model(scheme, read_shape(model), "BF16", ignore)
+    assert how is not None
+    weights = dict(quantized_tensors(model, scheme, ignore))
+    for name, size in how.matrices.items():
+        scales = weights.pop(how.scale_name(name))
+        product = dequantized(weights[name], scales, how.scheme.block_in(size), (0, 0))
+        weights[name] = product.bfloat16()
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def dequantized_copy(folder: Path, out: Path, form: Format, dtype: str = "bfloat16") -> Path:
+    """The same model without quantisation, by compressed-tensors' `dequantize`.
+
+    That knows no partial blocks: these are as in DeepSeek's weight_dequant.
+    """
+    shutil.copytree(folder, out)
+    weights = weights_of(folder)
+    for name in [name for name, value in weights.items() if value.dtype == form.stored]:
+        values, scales = weights[name], weights.pop(name + form.suffix)
+        if form.kind == "block":
+            product = values.float() * spread(scales, tuple(values.shape), form.block)
+        else:
+            product = dequantize(values, scales)
+        weights[name] = product.to(getattr(torch, dtype))
+        weights.pop(name.removesuffix("weight") + form.activations, None)
+    save_file(weights, out / "model.safetensors")
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)
+    (out / "hf_quant_config.json").unlink(missing_ok=True)
+    (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return out
+
+
+NVFP4 = preset_name_to_scheme("NVFP4A16", ["Linear"])
+
+
+def nvfp4(weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    """What compressed-tensors stores of weights that share their global scale, by its names."""
+    largest = torch.stack([each.float().abs().amax() for each in weights]).amax()
+    whole = generate_gparam(-largest, largest)
+    found = []
+    with torch.compiler.set_stance("force_eager"):  # it compiles its rounding
+        for weight in weights:
+            blocks = weight.float().unflatten(1, (-1, 16))
+            ends = blocks.amin(-1), blocks.amax(-1)
+            scales, _ = calculate_qparams(*ends, NVFP4.weights, global_scale=whole)
+            state = {"weight": weight.float(), "weight_scale": scales}
+            found.append(
+                NVFP4PackedCompressor.compress(
+                    state | {"weight_global_scale": whole.clone()}, NVFP4
+                )
+            )
+    return found
+
+
+def from_nvfp4(stored: dict[str, Tensor]) -> Tensor:
+    """The bfloat16 weight that compressed-tensors makes of it."""
+    return NVFP4PackedCompressor.decompress(stored, NVFP4)["weight"]
+
+
+FUSED = (("q", "k", "v"), ("gate", "up"), ("q_a", "kv_a"))
+"""Whose weights engines put together."""
+
+
+def nvfp4_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All weights of a model, those of linear layers as compressed-tensors' NVFP4."""
+    found, together = {}, defaultdict(list)
+    for name, value in weights.items():
+        if not is_quantized(name, value):
+            found[name] = value
+            continue
+        *outer, own, _ = name.split(".")
+        first = [group[0] for group in FUSED if own.split("_proj")[0] in group]
+        together[".".join([*outer, *(first or [own])])].append(name)
+    for names in together.values():
+        for name, stored in zip(names, nvfp4([weights[n] for n in names]), strict=True):
+            prefix = name.removesuffix("weight")
+            found |= {prefix + own: value for own, value in stored.items()}
+    return found

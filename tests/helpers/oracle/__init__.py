@@ -1,0 +1,1 @@
+"""The float64 reference: a loss, a step, an optimizer, as plain as possible."""

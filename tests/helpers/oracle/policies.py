@@ -1,0 +1,354 @@
+"""Policies on tiny models and packed batches to train them on, for tests that run ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from checkpoint_convert import ModelShape, read_shape
+from checkpoint_convert.megatron import file_layout
+from checkpoint_convert.weights import read_weights
+from helpers.oracle.grpo import in_float64, oracle_logprobs
+from megatron_grpo.checkpoints.checkpointer import Checkpoints
+from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.file import load_config
+from megatron_grpo.config.trained_shape import trained_shape
+from megatron_grpo.policy.forward import compute_logprobs, response_logprobs, run_schedule
+from megatron_grpo.policy.model import (
+    Model,
+    Policy,
+    add_gradients,
+    build_model,
+    build_policy,
+    unwrapped,
+)
+from megatron_grpo.policy.optimizer import gradient_norm
+from megatron_grpo.policy.reference import Reference
+from megatron_grpo.policy.vision import vision_tower, with_features
+from parallel import Box, ParallelDims
+from parallel.alignment import Alignment
+from parallel.cpu_device import setup_device
+from parallel.groups import Groups, init_groups
+from parallel.packing import PackedBatch, TokenSequence, pack
+from parallel.views import as_whole
+
+Lengths = list[list[tuple[int, int]]]
+"""(prompt, completion) lengths of the sequences of each packed microbatch."""
+
+# Unequal sequences, one alone in its pack (the RoPE table then has as many rows as there are packed
+# tokens), equal ones, and an empty microbatch.
+LENGTHS: Lengths = [[(5, 32), (3, 9), (20, 44)], [(7, 41)], [(9, 7), (9, 7)], []]
+LOSS_WEIGHT = 0.01
+
+
+def random_sequences(lengths: Lengths) -> list[TokenSequence]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        TokenSequence(
+            # No special tokens: transformers gives the padding token's embedding no gradient.
+            tokens=torch.randint(4, 250, (prompt + completion,), generator=generator),
+            num_prompt_tokens=prompt,
+            advantage=1.0,
+            loss_weight=LOSS_WEIGHT,
+            rollout_logprobs=torch.zeros(completion),
+        )
+        for microbatch in lengths
+        for prompt, completion in microbatch
+    ]
+
+
+def pack_all(
+    lengths: Lengths,
+    dims: ParallelDims,
+    routes: Sequence[Tensor] | None = None,
+    *,
+    share_prompts: bool = False,
+    multiple: int = 1,
+    index_topk: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> list[PackedBatch]:
+    """The sequences of `random_sequences`, microbatch by microbatch, with `routes` if given, whose
+    last `index_topk` columns are tokens.
+
+    With `share_prompts` the batches are of that form, but no two prompts are equal. Each rank has a
+    `multiple` of tokens.
+    """
+    sequences = random_sequences(lengths)
+    alignment = Alignment.for_mesh(dims, dims.tensor > 1, multiple)
+    if routes is not None:
+        sequences = [replace(each, routes=its) for each, its in zip(sequences, routes, strict=True)]
+    indices = iter(range(len(sequences)))
+    return [
+        pack(
+            sequences,
+            [next(indices) for _ in microbatch],
+            alignment,
+            share_prompts=share_prompts,
+            index_topk=index_topk,
+            dtype=dtype,
+        )
+        for microbatch in lengths
+    ]
+
+
+def sequence_logprobs(model: AutoModelForCausalLM, lengths: Lengths) -> list[Tensor]:
+    """Response log-probabilities of every sequence under a model of transformers."""
+    sequences = random_sequences(lengths)
+    return oracle_logprobs(
+        model,
+        [s.tokens[: s.num_prompt_tokens].tolist() for s in sequences],
+        [s.tokens[s.num_prompt_tokens :].tolist() for s in sequences],
+    )
+
+
+def tiny_config(folder: Path, dims: ParallelDims, *overrides: str) -> Config:
+    """The tiny config with the model in `folder`, at the layout `dims`."""
+    return load_config(
+        Path("configs/tiny_cpu.yaml"),
+        [
+            f"model.path={folder}",
+            f"parallel.tensor_parallel_size={dims.tensor}",
+            f"parallel.pipeline_parallel_size={dims.pipeline}",
+            f"parallel.virtual_pipeline_parallel_size={dims.virtual_pipeline}",
+            f"parallel.context_parallel_size={dims.context}",
+            f"parallel.expert_parallel_size={dims.expert}",
+            f"parallel.expert_tensor_parallel_size={dims.expert_tensor}",
+            f"parallel.data_parallel_size={dims.data}",
+            *(
+                f"parallel.{name}={layers}"
+                for name, layers in vars(dims).items()
+                if name.startswith("num_layers_in_") and layers is not None
+            ),
+            *overrides,
+        ],
+    )
+
+
+def start_policy(
+    rank: int, folder: Path, dims: ParallelDims, *overrides: str
+) -> tuple[Policy, Groups]:
+    """Set up a rank up to the point where it trains."""
+    setup_device(rank)
+    cfg = tiny_config(folder, dims, *overrides)
+    groups = init_groups(dims, dynamic_context=cfg.parallel.dynamic_context_parallel)
+    return build_policy(cfg, trained_shape(cfg), groups), groups
+
+
+def accumulate(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> None:
+    """Accumulate the gradient of the weighted negative log-likelihood in the policy."""
+    policy.zero_grad()
+    add_gradient(policy, groups, batches)
+
+
+def add_gradient(model: Model, groups: Groups, batches: list[PackedBatch]) -> None:
+    """The same without zeroing it before."""
+
+    def loss_fn(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
+        chosen = response_logprobs(model, hidden, batch, 1.0, groups)
+        return -(chosen.logprobs * batch.loss_weights[chosen.positions]).sum(), None
+
+    run_schedule(model, groups, batches, loss_fn, forward_only=False)
+
+
+def gradient_boxes(policy: Model) -> list[tuple[str, Box, Tensor]]:
+    """(Hugging Face name, box, values) for each part of the summed gradient that this rank owns."""
+    for chunk in [*policy.chunks, *([policy.mtp.module] if policy.mtp else ())]:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:  # the distributed optimizer leaves each rank one shard
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    gradients = {n: p.main_grad for n, p in policy.parameters().items() if p.requires_grad}
+    return [
+        (piece.tensor, piece.box, gradients[piece.local][piece.local_box.slices].clone())
+        for piece in policy.layout.pieces
+        if piece.local in gradients and not piece.is_replica
+    ]
+
+
+def checkpoints_of(
+    run_dir: Path,
+    policy: Policy,
+    folder: Path,
+    dims: ParallelDims,
+    *overrides: str,
+    reference: Reference | None = None,
+) -> Checkpoints:
+    """The checkpoints of a run in `run_dir` that trains `policy`, built from `folder`."""
+    cfg = tiny_config(folder, dims, f"train.run_dir={run_dir}", *overrides)
+    return Checkpoints(cfg, policy, reference)
+
+
+def save_checkpoint(
+    run_dir: Path, step: int, policy: Policy, folder: Path, dims: ParallelDims
+) -> None:
+    """Write `run_dir/checkpoints/step_N`; collective over all ranks."""
+    checkpoints = checkpoints_of(run_dir, policy, folder, dims)
+    checkpoints.save(TrainerState(step=step), {})
+    checkpoints.wait()
+
+
+# Mixtures of experts on ranks, compared with `transformers` in float64.
+
+EXACT = 1e-12
+"""Found in float64 is 1e-14."""
+
+Numbers = tuple[dict[int, Tensor], list[tuple[str, Box, Tensor]], float]
+
+
+def layout_name(dims: ParallelDims) -> str:
+    virtual = f" vpp({dims.virtual_pipeline})" if dims.virtual_pipeline > 1 else ""
+    return f"{dims}{virtual} ep({dims.expert}) etp({dims.expert_tensor})"
+
+
+def load_oracle(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
+    # Its other ways to compute experts know no float64.
+    with in_float64():
+        return kind.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+
+
+def gradients_of(model: AutoModelForCausalLM, loss: Tensor) -> dict[str, Tensor]:
+    """Gradients by the names of the weight files, with one for each matrix of each expert."""
+    loss.backward()
+    return revert_weight_conversion(
+        model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    )
+
+
+def unstacked(stored: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+    """The tensors of a model from those of its files, some of which may be stacks."""
+    files = file_layout(shape)
+    return {
+        piece.tensor: as_whole(
+            stored[piece.local].reshape(files.shapes[piece.local])[piece.local_box.slices],
+            piece.axes,
+        )
+        for piece in files.pieces
+        if piece.local in stored
+    }
+
+
+def logprobs_of(model: Model, groups: Groups, batches: Sequence[PackedBatch]) -> dict[int, Tensor]:
+    """Log-probabilities by sequence."""
+    return {
+        int(index): values[batch.loss_mask & (batch.sequence_index == index)]
+        for batch, (values, _) in zip(
+            batches, compute_logprobs(model, batches, 1.0, groups), strict=False
+        )
+        for index in batch.sequence_index[batch.loss_mask].unique()
+    }
+
+
+def numbers_of(policy: Policy, groups: Groups, batches: Sequence[PackedBatch]) -> Numbers:
+    """Log-probabilities by sequence, boxes of the gradient, and its norm."""
+    logprobs = logprobs_of(policy, groups, batches)
+    accumulate(policy, groups, list(batches))
+    return logprobs, gradient_boxes(policy), gradient_norm(policy.optimizer)
+
+
+def check_logprobs(
+    ranks: Sequence[Numbers], expected: Sequence[Tensor], bound: float = 1e-5
+) -> None:
+    seen = [item for logprobs, _, _ in ranks for item in logprobs.items()]
+    assert {index for index, _ in seen} == set(range(len(expected)))
+    for index, values in seen:
+        torch.testing.assert_close(values.double(), expected[index], atol=bound, rtol=0)
+
+
+def check_gradients(
+    ranks: Sequence[Numbers], expected: dict[str, Tensor], bound: float = 1e-5
+) -> None:
+    norm = float(torch.cat([g.flatten() for g in expected.values()]).norm())
+    actual = {name: torch.full_like(g, torch.nan) for name, g in expected.items()}
+    for _, boxes, rank_norm in ranks:
+        assert rank_norm == pytest.approx(norm, rel=bound)
+        for name, box, values in boxes:
+            actual[name][box.slices] = values.double()
+    for name, gradient in expected.items():
+        error = (actual[name] - gradient).norm() / gradient.norm()
+        # The terms of this sum over tokens cancel: in float32 1.1e-5 was seen, on a CPU with AMX.
+        of_name = 2 * bound if name.endswith("router.bias") else bound
+        assert error < of_name, f"{name}: {error:.1e}"
+
+
+@dataclass(frozen=True)
+class OracleCase:
+    """A model, and the results of `transformers` for it in float64."""
+
+    folder: Path
+    logprobs: list[Tensor]
+    gradients: dict[str, Tensor]
+    """By the names of `hf_tensors`."""
+
+    @classmethod
+    def of(
+        cls, folder: Path, lengths: Lengths = LENGTHS, model: AutoModelForCausalLM | None = None
+    ) -> "OracleCase":
+        model = model or load_oracle(folder)
+        logprobs = sequence_logprobs(model, lengths)
+        stored = gradients_of(model, -LOSS_WEIGHT * torch.cat(logprobs).sum())
+        gradients = unstacked(stored, read_shape(folder))
+        return cls(folder, [each.detach() for each in logprobs], gradients)
+
+    def check(self, ranks: Sequence[Numbers], bound: float = 1e-5) -> None:
+        check_logprobs(ranks, self.logprobs, bound)
+        check_gradients(ranks, self.gradients, bound)
+
+
+def numbers_on_rank(
+    rank: int, folders: dict[str, Path], dims: ParallelDims, lengths: Lengths, *overrides: str
+) -> dict[str, Numbers]:
+    """For every model: log-probabilities by sequence, boxes of the gradient, and its norm."""
+    setup_device(rank)
+    groups = init_groups(dims)
+    share = pack_all(lengths, dims)[groups.coordinates.data :: dims.data]
+    return {
+        name: numbers_of(
+            build_policy(tiny_config(folder, dims, *overrides), read_shape(folder), groups),
+            groups,
+            share,
+        )
+        for name, folder in folders.items()
+    }
+
+
+def exact_numbers_on_rank(
+    rank: int, folders: dict[str, Path], lengths: Lengths
+) -> dict[str, Numbers]:
+    """As `numbers_on_rank`, unsharded and in a dtype that no run has."""
+    setup_device(rank)
+    dims = ParallelDims()
+    groups = init_groups(dims)
+    batches = pack_all(lengths, dims, dtype=torch.float64)
+    return {
+        name: exact_numbers_of(tiny_config(folder, dims), groups, batches)
+        for name, folder in folders.items()
+    }
+
+
+def exact_numbers_of(cfg: Config, groups: Groups, batches: Sequence[PackedBatch]) -> Numbers:
+    """`numbers_of` the model of `cfg` in float64, which has no optimizer."""
+    of_model = cfg.model.model_copy(update={"dtype": "float64"})
+    of_optimizer = cfg.optimizer.model_copy(update={"grad_reduce_in_fp32": False})
+    cfg = cfg.model_copy(update={"model": of_model, "optimizer": of_optimizer})
+    shape = trained_shape(cfg)
+    with in_float64():
+        model = build_model(cfg, shape, groups)
+        if shape.vision:  # torch leaves the block while a backward computes anything again
+            model.chunks[0].visual.gradient_checkpointing_disable()
+        add_gradients(model, cfg)
+        read_weights(cfg.model.path, shape, model.layout, model.parameters())
+        model.vision = vision_tower(cfg, shape, groups, unwrapped(model.chunks[0]))
+        batches = [*with_features(batches, model.vision)]
+        logprobs = logprobs_of(model, groups, batches)
+        add_gradient(model, groups, batches)
+    boxes = gradient_boxes(model)
+    return logprobs, boxes, float(torch.cat([each.flatten() for _, _, each in boxes]).norm())

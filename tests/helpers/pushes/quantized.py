@@ -1,0 +1,207 @@
+"""Pushes of quantised weights into vLLM workers, compared with what vLLM loads from an export.
+
+The ranks also export what they push as a quantised folder. To check a push, each worker lets vLLM
+load that folder into another worker of the same rank, and compares the two.
+"""
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from checkpoint_convert import read_shape
+from checkpoint_convert.vllm import EngineDims
+from helpers.engines.vllm_workers import WorkerClient, WorkerEngines, WorkerProcess, start_worker
+from helpers.oracle.policies import tiny_config
+from helpers.pushes.policies import flip_bits
+from helpers.pushes.workers import differing, padding_bytes
+from megatron_grpo.config.config import Config
+from megatron_grpo.engine_weights.checksums import pushed_sender, pushed_weights
+from megatron_grpo.engine_weights.protocol import ABSORBED, pushable_parameters
+from megatron_grpo.engines.vllm.args import quantizing_arguments
+from megatron_grpo.policy.export import export_model
+from megatron_grpo.policy.model import Policy, build_policy, weight_sender
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.weight_sync import WeightSync
+from parallel import ParallelDims
+from parallel.cpu_device import setup_device
+from parallel.groups import Groups, init_groups
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the kind of engine that it is pushed into, and how it is quantised."""
+
+    folder: Path
+    engine: EngineDims
+    quantization: str
+    ignored: str = ""
+    """Modules that are not, if there are any."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The report of one worker."""
+
+    loaded: list[str]
+    """Parameters that differed, before any push, from what vLLM loads from an export."""
+    differing: list[str]
+    """Those that differ after a push."""
+    bytes_received: int
+    share: float
+    """Bytes of 8-bit weights and their scales, as a part of those in bfloat16."""
+    bytes_held: int
+    """Of all parameters, without vLLM's padding."""
+    error: float
+    """Of a product by vLLM's layer, relative to the largest element of that by the weights."""
+
+
+def config_of(case: Case, dims: ParallelDims, client: WorkerClient) -> Config:
+    return tiny_config(
+        case.folder,
+        dims,
+        "model.dtype=bfloat16",
+        f"rollout.base_urls=[{', '.join(client.base_urls)}]",
+        f"rollout.tensor_parallel_size={case.engine.tensor}",
+        f"rollout.vllm.enable_expert_parallel={str(case.engine.expert_parallel).lower()}",
+        f"rollout.quantization={case.quantization}",
+        f"train.export_quantization={case.quantization}",
+        *([f"rollout.quantization_ignore=['{case.ignored}']"] if case.ignored else []),
+        "rollout.update_weights_bucket_megabytes=3",  # several buckets for each channel
+    )
+
+
+def push_quantized(
+    rank: int, dims: ParallelDims, case: Case, engines: WorkerEngines, folder: Path
+) -> list[list[Held]]:
+    """Push after an optimizer step; rank 0 has the reports of all workers."""
+    policy, groups, client, cfg = start(rank, dims, case, engines)
+    export_model(folder / "before", policy, cfg, groups)
+    step(policy)
+    with closing(start_sync(policy, groups, client, cfg)) as sync:
+        if rank == 0:
+            client.workers.call(begin_quantized, case, cfg)
+        sync.push(pushed_weights(policy, cfg, groups), 1, PhaseTimer(lambda name: None))
+        export_model(folder / "after", policy, cfg, groups)
+        dist.barrier()
+        return client.workers.call(compare_quantized, folder) if rank == 0 else []
+
+
+def failing_push(
+    rank: int, dims: ParallelDims, case: Case, engines: WorkerEngines, fault: str
+) -> str:
+    """The error of a push with a flipped bit in each buffer, or a wrong scale in each worker."""
+    flip_bits(10**6 if fault == "bit" else 0)
+    policy, groups, client, cfg = start(rank, dims, case, engines)
+    with closing(start_sync(policy, groups, client, cfg)) as sync:
+        if rank == 0:
+            client.workers.call(begin_quantized, case, cfg)
+            if fault == "scale":
+                client.workers.call(receive_wrong_scale)
+        try:
+            sync.push(pushed_weights(policy, cfg, groups), 1, PhaseTimer(lambda name: None))
+        except ConnectionError as failure:
+            return str(failure)
+    return ""
+
+
+def start(
+    rank: int, dims: ParallelDims, case: Case, engines: WorkerEngines
+) -> tuple[Policy, Groups, WorkerClient, Config]:
+    setup_device(rank)
+    client = WorkerClient(engines)
+    cfg, groups = config_of(case, dims, client), init_groups(dims)
+    return build_policy(cfg, read_shape(case.folder), groups), groups, client, cfg
+
+
+def start_sync(policy: Policy, groups: Groups, client: WorkerClient, cfg: Config) -> WeightSync:
+    sender = pushed_sender(policy, weight_sender(policy, groups), cfg, groups)
+    source: Any = client if groups.rank == 0 else None
+    return WeightSync(cfg, policy.shape, sender, torch.device("cpu"), 1, source)
+
+
+def step(policy: Policy) -> None:
+    """An optimizer step, by gradients that ranks with the same parameter agree on."""
+    policy.zero_grad()
+    for chunk in policy.chunks:
+        for name, parameter in chunk.named_parameters():
+            generator = torch.Generator().manual_seed(crc32(name.encode()))
+            parameter.main_grad.normal_(generator=generator)
+    assert policy.optimizer.step()[0]
+
+
+def begin_quantized(process: WorkerProcess, case: Case, cfg: Config) -> None:
+    arguments = quantizing_arguments(cfg.model, cfg.rollout, {})
+    process.case = case
+    process.worker = start_worker(
+        process.rank, case.folder, case.engine, cfg.model.dtype, **arguments
+    )
+    held = everything(process.worker.get_model())
+    process.before = {name: value.detach().clone() for name, value in held.items()}
+
+
+def everything(model: Any) -> dict[str, torch.Tensor]:
+    """A model's own parameters, and what vLLM makes of them."""
+    made = {name: value for name, value in model.named_parameters() if name.endswith(ABSORBED)}
+    return pushable_parameters(model) | made
+
+
+def compare_quantized(process: WorkerProcess, folder: Path) -> Held:
+    before, after = (
+        everything(
+            start_worker(
+                process.rank, folder / name, process.case.engine, "bfloat16", load_format="hf"
+            ).get_model()
+        )
+        for name in ("before", "after")
+    )
+    model = process.worker.get_model()
+    held, own = everything(model), pushable_parameters(model)
+    small = {name: value for name, value in own.items() if value.itemsize == 1}
+    scales = {n: v for n, v in own.items() if "_scale" in n}
+    changed = differing(held, before)
+    transfer = process.worker.push_worker
+    return Held(
+        loaded=differing(process.before, before),
+        differing=differing(held, after)
+        + [n for n in held if (n in small or n not in own) and n not in changed],
+        bytes_received=transfer._receiver.bytes_received,
+        share=sum(v.nbytes for v in (*small.values(), *scales.values()))
+        / sum(2 * v.numel() for v in small.values()),
+        bytes_held=sum(v.nbytes for v in own.values()) - padding_bytes(process.worker),
+        error=product_error(model, own),
+    )
+
+
+def product_error(model: Any, held: dict[str, torch.Tensor]) -> float:
+    ends = ("qkv_proj.weight", "q_b_proj.weight")
+    name = next(name for name in held if ".layers.1." in name and name.endswith(ends))
+    x = torch.randn(5, held[name].shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, _ = model.get_submodule(name.removesuffix(".weight"))(x)
+    [scales] = [value for other, value in held.items() if other.startswith(f"{name}_scale")]
+    rows, columns = (n // m for n, m in zip(held[name].shape, scales.shape, strict=True))
+    whole = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    expected = x.float() @ (held[name].float() * whole).T
+    if (bias := held.get(f"{name.removesuffix('weight')}bias")) is not None:
+        expected += bias.float()
+    return float((found.float() - expected).abs().max() / expected.abs().max())
+
+
+def receive_wrong_scale(process: WorkerProcess) -> None:
+    """From now on, a scale is another one after each push, before sums are made."""
+    transfer = process.worker.push_worker
+    of_state = transfer.state.mark_loaded
+
+    def wrong(sums: dict[str, int]) -> None:
+        from parallel.checksum import checksums
+
+        parameters = pushable_parameters(transfer.model)
+        name = next(n for n in parameters if "layers.1.mlp.down_proj.weight_scale" in n)
+        parameters[name].data[0, 0] *= 2
+        of_state(sums | checksums({name: parameters[name]}))
+
+    transfer.state.mark_loaded = wrong

@@ -1,0 +1,98 @@
+"""A single-rank trainer in the test's process, which pushes weights to engines and generates.
+
+It starts the engines itself or uses running ones; the test may do anything to them.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from checkpoint_convert import read_shape
+from helpers.engines.live import sampling_params, wait_until
+from helpers.engines.sampling import Completions, event_loop, generate
+from helpers.oracle.policies import tiny_config
+from helpers.pushes.policies import rollout_overrides
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.engines.server import EngineServers
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.weight_sync import WeightSync
+from parallel import Layout, ParallelDims, Sender
+
+
+class Trainer:
+    """Rank 0's servers, pool and client; pushes the weights in `folder`."""
+
+    def __init__(
+        self, folder: Path, servers: EngineServers, client: RolloutClient, sync: WeightSync
+    ) -> None:
+        self.servers, self.pool, self.client = servers, client.pool, client
+        self.version = 0
+        self._weights = load_file(folder / "model.safetensors")
+        self._sync = sync
+
+    def push(self) -> None:
+        """Push the weights, as a new version."""
+        self.version += 1
+        self.push_again()
+
+    def push_again(self) -> None:
+        self._sync.push(self._weights, self.version, PhaseTimer(lambda name: None))
+
+    def ask(self, prompts: Sequence[Prompt], **overrides: Any) -> Completions:
+        """The request for `generate`."""
+        return Completions(prompts, sampling_params(**{"policy_version": self.version} | overrides))
+
+    def generate(self, prompts: Sequence[Prompt], **overrides: Any) -> list[Sample]:
+        return generate(self.client, self.ask(prompts, **overrides))
+
+    def pid(self, url: str) -> int:
+        return self.servers.processes[url].process.pid
+
+
+@contextmanager
+def trainer(folder: Path, servers: EngineServers, rollout: RolloutConfig) -> Iterator[Trainer]:
+    """A trainer whose only rank holds all weights in `folder`."""
+    weights = load_file(folder / "model.safetensors")
+    layout = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
+    overrides = rollout_overrides(rollout, servers.base_urls)
+    is_first = not dist.is_initialized()  # a module's trainer may already run
+    if is_first:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        cfg = tiny_config(folder, ParallelDims(), *overrides)
+        sender = Sender(0, layout, dict.fromkeys(weights, range(1)))
+        client = RolloutClient(EnginePool(servers, rollout), rollout, event_loop())
+        sync = WeightSync(cfg, read_shape(folder), sender, torch.device("cpu"), 1, client)
+        with closing(sync):
+            yield Trainer(folder, servers, client, sync)
+    finally:
+        if is_first:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def as_soon_as(condition: Callable[[], Any], deed: Callable[[], None]) -> Iterator[None]:
+    """Run `deed` in a thread beside the block once `condition()` holds; it must hold in 60 s."""
+    came_true: list[bool] = []
+
+    def wait() -> None:
+        came_true.append(wait_until(condition, seconds=60, poll=0.005))
+        deed()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    assert came_true == [True]

@@ -1,0 +1,36 @@
+"""Modules that test ranks need, imported once in the process that the ranks are forked from.
+
+That process starts in this repository and does not have pytest's `pythonpath`.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+# Asking torch for GPUs initializes CUDA unless torch may ask NVML instead, and a process forked
+# after CUDA was initialized cannot use it.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
+# Kernels that are compiled for a GPU; else each rank would compile all of them in its own folder.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/kernels_of_tests")
+
+import torch
+
+from parallel.megatron_import import import_megatron
+
+import_megatron()
+sys.path[:0] = [str(Path(__file__).parents[2])]
+for module in (
+    *("megatron_grpo.train", "transformers", "datasets", "matplotlib.pyplot", "pytest"),
+    *(
+        f"helpers.{name}"
+        for name in ("models.tiny", "oracle.policies", "pushes.policies", "engines.live")
+    ),
+):
+    __import__(module)
+
+assert not torch.cuda.is_initialized(), (
+    "CUDA was initialized by an import, perhaps of Transformer Engine beside flash-attn: uninstall "
+    "flash-attn to run these tests"
+)

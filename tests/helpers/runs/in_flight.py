@@ -1,0 +1,167 @@
+"""Whole runs whose weights are pushed while completions are in progress, and what holds of them."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from demo.make_sums import sums
+from helpers.engines.live import TestEngine
+from helpers.runs.jobs import Job
+from helpers.runs.train import read_json_lines, read_metrics
+from megatron_grpo.checkpoints.experience_file import OPEN, READY, SAMPLES_FILE, TOKENS_FILE
+from megatron_grpo.checkpoints.folders import latest_step, step_folder
+from megatron_grpo.checkpoints.trainer_state import OpenGroups, read_record
+from megatron_grpo.engines.choice import CUT
+from megatron_grpo.rollout.replay import generation_folder
+
+NUM_STEPS, MAX_STALENESS, BATCH_SIZE, NUM_GENERATIONS = 10, 3, 16, 4
+
+Key = tuple[int, int]
+"""Row of the data and number of a sample; a run of fewer prompts than rows has each once."""
+
+
+@dataclass(frozen=True)
+class InFlightRuns:
+    """Starts runs on one rank, each in a folder of its own."""
+
+    folder: Path
+    model: Path
+    engine: TestEngine
+
+    def arguments(self, name: str) -> list[str]:
+        """What all of them say; later arguments replace these."""
+        return [
+            f"model.path={self.model}",
+            f"data.path={self.folder / 'sums.jsonl'}",
+            f"rollout.base_urls=[{self.engine.servers.base_urls[0]}]",
+            "rollout.in_flight_updates=true",
+            f"rollout.max_staleness={MAX_STALENESS}",
+            "rollout.max_completion_length=200",
+            f"grpo.generation_batch_size={BATCH_SIZE}",
+            f"grpo.num_generations={NUM_GENERATIONS}",
+            "grpo.rollout_importance_sampling_mode=token_truncate",
+            f"train.num_steps={NUM_STEPS}",
+            "train.save_interval=2",
+            *[f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")],
+            f"train.run_dir={self.folder / name}",
+        ]
+
+    def start(self, name: str, *arguments: str) -> Job:
+        return Job(
+            [*self.arguments(name), *arguments],
+            1,
+            self.folder / f"logs_{name}",
+            token=self.engine.servers.token,
+        )
+
+
+def make_in_flight_runs(model: Path, engine: TestEngine, folder: Path) -> InFlightRuns:
+    (folder / "sums.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in sums()), encoding="utf-8"
+    )
+    return InFlightRuns(folder, model, engine)
+
+
+def spans_of(row: dict) -> list[tuple[int, int]]:
+    """Version and number of tokens of each part of a completion in the log."""
+    return row.get("versions") or [(row["policy_version"], row["num_tokens"])]
+
+
+def check_run(
+    run_dir: Path, num_steps: int = NUM_STEPS, max_staleness: int = MAX_STALENESS
+) -> None:
+    """No token is too old, and every step has trained on a generation of its own, once."""
+    rows = read_json_lines(run_dir / "completions.jsonl")
+    each = Counter((row["step"], row["prompt_index"], row["sample_index"]) for row in rows)
+    assert set(each.values()) == {1} and len(each) == num_steps * BATCH_SIZE
+    for row in rows:
+        versions = [version for version, _ in spans_of(row)]
+        assert versions == sorted(set(versions))
+        assert 0 <= row["step"] - 1 - versions[0] <= max_staleness
+        assert sum(count for _, count in spans_of(row)) == row["num_tokens"]
+
+
+def newest_groups(run_dir: Path) -> OpenGroups:
+    """The groups that the newest checkpoint has beside its generations."""
+    newest = newest_folder(run_dir)
+    groups = read_record(newest, int(newest.name[5:])).state.groups
+    assert groups is not None
+    return groups
+
+
+def has_checkpoint(run_dir: Path) -> bool:
+    """Whether the run has saved one."""
+    return bool(latest_step(run_dir / "checkpoints"))
+
+
+def newest_folder(run_dir: Path) -> Path:
+    checkpoints = run_dir / "checkpoints"
+    return step_folder(checkpoints, latest_step(checkpoints))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a checkpoint has of a sample."""
+
+    token_ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    is_whole: bool
+
+    def is_in(self, whole: "Part") -> bool:
+        """Whether the sample has become `whole`: the same, or this and more."""
+        ids, count = self.token_ids, len(self.token_ids)
+        begins = (
+            whole.token_ids[:count] == ids
+            and whole.spans[: len(self.spans) - 1] == (self.spans[:-1])
+        )
+        return begins and (not self.is_whole or whole.token_ids == ids)
+
+
+def parts_in(folder: Path, prefix: str) -> dict[Key, Part]:
+    """The samples in files of `prefix`; none is there twice."""
+    file = folder / f"{prefix}{SAMPLES_FILE}"
+    if not file.exists():
+        return {}
+    rows, tensors = read_json_lines(file), load_file(folder / f"{prefix}{TOKENS_FILE}")
+    bounds = pairwise([0, *accumulate(tensors["lengths"].tolist())])
+    ids = tensors["completion_ids"].tolist()
+    found = {}
+    for row, (start, end) in zip(rows, bounds, strict=True):
+        spans = row["versions"] or [(row["policy_version"], end - start)]
+        part = Part(tuple(ids[start:end]), tuple(map(tuple, spans)), row["finish_reason"] != CUT)
+        assert found.setdefault((row["prompt"], row["sample_index"]), part) is part
+    return found
+
+
+def saved_parts(run_dir: Path) -> dict[Key, Part]:
+    """The samples of the newest checkpoint that no step has trained on; none is there twice."""
+    folder = newest_folder(run_dir)
+    found = parts_in(folder, OPEN)
+    for file in folder.glob(f"{READY}*{SAMPLES_FILE}"):
+        ready = parts_in(folder, file.name.removesuffix(SAMPLES_FILE))
+        assert not found.keys() & ready.keys()
+        found |= ready
+    return found
+
+
+def check_nothing_lost(run_dir: Path, saved: list[Mapping[Key, Part]], num_steps: int) -> None:
+    """Every sample that any of the checkpoints had was trained on or is there still; once.
+
+    The run has `train.save_generations`, and its checkpoints had `saved`.
+    """
+    made: dict[Key, Part] = {}
+    for generation in range(num_steps):
+        parts = parts_in(generation_folder(run_dir, generation), READY)
+        assert len(parts) == BATCH_SIZE and not made.keys() & parts.keys()
+        made |= parts
+    left = saved_parts(run_dir)
+    assert not made.keys() & left.keys()
+    for parts in saved:
+        lost = [key for key, part in parts.items() if not part.is_in((made | left)[key])]
+        assert not lost, lost
+    assert not sum(record.get("rollout/dropped_stale", 0) for record in read_metrics(run_dir))

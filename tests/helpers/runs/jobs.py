@@ -1,0 +1,273 @@
+"""Jobs of several ranks, started as `srun` would start them, for tests that break them.
+
+The ranks are forked from a process that has already imported torch and Megatron-Core, so a job
+starts in a second or two. Each is the real `megatron-grpo train` in its own process; a test may
+change a rank before it begins (`sabotage`), or signal it from outside.
+"""
+
+import json
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from demo.make_sums import sums as all_sums
+from helpers.engines.live import TestEngine
+from helpers.ranks.processes import CONTEXT
+from helpers.runs.train import (
+    RUN_MARK,
+    TINY_CONFIG,
+    marked_processes,
+    read_completions,
+    read_json_lines,
+)
+from megatron_grpo.config.file import load_config
+from megatron_grpo.engines.processes import reserve_port
+from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, OWN_LOGS_VARIABLE
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
+
+Sabotage = Callable[[int], None]
+"""Called in every rank with the rank's number, before training begins."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A finished job."""
+
+    exit_codes: list[int]
+    """One per rank; a negative code is the number of the signal that ended it."""
+    outputs: list[str]
+    """stdout and stderr of each rank."""
+    seconds: float
+    """From the call of `end` until all ranks and the processes they started have ended."""
+    survivors: list[str]
+    """Command lines of processes that the job started and that outlived it."""
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.outputs)
+
+
+class Job:
+    """A running job; leaving the `with` block ends all of its processes."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str | Path],
+        num_ranks: int,
+        log_dir: Path,
+        *,
+        config: Path = TINY_CONFIG,
+        token: str = "",
+        sabotage: Sabotage | None = None,
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self._reserved = reserve_port()  # rank 0 listens there only after seconds of imports
+        self.port: int = self._reserved.getsockname()[1]
+        self.logs = [log_dir / f"rank_{rank}_{self.mark[:6]}.log" for rank in range(num_ranks)]
+        self.ranks = []
+        for rank, log in enumerate(self.logs):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+                "GROUP_WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self.port),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                RUN_MARK: self.mark,
+                TOKEN_VARIABLE: token,
+                "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            }
+            command = ["train", str(config), *map(str, arguments)]
+            process = CONTEXT.Process(
+                target=_be_rank, args=(rank, command, environment, log, sabotage)
+            )
+            process.start()
+            self.ranks.append(process)
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.join()
+        for left in marked_processes(self.mark):
+            with suppress(ProcessLookupError):
+                left.kill()
+        self._reserved.close()
+
+    @property
+    def output(self) -> str:
+        """The output of the ranks so far."""
+        return "\n".join(log.read_text(encoding="utf-8") for log in self.logs if log.exists())
+
+    @property
+    def is_running(self) -> bool:
+        return any(process.is_alive() for process in self.ranks)
+
+    @property
+    def have_met(self) -> bool:
+        """Whether every rank has connected to the store of rank 0.
+
+        A rank keeps trying for an hour, since rank 0 may have much to check first. Until all have
+        connected, only the launcher can end a job that has lost a rank.
+        """
+        return all(_is_connected(process.pid, self.port) for process in self.ranks)
+
+    def signal(self, number: signal.Signals, *ranks: int) -> None:
+        """Send a signal to `ranks`, or to all."""
+        for rank in ranks or range(len(self.ranks)):
+            with suppress(ProcessLookupError):
+                os.kill(self.ranks[rank].pid, number)
+
+    def wait_for(self, condition: Callable[[], Any], seconds: float) -> None:
+        """Wait until `condition` holds, while the job runs."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.is_running, f"the job ended too early:\n{self.output}"
+            assert time.monotonic() < deadline, f"waited {seconds} s in vain:\n{self.output}"
+            time.sleep(0.01)
+
+    def end(self, seconds: float) -> Ended:
+        """Wait until all ranks and the processes that they started have ended.
+
+        Raises AssertionError if a rank still runs after `seconds`.
+        """
+        start = time.monotonic()
+        for rank, process in enumerate(self.ranks):
+            process.join(max(0.0, start + seconds - time.monotonic()))
+            assert process.exitcode is not None, (
+                f"rank {rank} still runs after {seconds} s:\n{self.output}"
+            )
+        while marked_processes(self.mark) and time.monotonic() < start + seconds:
+            time.sleep(0.05)
+        took = time.monotonic() - start
+        left = [" ".join(process.cmdline()) for process in marked_processes(self.mark)]
+        codes = [process.exitcode for process in self.ranks]
+        return Ended(codes, [log.read_text(encoding="utf-8") for log in self.logs], took, left)
+
+
+def _is_connected(pid: int, port: int) -> bool:
+    with suppress(psutil.Error):  # it has ended
+        return any(c.raddr and c.raddr.port == port for c in psutil.Process(pid).net_connections())
+    return False
+
+
+def _be_rank(
+    rank: int,
+    command: list[str],
+    environment: Mapping[str, str],
+    log: Path,
+    sabotage: Sabotage | None,
+) -> None:
+    import sys
+
+    import torch
+
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    # A fork has the server's buffers. Line-buffered, so that the file is complete if a rank dies.
+    sys.stdout, sys.stderr = (
+        os.fdopen(fd, "w", buffering=1, closefd=False, encoding="utf-8") for fd in (1, 2)
+    )
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "SLURM_"))]:
+        del os.environ[name]
+    os.environ |= dict(environment)
+    os.environ[OWN_LOGS_VARIABLE] = "1"
+    os.environ[LAUNCHER_VARIABLE] = str(os.getppid())  # skips the preflight
+    torch.set_num_threads(1)
+    sys.argv = ["megatron-grpo", *command]
+    from megatron_grpo import cli
+
+    if sabotage is not None:
+        sabotage(rank)
+    cli.main()
+
+
+# Runs of one tiny config on four ranks, and the result that they must reach despite any fault.
+
+NUM_RANKS = 4
+NUM_STEPS = 6
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Starts runs of one config, each in its own folder."""
+
+    arguments: list[str]
+    engine: TestEngine
+    folder: Path
+
+    def start(self, run_dir: Path, *arguments: str, sabotage: Sabotage | None = None) -> Job:
+        return Job(
+            [*self.arguments, f"train.run_dir={run_dir}", *arguments],
+            NUM_RANKS,
+            run_dir.parent / f"{run_dir.name}_logs",
+            token=self.engine.servers.token,
+            sabotage=sabotage,
+        )
+
+    def finish(self, run_dir: Path, *arguments: str) -> Ended:
+        with self.start(run_dir, *arguments) as job:
+            return job.end(120)
+
+
+def make_runs(model: Path, engine: TestEngine, folder: Path) -> Runs:
+    """Three generations of two optimizer steps each, with a checkpoint after each."""
+    data = folder / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()), encoding="utf-8")
+    arguments = [
+        f"model.path={model}",
+        f"data.path={data}",
+        f"rollout.base_urls=[{engine.servers.base_urls[0]}]",
+        f"train.num_steps={NUM_STEPS}",
+        "train.save_interval=1",
+        "grpo.steps_per_generation=2",
+        "parallel.tensor_parallel_size=2",
+        "parallel.pipeline_parallel_size=2",
+        "parallel.context_parallel_size=1",
+    ]
+    if engine.rollout.engine == "sglang":
+        arguments += ["rollout.engine=sglang", f"rollout.python={engine.rollout.python}"]
+    return Runs(arguments, engine, folder)
+
+
+def assert_same_run(run_dir: Path, undisturbed: Path) -> None:
+    """Assert bitwise equal weights, samples, rewards and losses.
+
+    SGLang has no seeds on CPUs: with it, that every step has the same prompts.
+    """
+    if load_config(run_dir / "config.yaml").rollout.engine == "sglang":
+        ours, theirs = (
+            [(row["step"], row["prompt"]) for row in read_completions(d)]
+            for d in (run_dir, undisturbed)
+        )
+        assert ours == theirs
+        return
+    (name,) = (path.name for path in (undisturbed / "hf").glob("*model.safetensors"))
+    assert (run_dir / "hf" / name).read_bytes() == (undisturbed / "hf" / name).read_bytes(), name
+    assert read_completions(run_dir) == read_completions(undisturbed)
+    ours, theirs = (read_json_lines(d / "metrics.jsonl") for d in (run_dir, undisturbed))
+    for key in ("step", "loss", "grad_norm", "kl", "reward", "lr"):
+        assert [record[key] for record in ours] == [record[key] for record in theirs], key
+
+
+def assert_resumes(runs: Runs, run_dir: Path, undisturbed: Path) -> None:
+    ended = runs.finish(run_dir)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert ended.survivors == []
+    assert_same_run(run_dir, undisturbed)
