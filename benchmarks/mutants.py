@@ -1,169 +1,46 @@
 """How many faults of one operator the tests of a module alone find, in modules of pure functions.
 
-    make mutants [ARGS="--number 120 --seed 0 --modules parallel/tiles.py megatron_grpo/..."]
+    make mutants [ARGS="--number 120 --seed 0 --by-test --modules parallel/tiles.py ..."]
 
 Operators of comparison, arithmetic and logic, and the indices 0 and 1, are exchanged one at a time,
 in a copy of the checkout: at most so many of them, drawn with the seed. A mutant is killed if the
 tests of its module fail, or take four times as long as without it. Prints the survivors: each is a
 hole in the tests, or changes nothing that anybody can see.
 
-The tests run in processes forked from this one, which has imported the libraries: that alone takes
-longer than most of these tests.
+The tests run in processes forked from this one, which imports every library that they have used
+without a fault: that alone takes longer than most of these tests.
+
+`--by-test` runs all tests on each mutant, not only up to the first that fails, and prints how many
+mutants each test kills, and how many no other test does: one of 0 and 0 asserts nothing about
+operators, one of 9 and 0 repeats others.
 """
 
 import argparse
 import ast
 import importlib
+import json
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
-NAMES = {
-    "checkpoint_convert": {
-        "hf_config": "hf_config",
-    },
-    "megatron_grpo/agents": {
-        "actors": "actors",
-        "anthropic_api": "chat",
-        "chat": "chat",
-        "partners": "partners",
-        "token_tree": "token_tree",
-        "tools": "tools",
-        "turns": "turns",
-    },
-    "megatron_grpo/algorithm": {
-        "advantages": "advantages",
-        "kl": "kl",
-        "loss": "loss",
-        "objectives": "objectives loss",
-    },
-    "megatron_grpo/batch": {
-        "branches": "branches",
-    },
-    "megatron_grpo/config": {
-        "checks": "config sources",
-        "conflicts": "conflicts",
-    },
-    "megatron_grpo/data": {
-        "encoding": "prompts",
-        "messages": "messages",
-        "prompts": "prompts",
-        "rows": "prompts",
-        "samples": "samples",
-        "stream": "stream prompts",
-    },
-    "megatron_grpo/doctor": {
-        "gpus": "gpus",
-        "host": "host",
-        "packages": "packages",
-    },
-    "megatron_grpo/engine_weights": {
-        "layouts": "layouts",
-        "protocol": "protocol",
-    },
-    "megatron_grpo/engines": {
-        "access": "access",
-        "arguments": "vllm_args sglang_args",
-        "choice": "engine request group",
-        "client": "router",
-        "engine": "engine http",
-        "engine_queue": "router engine",
-        "group": "group",
-        "http": "http",
-        "joining": "joining",
-        "pool": "joining router",
-        "request": "request group",
-        "reward_models": "reward_models",
-        "router": "router",
-        "server": "server",
-        "sglang/args": "sglang_args",
-        "spec_decode_metrics": "drafts",
-        "support": "drafts sglang_args",
-        "vllm/args": "vllm_args",
-    },
-    "megatron_grpo/evaluation": {
-        "evaluation": "evaluation",
-    },
-    "megatron_grpo/launch": {
-        "launch": "launch files",
-        "placement": "launch",
-        "run_dir": "run_dir",
-    },
-    "megatron_grpo/planning": {
-        "job_plan": "command advice",
-        "simulation": "simulation",
-        "state": "state",
-        "step_time": "step_time",
-    },
-    "megatron_grpo/reporting": {
-        "completions": "completions",
-        "metrics": "metrics runlog",
-        "progress": "progress",
-        "report": "report",
-        "rows": "rows",
-        "runlog": "symptoms runlog",
-        "tracking": "tracking",
-    },
-    "megatron_grpo/rewards": {
-        "builtin": "functions",
-        "by_source": "by_source references",
-        "functions": "functions",
-        "judge": "judge",
-        "math": "functions references",
-        "reward_model": "reward_model",
-        "scoring": "scoring reward_model",
-    },
-    "megatron_grpo/rollout": {
-        "generation": "generation runner",
-        "group_queue": "group_queue",
-        "replay": "replay",
-        "runner": "runner resumption",
-        "saved_groups": "runner resumption",
-        "schedule": "runner resumption",
-        "scorer": "scorer runner",
-        "services": "services",
-    },
-    "megatron_grpo/viewer": {
-        "server": "server",
-    },
-    "megatron_grpo/watchdog": {
-        "connections": "server",
-        "job": "job",
-        "stacks": "job",
-    },
-    "megatron_grpo/workers": {
-        "proxies": "proxies",
-    },
-    "parallel": {
-        "alignment": "packing shared_prefix",
-        "layout": "layout",
-        "logit_tiles": "logprobs",
-        "logprobs": "logprobs",
-        "packing": "packing",
-        "rank_part": "rank_part packing logprobs",
-        "reshard": "reshard",
-        "sequences": "sequences",
-        "shared_prefix": "shared_prefix",
-        "sparse_attention": "sparse_attention",
-        "tiles": "tiles",
-    },
-}
-"""By folder: modules that need no engine, and the names of their tests in its folder of tests/."""
 TESTS = {
     f"{folder}/{module}.py": [f"{folder}/test_{name}.py" for name in names.split()]
-    for folder, modules in NAMES.items()
+    for folder, modules in yaml.safe_load((ROOT / "benchmarks/mutants.yaml").read_text()).items()
     for module, names in modules.items()
 }
 """Modules, and files of tests below tests/."""
@@ -194,7 +71,7 @@ SLOWER = 4
 ENGINES = {"engine", "live_engine", "pair", "reference_engine", "shared_engine"}
 """Fixtures that start one."""
 LIBRARIES = ["hypothesis", "megatron.core", "torch", "transformers"]
-"""Imported once, for the processes of all tests."""
+"""Imported first; all others when the tests of a module have used them."""
 
 
 @dataclass(frozen=True)
@@ -216,26 +93,40 @@ def main() -> None:
     )
     parser.add_argument("--number", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--by-test", action="store_true", help="which tests kill how many")
     parser.add_argument("--modules", nargs="+", choices=TESTS, default=[*TESTS], metavar="FILE")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in LIBRARIES:
         importlib.import_module(name)
     mutants = [mutant for module in options.modules for mutant in mutants_of(module)]
-    number = min(options.number, len(mutants))
-    chosen = random.Random(options.seed).sample(mutants, number)
+    chosen = random.Random(options.seed).sample(mutants, min(options.number, len(mutants)))
     chosen.sort(key=lambda mutant: (mutant.module, mutant.line))
+    killers = []
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_of_checkout(Path(folder))
-        limits = {module: SLOWER * unchanged_seconds(copy, module) for module in options.modules}
-        alive = 0
+        limits, tests = {}, set()
+        for module in sorted({mutant.module for mutant in chosen}):
+            seconds, functions = unchanged(copy, module)
+            limits[module] = SLOWER * seconds
+            tests |= {*functions}
         for number, mutant in enumerate(chosen, 1):
             print(f"\r{number}/{len(chosen)}", end="", file=sys.stderr, flush=True)
-            if survives(copy, mutant, limits[mutant.module]):
-                alive += 1
+            killers.append(killed_by(copy, mutant, limits[mutant.module], options.by_test))
+            if not killers[-1]:
                 place = f"{mutant.module}:{mutant.line}"
                 print(f"\r{place}: {mutant.before} lives as {mutant.after}", flush=True)
-    print(f"\r{len(chosen) - alive} of {len(chosen)} killed (seed {options.seed})")
+    if options.by_test:
+        print_by_test(tests, killers)
+    print(f"\r{sum(map(bool, killers))} of {len(chosen)} killed (seed {options.seed})")
+
+
+def print_by_test(tests: set[str], killers: list[set[str]]) -> None:
+    """Per test: mutants that it kills, and mutants that no other test kills."""
+    total = Counter(test for tests in killers for test in tests)
+    alone = Counter(test for tests in killers if len(tests) == 1 for test in tests)
+    for test in sorted(tests | {*total}):
+        print(f"\r{total[test]:4} {alone[test]:4} {test}")
 
 
 def mutants_of(module: str) -> Iterator[Mutant]:
@@ -302,33 +193,44 @@ def copy_of_checkout(folder: Path) -> Path:
     return folder
 
 
-def unchanged_seconds(copy: Path, module: str) -> float:
-    """How long the tests of a module take without a fault, at least a second."""
-    start = time.monotonic()
-    if code := run_tests(copy, module, 600):
-        raise SystemExit(f"the tests of {module} fail without a fault: exit code {code}")
-    return max(1.0, time.monotonic() - start)
+def unchanged(copy: Path, module: str) -> tuple[float, list[str]]:
+    """How long its tests take without a fault, at least a second, and their functions."""
+    for _ in range(2):  # the first imports
+        start = time.monotonic()
+        ended, report = run_tests(copy, module, 600, every=False)
+        if ended:
+            raise SystemExit(f"the tests of {module} fail without a fault: exit code {ended}")
+        for name in report["libraries"]:
+            with suppress(ImportError):  # of a stand-in that a test has made
+                importlib.import_module(name)
+    return max(1.0, time.monotonic() - start), report["tests"]
 
 
-def survives(copy: Path, mutant: Mutant, limit: float) -> bool:
-    """Whether the tests of its module pass with the mutant in place."""
+def killed_by(copy: Path, mutant: Mutant, limit: float, every: bool) -> set[str]:
+    """Functions of tests that fail with the mutant in place: the first, or `every`; empty if it
+    survives."""
     file = copy / mutant.module
     original = file.read_text(encoding="utf-8")
     file.write_text(mutant.source, encoding="utf-8")
     try:
-        return run_tests(copy, mutant.module, limit) == 0
+        ended, report = run_tests(copy, mutant.module, limit, every)
     finally:
         file.write_text(original, encoding="utf-8")
+    return {*report["failed"]} or ({"(all: not imported, or ended)"} if ended else set())
 
 
-def run_tests(copy: Path, module: str, limit: float) -> int:
-    """Exit code of pytest, or the negative number of the signal that ended it; -1 after `limit`
-    seconds."""
+def run_tests(
+    copy: Path, module: str, limit: float, every: bool
+) -> tuple[int, dict[str, list[str]]]:
+    """Exit code of pytest, or the negative number of the signal that ended it, -1 after `limit`
+    seconds; and what `Report` has written."""
     tests = [f"tests/{name}" for name in TESTS[module]]
+    written = copy / "report.json"
+    written.unlink(missing_ok=True)
     if not (pid := os.fork()):
         try:
             os.setsid()
-            run_pytest(copy, tests)
+            run_pytest(copy, tests, written, every)
         finally:
             os._exit(1)  # nothing of the parent process happens twice
     end = time.monotonic() + limit
@@ -336,23 +238,51 @@ def run_tests(copy: Path, module: str, limit: float) -> int:
         time.sleep(0.05)
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # ranks would outlive a test that is killed
-    if not ended[0]:
-        os.waitpid(pid, 0)
-        return -1
-    return os.waitstatus_to_exitcode(ended[1])
+    code = os.waitstatus_to_exitcode(ended[1] if ended[0] else os.waitpid(pid, 0)[1])
+    report = json.loads(written.read_text()) if written.exists() else {"failed": []}
+    return code if ended[0] else -1, report
 
 
-def run_pytest(copy: Path, tests: list[str]) -> None:
+def run_pytest(copy: Path, tests: list[str], written: Path, every: bool) -> None:
     """Run these in the copy, silently, and end this process."""
     os.chdir(copy)
     os.environ["PYTHONPATH"] = str(copy)
     sys.path[0] = str(copy)  # before the checkout
-    sys.dont_write_bytecode = True
+    # Bytecode of a mutant must not outlive it; pytest's of tests, written at first, is worth a lot.
+    sys.dont_write_bytecode = bool(list((copy / tests[0]).parent.glob("__pycache__/*")))
     silence = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(silence, descriptor)
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not long"]
-    os._exit(pytest.main([*options, *tests], plugins=[WithoutEngines()]))
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not long", *["-x"][every:]]
+    os._exit(pytest.main([*options, *tests], plugins=[WithoutEngines(), Report(written)]))
+
+
+class Report:
+    """Writes which functions of tests ran, which failed, and what libraries are imported then."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._tests: set[str] = set()
+        self._failed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the function's name."""
+        function = report.nodeid.partition("[")[0]
+        self._tests.add(function)
+        if report.failed:
+            self._failed.add(function)
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the file."""
+        folder = sysconfig.get_path("purelib")
+        libraries = [
+            name
+            for name, module in [*sys.modules.items()]
+            if str(getattr(module, "__file__", None)).startswith(folder)
+        ]
+        tests, failed = sorted(self._tests), sorted(self._failed)
+        report = {"tests": tests, "failed": failed, "libraries": libraries}
+        self._file.write_text(json.dumps(report), encoding="utf-8")
 
 
 class WithoutEngines:
