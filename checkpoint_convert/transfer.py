@@ -15,7 +15,7 @@ from math import isfinite, prod
 from multiprocessing import get_context
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +41,6 @@ from checkpoint_convert.quantized.places import QuantizedPlace
 from checkpoint_convert.weights import Progress, RowCache, ShardLoader, Weights, in_groups
 from parallel import Box, Layout, Shape, ShardMapping
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 Advance = Callable[[int], None]
 """Called with the total number of bytes done so far."""
 POLL_SECONDS = 0.2
@@ -62,7 +60,7 @@ def add_bytes(count: int) -> None:
             _num_bytes.value += count
 
 
-def run_tasks(
+def run_tasks[Item, Result](
     task: Callable[[Item], Result],
     items: Sequence[Item],
     num_workers: int,

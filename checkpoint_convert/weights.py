@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -47,7 +46,6 @@ _TENSOR_SIZES = range(1, 65)
 
 Progress = Callable[[int, int], None]
 """Called from time to time with (bytes done, total bytes)."""
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ def _trained_mtp_keys(path: Path, shape: ModelShape) -> Collection[str]:
     return keys if keys <= read_chunks(path, keys=keys.__contains__).shapes.keys() else ()
 
 
-def in_groups(
+def in_groups[Item](
     items: Iterable[Item], size_of: Callable[[Item], int], max_size: int
 ) -> Iterator[list[Item]]:
     """The items, in order, in groups of at most `max_size`, or of one larger item."""

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -29,7 +28,6 @@ PATIENCE_SECONDS = 5.0
 LINE_SECONDS = 30.0
 """Interval between the lines about a wait if there is no bar."""
 
-T = TypeVar("T")
 
 Show = Callable[[int, int], None]
 """Called from time to time with (how much is done, how much there is in all)."""
@@ -63,7 +61,7 @@ def progress_bar(
     )
 
 
-def tracked(items: Sequence[T], what: str) -> Iterable[T]:
+def tracked[T](items: Sequence[T], what: str) -> Iterable[T]:
     """The `items`, with a bar on stderr while they are gone through, if that is a terminal."""
     console = Console(stderr=True)
     return track(items, what, console=console, transient=True, disable=not console.is_terminal)

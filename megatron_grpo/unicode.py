@@ -1,11 +1,9 @@
 """Text that can be encoded: JSON, file names and users' code may give half of a surrogate pair."""
 
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
-def as_unicode(value: T) -> T:
+def as_unicode[T](value: T) -> T:
     """A text, or all texts in lists and dicts, with `?` for each half of a surrogate pair.
 
     UTF-8 has no form for such a half: encoders, tokenizers and files raise.

@@ -14,13 +14,11 @@ import time
 from collections.abc import Coroutine
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 TICK = 0.5
 MOST = 2 * TICK
 """A gap between two looks counts as at most so much: on a busy machine a thread may be late."""
-
-T = TypeVar("T")
 
 
 class RunningClock:
@@ -103,7 +101,7 @@ class RunningLoop(asyncio.SelectorEventLoop):
         return running_time()
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
+def run[T](coroutine: Coroutine[Any, Any, T]) -> T:
     """As `asyncio.run`, in a `RunningLoop`."""
     with asyncio.Runner(loop_factory=RunningLoop) as runner:
         return runner.run(coroutine)
@@ -118,7 +116,7 @@ def wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> int | None
     return process.returncode
 
 
-def result_within(future: Future[T], seconds: float) -> T:
+def result_within[T](future: Future[T], seconds: float) -> T:
     """The result of `future`; raises TimeoutError if it is not done within `seconds`."""
     deadline = running_time() + seconds
     while not future.done() and (left := deadline - running_time()) > 0:

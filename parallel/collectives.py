@@ -6,7 +6,6 @@ collective is busy.
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,12 +13,8 @@ from torch import Tensor
 
 MAX_TEXT_BYTES = 4096
 
-E = TypeVar("E", bound=Exception)
-Z = TypeVar("Z")
-T = TypeVar("T")
 
-
-def first_failure(action: Callable[[], None], kind: type[E]) -> E | None:
+def first_failure[E: Exception](action: Callable[[], None], kind: type[E]) -> E | None:
     """Run `action`; returns on all ranks the error of type `kind` of the first rank that raised it.
 
     The error has the original's text and, for an OSError, its `errno`. None if no rank raised one.
@@ -46,14 +41,14 @@ def first_failure(action: Callable[[], None], kind: type[E]) -> E | None:
     return failure
 
 
-def raise_first_failure(action: Callable[[], None], kind: type[E]) -> None:
+def raise_first_failure[E: Exception](action: Callable[[], None], kind: type[E]) -> None:
     """Run `action`, and raise the error of `first_failure`, if any, on all ranks."""
     failure = first_failure(action, kind)
     if failure is not None:
         raise failure
 
 
-def on_rank_0(
+def on_rank_0[Z, T](
     zero: Z | None, call: Callable[[Z], T], raises: tuple[type[Exception], ...]
 ) -> T | None:
     """Return what `call(zero)` returns on rank 0, which alone has `zero`; None on the other ranks.

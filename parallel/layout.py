@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from operator import add
-from typing import TypeVar
 
 Shape = tuple[int, ...]
 
@@ -250,19 +249,14 @@ def overlaps(
             yield number, have, want, box
 
 
-K = TypeVar("K", bound=Hashable)
-H = TypeVar("H")
-W = TypeVar("W")
-
-
-def _grouped(items: Iterable[tuple[K, H]]) -> dict[K, list[H]]:
+def _grouped[K: Hashable, H](items: Iterable[tuple[K, H]]) -> dict[K, list[H]]:
     groups: dict[K, list[H]] = defaultdict(list)
     for key, item in items:
         groups[key].append(item)
     return groups
 
 
-def _overlaps(
+def _overlaps[H, W](
     owned: Sequence[tuple[Box, H]], wanted: Sequence[tuple[Box, W]], dim: int = 0
 ) -> Iterator[tuple[H, W, Box]]:
     """All pairs whose boxes of one tensor overlap, with the box that they share.

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from os.path import isfile  # false also for names that no file can have
 from pathlib import Path
-from typing import TypeVar
 
 from checkpoint_convert.folder import check_folder, read_json
 from checkpoint_convert.formats.safetensors_file import (
@@ -19,8 +18,6 @@ BIN_INDEX_FILE = "pytorch_model.bin.index.json"
 HEAD = "lm_head.weight"
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin")
 """How the names of `.bin` files end that vLLM and SGLang do not read."""
-
-T = TypeVar("T")
 
 
 def located(
@@ -52,11 +49,11 @@ def _read_places(path: Path) -> dict[str, TensorPlace]:
     return read_places(path)
 
 
-def _chosen(found: dict[str, T], is_wanted: Callable[[str], bool] | None) -> dict[str, T]:
+def _chosen[T](found: dict[str, T], is_wanted: Callable[[str], bool] | None) -> dict[str, T]:
     return {name: each for name, each in found.items() if is_wanted is None or is_wanted(name)}
 
 
-def _renamed(found: dict[str, T], rename: Callable[[str], str]) -> dict[str, T]:
+def _renamed[T](found: dict[str, T], rename: Callable[[str], str]) -> dict[str, T]:
     return {rename(name): each for name, each in found.items()}
 
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -23,8 +22,6 @@ from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.reference import Reference
 from parallel import ParallelDims
 from parallel.collectives import first_failure, raise_first_failure
-
-T = TypeVar("T")
 
 
 def steps_done(folder: Path) -> int:
@@ -89,7 +86,7 @@ def load_start(init_from: Path, policy: Policy) -> None:
         print(f"starting from the weights and moments in {checkpoint}")
 
 
-def _from_rank_0(find: Callable[[], T]) -> T:
+def _from_rank_0[T](find: Callable[[], T]) -> T:
     """Broadcast rank 0's result of `find`; raises its ValueError on all ranks. Collective."""
     found: list[T] = []
     raise_first_failure(lambda: found.append(find()) if dist.get_rank() == 0 else None, ValueError)

@@ -5,7 +5,7 @@ import reprlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -26,8 +26,6 @@ IMAGE_MARK = "<image>"
 """Placeholder of an image in the text of many data sets."""
 Chat = str | list[dict[str, Any]]
 """A text that is used as it is, or messages for the chat template."""
-T = TypeVar("T")
-U = TypeVar("U")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,7 @@ def _check_variables(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> 
             )
 
 
-def _map_valid(
+def _map_valid[T, U](
     items: Sequence[T | Fault], function: Callable[[list[T]], Sequence[U | Fault]]
 ) -> list[U | Fault]:
     """Apply `function` to all valid items at once; faults stay in place."""

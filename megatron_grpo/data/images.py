@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.families.multimodal import WITH_IMAGES
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from parallel.images import PromptImages
 
-T = TypeVar("T")
 
 LIMITS = {
     "vllm": ("limit_mm_per_prompt", {"video": 0}),
@@ -253,8 +252,8 @@ class PromptSources:
         return self.reader.read(self)
 
 
-def read_images(
-    prompts: Iterable[PromptSources | None], made_of: "Callable[[PromptImages], T]"
+def read_images[T](
+    prompts: Iterable[PromptSources | None], made_of: Callable[["PromptImages"], T]
 ) -> dict[PromptSources | None, T]:
     """Map the sources of each prompt to `made_of` its images; equal ones are read once, in at most
     8 threads: decoding, resizing and hashing let others run."""

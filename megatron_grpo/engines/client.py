@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from checkpoint_convert.vllm import EngineReport
 from megatron_grpo.config.lora import LoraConfig
@@ -23,8 +23,6 @@ from megatron_grpo.workers.tasks import gather_all, run_with
 from parallel.clock import running_time
 
 POLL_SECONDS = 0.1
-
-T = TypeVar("T")
 
 
 class RolloutClient:
@@ -188,7 +186,7 @@ class RolloutClient:
         self._on_all(Engine.serve_loaded)
         self.pool.finish_push(self._chain)
 
-    def _on_all(
+    def _on_all[T](
         self,
         action: Callable[[Engine], Coroutine[Any, Any, T]],
         is_sending: Callable[[], bool] = lambda: False,

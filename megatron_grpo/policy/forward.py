@@ -4,7 +4,7 @@ The schedules are Megatron-Core's.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,8 @@ from parallel.groups import Groups
 from parallel.logprobs import ChosenTokens, chosen_logprobs
 from parallel.packing import PackedBatch
 
-T = TypeVar("T")
 
-
-def run_schedule(
+def run_schedule[T](
     model: Model,
     groups: Groups,
     batches: Sequence[PackedBatch],

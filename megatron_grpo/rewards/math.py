@@ -4,14 +4,13 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from latex2sympy2_extended.math_normalization import extract_boxed_content
 from math_verify import parse, verify
 
 from parallel.clock import running_time, stopped_time
 
-T = TypeVar("T")
 # Per expression. math-verify enforces it by SIGALRM, which works only in the main thread, where the
 # reward worker calls functions.
 TIMEOUT_SECONDS = 1
@@ -98,7 +97,7 @@ def _reference(answer: str) -> list[Any]:
     raise ValueError(f"no mathematical answer in the reference {answer!r}")
 
 
-def _undisturbed(call: Callable[[], T]) -> T:
+def _undisturbed[T](call: Callable[[], T]) -> T:
     """The result of `call`, which has a time-out of the kernel: the second, if stopped in it."""
     stopped, result = stopped_time(), call()
     return call() if stopped_time() > stopped else result

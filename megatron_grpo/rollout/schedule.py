@@ -12,7 +12,6 @@ the training on the K-th generation before began.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
 
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
@@ -23,14 +22,11 @@ from megatron_grpo.rollout.saved_groups import may_be_saved
 from megatron_grpo.timing import PhaseTimer
 from parallel.collectives import on_rank_0
 
-Z = TypeVar("Z")
-T = TypeVar("T")
-
 STOPS = (Preempted, NoServingEngine, RolloutAborted)
 """Errors of rank 0 that all ranks raise together."""
 
 
-def ask_engines(zero: Z | None, ask: Callable[[Z], T], push: Callable[[], None]) -> T | None:
+def ask_engines[Z, T](zero: Z | None, ask: Callable[[Z], T], push: Callable[[], None]) -> T | None:
     """Return what `ask(zero)` returns on rank 0, which alone has `zero`, and None on the others.
 
     If no engine serves any more, all ranks `push` the current weights, which waits for one to come

@@ -7,11 +7,9 @@ The thread that trains calls it by `call` and waits; coroutines never block it, 
 import asyncio
 from collections.abc import Callable, Coroutine
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 from parallel.clock import RunningLoop
-
-T = TypeVar("T")
 
 
 class EventLoop:
@@ -22,7 +20,7 @@ class EventLoop:
         self._thread = Thread(target=self._loop.run_forever, name="event loop", daemon=True)
         self._thread.start()
 
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def call[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run `coroutine`, and wait for what it returns or raises; not from the loop's own thread.
 
         Example: `loop.call(router.resume(3))`

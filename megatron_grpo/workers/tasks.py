@@ -4,9 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn, TypeVar
-
-T = TypeVar("T")
+from typing import Any, NoReturn
 
 
 @asynccontextmanager
@@ -19,7 +17,7 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         raise failures.exceptions[0] from None
 
 
-async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_all[T](coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all; the first failure cancels the others, and is raised when they have ended."""
     async with task_group() as group:
         tasks = [group.create_task(coroutine) for coroutine in coroutines]

@@ -14,14 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from parallel.clock import running_time, stopped_time
-
-T = TypeVar("T")
 
 NUM_SLOTS = 2
 """Number of buffers of a channel."""
@@ -113,7 +111,7 @@ class ChannelSet:
 
         return self.run_all([partial(add, call) for call in calls])
 
-    def run_all(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+    def run_all[T](self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run each of `jobs` in its own thread; returns their results.
 
         When one fails, aborts the others, closes all channels, and raises the first error.

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import torch
@@ -24,8 +24,6 @@ from parallel.clock import running_time
 from parallel.layout import Box
 from parallel.weight_transfer.channels import ChannelError
 from parallel.weight_transfer.streams import ALIGNMENT
-
-T = TypeVar("T")
 
 POLL_SECONDS = 0.1
 """Interval of polling the store, whose own wait cannot be interrupted by a failure elsewhere."""
@@ -94,7 +92,7 @@ class Rendezvous:
     def _texts(self, keys: list[str]) -> list[str]:
         return [text.decode() for text in self._ask(self._store.multi_get, keys)]
 
-    def _ask(self, call: Callable[..., T], *arguments: Any) -> T:
+    def _ask[T](self, call: Callable[..., T], *arguments: Any) -> T:
         try:
             return call(*arguments)
         except DistError:
