@@ -160,9 +160,9 @@ def _preflight(cfg: Config, token: str | None, starts_here: bool = True) -> tupl
 def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check that CONFIG can start, without starting it.
 
-    Runs the checks of train: of model, layout, and an earlier run in train.run_dir. It encodes all
-    rows, which takes minutes for a large data set, calls the reward functions and starts the agent
-    for the first, and prints its prompt. It needs no GPU. Exit code 2 is for a mistake.
+    Checks model, layout, data, rewards and an earlier run in train.run_dir, as train does; needs no
+    GPU. Encodes every row (minutes for a large data set), prints the first prompt, calls the reward
+    functions on it and starts its agent. Exit code 2 after a mistake.
 
     \b
     Example:

@@ -41,7 +41,8 @@ def show(
         int | None, typer.Option(help="Print so many with the highest rewards.", min=1)
     ] = None,
     prompt: Annotated[
-        int | None, typer.Option(help="Only those of the prompt in this row of the data.", min=0)
+        int | None,
+        typer.Option(help="Only completions of the prompt in this row of the data.", min=0),
     ] = None,
 ) -> None:
     """Print completions of a step of RUN_DIR with their rewards.
@@ -90,7 +91,7 @@ def view(
         typer.Option(help="Write the page to this file, to send it, and serve nothing."),
     ] = None,
 ) -> None:
-    """Look into runs in the browser: why a curve bends, what is said.
+    """Show curves, completions and tokens of runs in the browser.
 
     Shows curves, completions, tokens, evaluations, timeline and config. A click on a curve selects
     a step, and its completions can be read, the worst first; their tokens are coloured by

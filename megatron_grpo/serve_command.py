@@ -56,9 +56,8 @@ def serve(
     """Run one rollout engine for CONFIG until interrupted.
 
     Training runs use it if its address is in their rollout.base_urls. Engine and trainers must have
-    the same token in the environment variable MEGATRON_GRPO_TOKEN. The engine takes the first GPUs
-    that it sees, as do the ranks of a trainer: if both run on one host, give the engine other GPUs
-    with CUDA_VISIBLE_DEVICES.
+    the same token in the environment variable MEGATRON_GRPO_TOKEN. `serve` and `train`
+    both start at GPU 0: on one host, give the engine others with CUDA_VISIBLE_DEVICES.
 
     With --join, a run that has other engines in rollout.base_urls uses this one from its next push
     of weights on, if it has the same token and config. Ctrl-C, SIGTERM or SIGUSR1 let it leave: it
