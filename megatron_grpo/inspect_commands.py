@@ -42,7 +42,7 @@ def show(
     ] = None,
     prompt: Annotated[
         int | None,
-        typer.Option(help="Only completions of the prompt in this row of the data.", min=0),
+        typer.Option(help="Completions of the prompt in this row.", min=0),
     ] = None,
 ) -> None:
     """Print completions of a step of RUN_DIR with their rewards.
