@@ -87,8 +87,8 @@ def test_the_tree_of_the_code_names_files_that_are_there():
 
 
 def published_methods() -> dict[str, dict[str, object]]:
-    """The options of each row of the table in docs/recipes.md."""
-    text = (ROOT / "docs" / "recipes.md").read_text()
+    """The options of each row of the table in docs/algorithms.md."""
+    text = (ROOT / "docs" / "algorithms.md").read_text()
     rows = text.partition("## Published methods")[2].partition("\n## ")[0].splitlines()
     cells = [row.strip("|").split("|") for row in rows if row.startswith("|")][2:]
     return {
@@ -105,8 +105,8 @@ def test_the_options_of_a_published_method_stand_together(method):
 
 
 def test_the_options_for_generations_ahead_stand_together():
-    text = (ROOT / "docs" / "recipes.md").read_text()
-    text = text.partition("## Generating beside the training")[2]
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    text = text.partition("## Asynchronous training")[2]
     found = []
     for row in re.findall(r"^\| (\d) \|(.*?)\|(.*?)\|", text, re.MULTILINE):
         found.append(int(row[0]))
