@@ -61,7 +61,7 @@ prompts. That every vLLM worker holds what vLLM loads itself is tested for every
 Of a multimodal model the family and all numbers are those of its text tower. That of Kimi-K2.5 is
 `kimi_k2`, whose experts are published in INT4, which is refused: convert them to bfloat16 first.
 Qwen2.5-VL (`qwen2`) and Qwen3-VL (`qwen3`, or `qwen3_moe`) learn from
-[images](recipes.md#prompts-with-images), too, with vLLM and SGLang.
+[images](images.md), too, with vLLM and SGLang.
 
 Linear attention (Qwen3-Next, Qwen3.5) and Mamba-2 are computed in torch, and in layers of
 Transformer Engine by kernels of flash-linear-attention where `pip install -e '.[hybrid]'` has
@@ -108,7 +108,7 @@ are close. Of at most `index_topk` tokens all are chosen, and nothing differs. O
 `grpo.rollout_importance_sampling_mode` corrects. `rollout.indexer_replay: true` prevents it: in the
 pass for `old_logprobs` and in training, each token attends to the tokens that the engine chose for
 it, at every layout and with every kind of recomputation, beside `rollout.router_replay` or without.
-As [routes](recipes.md#mixtures-of-experts), choices are kept through turns, branches and
+As [routes](algorithms.md#mixtures-of-experts), choices are kept through turns, branches and
 checkpoints; the reference and evaluations choose themselves.
 
 - **When it pays**: if the gap of completions beyond `index_topk` tokens is well above that of

@@ -1,9 +1,12 @@
 """Checks of the documentation: links resolve, commands exist, and the arithmetic is right."""
 
+import ast
 import contextlib
 import io
 import json
 import re
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from helpers.models.published import write_config
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config
+from megatron_grpo.timing import WAIT
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ["megatron_grpo", "checkpoint_convert", "parallel"]
@@ -87,8 +91,8 @@ def test_the_tree_of_the_code_names_files_that_are_there():
 
 
 def published_methods() -> dict[str, dict[str, object]]:
-    """The options of each row of the table in docs/recipes.md."""
-    text = (ROOT / "docs" / "recipes.md").read_text()
+    """The options of each row of the table in docs/algorithms.md."""
+    text = (ROOT / "docs" / "algorithms.md").read_text()
     rows = text.partition("## Published methods")[2].partition("\n## ")[0].splitlines()
     cells = [row.strip("|").split("|") for row in rows if row.startswith("|")][2:]
     return {
@@ -105,8 +109,8 @@ def test_the_options_of_a_published_method_stand_together(method):
 
 
 def test_the_options_for_generations_ahead_stand_together():
-    text = (ROOT / "docs" / "recipes.md").read_text()
-    text = text.partition("## Generating beside the training")[2]
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    text = text.partition("## Asynchronous training")[2]
     found = []
     for row in re.findall(r"^\| (\d) \|(.*?)\|(.*?)\|", text, re.MULTILINE):
         found.append(int(row[0]))
@@ -116,6 +120,73 @@ def test_the_options_for_generations_ahead_stand_together():
         cfg = load_config(ROOT / "configs" / "tiny_cpu.yaml", options)
         assert cfg.rollout.max_staleness == found[-1]
     assert found == [1, 4, 8]
+
+
+def metrics_of_the_page() -> set[str]:
+    """The names in the first columns of docs/metrics.md; a placeholder as `{name}` is `*`."""
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    cells = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
+    names = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    return {re.sub(r"{\w+}", "*", name) for name in names}
+
+
+def text_of(node: ast.AST | None) -> str:
+    """The text of a literal, with `*` for what an f-string inserts."""
+    match node:
+        case ast.Constant(value=str(value)):
+            return value
+        case ast.JoinedStr(values=parts):
+            return "".join(text_of(part) or "*" for part in parts)
+    return ""
+
+
+def tables_of_the_code() -> Iterator[set[str]]:
+    """The keys of each table of a run, and the names of phases as metrics."""
+    for file in sorted((ROOT / "megatron_grpo").rglob("*.py")):
+        if file.parent.name == "doctor":  # its names with slashes are files
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Dict(keys=keys):
+                    yield {*map(text_of, keys)}
+                case ast.DictComp(key=key) | ast.Subscript(slice=key, ctx=ast.Store()):
+                    yield {text_of(key)}
+                case ast.Call(func=ast.Attribute(attr="phase"), args=[phase, *_]):
+                    yield {f"time/{text_of(phase)}"}
+
+
+def is_among(name: str, names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, each) or fnmatchcase(each, name) for each in names)
+
+
+def test_the_page_of_metrics_names_what_the_code_writes_and_nothing_else():
+    page, has_slash = metrics_of_the_page(), re.compile(r"[a-z_*]+(/[\w*]*)+").fullmatch
+    page |= {name.removeprefix("eval/") for name in page}
+    tables = [{key for key in keys if key.strip("*")} for keys in tables_of_the_code()]
+    written = set().union(*(keys for keys in tables if any(map(has_slash, keys))))
+    golden = json.loads((ROOT / "tests" / "golden" / "runs.json").read_text())["values"]
+    written |= {
+        name for run in golden.values() for step in run["metrics"].values() for name in step
+    }
+    assert len(written) > 80
+    written = {f"agent/{name}" if name.startswith("tool/") else name for name in written}
+    written -= {"time/", "time/log"}  # names that are no literals; a phase that ends too late
+    assert {name for name in written if not is_among(name.removeprefix("eval/"), page)} == set()
+    keys = set().union(*tables) - {"time/*"} | {f"time/{WAIT}", "time/score"}
+    keys |= {f"agent/{key}" for key in keys if key.startswith("tool/")}
+    assert {name for name in page if not is_among(name.removeprefix("eval/"), keys)} == set()
+
+
+def test_the_page_for_users_of_other_trainers_names_keys_and_metrics_that_are_there():
+    keys = re.findall(r"^\| `([\w.]+)`", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
+    known = {*keys, *metrics_of_the_page(), "rollout.vllm", "eval/*/mean@*"}
+    sections = (ROOT / "docs" / "coming-from.md").read_text().split("\n## ")[1:-1]
+    for section in sections:
+        prefix = "grpo." if section.startswith("Loss") else ""
+        cells = re.findall(r"\| ([^|]*) \|$", section, re.MULTILINE)[1:]
+        names = {name for cell in cells for name in re.findall(r"`([a-z][^`:\s]+)", cell)}
+        assert len(names) >= 5
+        assert {prefix + re.sub(r"{\w+}", "*", name) for name in names} - known == set()
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,7 @@ class DataConfig(Section):
     """Column of the reference answer, passed to rewards as `answer`; null: none."""
     image_column: str | None = None
     """Column of a row's images: a path from the folder of `path`, bytes, base64 (`data:image/...`),
-    or a list of these; null: none. They come before the user's first text (docs/recipes.md)."""
+    or a list of these; null: none. They come before the user's first text (docs/images.md)."""
     system_prompt: str | None = None
     """System message put before every prompt; requires apply_chat_template."""
     apply_chat_template: bool = True

@@ -129,7 +129,7 @@ def _instead_of(key: str, known: Sequence[str]) -> str:
             return f"here it is {others[other]}"
     if keys := _nearest_keys(key, known):
         return f"did you mean {' or '.join(map(repr, keys))}?"
-    elsewhere = "docs/recipes.md has names of other trainers"
+    elsewhere = "docs/coming-from.md has names of other trainers"
     if "." in key and section in Config.model_fields:
         return f"section {section} has no such key; docs/config.md lists all, {elsewhere}"
     return f"the sections are {', '.join(Config.model_fields)}; {elsewhere}"

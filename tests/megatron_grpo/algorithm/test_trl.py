@@ -276,7 +276,7 @@ def test_options_that_trl_has_by_the_same_name_have_its_defaults_but_for_one():
     differ = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
     derived = {name for name in differ if theirs[name] is None}  # in TRL from other options
     assert derived == {"generation_batch_size", "steps_per_generation", "epsilon_high"}
-    assert differ - derived == {"use_bias_correction_kl"}  # docs/recipes.md tells it
+    assert differ - derived == {"use_bias_correction_kl"}  # see docs/coming-from.md
 
 
 @pytest.mark.parametrize("name", BOTH)

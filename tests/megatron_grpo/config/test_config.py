@@ -282,7 +282,7 @@ def test_a_folder_is_no_config(tmp_path):
         ("grpo.kl_loss_type", "here it is grpo.kl_estimator"),
         ("train.learning_rate", "'train.learning_rate': here it is optimizer.lr"),
         ("actor_rollout_ref.actor.optim.lr", "did you mean 'optimizer.lr'?"),
-        ("trainer.nnodes", "docs/recipes.md has names of other trainers"),
+        ("trainer.nnodes", "docs/coming-from.md has names of other trainers"),
     ],
 )
 def test_a_key_of_another_trainer_is_refused_with_what_it_is_here(key, told):
