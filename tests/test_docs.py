@@ -4,6 +4,8 @@ import contextlib
 import io
 import json
 import re
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,12 @@ from helpers.models.published import write_config
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config
+from megatron_grpo.planning.block import kernels_of
+from megatron_grpo.planning.layer_kinds import layer_kinds
+from megatron_grpo.planning.precision import precision
 
 ROOT = Path(__file__).parents[1]
+FORMULAS = ROOT / "docs" / "formulas.md"
 PACKAGES = ["megatron_grpo", "checkpoint_convert", "parallel"]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{f.name}" for f in ROOT.glob("docs/*.md"))]
 
@@ -119,9 +125,9 @@ def test_the_options_for_generations_ahead_stand_together():
 
 
 @pytest.fixture(scope="module")
-def sizing() -> tuple[dict[str, object], str, str]:
-    """Variables and output of the code in docs/sizing.md, and the output that the page shows."""
-    text = (ROOT / "docs" / "sizing.md").read_text()
+def arithmetic() -> tuple[dict[str, object], str, str]:
+    """Variables and output of the code in docs/formulas.md, and the output that the page shows."""
+    text = FORMULAS.read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (shown,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
     variables, output = {}, io.StringIO()
@@ -130,16 +136,88 @@ def sizing() -> tuple[dict[str, object], str, str]:
     return variables, output.getvalue(), shown
 
 
-def test_the_arithmetic_of_sizing_prints_what_the_page_shows(sizing):
-    _, output, shown = sizing
+def test_the_arithmetic_of_formulas_prints_what_the_page_shows(arithmetic):
+    _, output, shown = arithmetic
     assert output == shown
 
 
-def test_the_formula_for_parameters_counts_what_a_rank_holds(sizing, tmp_path):
+def test_the_formula_for_parameters_counts_what_a_rank_holds(arithmetic, tmp_path):
     shape = read_shape(write_config(tmp_path, "Llama-3.3-70B"))
     dims = load_config(ROOT / "configs" / "grpo_70b.yaml").dims
     layout = megatron_layout(shape, dims, dims.coordinates(0), transformer_engine=True)
-    assert layout.num_elements == sizing[0]["P"]
+    assert layout.num_elements == arithmetic[0]["P"]
+
+
+def formula_rows() -> list[tuple[str, str, str]]:
+    """Heading of the value's column, formula and value of each row that has both."""
+    found = []
+    for line in FORMULAS.read_text().partition("## Memory of one rank")[2].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if set(line) == {"|", "-"}:
+            head = before
+        before = cells
+        for number, cell in enumerate(cells[1:], start=1):
+            formula = re.search(r"`([^`]+)`", cells[number - 1])
+            if re.fullmatch(r"[\d,.]+( GB| / \w+)?", cell) and formula and number > 1:
+                found.append((head[number], formula[1], cell))
+    return found
+
+
+def value_of(formula: str, variables: dict[str, object]) -> float:
+    """Evaluate `2 P / (dp cp)`: terms that follow each other are multiplied."""
+    tokens = re.findall(r"\d+(?:\.\d+)?(?:e\d+)?|[A-Za-z]+|\S", formula.replace("^", "**"))
+    text = " ".join(tokens).replace("* *", "**")
+    return eval(re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", text), {}, variables)
+
+
+# Sizes of the models in the columns of docs/formulas.md.
+LATENTS = {"n": 128, "d": 192, "s": 64, "v": 128, "a": 1536, "r": 512, "L": 61}
+DELTAS = {"n": 32, "g": 16, "a": 128, "v": 128, "c": 4, "m": 8192, "C": 64}
+MAMBAS = {"n": 64, "g": 8, "a": 128, "v": 64, "c": 4, "m": 6144, "C": 64, "p": 10304}
+SIZES = {
+    "DeepSeek-V3": LATENTS,
+    "Qwen3-Next-80B-A3B": DELTAS,
+    "Nemotron 3 Nano": MAMBAS,
+}
+
+
+@pytest.mark.parametrize(("model", "formula", "shown"), formula_rows())
+def test_a_formula_gives_the_value_next_to_it(arithmetic, model, formula, shown):
+    variables = arithmetic[0] if model == "70B" else SIZES[model] | {"tp": 1, "w": 1}
+    number, _, unit = shown.partition(" ")
+    expected = float(number.replace(",", "")) * (1e9 if unit == "GB" else 1)
+    assert value_of(formula, variables) == pytest.approx(expected, rel=0.01 if unit == "GB" else 0)
+
+
+def test_the_functions_that_formulas_names_exist():
+    modules = "|".join(path.stem for path in ROOT.glob("megatron_grpo/planning/[a-z]*.py"))
+    named = set(re.findall(rf"`((?:{modules})\.[\w.]+)`", FORMULAS.read_text()))
+    assert len(named) > 20
+    for name in named:
+        module, _, attribute = name.partition(".")
+        attrgetter(attribute)(import_module(f"megatron_grpo.planning.{module}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "sizes"),
+    [
+        ("Qwen3-Next-80B-A3B", "linear attention", DELTAS),
+        ("Nemotron-3-Nano-30B-A3B", "linear attention", MAMBAS),
+        ("DeepSeek-V3", "latents", LATENTS),
+    ],
+)
+def test_the_formula_for_activations_is_that_of_the_plan(tmp_path, name, module, sizes):
+    """But for a float32 of each row of a norm, and of each head."""
+    shape = read_shape(write_config(tmp_path, name))
+    cfg = load_config(ROOT / "configs" / "grpo_8b.yaml", ["parallel.tensor_parallel_size=1"])
+    kernels = kernels_of(cfg, precision(cfg))
+    parts = [block.saved(kernels) for kind in layer_kinds(shape) for block in kind.blocks]
+    saved = next(each for each in parts if module in each)
+    counted = saved[module].num_bytes
+    if module == "latents":
+        counted += saved["core_attn"].num_bytes - 4 * (sizes["n"] + 2)
+    shown = [formula for model, formula, _ in formula_rows() if SIZES.get(model) is sizes]
+    assert counted == value_of(shown[0], sizes | {"tp": 1})
 
 
 def test_the_overrides_of_quoted_commands_are_legal():
