@@ -150,7 +150,7 @@ def test_the_formula_for_parameters_counts_what_a_rank_holds(arithmetic, tmp_pat
 
 def formula_rows() -> list[tuple[str, str, str]]:
     """Heading of the value's column, formula and value of each row that has both."""
-    found = []
+    found, head, before = [], [], []
     for line in FORMULAS.read_text().partition("## Memory of one rank")[2].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if set(line) == {"|", "-"}:
