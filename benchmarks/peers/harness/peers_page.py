@@ -25,7 +25,7 @@ comparison. Each side runs in a fresh process, and the sides take turns.
 - **Counts** (bytes, FLOPs, simulated time) are exact and hold on a cluster, too. **Seconds** hold
   for the CPU under each table alone.
 - **No number**: the outputs differ; or, for seconds, other processes used more than half a core,
-  the load was above 1.5 at the start, or the other side's own seconds differ by more than 1.5 times.
+  the load was above 1.5 at the start, or the other side's seconds differ by more than 1.5 times.
 - **(rule)**: computed from the other project's documentation, without its code.
 """
 
