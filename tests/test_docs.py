@@ -220,6 +220,18 @@ def test_the_formula_for_activations_is_that_of_the_plan(tmp_path, name, module,
     assert counted == value_of(shown[0], sizes | {"tp": 1})
 
 
+@pytest.mark.parametrize("name", ["Qwen3-235B-A22B", "Qwen3-30B-A3B"])
+def test_the_formula_for_activations_of_experts_is_that_of_the_plan(tmp_path, name):
+    shape = read_shape(write_config(tmp_path, name))
+    cfg = load_config(ROOT / "configs" / "grpo_8b.yaml", ["parallel.tensor_parallel_size=1"])
+    [kind] = layer_kinds(shape)
+    saved = kind.blocks[1].saved(kernels_of(cfg, precision(cfg)))["moe"]
+    (formula,) = re.findall(r"MLP of experts.*? \| `(.*?)`", FORMULAS.read_text())
+    sizes = {"e": shape.moe.experts_per_token, "E": shape.moe.num_experts}
+    sizes |= {"f": shape.moe.intermediate_size, "h": shape.hidden_size, "tp": 1}
+    assert saved.num_bytes == value_of(formula, sizes)
+
+
 def test_the_overrides_of_quoted_commands_are_legal():
     text = "\n".join((ROOT / document).read_text() for document in DOCUMENTS)
     in_jobs = re.findall(r"(slurm/grpo_\w+\.sh)((?: [\w.]+=[^\s`]+)+)", text)
