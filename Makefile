@@ -18,7 +18,7 @@ PEERS := benchmarks/peers/harness
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup demo demo-data learning-curves agent-curve test test-main test-fast test-long test-ends test-slow test-faults test-slurm test-view test-trackers setup-sglang setup-sglang-gpu test-sglang check bench bench-async bench-convert bench-reshard bench-peers test-peers mutants
+.PHONY: help setup demo demo-data learning-curves agent-curve test test-main test-fast test-long test-ends test-slow test-faults test-slurm test-view test-trackers setup-sglang setup-sglang-gpu test-sglang check bench bench-async bench-convert bench-reshard bench-peers test-peers mutants docs
 
 # Makes .venv and installs all that runs, tests and checks need.
 setup: $(STAMP)
@@ -143,6 +143,11 @@ test-sglang: setup setup-sglang
 test-trackers: setup
 	$(PIP) install --quiet --upgrade --no-deps --target $(VENV)/trackers -r requirements/trackers.txt
 	PYTHONPATH=$(VENV)/trackers $(BIN)/pytest tests/megatron_grpo/reporting/test_trackers.py
+
+# Builds the documentation as a site, build/site/index.html; a dead link or a page without a place is an error.
+docs: setup
+	$(PIP) install --quiet --upgrade --no-deps --target $(VENV)/docs -r requirements/docs.txt
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(VENV)/docs $(BIN)/python -m mkdocs build --strict
 
 # Times the demo; ARGS are those of benchmarks/bench_demo.py.
 bench: demo-data

@@ -34,7 +34,6 @@ from parallel import ParallelDims
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # as of megatron-grpo: the same style for both programs
     context_settings={"help_option_names": ["-h", "--help"]},

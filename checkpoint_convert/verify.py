@@ -201,5 +201,5 @@ def _open_both(
                 + ("vision tower" if vision else "layer for multi-token prediction")
             )
     for side in opened:
-        side.tensors.must_be_finite = False  # such values are compared, and told
+        side.tensors.must_be_finite = False  # such values are compared, and reported
     return opened[0], opened[1]

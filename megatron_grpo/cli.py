@@ -65,7 +65,6 @@ Instantiate = Annotated[
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # markup would swallow the brackets of our examples
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -171,9 +171,9 @@ def _check_megatron(cfg: Config, shape: ModelShape) -> None:
 
 def _check_answers(url: str, token: str) -> None:
     """Raise ValueError if what answers is no engine of ours, ConnectionError if nothing does."""
-    status, told = status_of("GET", url, "/health", HEALTH_TIMEOUT_SECONDS)
+    status, text = status_of("GET", url, "/health", HEALTH_TIMEOUT_SECONDS)
     if is_success(status):  # any route that requires the token and changes nothing would do
-        status, told = status_of("GET", url, "/load", HEALTH_TIMEOUT_SECONDS, token)
+        status, text = status_of("GET", url, "/load", HEALTH_TIMEOUT_SECONDS, token)
     if status == HTTPStatus.UNAUTHORIZED:
         raise ValueError(
             f"rollout engine {url} refuses the token in {TOKEN_VARIABLE}: give the one "
@@ -182,5 +182,5 @@ def _check_answers(url: str, token: str) -> None:
     if not is_success(status):
         # An engine that is away may come back, so a job that is requeued may succeed.
         raise (ValueError if 400 <= status < 500 else ConnectionError)(
-            f"rollout engine {url} is not healthy ({told}): start it, or correct rollout.base_urls"
+            f"rollout engine {url} is not healthy ({text}): start it, or correct rollout.base_urls"
         )

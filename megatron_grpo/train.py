@@ -345,8 +345,8 @@ class Trainer:
             self.log(self.update(self.next_minibatch()))
             self.save()
         self.save(now=True)
-        told = any_rank(self.run.watchdog.is_preempted)
-        if isinstance(reason, RolloutAborted) and not told:
+        is_preempted = any_rank(self.run.watchdog.is_preempted)
+        if isinstance(reason, RolloutAborted) and not is_preempted:
             raise reason
         if self.step < self.num_steps:
             saved = f"step {self.step} saved" if self.step else "no step was done, nothing is saved"

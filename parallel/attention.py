@@ -367,7 +367,7 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         """Takes and returns local slices: `query` [t, heads, d], others [t, kv heads, d]."""
-        assert attention_mask is None, "segments are told apart by cu_seqlens, not by a mask"
+        assert attention_mask is None, "cu_seqlens separates segments, not a mask"
         cu_seqlens = packed_seq_params.cu_seqlens_q
         group = packed_seq_params.cp_group or self.group
         size = group.size()

@@ -33,9 +33,9 @@ def first_failure[E: Exception](action: Callable[[], None], kind: type[E]) -> E 
     source = int(first)
     if source == num_ranks:
         return None
-    told = broadcast_text(text, source)
+    message = broadcast_text(text, source)
     dist.broadcast(number, src=source)
-    failure = kind(text if rank == source else f"rank {source}: {told}")
+    failure = kind(text if rank == source else f"rank {source}: {message}")
     if isinstance(failure, OSError):
         failure.errno = int(number) or None
     return failure

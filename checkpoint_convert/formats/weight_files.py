@@ -114,12 +114,12 @@ def check_one_set(folder: Path) -> None:
     those of an index of safetensors. A set that all pass over, such as Mistral's
     consolidated.safetensors beside an index, is none.
     """
-    ours, told = _files_read(folder)
+    ours, read = _files_read(folder)
     theirs = _files_of_engines(folder)
     if theirs != ours:
         more = sorted(theirs - ours)
         raise ValueError(
-            f"{folder} has two sets of weights: {told} is read here and by transformers, "
+            f"{folder} has two sets of weights: {read} is read here and by transformers, "
             f"{_some(more or sorted(theirs))} by vLLM and SGLang: take one of them out"
         )
 

@@ -167,10 +167,10 @@ def run_command(command: list[str], variables: Mapping[str, str], row: Mapping[s
     except BrokenPipeError:  # it does not read its row
         pass
     code = process.wait()
-    told, errors = (output.lines() for output in outputs)
+    printed, errors = (output.lines() for output in outputs)
     if code:
         raise ValueError(f"it ended with exit code {code}; its stderr ends with\n{errors}")
-    lines = [line for line in told.splitlines() if line.strip()]
+    lines = [line for line in printed.splitlines() if line.strip()]
     if not lines:
         return None
     try:
@@ -181,11 +181,11 @@ def run_command(command: list[str], variables: Mapping[str, str], row: Mapping[s
         ) from None
 
 
-def checked(told: Any) -> dict[str, Any]:
+def checked(outcome: Any) -> dict[str, Any]:
     """Check an agent's result: a reward, or an object with `reward` and `metrics`, numbers by name.
     Raises ValueError for anything else."""
-    told = told if isinstance(told, Mapping) else {"reward": told}
-    metrics, reward = told.get("metrics") or {}, told.get("reward")
+    outcome = outcome if isinstance(outcome, Mapping) else {"reward": outcome}
+    metrics, reward = outcome.get("metrics") or {}, outcome.get("reward")
     if not isinstance(metrics, Mapping):
         raise ValueError(f"its metrics {reprlib.repr(metrics)} are not numbers by name")
     return {

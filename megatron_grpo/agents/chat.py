@@ -120,12 +120,12 @@ class ChatTemplate:
             raise BadRequest("the model's tokenizer has no chat template: use /v1/completions")
         refusal, tried = "", list[list[Message]]()
         for form in (_as_written, as_object, as_text):
-            if (told := as_openai(messages, form)) in tried:
+            if (chat := as_openai(messages, form)) in tried:
                 continue
-            tried.append(told)
+            tried.append(chat)
             try:
                 text = self.tokenizer.apply_chat_template(
-                    told,
+                    chat,
                     tools=tools,
                     tokenize=False,
                     add_generation_prompt=is_asked,
@@ -147,11 +147,11 @@ class ChatTemplate:
     ) -> Found:
         """Match `messages`, rendered as `text`, against the session's turns; the longest match
         wins."""
-        found, told = _longest_prompt(turns, text), digests(messages, tools)
+        found, own = _longest_prompt(turns, text), digests(messages, tools)
         of_chats = [turn for turn in turns if turn.history]
         for turn in sorted(of_chats, key=lambda turn: len(turn.history), reverse=True):
             size = len(turn.history)
-            if told[:size] == turn.history and len(messages) >= size:
+            if own[:size] == turn.history and len(messages) >= size:
                 echo = messages[size - 1]  # the tools have a digest, too
                 if _is_echo(echo, turn.answer):
                     rest = self._after(turn, messages[:size], tools, text)
@@ -172,10 +172,10 @@ class ChatTemplate:
 
     def _after(self, turn: Turn, history: Sequence[Message], tools: Any, text: str) -> str | None:
         """Remainder of `text` after the turn's last token; None if its history was rewritten."""
-        told = self.render(history, tools, is_asked=False)
-        if not (text.startswith(told) and turn.prompt_text.begins(told)):
+        rendered = self.render(history, tools, is_asked=False)
+        if not (text.startswith(rendered) and turn.prompt_text.begins(rendered)):
             return None
-        answer = told[turn.prompt_text.length :]
+        answer = rendered[turn.prompt_text.length :]
         place = answer.rfind(self.end) if self.end else -1
         text_end = len(answer) if place < 0 else place
         # What a parser has taken apart comes back in the template's form, not in the model's.
@@ -184,7 +184,7 @@ class ChatTemplate:
             return None
         if place >= 0 and turn.last_token in self.ends:
             text_end += len(self.end)
-        return answer[text_end:] + text[len(told) :]
+        return answer[text_end:] + text[len(rendered) :]
 
 
 def roles_since_answer(messages: Sequence[Message]) -> tuple[str, ...]:

@@ -91,7 +91,7 @@ def _check_types(body: Json) -> None:
 
 
 def tools_of(body: Json) -> Any:
-    """The tools that the model is told of; raises BadRequest if it would be forced to call one."""
+    """Read the tools of a request; raises BadRequest if it would be forced to call one."""
     choice = body.get("tool_choice", "auto")
     if choice not in (None, "auto", "none"):
         raise BadRequest(

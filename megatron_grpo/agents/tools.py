@@ -162,11 +162,11 @@ async def converse(client: Any, messages: Sequence[Json], tools: Tools) -> Mappi
     """
     from openai import BadRequestError  # noqa: PLC0415
 
-    told = [*messages]
+    dialogue = [*messages]
     while True:
         try:
             answer = await client.chat.completions.create(
-                model="policy", messages=told, tools=tools.schemas
+                model="policy", messages=dialogue, tools=tools.schemas
             )
         except BadRequestError as error:
             if error.code not in LIMITS:
@@ -175,10 +175,10 @@ async def converse(client: Any, messages: Sequence[Json], tools: Tools) -> Mappi
         message = answer.choices[0].message
         if not message.tool_calls:
             return tools.metrics
-        told.append(message.model_dump(exclude_none=True))
+        dialogue.append(message.model_dump(exclude_none=True))
         calls = [(call.id, call.function) for call in message.tool_calls]
         results = await asyncio.gather(*(tools.call(f.name, f.arguments) for _, f in calls))
-        told += [
+        dialogue += [
             {"role": "tool", "tool_call_id": name, "content": result}
             for (name, _), result in zip(calls, results, strict=True)
         ]

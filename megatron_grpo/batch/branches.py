@@ -2,7 +2,7 @@
 session of an agent.
 
 Sequences have numbers, which a microbatch keeps as `sequence_index`. Those of sample i of n are i,
-n + i, 2 n + i, ...: so every rank knows the sample of a sequence without being told.
+n + i, 2 n + i, ...: so every rank knows the sample of a sequence without communication.
 """
 
 from collections import defaultdict

@@ -102,8 +102,8 @@ def _check_sources(cfg: Config) -> None:
                 f"({limit:g}): set reward.max_failed_fraction"
             )
         labels = {function.label for function in view.reward.functions}
-        if cfg.has_dialogues and (told := labels & {AGENT, ENVIRONMENT}):
+        if cfg.has_dialogues and (taken := labels & {AGENT, ENVIRONMENT}):
             raise ValueError(
-                f"sources.by_name.{name}.reward has a function called {min(told)}, which is what "
+                f"sources.by_name.{name}.reward has a function called {min(taken)}, which is what "
                 "metrics call the reward of dialogues: give it another name"
             )

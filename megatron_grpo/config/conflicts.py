@@ -96,7 +96,7 @@ CONFLICTS = {
     ("rollout.quantization_aware", "model.megatron.fp8"): "FP8 would round the rounded weights",
     # Routers and indexers.
     ("model.megatron.moe_router_fusion", "rollout.router_replay"): "its kernel chooses experts "
-    "itself, and cannot be told which",
+    "itself, and nobody can say which",
     ("rollout.router_replay", "rollout.vllm.enable_prefix_caching: false"): "vLLM keeps the "
     "experts of tokens in its prefix cache",
     ("rollout.indexer_replay", "rollout.tensor_parallel_size"): "SGLang tells what its indexers "

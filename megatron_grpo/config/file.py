@@ -212,8 +212,8 @@ def _describe(detail: ErrorDetails, descriptions: Mapping[str, str]) -> str:
         section = WeightedPath if "path" in detail["loc"] else RewardFunction
         fields = list(section.model_fields)
         nearest = _nearest_keys(str(detail["loc"][-1]), fields)
-        told = f"did you mean {nearest[0]!r}?" if nearest else f"use {', '.join(fields)}"
-        return f"unknown config key {key!r}: {told}"
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"use {', '.join(fields)}"
+        return f"unknown config key {key!r}: {hint}"
     if detail["type"] == "value_error":
         return f"{_held_out(detail['loc'])}{detail['ctx']['error']}"
     message = EXPECTED.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])

@@ -119,8 +119,8 @@ def check_needs(cfg: Config) -> None:
     """
     for (feature, needed), reason in NEEDS.items():
         if is_on(cfg, feature) and not is_on(cfg, needed):
-            told = f"{as_overrides(cfg, feature)} needs {_as_needed(cfg, needed)}"
-            raise ValueError(f"{told}: {reason}")
+            message = f"{as_overrides(cfg, feature)} needs {_as_needed(cfg, needed)}"
+            raise ValueError(f"{message}: {reason}")
     for needed, keys in IDLE.items():
         for key in () if is_on(cfg, needed) else keys:
             value, default = value_of(cfg, key), default_of(cfg, key)
@@ -135,5 +135,5 @@ def _as_needed(cfg: Config, name: str) -> str:
     """A feature that is off as overrides, or by the numbers that turn it on: `lora.r above 0`."""
     key = name.split(" with ")[-1]
     default = None if " " in key else default_of(cfg, key)
-    told = name.replace(": ", "=")
-    return f"{told} above {default:g}" if type(default) in (int, float) else told
+    words = name.replace(": ", "=")
+    return f"{words} above {default:g}" if type(default) in (int, float) else words

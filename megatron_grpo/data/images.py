@@ -111,10 +111,10 @@ def _named(image: ImageSource) -> "Iterator[Image]":
             yield opened
     # Pillow raises all of these for bad files; sides that are too unequal are a ValueError, too.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        told = getattr(error, "strerror", None)  # of a path, and without it
-        if told and not Path(image.name).suffix:
-            told += "; base64 begins with data:image/png;base64,"
-        raise OSError(f"{image.shown}: {told or error}") from error
+        reason = getattr(error, "strerror", None)  # of a path, and without it
+        if reason and not Path(image.name).suffix:
+            reason += "; base64 begins with data:image/png;base64,"
+        raise OSError(f"{image.shown}: {reason or error}") from error
 
 
 def _pixels(opened: "Image") -> "Image":

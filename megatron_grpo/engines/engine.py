@@ -311,12 +311,12 @@ class Engine:
         start = request["sampling_params"][ROUTES_START]
         index_topk = request["sampling_params"].get(INDEX_TOPK, 0)
         if not choice.routed_experts:
-            told = ("the experts of tokens", "router_replay", "routed-experts")
+            names = ("the experts of tokens", "router_replay", "routed-experts")
             if index_topk:
-                told = ("which tokens indexers choose", "indexer_replay", "indexer-topk")
+                names = ("which tokens indexers choose", "indexer_replay", "indexer-topk")
             raise EngineError(
-                f"rollout engine {self.url} does not return {told[0]}, which rollout.{told[1]} "
-                f"true needs: start it with the same config, or with --enable-return-{told[2]}"
+                f"rollout engine {self.url} does not return {names[0]}, which rollout.{names[1]} "
+                f"true needs: start it with the same config, or with --enable-return-{names[2]}"
             )
         wanted = len(request["token_ids"]) + len(choice.token_ids) - 1 - start
         try:

@@ -143,8 +143,8 @@ def _await_end(
     with suppress(FileNotFoundError):  # renamed or removed by somebody else
         file.rename(leaving)
     if leaving.exists():
-        told = "the engine leaves at the run's next push; another signal ends it at once"
-        print(f"{leaving}: {told}", file=sys.stderr, flush=True)
+        message = "the engine leaves at the run's next push; another signal ends it at once"
+        print(f"{leaving}: {message}", file=sys.stderr, flush=True)
     while len(signals) < 2 and leaving.exists() and not is_complete():
         if child.end(within=POLL_SECONDS):
             return

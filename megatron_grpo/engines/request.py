@@ -202,7 +202,7 @@ def _stop_ends(text: str, stop: Sequence[str], num_seen: int = 0) -> list[int]:
 def image_features(images: "PromptImages") -> Json:
     """Encode images for vLLM 0.32, as its ``token_in_token_out.mm_serde`` does: the patches of
     each, and the places of its tokens. Bytes are scaled on the engine's device
-    (``mm_device_do_normalize``); images are told apart by their hashes."""
+    (``mm_device_do_normalize``); their hashes identify images."""
     sizes = images.grids.prod(1)
     counts = (sizes * len(images.tokens) // sizes.sum()).tolist()
     parts = images.patches.split(sizes.tolist())

@@ -155,11 +155,11 @@ class RewardModels(ServerProcesses):
                 for url in urls
             ]
         for url, answer in answers:
-            status, told = answer.result()
+            status, text = answer.result()
             if is_success(status):
                 continue
             if not self.end(url):
-                print(f"{self.kind} {url}: no {route}: {told}", file=sys.stderr, flush=True)
+                print(f"{self.kind} {url}: no {route}: {text}", file=sys.stderr, flush=True)
             self.kill(url)
 
 
@@ -264,7 +264,7 @@ def check_served(cfg: Config) -> None:
 
 def gpu_share(model: RewardFunction, rollout: RolloutConfig) -> float:
     """The fraction of each GPU of ranks that a reward model takes while it scores; ValueError if it
-    cannot share GPUs, or is not told how much."""
+    cannot share GPUs, or does not say how much."""
     if not model.shares_gpus:
         return 0.0
     if not rollout.enable_sleep_mode:

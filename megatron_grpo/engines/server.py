@@ -114,7 +114,7 @@ def engine_devices(
     too few, those of the ranks from the first on; None without GPUs.
 
     Raises ValueError if there are too few in all, if generations would be made ahead on GPUs that
-    could be divided, or if vLLM is not told how much of a shared GPU it may take.
+    could be divided, or if vLLM has no limit on a shared GPU.
     """
     size, num_engines = rollout.gpus_per_engine, rollout.num_engines
     if num_devices == 0:

@@ -75,8 +75,8 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
     }
     _refuse({f"rollout.{why}: leave it out": holds for why, holds in reasons.items()})
     if shape.has_mamba:
-        told = f"is not supported for a {shape.family}: leave it out"
-        _refuse({f"{key} {told}": is_set for key, is_set in untried_with_mamba.items()})
+        message = f"is not supported for a {shape.family}: leave it out"
+        _refuse({f"{key} {message}": is_set for key, is_set in untried_with_mamba.items()})
     if rollout.engine == "sglang":
         _check_sglang(rollout, shape)
 

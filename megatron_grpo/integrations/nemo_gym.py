@@ -42,8 +42,8 @@ def url_of(agent: str, head: str) -> str:
     """Ask Gym's head server for the address of an agent; ValueError if it has no such agent."""
     import yaml  # noqa: PLC0415
 
-    told = httpx.get(f"{head}/global_config_dict_yaml", trust_env=not is_here(head))
-    config = yaml.safe_load(told.json())
+    answer = httpx.get(f"{head}/global_config_dict_yaml", trust_env=not is_here(head))
+    config = yaml.safe_load(answer.json())
     kind = "responses_api_agents"
     agents = {name: of[kind] for name, of in config.items() if isinstance(of, dict) and kind in of}
     if agent not in agents:
@@ -81,10 +81,10 @@ class Episodes:
             async with self._http.post(f"{self._agent_url}/run", json=row) as answer:
                 if not answer.ok:
                     return {"error": await answer.text()}
-                told: Json = await answer.json()
+                answered: Json = await answer.json()
         finally:
             del self._urls[key]
-        new = {name: value for name, value in told.items() if name not in row}
+        new = {name: value for name, value in answered.items() if name not in row}
         metrics = {name: value for name, value in new.items() if isinstance(value, int | float)}
         return {"reward": metrics.pop("reward"), "metrics": metrics}
 

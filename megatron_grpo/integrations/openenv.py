@@ -50,9 +50,9 @@ class Episodes:
         rows = []
         async with self._session() as env:
             for seed in range(most):
-                told = {"seed": seed, **arguments}
-                shown = self._shown((await env.reset(**told)).observation)
-                rows.append({"prompt": shown or f"seed {seed}", "reset": json.dumps(told)})
+                options = {"seed": seed, **arguments}
+                shown = self._shown((await env.reset(**options)).observation)
+                rows.append({"prompt": shown or f"seed {seed}", "reset": json.dumps(options)})
         return rows
 
     async def act(self, task: Json) -> Json:
@@ -69,8 +69,8 @@ class Episodes:
             base_url=url, api_key=key, max_retries=0, timeout=None, http_client=http
         )
         async with self._session() as env, model:
-            told = task["row"].get("reset") or "{}"
-            result = await env.reset(**json.loads(told))
+            options = task["row"].get("reset") or "{}"
+            result = await env.reset(**json.loads(options))
             rewards, messages = [result.reward], self._opening(task, result.observation)
             tools = {} if self._text_field else {"tools": await self._tools(env)}
             while not result.done:

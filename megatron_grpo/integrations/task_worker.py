@@ -72,8 +72,8 @@ async def serve(file: Path, act: Act, at_once: int) -> None:
 
 
 async def _take_tasks(file: Path, act: Act, http: httpx.AsyncClient) -> None:
-    while told := run_at(file):
-        url, headers = told["url"], {"Authorization": f"Bearer {told['token']}"}
+    while run := run_at(file):
+        url, headers = run["url"], {"Authorization": f"Bearer {run['token']}"}
         reach_directly(url)
         try:
             response = await http.post(f"{url}/tasks", headers=headers)
@@ -97,7 +97,7 @@ async def _end_of(task: Json, act: Act) -> str:
 def run_at(file: Path) -> Json | None:
     """The address and the token of the run; None when it is over."""
     try:
-        told: Json = json.loads(file.read_text(encoding="utf-8"))
+        run: Json = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return told
+    return run

@@ -21,10 +21,10 @@ def load(taskset: str, config: str) -> Any:
     """The environment."""
     from verifiers.v1.utils import loaders  # noqa: PLC0415
 
-    told = json.loads(config)
-    told["taskset"] = {**told.get("taskset", {}), "id": taskset}
-    kind = loaders.env_config_type(taskset, told.get("id", ""))
-    return loaders.load_environment(kind.model_validate(told))
+    options = json.loads(config)
+    options["taskset"] = {**options.get("taskset", {}), "id": taskset}
+    kind = loaders.env_config_type(taskset, options.get("id", ""))
+    return loaders.load_environment(kind.model_validate(options))
 
 
 def rows_of(env: Any) -> Iterable[Json]:

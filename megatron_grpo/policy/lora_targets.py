@@ -123,21 +123,21 @@ def starting_adapter(cfg: LoraConfig, shape: ModelShape) -> StoredAdapter | None
     if cfg.adapter_path is None:
         return None
     stored = read_adapter(cfg.adapter_path, hf_tensors(shape))
-    told = f"lora.adapter_path {cfg.adapter_path} has adapters"
+    stored_text = f"lora.adapter_path {cfg.adapter_path} has adapters"
     if stored.rank != cfg.r:
         raise ValueError(
-            f"{told} of rank {stored.rank}, and lora.r is {cfg.r}: set lora.r={stored.rank}"
+            f"{stored_text} of rank {stored.rank}, and lora.r is {cfg.r}: set lora.r={stored.rank}"
         )
     if not isclose(stored.scale, cfg.scale):
         alpha = stored.scale * cfg.lora_alpha / cfg.scale
         raise ValueError(
-            f"{told} with a scale of {stored.scale:g}, and that of lora.lora_alpha "
+            f"{stored_text} with a scale of {stored.scale:g}, and that of lora.lora_alpha "
             f"{cfg.lora_alpha:g} is {cfg.scale:g}: set lora.lora_alpha={alpha:g}"
         )
     wanted = targets_of(cfg, shape)
     if differing := sorted({*wanted} ^ {*stored.modules}):
         raise ValueError(
-            f"{told} on other layers than lora.target_modules says, such as {differing[0]}: "
+            f"{stored_text} on other layers than lora.target_modules says, such as {differing[0]}: "
             + _advice(cfg, shape, stored.modules)
         )
     return stored
@@ -146,9 +146,9 @@ def starting_adapter(cfg: LoraConfig, shape: ModelShape) -> StoredAdapter | None
 def _advice(cfg: LoraConfig, shape: ModelShape, modules: Sequence[str]) -> str:
     """Suggest the `lora.target_modules` that match exactly these modules, or a merge."""
     ends = tuple(dict.fromkeys(name.rpartition(".")[2] for name in modules))
-    told = cfg.model_copy(update={"target_modules": ends, "exclude_modules": ()})
+    described = cfg.model_copy(update={"target_modules": ends, "exclude_modules": ()})
     try:
-        can_describe = {*targets_of(told, shape)} == {*modules}
+        can_describe = {*targets_of(described, shape)} == {*modules}
     except ValueError:  # experts, or a table
         can_describe = False
     if can_describe:

@@ -60,7 +60,7 @@ class RouterReplay:
         chosen = self.routed_experts.long()
         if chosen.shape[1] != topk:
             raise ValueError(
-                f"rollout.router_replay: engines told {chosen.shape[1]} experts of a token, but "
+                f"rollout.router_replay: engines chose {chosen.shape[1]} experts of a token, but "
                 f"the model has {topk} for each: start them with the same config, or with "
                 "--enable-return-routed-experts"
             )

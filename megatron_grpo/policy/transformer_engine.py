@@ -95,14 +95,14 @@ def check_fp8(
     implementation: str,
 ) -> None:
     """Raise ValueError for fields of `fp8` that cannot work with this model, or on this host."""
-    told, recipe = settings.get("fp8"), settings.get("fp8_recipe")
+    fp8, recipe = settings.get("fp8"), settings.get("fp8_recipe")
     if not settings.get("first_last_layers_bf16"):
         at_ends = [name for name in settings if name.startswith("num_layers_at_")]
         refuse_idle(settings, at_ends, "first_last_layers_bf16=true")
-    if told is None:
+    if fp8 is None:
         refuse_idle(settings, FP8_FIELDS, "fp8", "set that to e4m3 or hybrid")
         return
-    prefix = f"model.megatron.fp8 {told}"
+    prefix = f"model.megatron.fp8 {fp8}"
     check_fp8_model(settings, shape, dims)
     if implementation == "local" or dtype != torch.bfloat16:
         raise ValueError(

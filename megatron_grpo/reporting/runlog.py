@@ -183,8 +183,8 @@ def print_failure(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = error if isinstance(error, OSError) else repr(error)
-        print(f"{what}: {told}", file=sys.stderr)
+        message = error if isinstance(error, OSError) else repr(error)
+        print(f"{what}: {message}", file=sys.stderr)
 
 
 WINDOW = 3

@@ -65,7 +65,7 @@ def _start_worker(module: str, fd: str, megabytes: str) -> int:
 
 
 def _wait(worker: int) -> int:
-    """The worker's exit status; 0 if this process was told to end."""
+    """The worker's exit status; 0 after a signal to end."""
     while signal.sigwait(SIGNALS) == signal.SIGCHLD:
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:

@@ -177,9 +177,9 @@ def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
         f"towers or quantised weights in {model.path}": chosen != "dummy"
         and not is_plain(model.path),
     }
-    if chosen and (told := [key for key, is_so in converted.items() if is_so]):
+    if chosen and (kinds := [key for key, is_so in converted.items() if is_so]):
         raise ValueError(
-            f"rollout.sglang.load_format {chosen} does not go with {told[0]}, as engines convert "
+            f"rollout.sglang.load_format {chosen} does not go with {kinds[0]}, as engines convert "
             "what they load: leave it out"
         )
     follows = family in FAMILIES and FAMILIES[family].engines.sglang.follows_stored_dtype
@@ -275,7 +275,7 @@ def sglang_environment(model: ModelConfig, rollout: RolloutConfig, on_gpu: bool)
         "HF_HUB_OFFLINE": "1",  # the model is a local folder: no requests to the hub
         QUANTIZATION_VARIABLE: rollout.quantization,
         **({} if model.freeze_vision else {VISION_VARIABLE: "1"}),
-        # Else the chosen tokens are told by their places in the cache.
+        # Else the engine reports chosen tokens by their places in the cache.
         **({"SGLANG_DSA_FUSE_TOPK": "0"} if rollout.indexer_replay else {}),
     }
     if on_gpu:

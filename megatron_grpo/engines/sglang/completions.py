@@ -37,7 +37,7 @@ class Gate:
         self.num_answered = self.num_generated = 0
         """Requests answered since the start, and their tokens."""
         self.most_generated = self.most_started = 0
-        """The counts of tokens and of started requests that were last told."""
+        """The counts of tokens and of started requests last reported."""
         self.num_turns = 0
         """How often it was closed or opened."""
         self._is_open, self._num_cuts = True, 0
@@ -180,8 +180,8 @@ def choice_of(answer: Json, body: Json, start: int | None = None) -> Json:
     if start is None and not meta.get("weight_versions"):
         span = {"version": meta["weight_version"], "start": 0, "end": len(answer["output_ids"])}
         meta["weight_versions"] = [span]
-    told = (logprob for logprob, *_ in meta["output_token_logprobs"][start:])
-    logprobs = [logprob if math.isfinite(logprob) else NOT_FINITE for logprob in told]
+    sampled = (logprob for logprob, *_ in meta["output_token_logprobs"][start:])
+    logprobs = [logprob if math.isfinite(logprob) else NOT_FINITE for logprob in sampled]
     return {
         "token_ids": answer["output_ids"][start:],
         "logprobs": {"content": [{"logprob": each} for each in logprobs]},

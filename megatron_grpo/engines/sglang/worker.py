@@ -117,5 +117,5 @@ def answer_calls(
     dist.all_gather_object(answers, own, group=manager.tp_cpu_group)
     succeeded = not any(FAILED in each for each in answers)
     # SGLang joins what the first worker of each group says.
-    told = json.dumps(answers) if dist.get_rank(manager.tp_cpu_group) == 0 else ""
-    return CheckWeightsReqOutput(success=succeeded, message=told)
+    message = json.dumps(answers) if dist.get_rank(manager.tp_cpu_group) == 0 else ""
+    return CheckWeightsReqOutput(success=succeeded, message=message)
