@@ -293,7 +293,7 @@ def plan(
     Reads only CONFIG and the model's config.json. Shows, for each pipeline stage, the memory of a
     GPU in the phase that needs most; and microbatches, operations, bytes over each link, and lower
     bounds of the time of a step and of a generation. Weights, gradients, optimizer and push are
-    exact, the rest are estimates; docs/sizing.md has the formulas. If CONFIG cannot work or does
+    exact, the rest are estimates; docs/formulas.md has the formulas. If CONFIG cannot work or does
     not fit, it says what would, and the exit code is 2.
 
     --with, given once or several times, prints two columns: CONFIG as it is, and with all of these

@@ -7,20 +7,26 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import yaml
 
 from checkpoint_convert import megatron_layout, read_shape
-from docs import make_api, make_compatibility, make_models
+from docs import make_api, make_cli, make_compatibility, make_models
 from helpers.models.published import write_config
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config
+from megatron_grpo.planning.block import kernels_of
+from megatron_grpo.planning.layer_kinds import layer_kinds
+from megatron_grpo.planning.precision import precision
 from megatron_grpo.timing import WAIT
 
 ROOT = Path(__file__).parents[1]
+FORMULAS = ROOT / "docs" / "formulas.md"
 PACKAGES = ["megatron_grpo", "checkpoint_convert", "parallel"]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{f.name}" for f in ROOT.glob("docs/*.md"))]
 
@@ -190,9 +196,9 @@ def test_the_page_for_users_of_other_trainers_names_keys_and_metrics_that_are_th
 
 
 @pytest.fixture(scope="module")
-def sizing() -> tuple[dict[str, object], str, str]:
-    """Variables and output of the code in docs/sizing.md, and the output that the page shows."""
-    text = (ROOT / "docs" / "sizing.md").read_text()
+def arithmetic() -> tuple[dict[str, object], str, str]:
+    """Variables and output of the code in docs/formulas.md, and the output that the page shows."""
+    text = FORMULAS.read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (shown,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
     variables, output = {}, io.StringIO()
@@ -201,16 +207,100 @@ def sizing() -> tuple[dict[str, object], str, str]:
     return variables, output.getvalue(), shown
 
 
-def test_the_arithmetic_of_sizing_prints_what_the_page_shows(sizing):
-    _, output, shown = sizing
+def test_the_arithmetic_of_formulas_prints_what_the_page_shows(arithmetic):
+    _, output, shown = arithmetic
     assert output == shown
 
 
-def test_the_formula_for_parameters_counts_what_a_rank_holds(sizing, tmp_path):
+def test_the_formula_for_parameters_counts_what_a_rank_holds(arithmetic, tmp_path):
     shape = read_shape(write_config(tmp_path, "Llama-3.3-70B"))
     dims = load_config(ROOT / "configs" / "grpo_70b.yaml").dims
     layout = megatron_layout(shape, dims, dims.coordinates(0), transformer_engine=True)
-    assert layout.num_elements == sizing[0]["P"]
+    assert layout.num_elements == arithmetic[0]["P"]
+
+
+def formula_rows() -> list[tuple[str, str, str]]:
+    """Heading of the value's column, formula and value of each row that has both."""
+    found, head, before = [], [], []
+    for line in FORMULAS.read_text().partition("## Memory of one rank")[2].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if set(line) == {"|", "-"}:
+            head = before
+        before = cells
+        for number, cell in enumerate(cells[1:], start=1):
+            formula = re.search(r"`([^`]+)`", cells[number - 1])
+            if re.fullmatch(r"[\d,.]+( GB| / \w+)?", cell) and formula and number > 1:
+                found.append((head[number], formula[1], cell))
+    return found
+
+
+def value_of(formula: str, variables: dict[str, object]) -> float:
+    """Evaluate `2 P / (dp cp)`: terms that follow each other are multiplied."""
+    tokens = re.findall(r"\d+(?:\.\d+)?(?:e\d+)?|[A-Za-z]+|\S", formula.replace("^", "**"))
+    text = " ".join(tokens).replace("* *", "**")
+    return eval(re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", text), {}, variables)
+
+
+# Sizes of the models in the columns of docs/formulas.md.
+LATENTS = {"n": 128, "d": 192, "s": 64, "v": 128, "a": 1536, "r": 512, "L": 61}
+DELTAS = {"n": 32, "g": 16, "a": 128, "v": 128, "c": 4, "m": 8192, "C": 64}
+MAMBAS = {"n": 64, "g": 8, "a": 128, "v": 64, "c": 4, "m": 6144, "C": 64, "p": 10304}
+SIZES = {
+    "DeepSeek-V3": LATENTS,
+    "Qwen3-Next-80B-A3B": DELTAS,
+    "Nemotron 3 Nano": MAMBAS,
+}
+
+
+@pytest.mark.parametrize(("model", "formula", "shown"), formula_rows())
+def test_a_formula_gives_the_value_next_to_it(arithmetic, model, formula, shown):
+    variables = arithmetic[0] if model == "70B" else SIZES[model] | {"tp": 1, "w": 1}
+    number, _, unit = shown.partition(" ")
+    expected = float(number.replace(",", "")) * (1e9 if unit == "GB" else 1)
+    assert value_of(formula, variables) == pytest.approx(expected, rel=0.01 if unit == "GB" else 0)
+
+
+def test_the_functions_that_formulas_names_exist():
+    modules = "|".join(path.stem for path in ROOT.glob("megatron_grpo/planning/[a-z]*.py"))
+    named = set(re.findall(rf"`((?:{modules})\.[\w.]+)`", FORMULAS.read_text()))
+    assert len(named) > 20
+    for name in named:
+        module, _, attribute = name.partition(".")
+        attrgetter(attribute)(import_module(f"megatron_grpo.planning.{module}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "sizes"),
+    [
+        ("Qwen3-Next-80B-A3B", "linear attention", DELTAS),
+        ("Nemotron-3-Nano-30B-A3B", "linear attention", MAMBAS),
+        ("DeepSeek-V3", "latents", LATENTS),
+    ],
+)
+def test_the_formula_for_activations_is_that_of_the_plan(tmp_path, name, module, sizes):
+    """But for a float32 of each row of a norm, and of each head."""
+    shape = read_shape(write_config(tmp_path, name))
+    cfg = load_config(ROOT / "configs" / "grpo_8b.yaml", ["parallel.tensor_parallel_size=1"])
+    kernels = kernels_of(cfg, precision(cfg))
+    parts = [block.saved(kernels) for kind in layer_kinds(shape) for block in kind.blocks]
+    saved = next(each for each in parts if module in each)
+    counted = saved[module].num_bytes
+    if module == "latents":
+        counted += saved["core_attn"].num_bytes - 4 * (sizes["n"] + 2)
+    shown = [formula for model, formula, _ in formula_rows() if SIZES.get(model) is sizes]
+    assert counted == value_of(shown[0], sizes | {"tp": 1})
+
+
+@pytest.mark.parametrize("name", ["Qwen3-235B-A22B", "Qwen3-30B-A3B"])
+def test_the_formula_for_activations_of_experts_is_that_of_the_plan(tmp_path, name):
+    shape = read_shape(write_config(tmp_path, name))
+    cfg = load_config(ROOT / "configs" / "grpo_8b.yaml", ["parallel.tensor_parallel_size=1"])
+    [kind] = layer_kinds(shape)
+    saved = kind.blocks[1].saved(kernels_of(cfg, precision(cfg)))["moe"]
+    (formula,) = re.findall(r"MLP of experts.*? \| `(.*?)`", FORMULAS.read_text())
+    sizes = {"e": shape.moe.experts_per_token, "E": shape.moe.num_experts}
+    sizes |= {"f": shape.moe.intermediate_size, "h": shape.hidden_size, "tp": 1}
+    assert saved.num_bytes == value_of(formula, sizes)
 
 
 def test_the_overrides_of_quoted_commands_are_legal():
@@ -231,6 +321,14 @@ def test_the_page_of_pieces_to_import_is_that_of_the_docstrings_and_its_examples
 def test_the_page_of_models_is_what_the_checks_say_of_them():
     told = "run PYTHONPATH=.:tests python docs/make_models.py"
     assert make_models.PAGE.read_text() == make_models.page(), told
+
+
+def test_the_page_of_commands_is_their_help():
+    assert make_cli.PAGE.read_text() == make_cli.page(), "run PYTHONPATH=. python docs/make_cli.py"
+
+
+def test_the_readme_is_a_screen_and_a_half():
+    assert (ROOT / "README.md").stat().st_size <= 8_000
 
 
 def test_the_table_of_features_is_that_of_the_conflicts():

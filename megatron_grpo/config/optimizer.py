@@ -32,7 +32,7 @@ class OptimizerConfig(Section):
 
     optimizer: Literal["adam", "muon"] = "adam"
     """`adam`: AdamW. `muon`: matrices of the weight files, except for embedding and head, move by
-    their orthogonalized momentum, and all else by AdamW (docs/sizing.md)."""
+    their orthogonalized momentum, and all else by AdamW (docs/formulas.md)."""
     lr: PositiveFloat
     """Peak learning rate, at most 1."""
     min_lr: NonNegativeFloat = 0.0

@@ -49,10 +49,10 @@ def test_the_requirements_are_those_that_the_comparisons_install():
 def test_factors_are_formed_round_by_round_and_goals_are_judged():
     page = render({"packing": result()})
     assert "| Sums | seconds | other | 2 | 1.5: met |" in page
-    assert "| Sums | peak_bytes | the best of 1 | 4 | 5: **not met** |" in page
+    assert "|  | peak_bytes | the best of 1 | 4 | 5: **not met** |" in page
     assert "other==1.0; its default; bit for bit." in page
-    assert "2 threads, Python 3.12, torch 2.13; load 0.20 at the start" in page
-    assert "At the rate of memcpy alone the work takes 0.5 s." in page
+    assert "2 threads, Python 3.12, torch 2.13. Load at the start 0.20;" in page
+    assert "The work takes at least 0.5 s at the ceiling of memcpy." in page
 
 
 def test_what_was_measured_by_another_method_is_marked():
