@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from helpers.engines.live import SGLANG_PYTHON, running_engine, served_model
 from helpers.ranks.processes import CONTEXT
 from helpers.runs.in_flight import make_in_flight_runs
-from helpers.runs.jobs import NUM_RANKS, make_runs
+from helpers.runs.jobs import make_runs
 
 # No deadline: on a busy machine the duration of an example means nothing.
 settings.register_profile("loaded", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -156,6 +156,5 @@ def in_flight_runs(tied_model, live_engine, tmp_path_factory):
 def undisturbed(runs):
     """The run directory of an undisturbed run."""
     run_dir = runs.folder / "undisturbed"
-    ended = runs.finish(run_dir)
-    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    runs.finish(run_dir)
     return run_dir

@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs multiply bfloat16")
-def test_the_demo_trains_in_float32_where_the_cpu_emulates_bfloat16_and_says_so():
+def test_demo_trains_in_float32_on_cpus_without_bfloat16():
     done = subprocess.run(
         [sys.executable, "-m", "demo.dtype"],
         cwd=REPOSITORY,

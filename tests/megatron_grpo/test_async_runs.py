@@ -1,22 +1,26 @@
 """Whole runs with asynchronous generation: versions, overlap, and faults."""
 
-import json
 import os
 import shutil
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from demo.make_sums import sums
 from helpers.engines.live import TestEngine
-from helpers.runs.jobs import Job, Sabotage
+from helpers.runs.jobs import Runs, write_sums
 from helpers.runs.sabotage import InPhase, die
-from helpers.runs.train import read_completions, read_json_lines, read_metrics, results, steps_of
+from helpers.runs.train import (
+    read_completions,
+    read_json_lines,
+    read_metrics,
+    read_timeline,
+    results,
+    steps_of,
+)
 
 pytestmark = pytest.mark.fault
 
@@ -35,31 +39,9 @@ def digits(completions, **_):
     time.sleep(0.2)
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 """
+SYNC = ["rollout.async_generate=false", "train.num_steps=2"]
+KEEPS = "train.save_generations=true"
 ASYNC = ["rollout.async_generate=true", "grpo.rollout_importance_sampling_mode=token_truncate"]
-
-
-@dataclass(frozen=True)
-class Runs:
-    folder: Path
-    common: list[str]
-    engine: TestEngine
-
-    def start(self, name: str, *arguments: str, sabotage: Sabotage | None = None) -> Job:
-        url = f"rollout.base_urls=[{self.engine.servers.base_urls[0]}]"
-        where = [] if any(a.startswith("rollout.num_engines") for a in arguments) else [url]
-        return Job(
-            [*self.common, *where, *arguments, f"train.run_dir={self.folder / name}"],
-            NUM_RANKS,
-            self.folder / f"logs_{name}",
-            token=self.engine.servers.token,
-            sabotage=sabotage,
-        )
-
-    def finish(self, name: str, *arguments: str, sabotage: Sabotage | None = None) -> Path:
-        with self.start(name, *arguments, sabotage=sabotage) as job:
-            ended = job.end(120)
-        assert ended.exit_codes == [0] * NUM_RANKS, ended.output
-        return self.folder / name
 
 
 @pytest.fixture(scope="module")
@@ -70,23 +52,28 @@ def async_runs(
     (folder / "reward.py").write_text(
         REWARD.format(hold=str(folder / "hold"), fail=str(folder / "fail"))
     )
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()))
     common = [
         f"model.path={tied_model}",
-        f"data.path={folder / 'sums.jsonl'}",
+        f"data.path={write_sums(folder)}",
         f"reward.functions=[{folder / 'reward.py'}:digits]",
         "reward.timeout=2000",
         f"train.num_steps={NUM_STEPS}",
-        *[f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")],
-        "parallel.data_parallel_size=2",
     ]
-    return Runs(folder, common, reference_engine)
+    return Runs(common, reference_engine, folder, ("data",))
 
 
 @pytest.fixture(scope="module")
 def whole(async_runs: Runs) -> Path:
     """An asynchronous run of five generations."""
-    return async_runs.finish("whole", *ASYNC)
+    async_runs.finish("whole", *ASYNC)
+    return async_runs.folder / "whole"
+
+
+@pytest.fixture(scope="module")
+def sync(async_runs: Runs) -> Path:
+    """A synchronous run of two generations."""
+    async_runs.finish("sync", *ASYNC, *SYNC, KEEPS)
+    return async_runs.folder / "sync"
 
 
 def versions(run_dir: Path) -> list[int]:
@@ -99,25 +86,14 @@ def versions(run_dir: Path) -> list[int]:
 
 
 def assert_same(run_dir: Path, whole: Path) -> None:
-    assert results(run_dir) == results(whole)
-    assert_same_but_for_engines(run_dir, whole)
-
-
-def assert_same_but_for_engines(run_dir: Path, whole: Path) -> None:
     """The same samples, and the same model in the end."""
     assert read_completions(run_dir) == read_completions(whole)
     name = "hf/model.safetensors"
     assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def events(run_dir: Path) -> list[dict[str, Any]]:
-    """The timeline as read by a viewer that tolerates the missing bracket."""
-    text = (run_dir / "timeline.json").read_text()
-    return json.loads(text.rstrip().rstrip(",") + "]")
-
-
 @pytest.mark.long
-def test_every_generation_is_one_generation_old_but_the_first(whole: Path) -> None:
+def test_async_generations_are_one_generation_old(whole):
     assert versions(whole) == [0, 0, 1, 2, 3]
     records = read_metrics(whole)
     assert [record["rollout/staleness_max"] for record in records] == [0, 1, 1, 1, 1]
@@ -131,10 +107,7 @@ def test_every_generation_is_one_generation_old_but_the_first(whole: Path) -> No
 
 
 @pytest.mark.long
-def test_the_first_generation_and_its_step_are_those_of_a_synchronous_run(
-    async_runs: Runs, whole: Path
-) -> None:
-    sync = async_runs.finish("sync", *ASYNC, "rollout.async_generate=false", "train.num_steps=2")
+def test_async_run_begins_as_a_synchronous_one(sync, whole):
     staleness = {"rollout/staleness_mean": 0.0, "rollout/staleness_max": 0}
     assert results(sync)[0] | staleness == results(whole)[0]
     assert versions(sync) == [0, 1]
@@ -142,8 +115,8 @@ def test_the_first_generation_and_its_step_are_those_of_a_synchronous_run(
     assert rows[0][:16] == rows[1][:16] and rows[0][16:32] != rows[1][16:32]
 
 
-def test_a_generation_is_made_while_the_one_before_is_trained_on(whole: Path) -> None:
-    found = events(whole)
+def test_async_generations_are_made_during_the_training(whole):
+    found = read_timeline(whole)
     for generation in range(1, NUM_STEPS):
         made = [e for e in found if e["args"].get("generation") == generation]
         assert {e["name"] for e in made} == {"generate", "score"}
@@ -164,10 +137,9 @@ def assert_alone(found: list[dict[str, Any]]) -> None:
             assert before["ts"] + before["dur"] <= after["ts"]
 
 
+HALVES = ["grpo.steps_per_generation=2", "grpo.dynamic_sample=true", "train.num_steps=6"]
 CUT = [
-    "grpo.steps_per_generation=2",
-    "grpo.dynamic_sample=true",
-    "train.num_steps=6",
+    *HALVES,
     "train.save_interval=3",
     "eval.data.max_prompt_length=64",
     "eval.max_prompts=4",
@@ -178,18 +150,19 @@ CUT = [
 @pytest.fixture(scope="module")
 def cut(async_runs: Runs) -> Path:
     """Three generations of two steps each, with an evaluation inside of one."""
-    return async_runs.finish("cut", *ASYNC, *CUT)
+    async_runs.finish("cut", *ASYNC, *CUT, KEEPS)
+    return async_runs.folder / "cut"
 
 
 @pytest.mark.long
-def test_inside_a_generation_the_engines_keep_their_weights(cut: Path) -> None:
+def test_async_engines_keep_weights_inside_a_generation(cut):
     assert versions(cut) == [0, 0, 0, 0, 2, 2]
     records = read_metrics(cut)[1:]  # the first is of the evaluation before all
     assert [r["rollout/staleness_mean"] for r in records] == [0, 0, 1, 1, 1, 1]
 
 
-def test_engines_are_at_one_thing_only(cut: Path) -> None:
-    found = events(cut)
+def test_async_engines_are_at_one_thing_only(cut):
+    found = read_timeline(cut)
     assert_alone(found)
     pushes = {e["args"]["step"] for e in found if e["name"] == "push"}
     # At the start, before steps 3 and 5, which begin generations, after step 3, which is evaluated,
@@ -200,6 +173,21 @@ def test_engines_are_at_one_thing_only(cut: Path) -> None:
         3,
         6,
     ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "options"), [("sync", SYNC), ("cut", HALVES)])
+def test_replay_has_the_same_bits_and_no_engines(async_runs, name, options, request):
+    dumped, replayed = request.getfixturevalue(name), async_runs.folder / f"replayed_{name}"
+    async_runs.finish(replayed.name, *ASYNC, *options, f"train.replay={dumped}", engine=None)
+    of_training = [
+        {key: value for key, value in record.items() if not key.startswith("eval/")}
+        for record in results(dumped)
+        if record["step"]
+    ]
+    assert results(replayed) == of_training and of_training
+    assert_same(replayed, dumped)
+    assert not [*replayed.glob("logs/engine_*")]
 
 
 # Optimizer steps between checkpoints, in which step the run is killed, what it goes on from.
@@ -219,9 +207,7 @@ KILLS = {
         for name, case in KILLS.items()
     ],
 )
-def test_a_run_that_is_killed_goes_on_bit_for_bit(
-    async_runs: Runs, cut: Path, interval: int, step: int, saved: int
-) -> None:
+def test_async_run_killed_goes_on_bit_for_bit(async_runs, cut, interval, step, saved):
     """The next generation is in the checkpoint, or can be asked for from the weights that are."""
     name = f"killed_{step}"
     arguments = [*ASYNC, *CUT, f"train.save_interval={interval}"]
@@ -231,11 +217,13 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(
     if saved < step - 1:  # one that may be there by now, or not
         shutil.rmtree(checkpoints / f"step_{step - 1}", ignore_errors=True)
     assert [each.name for each in checkpoints.glob("step_?")] == [f"step_{saved}"] * bool(saved)
-    assert_same(async_runs.finish(name, *arguments), cut)
+    async_runs.finish(name, *arguments)
+    assert results(checkpoints.parent) == results(cut)
+    assert_same(checkpoints.parent, cut)
 
 
 @pytest.mark.long
-def test_a_preempted_run_gives_up_what_it_generates_and_goes_on(async_runs: Runs) -> None:
+def test_async_run_preempted_gives_up_what_it_generates(async_runs):
     run_dir, hold = async_runs.folder / "preempted", async_runs.folder / "hold"
     with async_runs.start("preempted", *ASYNC) as job:
         job.wait_for(lambda: len(steps_of(run_dir)) >= 2, 60)
@@ -255,9 +243,7 @@ def test_a_preempted_run_gives_up_what_it_generates_and_goes_on(async_runs: Runs
 
 
 @pytest.mark.slow
-def test_when_rewards_fail_beside_the_training_the_step_is_logged_and_saved(
-    async_runs: Runs,
-) -> None:
+def test_rewards_that_fail_beside_the_training_lose_no_step(async_runs):
     run_dir, fail = async_runs.folder / "failed", async_runs.folder / "fail"
     with async_runs.start("failed", *ASYNC) as job:
         job.wait_for(lambda: len(steps_of(run_dir)) == 2, 60)
@@ -275,35 +261,32 @@ def test_when_rewards_fail_beside_the_training_the_step_is_logged_and_saved(
 def kill_an_engine() -> None:
     """In the thread of rank 0 that generates, one engine is killed once that has begun."""
     children = psutil.Process().children(recursive=True)
-    engines = [c for c in children if any("transformers.server" in a for a in c.cmdline())]
+    engines = [c for c in children if "vllm.entrypoints.openai.api_server" in c.cmdline()]
     os.kill(engines[0].pid, signal.SIGKILL)
 
 
-OWN = ["rollout.base_urls=[]", "rollout.startup_timeout=60"]
+OWN = "rollout.startup_timeout=120"
 
 
 @pytest.mark.slow
-def test_an_engine_that_dies_beside_the_training_is_replaced_and_comes_back(
-    async_runs: Runs, whole: Path
-) -> None:
+def test_engine_that_dies_beside_the_training_comes_back(async_runs, whole):
     """It is started again at the request of a thread that ends, and must not end with that."""
     dies = InPhase(kill_an_engine, 0, "generate", 3)
-    with async_runs.start("dies", *ASYNC, *OWN, "rollout.num_engines=2", sabotage=dies) as job:
-        ended = job.end(120)
-    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
-    assert ended.survivors == []
+    own = OWN, "rollout.num_engines=2"
+    ended = async_runs.finish("dies", *ASYNC, *own, engine=None, sabotage=dies)
     assert ended.output.count("is lost: ended with signal SIGKILL") == 1
     assert versions(async_runs.folder / "dies") == versions(whole)
-    assert_same_but_for_engines(async_runs.folder / "dies", whole)
+    names = "step", "prompt_index", "sample_index"
+    ours, theirs = (  # of engines of another kind
+        [tuple(row[name] for name in names) for row in read_completions(run_dir)]
+        for run_dir in (async_runs.folder / "dies", whole)
+    )
+    assert ours == theirs
 
 
 @pytest.mark.slow
-def test_a_generation_whose_last_engine_is_lost_is_asked_for_again_from_what_is_pushed(
-    async_runs: Runs,
-) -> None:
+def test_generation_whose_last_engine_is_lost_is_asked_again(async_runs):
     dies = InPhase(kill_an_engine, 0, "generate", 3)
-    with async_runs.start("alone", *ASYNC, *OWN, "rollout.num_engines=1", sabotage=dies) as job:
-        ended = job.end(120)
-    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
-    assert ended.survivors == []
+    own = OWN, "rollout.num_engines=1"
+    async_runs.finish("alone", *ASYNC, *own, engine=None, sabotage=dies)
     assert versions(async_runs.folder / "alone") == [0, 0, 2, 2, 3]

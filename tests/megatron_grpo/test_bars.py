@@ -19,11 +19,11 @@ def shown(*, is_terminal: bool, shows: bool = True) -> str:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_wait_that_is_short_shows_nothing(is_terminal: bool) -> None:
+def test_waiting_shows_nothing_when_short(is_terminal):
     assert shown(is_terminal=is_terminal) == ""
 
 
-def test_a_long_one_shows_on_a_terminal_how_much_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_shows_how_much_is_done(monkeypatch):
     monkeypatch.setattr(bars, "PATIENCE_SECONDS", -1.0)
     assert "reading [models/8B]" in shown(is_terminal=True)
     assert "1.0/4.0 MB" in shown(is_terminal=True)
@@ -31,9 +31,7 @@ def test_a_long_one_shows_on_a_terminal_how_much_is_done(monkeypatch: pytest.Mon
     assert shown(is_terminal=True, shows=False) == ""
 
 
-def test_where_there_is_no_terminal_a_longer_one_is_a_line_from_time_to_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_waiting_without_a_terminal_is_a_line_at_times(monkeypatch):
     monkeypatch.setattr(bars, "LINE_SECONDS", 0.0)
     assert shown(is_terminal=False) == "reading [models/8B]: 1.0 MB of 4.0 MB\n"
     assert shown(is_terminal=False, shows=False) == ""

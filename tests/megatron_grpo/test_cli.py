@@ -51,9 +51,7 @@ def sums(tmp_path: Path) -> Path:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_mistake_ends_in_seconds_with_one_message_and_leaves_nothing(
-    mistake: list[str], message: str, tied_model: Path, sums: Path, tmp_path: Path
-) -> None:
+def test_mistake_ends_in_seconds_with_one_message(mistake, message, tied_model, sums, tmp_path):
     run = finish_run(
         f"model.path={tied_model}",
         f"data.path={sums}",
@@ -68,7 +66,7 @@ def test_a_mistake_ends_in_seconds_with_one_message_and_leaves_nothing(
     assert run.survivors == []
 
 
-def test_sizes_and_addresses_are_checked_and_jobs_planned_without_torch() -> None:
+def test_preflight_and_plan_import_no_torch():
     code = (
         "import sys, megatron_grpo.preflight, megatron_grpo.engines.server, "
         "megatron_grpo.planning.command;"
@@ -98,9 +96,7 @@ MISSING = {
 }
 
 
-def test_files_that_do_not_exist_are_told_before_torch_is_imported(
-    tied_model: Path, sums: Path
-) -> None:
+def test_files_that_do_not_exist_are_told_before_torch_is_imported(tied_model, sums):
     given = [str(TINY_CONFIG), f"model.path={tied_model}", f"data.path={sums}", " ".join(MISSING)]
     command = [sys.executable, "-c", REFUSALS, "train", *given]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -111,7 +107,7 @@ COMMANDS = {each.name or each.callback.__name__: each.callback for each in app.r
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_names_every_command_with_an_example_as_it_is_typed(name: str) -> None:
+def test_help_names_every_command_with_an_example_as_it_is_typed(name):
     assert f"\n  {name} " in shown("--help")
     text = shown(name, "--help")
     _, example, lines = inspect.getdoc(COMMANDS[name]).partition("Example")
@@ -142,14 +138,12 @@ def run_check(*overrides: str) -> subprocess.CompletedProcess[str]:
         (["agent.listen=0.0.0.0:0"], "; rewards were tried"),
     ],
 )
-def test_check_tells_what_it_has_tried(settings: list[str], told: str) -> None:
+def test_check_tells_what_it_has_tried(settings, told):
     assert what_was_tried(load_config(TINY_CONFIG, ["data.max_prompt_length=9", *settings])) == told
 
 
 @pytest.mark.long
-def test_check_says_that_a_config_can_start_and_starts_nothing(
-    tied_model: Path, sums: Path, tmp_path: Path
-) -> None:
+def test_check_says_that_a_config_can_start_and_starts_nothing(tied_model, sums, tmp_path):
     run_dir = tmp_path / "run"
     good = [f"model.path={tied_model}", f"data.path={sums}", f"train.run_dir={run_dir}"]
     result = run_check(*good)
@@ -188,9 +182,7 @@ def serve(
         ),
     ],
 )
-def test_serve_wants_a_token_one_address_one_host_and_what_it_drafts_with(
-    tied_model: Path, token: str, options: list[str], message: str
-) -> None:
+def test_serve_refuses_what_it_cannot_start(tied_model, token, options, message):
     engine = serve(tied_model, token, *options)
     try:
         _, errors = engine.communicate(timeout=60)
@@ -236,8 +228,8 @@ def served(tied_model: Path, log: Path, **rollout: Any) -> Iterator[str]:
     ],
 )
 def test_serve_is_an_engine_for_runs_that_name_its_address(
-    tied_model: Path, tmp_path: Path, engine: str, engine_kind: dict[str, Any]
-) -> None:
+    tied_model, tmp_path, engine, engine_kind
+):
     kind = {"engine": engine}
     if engine == "sglang":
         kind = engine_kind if engine_kind["engine"] == engine else pytest.skip("no --engine sglang")
@@ -255,9 +247,7 @@ def test_serve_is_an_engine_for_runs_that_name_its_address(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="`make setup-sglang` makes it")
-def test_an_unused_sglang_that_is_told_to_end_leaves_no_shared_memory(
-    tied_model: Path, tmp_path: Path
-) -> None:
+def test_serve_of_sglang_leaves_no_shared_memory(tied_model, tmp_path):
     shared_memory, kind = Path("/dev/shm"), {"engine": "sglang", "python": SGLANG_PYTHON}
     before = {*shared_memory.glob("sgl_shm_mq_*")}
     with served(tied_model, tmp_path / "log", **kind, tensor_parallel_size=2):

@@ -12,7 +12,7 @@ def lines(metrics: dict[str, float], names: list[str]) -> list[list[str]]:
     return [line.split() for line in console.file.getvalue().splitlines()]
 
 
-def test_each_held_out_set_has_a_column() -> None:
+def test_each_held_out_set_has_a_column():
     metrics = {
         "eval/math500/pass@1": 0.5,
         "eval/math500/num_prompts": 500.0,

@@ -1,24 +1,27 @@
 """Evaluation in whole runs, and by `megatron-grpo eval`."""
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from helpers.engines.live import TestEngine
 from helpers.models.towers import tiny_multimodal
 from helpers.pushes.trainers import as_soon_as
 from helpers.runs.environments import write_environments
-from helpers.runs.jobs import NUM_RANKS, NUM_STEPS, Runs, assert_same_run
+from helpers.runs.jobs import NUM_STEPS, Runs, assert_same_run
 from helpers.runs.sabotage import InPhase, preempt
 from helpers.runs.train import TINY_CONFIG, Finished, read_json_lines, read_metrics
 from megatron_grpo.config.file import load_config
 from megatron_grpo.eval_command import FolderEvaluation
+from megatron_grpo.launch.run_dir import bearer
 
 NUM_PROMPTS, NUM_SAMPLES = 6, 8
 SAMPLING = [
@@ -30,7 +33,8 @@ SAMPLING = [
     "eval.temperature=0.8",
     "eval.pass_threshold=0.1",
 ]
-EVERY_TWO_STEPS = [*SAMPLING, "eval.interval=2"]
+EVALUATED = [*SAMPLING, "eval.interval=1"]
+"""Also amid each generation of two steps."""
 SETS = ["eval.data=null", "eval.sets.a.data={}", "eval.sets.b.data={}"]
 """After `SAMPLING`: two sets that are sampled so."""
 
@@ -45,14 +49,29 @@ def evaluations(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {step: metrics for step, metrics in records if metrics}
 
 
+def num_operations(engine: TestEngine) -> Counter[str]:
+    """How often vLLM was put to sleep, and was woken."""
+    headers = bearer(engine.servers.token)
+    page = httpx.get(f"{engine.servers.base_urls[0]}/metrics", headers=headers).text
+    name = "vllm:sleep_mode_operation_duration_seconds_count"
+    found = re.findall(rf'^{name}{{operation="(\w+)"}} (\S+)$', page, re.MULTILINE)
+    return Counter({operation: int(float(count)) for operation, count in found})
+
+
 @pytest.fixture(scope="module")
-def evaluated(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of a run that is evaluated every two steps."""
-    run_dir = tmp_path_factory.mktemp("evaluated") / "run"
-    ended = runs.finish(run_dir, *EVERY_TWO_STEPS)
-    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+def tour(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Counter[str]]:
+    """A run that is evaluated, whose engine sleeps while all state of the ranks takes its place;
+    with the operations of the engine."""
+    run_dir, before = tmp_path_factory.mktemp("evaluated") / "run", num_operations(runs.engine)
+    leaves = "train.offload=all", "train.offload_communicators=true"
+    ended = runs.finish(run_dir, *EVALUATED, "rollout.enable_sleep_mode=true", *leaves)
     assert f"step 0/{NUM_STEPS}  evaluation  pass@1 0." in ended.output
-    return run_dir
+    return run_dir, num_operations(runs.engine) - before
+
+
+@pytest.fixture(scope="module")
+def evaluated(tour: tuple[Path, Counter[str]]) -> Path:
+    return tour[0]
 
 
 def without_evaluation_before(run_dir: Path, folder: Path) -> Path:
@@ -67,21 +86,26 @@ def without_evaluation_before(run_dir: Path, folder: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_run_that_is_evaluated_is_bit_for_bit_the_run_that_is_not(
-    evaluated: Path, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_evaluations_sleep_and_offload_change_no_bit_of_a_run(evaluated, undisturbed, tmp_path):
     assert_same_run(without_evaluation_before(evaluated, tmp_path / "copy"), undisturbed)
 
 
-def test_an_evaluation_is_in_the_record_of_its_step_with_its_completions_beside(
-    evaluated: Path,
-) -> None:
+def test_engines_sleep_whenever_ranks_train(tour):
+    """Before the ranks build the model, before they compute the probe, and before each step, as the
+    evaluation before it needs them. As many pushes wake the weights, and then the cache."""
+    run_dir, operations = tour
+    assert operations == {"sleep": 2 + NUM_STEPS, "wake": 2 * (2 + NUM_STEPS)}
+    falls_asleep = [record["step"] for record in read_metrics(run_dir) if "time/sleep" in record]
+    assert falls_asleep == [*range(1, NUM_STEPS + 1)]
+
+
+def test_evaluation_is_in_the_record_of_its_step(evaluated):
     found = evaluations(evaluated)
-    assert list(found) == [*range(0, NUM_STEPS + 1, 2)]
+    assert list(found) == [*range(NUM_STEPS + 1)]
     for metrics in found.values():
         assert metrics.keys() > {"eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/mean@8"}
         assert metrics["eval/num_prompts"] == NUM_PROMPTS
-    assert all(record["time/eval"] > 0 for record in read_metrics(evaluated)[::2])
+    assert all(record["time/eval"] > 0 for record in read_metrics(evaluated))
     rows = read_json_lines(evaluated / "eval_completions.jsonl")
     assert Counter(row["step"] for row in rows) == dict.fromkeys(found, NUM_PROMPTS * NUM_SAMPLES)
     for step, metrics in found.items():
@@ -92,21 +116,15 @@ def test_an_evaluation_is_in_the_record_of_its_step_with_its_completions_beside(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_told_to_end_in_an_evaluation_makes_it_when_it_is_resumed(
-    runs: Runs, evaluated: Path, tmp_path: Path
-) -> None:
+def test_run_told_to_end_in_an_evaluation_makes_it_later(runs, evaluated, tmp_path):
     """In that of step 2: in metrics.jsonl it then stands in the record of step 2, once."""
     run_dir = tmp_path / "run"
-    # The evaluation before the first step takes 3 rounds of generating and scoring, and is logged.
-    sabotage = InPhase(preempt, 0, "eval", nth=8)
-    with runs.start(run_dir, *EVERY_TWO_STEPS, sabotage=sabotage) as job:
-        ended = job.end(120)
-    assert ended.exit_codes == [75] * NUM_RANKS, ended.output
+    # Each of the two before it takes 3 rounds of generating and scoring, and is logged.
+    sabotage = InPhase(preempt, 0, "eval", nth=15)
+    runs.finish(run_dir, *EVALUATED, sabotage=sabotage, code=75)
     assert [record["step"] for record in read_metrics(run_dir)] == [0, 1, 2]
-    assert list(evaluations(run_dir)) == [0]
-    with runs.start(run_dir, *EVERY_TWO_STEPS) as job:
-        ended = job.end(120)
-    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert list(evaluations(run_dir)) == [0, 1]
+    runs.finish(run_dir, *EVALUATED)
     assert_same_run(
         without_evaluation_before(run_dir, tmp_path / "ours"),
         without_evaluation_before(evaluated, tmp_path / "theirs"),
@@ -117,28 +135,22 @@ def test_a_run_that_is_told_to_end_in_an_evaluation_makes_it_when_it_is_resumed(
 
 
 @pytest.mark.long
-def test_a_run_whose_last_evaluation_is_missing_says_so(runs: Runs, tmp_path: Path) -> None:
+def test_run_whose_last_evaluation_is_missing_says_so(runs, tmp_path):
     sabotage = InPhase(preempt, 0, "eval", nth=8)
     arguments = [*SAMPLING, "eval.interval=1", "train.num_steps=1"]
-    with runs.start(tmp_path / "run", *arguments, sabotage=sabotage) as job:
-        ended = job.end(120)
-    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    ended = runs.finish(tmp_path / "run", *arguments, sabotage=sabotage)
     assert "step 1 was not evaluated" in ended.output
     assert f"model.path={tmp_path / 'run' / 'hf'}" in ended.output
     assert list(evaluations(tmp_path / "run")) == [0]
 
 
 @pytest.mark.slow
-def test_a_finished_run_can_be_evaluated_on_two_sets_when_it_is_extended(
-    runs: Runs, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_extended_run_can_be_evaluated_on_two_sets(runs, undisturbed, tmp_path):
     """`eval` is no part of what is learnt: a run may get it, or lose it, when it is resumed."""
     sets = [*SETS, "eval.sets.b.num_generations=4", "eval.sets.b.max_prompts=3"]
     run_dir = tmp_path / "run"
-    ended = runs.finish(run_dir, "train.num_steps=2")
-    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
-    ended = runs.finish(run_dir, *EVERY_TWO_STEPS, *sets)
-    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    runs.finish(run_dir, "train.num_steps=2")
+    ended = runs.finish(run_dir, *SAMPLING, "eval.interval=2", *sets)
     assert f"step 2/{NUM_STEPS}  evaluation of a  pass@1 0." in ended.output
     assert f"step 2/{NUM_STEPS}  evaluation of b  pass@1 0." in ended.output
     assert_same_run(run_dir, undisturbed)
@@ -173,9 +185,7 @@ def arguments(runs: Runs) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_exported_model_gets_what_the_last_evaluation_of_its_run_got(
-    evaluated: Path, arguments: list[str], tmp_path: Path
-) -> None:
+def test_eval_command_gets_what_the_last_evaluation_got(evaluated, arguments, tmp_path):
     """By vLLM with weights that it has loaded itself, in the place of pushed ones."""
     ended = evaluate(
         *arguments, f"model.path={evaluated / 'hf'}", f"train.run_dir={tmp_path / 'run'}"
@@ -186,7 +196,12 @@ def test_the_exported_model_gets_what_the_last_evaluation_of_its_run_got(
     result = json.loads((out / "eval.json").read_text())
     assert result["model"] == str(evaluated / "hf")
     assert result["config"]["eval"]["top_p"] == 0.9
-    metrics = {k: v for k, v in result["metrics"].items() if k.startswith("eval/")}
+    check_last(evaluated, result["metrics"], out)
+
+
+def check_last(evaluated: Path, found: dict[str, Any], out: Path) -> None:
+    """An evaluation that is written to `out` has found what the last of the run has."""
+    metrics = {k: v for k, v in found.items() if k.startswith("eval/")}
     assert metrics == evaluations(evaluated)[NUM_STEPS]
     rows = read_json_lines(evaluated / "eval_completions.jsonl")[-NUM_PROMPTS * NUM_SAMPLES :]
     assert read_json_lines(out / "eval_completions.jsonl") == [
@@ -195,31 +210,20 @@ def test_the_exported_model_gets_what_the_last_evaluation_of_its_run_got(
 
 
 @pytest.mark.slow
-def test_an_engine_that_dies_is_started_again_and_asked_for_the_rest(
-    arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    cfg = load_config(TINY_CONFIG, arguments)
-
-    def metrics(name: str, disturbance: Callable[[FolderEvaluation], Any]) -> dict[str, Any]:
-        with (
-            closing(FolderEvaluation(cfg, tmp_path / name)) as evaluation,
-            disturbance(evaluation),
-        ):
-            metrics = evaluation.run()
-        return {k: v for k, v in metrics.items() if k.startswith("eval/")}
-
-    def killing(evaluation: FolderEvaluation) -> Any:
+def test_evaluation_of_a_dead_engine_is_started_again_and_asked(
+    evaluated, arguments, tmp_path, capfd
+):
+    cfg = load_config(TINY_CONFIG, [*arguments, f"model.path={evaluated / 'hf'}"])
+    with closing(FolderEvaluation(cfg, tmp_path)) as evaluation:
         engine = evaluation.servers.processes[evaluation.servers.base_urls[0]]
         [held_out] = evaluation._evaluations._evaluations.values()
-        return as_soon_as(lambda: held_out._samples, engine.process.kill)
-
-    undisturbed = metrics("undisturbed", lambda _: nullcontext())
-    assert metrics("disturbed", killing) == undisturbed
+        with as_soon_as(lambda: held_out._samples, engine.process.kill):
+            check_last(evaluated, evaluation.run(), tmp_path)
     assert "is lost" in capfd.readouterr().err
 
 
 @pytest.mark.slow
-def test_the_command_evaluates_dialogues(arguments: list[str], tmp_path: Path) -> None:
+def test_the_command_evaluates_dialogues(arguments, tmp_path):
     cfg = load_config(
         TINY_CONFIG,
         [
@@ -257,9 +261,7 @@ def test_the_command_evaluates_dialogues(arguments: list[str], tmp_path: Path) -
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_what_cannot_be_evaluated_is_refused_before_an_engine_starts(
-    arguments: list[str], overrides: list[str], parts: list[str], tmp_path: Path
-) -> None:
+def test_evaluation_is_refused_before_an_engine_starts(arguments, overrides, parts, tmp_path):
     cfg = load_config(TINY_CONFIG, [*arguments, *overrides])
     with pytest.raises(ValueError) as refused:
         FolderEvaluation(cfg, tmp_path / "out")
@@ -268,17 +270,13 @@ def test_what_cannot_be_evaluated_is_refused_before_an_engine_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_without_held_out_prompts_nothing_is_evaluated(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_without_held_out_prompts_nothing_is_evaluated(arguments, tmp_path):
     cfg = load_config(TINY_CONFIG, arguments[:2])
     with pytest.raises(ValueError, match=r"give eval.data.path=FILE, or, .* several sets in"):
         FolderEvaluation(cfg, tmp_path / "out")
 
 
-def test_engines_that_could_not_serve_other_towers_are_refused(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_engines_that_could_not_serve_other_towers_are_refused(arguments, tmp_path):
     path = f"model.path={tiny_multimodal(tmp_path / 'towers', 'mistral3')}"
     cfg = load_config(
         TINY_CONFIG, [*arguments, path, "model.dtype=bfloat16", "rollout.quantization=int8"]

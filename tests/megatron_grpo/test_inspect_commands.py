@@ -43,16 +43,14 @@ def show(*arguments: str) -> Result:
         (["--prompt", "1", "--best", "1"], [3]),
     ],
 )
-def test_show_prints_the_completions_of_a_step_that_were_asked_for(
-    run_dir: Path, options: list[str], numbers: list[int]
-) -> None:
+def test_show_prints_the_completions_of_a_step_that_were_asked_for(run_dir, options, numbers):
     for step, asked in ((2, []), (1, ["--step", "1"])):
         lines = show(str(run_dir), *asked, *options).output.splitlines()
         shown = [line.split("│")[2].strip() for line in lines if "What?" in line]
         assert shown == [f"step {step} number {number}" for number in numbers]
 
 
-def test_show_says_what_there_is_if_there_is_nothing_to_show(run_dir: Path) -> None:
+def test_show_says_what_there_is_if_there_is_nothing_to_show(run_dir):
     missing = show(str(run_dir), "--step", "3").exception
     assert str(missing).endswith("no completions in step 3; the last step is 2")
     assert "give the train.run_dir of a run" in str(show(str(run_dir.parent)).exception)

@@ -1,17 +1,10 @@
-import json
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
+from helpers.runs.train import read_timeline
 from megatron_grpo.timing import ROLLOUT, TRAINER, PhaseTimer, Timeline
 
 
-def opened(path: Path) -> list[dict[str, Any]]:
-    """The timeline as read by a viewer that tolerates a missing closing bracket."""
-    return json.loads(path.read_text().rstrip().rstrip(",") + "]")
-
-
-def test_every_phase_is_in_the_file_as_soon_as_it_is_over(tmp_path: Path) -> None:
+def test_timeline_has_each_phase_as_soon_as_it_is_over(tmp_path):
     path = tmp_path / "timeline.json"
     timeline = Timeline(path)  # nobody closes it: the run is killed
     timeline.step = 3
@@ -19,7 +12,7 @@ def test_every_phase_is_in_the_file_as_soon_as_it_is_over(tmp_path: Path) -> Non
     with timer.phase("eval", "score"):
         pass
     timeline.add("generate", 1.5, 0.25, ROLLOUT, generation=2, policy_version=1)
-    *names, score, generate = opened(path)
+    *names, score, generate = read_timeline(tmp_path)
     assert [(each["tid"], each["args"]["name"]) for each in names] == [
         (TRAINER, "trainer"),
         (ROLLOUT, "rollout"),
@@ -36,9 +29,7 @@ def test_every_phase_is_in_the_file_as_soon_as_it_is_over(tmp_path: Path) -> Non
     }
 
 
-def test_a_resumed_run_goes_on_behind_the_line_that_the_last_one_has_not_finished(
-    tmp_path: Path,
-) -> None:
+def test_timeline_goes_on_behind_an_unfinished_line(tmp_path):
     path = tmp_path / "timeline.json"
     for step in (1, 2):
         with closing(Timeline(path)) as timeline:
@@ -47,5 +38,5 @@ def test_a_resumed_run_goes_on_behind_the_line_that_the_last_one_has_not_finishe
             file.write('{"name": "tr')
     with closing(Timeline(path)):
         pass
-    events = opened(path)
+    events = read_timeline(tmp_path)
     assert [event["args"].get("step") for event in events] == [None, None, 1, 2]

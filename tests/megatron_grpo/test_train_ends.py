@@ -3,7 +3,6 @@
 `test_faults.py` has the other faults, on ranks without a launcher.
 """
 
-import json
 import signal
 import uuid
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ from subprocess import Popen
 import psutil
 import pytest
 
-from demo.make_sums import sums as all_sums
 from helpers.engines.live import wait_until
+from helpers.runs.jobs import layout, write_sums
 from helpers.runs.train import finish_run, marked_processes, read_metrics, start_run
 from megatron_grpo.checkpoints.folders import latest_step
 
@@ -25,15 +24,11 @@ pytestmark = pytest.mark.fault
 @pytest.fixture
 def arguments(tied_model: Path, tmp_path: Path) -> list[str]:
     """Arguments of a run with two ranks and its own engine."""
-    data = tmp_path / "sums.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()))
     return [
         f"model.path={tied_model}",
-        f"data.path={data}",
+        f"data.path={write_sums(tmp_path)}",
         f"train.run_dir={tmp_path / 'run'}",
-        "parallel.tensor_parallel_size=2",
-        "parallel.pipeline_parallel_size=1",
-        "parallel.context_parallel_size=1",
+        *layout("tensor"),
     ]
 
 
@@ -69,9 +64,7 @@ def last_line(output: str) -> str:
 
 # What its ranks do is in test_faults.py, and the whole of it under Slurm in tests/slurm.
 @pytest.mark.slow
-def test_a_run_that_is_told_to_stop_saves_and_the_same_command_goes_on(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_run_told_to_stop_saves_and_resumes(arguments, tmp_path):
     run_dir = tmp_path / "run"
     with training(arguments, run_dir) as (run, _):
         run.send_signal(signal.SIGTERM)
@@ -88,9 +81,7 @@ def test_a_run_that_is_told_to_stop_saves_and_the_same_command_goes_on(
 
 
 @pytest.mark.slow
-def test_a_run_whose_output_nobody_reads_any_more_saves_all_the_same(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_run_whose_output_nobody_reads_saves(arguments, tmp_path):
     """As `megatron-grpo train ... | tee log`, when a signal ends tee, too."""
     with training(arguments, tmp_path / "run") as (run, _):
         assert run.stdout
@@ -115,9 +106,7 @@ FROM_THE_START = "megatron-grpo: interrupted: run the same command to begin from
         pytest.param(signal.SIGINT, 130, FROM_THE_START, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_told_to_stop_while_it_is_checked_can_be_started_again(
-    number: signal.Signals, code: int, told: str, arguments: list[str], tmp_path: Path
-) -> None:
+def test_run_told_to_stop_while_it_is_checked(number, code, told, arguments, tmp_path):
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "import pathlib, time\n"
@@ -133,9 +122,7 @@ def test_a_run_that_is_told_to_stop_while_it_is_checked_can_be_started_again(
 
 
 @pytest.mark.slow
-def test_the_end_of_rank_0_is_told_once_by_the_launcher(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_the_end_of_rank_0_is_told_once_by_the_launcher(arguments, tmp_path):
     with training(arguments, tmp_path / "run") as (run, mark):
         rank_process(mark, 0).kill()
         output, _ = run.communicate(timeout=60)
@@ -147,7 +134,7 @@ def test_the_end_of_rank_0_is_told_once_by_the_launcher(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_everything_at_once(arguments: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_ends_everything_at_once(arguments, tmp_path):
     with training(arguments, tmp_path / "run") as (run, _):
         run.send_signal(signal.SIGINT)
         output, _ = run.communicate(timeout=60)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint_convert import read_shape
-from helpers.engines.live import TestEngine, largest_logprob_error, random_prompts, served_model
+from helpers.engines.live import largest_logprob_error, random_prompts, served_model
 from helpers.engines.sampling import event_loop
 from helpers.oracle.policies import start_policy, tiny_config
 from helpers.pushes.policies import push_policy, push_whole, rollout_overrides
@@ -38,9 +38,9 @@ TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
     [(ParallelDims(data=2), 0), (TP2_PP2, 1)],
     ids=["at once", "at the second attempt"],
 )
-def test_a_push_brings_the_shards_to_the_engine(
-    live_engine: TestEngine, tied_model: Path, tmp_path: Path, dims, num_flips, transport
-) -> None:
+def test_push_brings_the_shards_to_the_engine(
+    live_engine, tied_model, tmp_path, dims, num_flips, transport
+):
     live_engine.push(served_model(tmp_path, "qwen3", tied=True, seed=1))
     live_engine.version += 1
     overrides = [
@@ -59,9 +59,7 @@ def test_a_push_brings_the_shards_to_the_engine(
     assert not [*tmp_path.glob("run/pushed")]
 
 
-def test_a_push_that_cannot_be_written_is_the_end_on_all_ranks(
-    live_engine: TestEngine, tied_model: Path, tmp_path: Path
-) -> None:
+def test_push_that_cannot_be_written_ends_all_ranks(live_engine, tied_model, tmp_path):
     (tmp_path / "run").write_text("not a folder")
     overrides = [
         *rollout_overrides(live_engine.rollout, live_engine.servers.base_urls),
@@ -75,9 +73,7 @@ def test_a_push_that_cannot_be_written_is_the_end_on_all_ranks(
     live_engine.push(tied_model)
 
 
-def test_after_two_failures_the_push_raises_and_the_engine_serves_nothing(
-    live_engine: TestEngine, tied_model: Path
-) -> None:
+def test_push_raises_after_two_failures(live_engine, tied_model):
     live_engine.version += 1
     [url] = live_engine.servers.base_urls
     overrides = rollout_overrides(live_engine.rollout, [url])
@@ -89,7 +85,7 @@ def test_after_two_failures_the_push_raises_and_the_engine_serves_nothing(
     live_engine.push(tied_model)
 
 
-def test_ranks_and_workers_meet_on_loopback_where_that_will_do() -> None:
+def test_rendezvous_address_is_loopback_where_it_will_do():
     environ = {"MASTER_ADDR": "127.0.0.9"}
     assert (
         rendezvous_address(["http://localhost:1", "http://127.0.0.1:2"], 1, environ) == "127.0.0.1"
@@ -134,9 +130,7 @@ class RecordedEngines:
         self._events.append("engine: sleep")
 
 
-def test_weights_leave_before_engines_take_their_cache_and_are_back_before_they_are_sent_again(
-    alone: Any, tied_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weight_sync_frees_weights_before_engines_take_cache(alone, tied_model, monkeypatch):
     events: list[str] = []
     weights = load_file(tied_model / "model.safetensors")
     layout = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
@@ -222,7 +216,7 @@ def events_of_assembling(rank: int, folder: Path, loss: str) -> list[str]:
 
 
 @pytest.mark.parametrize("loss", ["", "died", "failed in a push"])
-def test_ranks_make_room_for_an_engine_that_starts_again(tied_model: Path, loss: str) -> None:
+def test_weight_sync_makes_room_for_an_engine(tied_model, loss):
     """It may be beside them, and vLLM ends at once if its share of the GPU is not free."""
     first, second = run_ranks(2, events_of_assembling, tied_model, loss)
     room = ["ranks: generate", "memory"] if loss else []
@@ -230,6 +224,6 @@ def test_ranks_make_room_for_an_engine_that_starts_again(tied_model: Path, loss:
     assert second == room
 
 
-def test_ranks_of_several_hosts_meet_where_the_last_rank_finds_rank_0(tied_model: Path) -> None:
+def test_weight_sync_meets_where_the_last_rank_finds_rank_0(tied_model):
     """On rank 0's own host its name may stand for loopback."""
     assert run_ranks(2, address_of_meeting, tied_model) == ["127.0.0.2"] * 2

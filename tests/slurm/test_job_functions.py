@@ -160,7 +160,7 @@ GUARD = """
 
 
 @pytest.mark.parametrize(("left", "waits"), [(119, 59), (123, 63)])
-def test_the_guard_waits_until_a_minute_before_the_limit_or_halfway(bash, left, waits):
+def test_guard_waits_until_a_minute_before_the_limit(bash, left, waits):
     programs = {"date": "echo 1000", "squeue": f"echo {1000 + left}", "sleep": 'echo "$1"'}
     assert bash(GUARD, programs).stdout == f"{waits}\ntold\n"
 
@@ -175,9 +175,7 @@ AWAIT_TRAINER = """
 
 
 @pytest.mark.parametrize(("was_told", "code"), [("yes", 75), ("", 128 + signal.SIGUSR1)])
-def test_a_trainer_that_dies_of_the_signal_is_preempted_where_the_job_was_told(
-    bash, was_told, code
-):
+def test_await_trainer_takes_a_death_by_the_signal_for_75(bash, was_told, code):
     """The trainer had not yet installed its handler."""
     assert bash(AWAIT_TRAINER, {}, WAS_TOLD=was_told).stdout == f"{code}\n"
 
@@ -278,7 +276,7 @@ exit 2
 @pytest.mark.parametrize(
     "script", sorted(path.name for path in (REPOSITORY / "slurm").glob("grpo_*.sh"))
 )
-def test_the_config_of_each_script_fills_the_nodes_that_its_header_asks_for(bash, tmp_path, script):
+def test_scripts_fill_the_nodes_of_their_headers(bash, tmp_path, script):
     header = (REPOSITORY / "slurm" / script).read_text()
     nodes = [f"n{number}" for number in range(int(re.findall("#SBATCH --nodes=(.*)", header)[0]))]
     programs = {"scontrol": "printf '%s\\n' $SLURM_JOB_NODELIST", "srun": PLACES}
@@ -315,7 +313,7 @@ def test_a_further_node_of_an_engine_has_its_own_log_and_address(bash, tmp_path)
     [("exit 0", 3), ("exit 2", 2), ("kill -TERM $PPID; exec sleep 60", 0)],
     ids=["ends", "is refused", "is told to end"],
 )
-def test_an_engine_that_ends_by_itself_ends_the_step_on_its_other_nodes(bash, tmp_path, does, code):
+def test_engine_sh_ends_the_step_on_its_other_nodes(bash, tmp_path, does, code):
     """Slurm does that if the exit code of a task is not 0, and returns the highest."""
     programs = {"megatron-grpo": does}
     assert bash(ENGINE, programs, LOGS=str(tmp_path), SLURM_NODEID="0").returncode == code
@@ -324,16 +322,14 @@ def test_an_engine_that_ends_by_itself_ends_the_step_on_its_other_nodes(bash, tm
 KEEP_ENGINE = "step() { echo start; exit 1; }; keep_engine $LOGS/engine_0.log n0"
 
 
-def test_an_engine_that_always_dies_is_started_again_three_times_after_longer_pauses(
-    bash, tmp_path
-):
+def test_keep_engine_tries_three_times_after_longer_pauses(bash, tmp_path):
     (tmp_path / "trainer_0.log").touch()
     done = bash(KEEP_ENGINE, {"sleep": 'echo "pause $1"'}, LOGS=str(tmp_path))
     pauses = [f"pause {seconds}\nstart\n" for seconds in (0, 60, 120)]
     assert (done.stdout, done.returncode) == ("start\n" + "".join(pauses), 1)
 
 
-def test_an_engine_that_is_told_to_end_in_a_pause_is_not_started_again(bash, tmp_path):
+def test_keep_engine_ends_in_a_pause_when_told(bash, tmp_path):
     (tmp_path / "trainer_0.log").touch()
     programs = {"sleep": "kill -TERM $PPID; exec /bin/sleep 25"}
     done = bash(KEEP_ENGINE, programs, LOGS=str(tmp_path))

@@ -118,7 +118,7 @@ def test_an_engine_that_ends_is_told_while_another_hangs(submit):
     [[], pytest.param(SGLANG, marks=[OF_SGLANG, pytest.mark.slow])],
     ids=["vllm", "sglang"],
 )
-def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(submit, engine):
+def test_job_signalled_saves_queues_again_and_ends(submit, engine):
     run = submit(*engine, "train.num_steps=6", ranks_per_node=2)
     run.await_step(2)
     run.job.signal("USR1")
@@ -163,7 +163,7 @@ def test_an_engine_over_two_nodes_is_started_again_on_both(submit, engine, modul
     assert run.await_silence() == []
 
 
-def test_an_engine_that_dies_is_started_again_and_the_run_goes_on_with_it(endless):
+def test_engine_that_dies_is_started_again_by_its_job(endless):
     restarts = endless.restarts()
     [engine] = endless.engines()
     engine.kill()
@@ -253,7 +253,7 @@ def test_a_job_has_all_memory_of_its_nodes(cluster, script, tmp_path):
     assert f"mem={2 * NODE_MEGABYTES}M" in resources
 
 
-def test_a_step_has_all_cores_and_the_same_gpus_of_nodes_that_differ(cluster, tmp_path):
+def test_step_has_all_cores_of_nodes_that_differ(cluster, tmp_path):
     """The first node has 8 cores and 8 GPUs, the other 6 and the 4 GPUs that the job asks for."""
     script, log = tmp_path / "job.sh", tmp_path / "job.log"
     script.write_text(

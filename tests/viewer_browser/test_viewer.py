@@ -4,16 +4,14 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 from helpers.runs.browser import Browser
-from helpers.runs.run_dirs import completions, metrics, write_run
+from helpers.runs.run_dirs import completions, metrics, viewed, write_run
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.viewer.html_file import write_html
 from megatron_grpo.viewer.run import RunFiles
-from megatron_grpo.viewer.server import Server
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +25,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFiles]:
 
 @pytest.fixture(scope="module")
 def address(runs: dict[str, RunFiles]) -> Iterator[str]:
-    with Server(runs, port=0) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-        thread.join()
+    with viewed(runs) as port:
+        yield f"http://127.0.0.1:{port}/"
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +67,7 @@ def rows(runs: dict[str, RunFiles], name: str, step: int) -> list[dict]:
     return [row for row in map(json.loads, path.read_text().splitlines()) if row["step"] == step]
 
 
-def test_a_click_on_a_curve_and_the_arrow_keys_select_a_step(page: Browser) -> None:
+def test_a_click_on_a_curve_and_the_arrow_keys_select_a_step(page):
     assert page.texts("#plots figcaption")[0] == "reward"
     page.wait_for("document.querySelector('#plots .nsewdrag')")
     page.move_to("#plots .nsewdrag")
@@ -88,9 +82,7 @@ def test_a_click_on_a_curve_and_the_arrow_keys_select_a_step(page: Browser) -> N
     assert page.run("document.querySelector('#plots .plot').layout.shapes[0].x0") == step + 1
 
 
-def test_the_worst_completion_shows_which_of_its_tokens_were_clipped(
-    page: Browser, runs: dict[str, RunFiles]
-) -> None:
+def test_worst_completion_shows_its_clipped_tokens(page, runs):
     go_to(page, 5)
     page.choose("#sort", "worst")
     logged = rows(runs, "completions", 5)
@@ -127,9 +119,7 @@ def test_the_worst_completion_shows_which_of_its_tokens_were_clipped(
 
 
 @pytest.mark.parametrize("page", ["server"], indirect=True)
-def test_completions_are_found_by_text_length_and_fate(
-    page: Browser, runs: dict[str, RunFiles]
-) -> None:
+def test_completions_are_found_by_text_length_and_fate(page, runs):
     go_to(page, 5)
     logged = rows(runs, "completions", 5)
 
@@ -161,7 +151,7 @@ def test_completions_are_found_by_text_length_and_fate(
     listed("16 of 16")
 
 
-def test_a_prompt_is_compared_at_two_steps(page: Browser) -> None:
+def test_a_prompt_is_compared_at_two_steps(page):
     go_to(page, 8)
     page.click("#find-steps")
     page.wait_for("document.querySelectorAll('#found-steps .chip').length")
@@ -175,7 +165,7 @@ def test_a_prompt_is_compared_at_two_steps(page: Browser) -> None:
     page.wait_for("byId('other-pane').textContent.includes('no completions of this prompt')")
 
 
-def test_turns_of_a_dialogue_are_told_apart_and_observations_masked(page: Browser) -> None:
+def test_turns_of_a_dialogue_are_told_apart(page):
     go_to(page, 5)
     page.click("#list .group:nth-child(2) .row:has(.tokens)")
     page.wait_for("document.querySelectorAll('#pane .turn').length === 3")
@@ -191,7 +181,7 @@ def test_turns_of_a_dialogue_are_told_apart_and_observations_masked(page: Browse
     )
 
 
-def test_evaluations_timeline_and_configs_have_tables(page: Browser) -> None:
+def test_evaluations_timeline_and_configs_have_tables(page):
     page.click("[data-tab=config]")
     rows = page.texts("#config tbody tr")
     assert "optimizer.lr0.0000010.000003" in rows[0].replace("1e-6", "0.000001").replace(
@@ -212,9 +202,7 @@ def test_evaluations_timeline_and_configs_have_tables(page: Browser) -> None:
 
 
 @pytest.mark.parametrize("page", ["server"], indirect=True)
-def test_of_a_completion_that_was_cut_the_whole_text_can_be_read(
-    page: Browser, runs: dict[str, RunFiles]
-) -> None:
+def test_of_a_completion_that_was_cut_the_whole_text_can_be_read(page, runs):
     go_to(page, 5)
     page.type("#search", "What is 41 + 61")  # no dialogue
     page.choose("#sort", "longest")
@@ -226,7 +214,7 @@ def test_of_a_completion_that_was_cut_the_whole_text_can_be_read(
 
 
 @pytest.mark.parametrize("page", ["server"], indirect=True)
-def test_a_step_that_repeats_a_generation_shows_its_completions(page: Browser) -> None:
+def test_a_step_that_repeats_a_generation_shows_its_completions(page):
     sizes = {"steps_per_generation": 2, "num_iterations": 3}
     schedule = BatchSchedule(num_generations=4, generation_batch_size=16, **sizes)
     first: dict[tuple[int, int], int] = {}
@@ -239,7 +227,7 @@ def test_a_step_that_repeats_a_generation_shows_its_completions(page: Browser) -
 
 
 @pytest.mark.parametrize("page", ["server"], indirect=True)
-def test_a_metric_is_chosen(page: Browser) -> None:
+def test_a_metric_is_chosen(page):
     page.click("#chooser summary")
     page.type("#metric-search", "staleness")
     page.click("#metric-groups label:not([hidden]) input")
@@ -251,12 +239,10 @@ def test_a_metric_is_chosen(page: Browser) -> None:
     page.click("#chooser summary")
 
 
-def test_a_running_run_is_followed(browser: Browser, tmp_path: Path) -> None:
+def test_a_running_run_is_followed(browser, tmp_path):
     run_dir = write_run(tmp_path / "run", num_steps=3)
-    with Server({"run": RunFiles(run_dir)}, port=0) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        browser.open(f"http://127.0.0.1:{server.server_port}/")
+    with viewed({"run": RunFiles(run_dir)}) as port:
+        browser.open(f"http://127.0.0.1:{port}/")
         shows = "document.querySelector('#pane h2')?.textContent.startsWith('step {},')"
         browser.wait_for(shows.format(3))
         rows = completions(4, random.Random(4))
@@ -270,5 +256,3 @@ def test_a_running_run_is_followed(browser: Browser, tmp_path: Path) -> None:
         )
         assert browser.problems() == []
         browser.open("about:blank")
-        server.shutdown()
-        thread.join()

@@ -1,6 +1,5 @@
 """Whole runs whose weights are pushed while completions are in progress, and what holds of them."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,9 +8,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from demo.make_sums import sums
 from helpers.engines.live import TestEngine
-from helpers.runs.jobs import Job
+from helpers.runs.jobs import Runs, write_sums
 from helpers.runs.train import read_json_lines, read_metrics
 from megatron_grpo.checkpoints.experience_file import OPEN, READY, SAMPLES_FILE, TOKENS_FILE
 from megatron_grpo.checkpoints.folders import latest_step, step_folder
@@ -25,46 +23,21 @@ Key = tuple[int, int]
 """Row of the data and number of a sample; a run of fewer prompts than rows has each once."""
 
 
-@dataclass(frozen=True)
-class InFlightRuns:
-    """Starts runs on one rank, each in a folder of its own."""
-
-    folder: Path
-    model: Path
-    engine: TestEngine
-
-    def arguments(self, name: str) -> list[str]:
-        """What all of them say; later arguments replace these."""
-        return [
-            f"model.path={self.model}",
-            f"data.path={self.folder / 'sums.jsonl'}",
-            f"rollout.base_urls=[{self.engine.servers.base_urls[0]}]",
-            "rollout.in_flight_updates=true",
-            f"rollout.max_staleness={MAX_STALENESS}",
-            "rollout.max_completion_length=200",
-            f"grpo.generation_batch_size={BATCH_SIZE}",
-            f"grpo.num_generations={NUM_GENERATIONS}",
-            "grpo.rollout_importance_sampling_mode=token_truncate",
-            f"train.num_steps={NUM_STEPS}",
-            "train.save_interval=2",
-            *[f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")],
-            f"train.run_dir={self.folder / name}",
-        ]
-
-    def start(self, name: str, *arguments: str) -> Job:
-        return Job(
-            [*self.arguments(name), *arguments],
-            1,
-            self.folder / f"logs_{name}",
-            token=self.engine.servers.token,
-        )
-
-
-def make_in_flight_runs(model: Path, engine: TestEngine, folder: Path) -> InFlightRuns:
-    (folder / "sums.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in sums()), encoding="utf-8"
-    )
-    return InFlightRuns(folder, model, engine)
+def make_in_flight_runs(model: Path, engine: TestEngine, folder: Path) -> Runs:
+    """Runs on one rank; later arguments replace these."""
+    arguments = [
+        f"model.path={model}",
+        f"data.path={write_sums(folder)}",
+        "rollout.in_flight_updates=true",
+        f"rollout.max_staleness={MAX_STALENESS}",
+        "rollout.max_completion_length=200",
+        f"grpo.generation_batch_size={BATCH_SIZE}",
+        f"grpo.num_generations={NUM_GENERATIONS}",
+        "grpo.rollout_importance_sampling_mode=token_truncate",
+        f"train.num_steps={NUM_STEPS}",
+        "train.save_interval=2",
+    ]
+    return Runs(arguments, engine, folder)
 
 
 def spans_of(row: dict) -> list[tuple[int, int]]:

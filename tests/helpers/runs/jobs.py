@@ -198,10 +198,54 @@ def _be_rank(
     cli.main()
 
 
-# Runs of one tiny config on four ranks, and the result that they must reach despite any fault.
+AXES = ("tensor", "pipeline", "context", "data")
 
-NUM_RANKS = 4
-NUM_STEPS = 6
+
+def layout(*axes: str) -> list[str]:
+    """Overrides that give the named axes size 2 and the others size 1."""
+    return [f"parallel.{axis}_parallel_size={2 if axis in axes else 1}" for axis in AXES]
+
+
+def write_sums(folder: Path) -> Path:
+    """Write the demo's data, of 81 prompts."""
+    path = folder / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in all_sums()), encoding="utf-8")
+    return path
+
+
+def start_job(
+    run_dir: Path,
+    *arguments: str,
+    engine: TestEngine | None = None,
+    axes: Sequence[str] = (),
+    config: Path = TINY_CONFIG,
+    sabotage: Sabotage | None = None,
+) -> Job:
+    """A run on two ranks along each of `axes`, with a running engine or, without, its own."""
+    given = [*layout(*axes), *arguments, f"train.run_dir={run_dir}"]
+    if engine:
+        given = [f"rollout.base_urls=[{engine.servers.base_urls[0]}]", *given]
+    if engine and engine.rollout.engine == "sglang":
+        given = ["rollout.engine=sglang", f"rollout.python={engine.rollout.python}", *given]
+    return Job(
+        given,
+        2 ** len(axes),
+        run_dir.parent / f"{run_dir.name}_logs",
+        config=config,
+        token=engine.servers.token if engine else "",
+        sabotage=sabotage,
+    )
+
+
+def finish_job(
+    run_dir: Path, *arguments: str, code: int = 0, seconds: float = 200, **how: Any
+) -> Ended:
+    """A job of `start_job` whose ranks have all ended with `code`, and left no process behind."""
+    with start_job(run_dir, *arguments, **how) as job:
+        ended = job.end(seconds)
+    assert ended.exit_codes == [code] * len(job.ranks), ended.output
+    assert ended.survivors == []
+    return ended
 
 
 @dataclass(frozen=True)
@@ -211,39 +255,36 @@ class Runs:
     arguments: list[str]
     engine: TestEngine
     folder: Path
+    axes: Sequence[str] = ()
 
-    def start(self, run_dir: Path, *arguments: str, sabotage: Sabotage | None = None) -> Job:
-        return Job(
-            [*self.arguments, f"train.run_dir={run_dir}", *arguments],
-            NUM_RANKS,
-            run_dir.parent / f"{run_dir.name}_logs",
-            token=self.engine.servers.token,
-            sabotage=sabotage,
-        )
+    def start(self, name: str | Path, *arguments: str, **how: Any) -> Job:
+        """A run in the folder `name`."""
+        return start_job(self.folder / name, *self.arguments, *arguments, **self._own | how)
 
-    def finish(self, run_dir: Path, *arguments: str) -> Ended:
-        with self.start(run_dir, *arguments) as job:
-            return job.end(120)
+    def finish(self, name: str | Path, *arguments: str, **how: Any) -> Ended:
+        return finish_job(self.folder / name, *self.arguments, *arguments, **self._own | how)
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        return {"engine": self.engine, "axes": self.axes}
+
+
+# Runs of one tiny config on four ranks, and the result that they must reach despite any fault.
+
+NUM_RANKS = 4
+NUM_STEPS = 6
 
 
 def make_runs(model: Path, engine: TestEngine, folder: Path) -> Runs:
     """Three generations of two optimizer steps each, with a checkpoint after each."""
-    data = folder / "sums.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()), encoding="utf-8")
     arguments = [
         f"model.path={model}",
-        f"data.path={data}",
-        f"rollout.base_urls=[{engine.servers.base_urls[0]}]",
+        f"data.path={write_sums(folder)}",
         f"train.num_steps={NUM_STEPS}",
         "train.save_interval=1",
         "grpo.steps_per_generation=2",
-        "parallel.tensor_parallel_size=2",
-        "parallel.pipeline_parallel_size=2",
-        "parallel.context_parallel_size=1",
     ]
-    if engine.rollout.engine == "sglang":
-        arguments += ["rollout.engine=sglang", f"rollout.python={engine.rollout.python}"]
-    return Runs(arguments, engine, folder)
+    return Runs(arguments, engine, folder, ("tensor", "pipeline"))
 
 
 def assert_same_run(run_dir: Path, undisturbed: Path) -> None:
@@ -267,7 +308,5 @@ def assert_same_run(run_dir: Path, undisturbed: Path) -> None:
 
 
 def assert_resumes(runs: Runs, run_dir: Path, undisturbed: Path) -> None:
-    ended = runs.finish(run_dir)
-    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
-    assert ended.survivors == []
+    runs.finish(run_dir)
     assert_same_run(run_dir, undisturbed)

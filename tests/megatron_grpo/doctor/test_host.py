@@ -140,7 +140,7 @@ def test_own_name_on_loopback_needs_an_interface(environ, address, on_gpu, statu
     assert check_own_name(environ, address, on_gpu).status == status
 
 
-def test_environment_shows_job_container_and_settings_but_no_secrets(tmp_path):
+def test_check_environment_shows_no_secrets(tmp_path):
     (tmp_path / ".dockerenv").touch()
     environ = {
         "SLURM_JOB_ID": "7",

@@ -45,7 +45,7 @@ def model(folder, family, seed):
     ids=["linear attention", "without drafts", "n-grams"],
 )
 def chosen(request):
-    """The family of the model, and how its engine drafts; test_mtp_runs.py has another."""
+    """The family of the model, and how its engine drafts; test_engine_runs.py has another."""
     return request.param
 
 

@@ -7,7 +7,7 @@ from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.launch import check_files
 
 
-def test_a_tokenizer_and_the_file_of_an_agent_that_are_missing_are_named(tmp_path):
+def test_check_files_names_a_tokenizer_and_an_agent(tmp_path):
     given = [f"model.path={tmp_path}", f"data.path={tmp_path}", "data.max_prompt_length=8"]
     cfg = load_config(TINY_CONFIG, [*given, "agent.function=no.py:act"])
     with pytest.raises(ValueError, match="has no tokenizer: none of "):
@@ -17,7 +17,7 @@ def test_a_tokenizer_and_the_file_of_an_agent_that_are_missing_are_named(tmp_pat
         check_files(cfg)
 
 
-def test_all_that_is_missing_is_named_at_once_and_what_is_no_data(tmp_path):
+def test_check_files_names_all_that_is_missing(tmp_path):
     (table := tmp_path / "rows.csv").write_text("prompt,answer\n")
     given = ["model.path=none", f"data.path={table}", "reward.functions=[my.rewards:right]"]
     cfg = load_config(TINY_CONFIG, [*given, "eval.data.split=test"])

@@ -78,23 +78,23 @@ def job(ranks: int, engines: int, tensor: int = 1):
     )
 
 
-def test_engines_get_nodes_of_their_own_where_there_are_enough():
+def test_place_gives_engines_nodes_of_their_own():
     placed = place(job(16, 2, tensor=8), NODES, 8)
     assert (placed.trainer_nodes, placed.ranks_per_node) == (["a", "b"], 8)
     assert placed.engines == [EnginePlace(["c"], range(8)), EnginePlace(["d"], range(8))]
 
 
-def test_engines_get_the_gpus_of_a_node_that_its_ranks_leave():
+def test_place_gives_engines_gpus_that_ranks_leave():
     placed = place(job(3, 2, tensor=2), ["a"], 8)
     assert placed.engines == [EnginePlace(["a"], range(4, 6)), EnginePlace(["a"], range(6, 8))]
 
 
-def test_engines_share_the_ranks_gpus_where_no_others_are_left_one_per_node_first():
+def test_place_shares_gpus_one_engine_per_node_first():
     placed = place(job(16, 3, tensor=4), ["a", "b"], 8)
     assert [(*at.nodes, at.gpus.start) for at in placed.engines] == [("a", 0), ("b", 0), ("a", 4)]
 
 
-def test_reward_models_have_the_gpus_behind_the_ranks_of_the_first_node():
+def test_place_puts_reward_models_behind_the_ranks():
     def with_model(cfg, size: int, **others):
         arguments = {"path": "p", "tensor_parallel_size": size, **others}
         model = {"name": "reward_model", "arguments": arguments}
@@ -116,7 +116,7 @@ def test_reward_models_have_the_gpus_behind_the_ranks_of_the_first_node():
         place(with_model(job(8, 1), 9, share_gpus=True), NODES, 8)
 
 
-def test_engine_larger_than_a_node_takes_whole_nodes():
+def test_place_gives_large_engines_whole_nodes():
     """First those without ranks; where these are too few, all engines share."""
     apart = place(job(8, 1, tensor=16), NODES, 8)
     assert apart.engines == [EnginePlace(["b", "c"], range(8))]
@@ -137,13 +137,13 @@ def test_engine_larger_than_a_node_takes_whole_nodes():
         (32, 9, 4, "set it to 8 or less"),
     ],
 )
-def test_job_that_does_not_fit_is_refused_with_the_numbers(ranks, engines, tensor, message):
+def test_place_refuses_a_job_that_does_not_fit(ranks, engines, tensor, message):
     with pytest.raises(ValueError, match=message):
         place(job(ranks, engines, tensor), NODES, 8)
 
 
 @pytest.mark.parametrize(("tensor", "most"), [(2, 4), (16, 1)])
-def test_groups_of_sglang_that_would_span_nodes_are_refused_with_the_most(tensor, most):
+def test_place_refuses_groups_of_sglang_over_nodes(tensor, most):
     cfg = job(8, 1, tensor)
 
     def placed(engine: str, groups: int) -> EnginePlace:
@@ -167,7 +167,7 @@ def test_groups_of_sglang_that_would_span_nodes_are_refused_with_the_most(tensor
         (1, 0, 420, None),
     ],
 )
-def test_a_job_that_one_host_cannot_hold_is_not_started_there(ranks, gpus, gigabytes, message):
+def test_check_host_refuses_a_job_it_cannot_hold(ranks, gpus, gigabytes, message):
     refused = pytest.raises(ValueError, match=message) if message else nullcontext()
     with refused:
         check_host(job(ranks, 2), int(140e9), gpus, int(gigabytes * 1e9))
@@ -184,7 +184,7 @@ def test_a_job_that_one_host_cannot_hold_is_not_started_there(ranks, gpus, gigab
         (ParallelDims(tensor=4, pipeline=3, expert=4, expert_tensor=1), 8, 2),
     ],
 )
-def test_suggested_data_parallel_size_fills_nodes(dims, gpus_per_node, data):
+def test_place_suggests_a_data_parallel_size(dims, gpus_per_node, data):
     copy = dims.world_size // dims.data
     cfg = tiny_config(Path("model"), dims, "grpo.generation_batch_size=96")
     message = f"set parallel.data_parallel_size to {data}, for {copy * data} ranks"
@@ -194,7 +194,7 @@ def test_suggested_data_parallel_size_fills_nodes(dims, gpus_per_node, data):
     assert place(full, ["a"] * 99, gpus_per_node).ranks_per_node == gpus_per_node
 
 
-def test_command_prints_the_placement_and_names_a_file_that_is_missing(tmp_path):
+def test_place_command_prints_the_placement(tmp_path):
     (tmp_path / "tokenizer.json").touch()
     given = [f"model.path={tmp_path}", f"data.path={tmp_path}"]
     arguments = ["place", str(TINY_CONFIG), "--nodes", "a,b", "--gpus-per-node", "4", *given]
@@ -221,7 +221,7 @@ def test_command_prints_the_placement_and_names_a_file_that_is_missing(tmp_path)
     assert said.output.splitlines()[-1] == "engine c 0"
 
 
-def test_a_job_of_engines_only_is_filled_with_them():
+def test_place_engines_fills_the_job():
     placed = place_engines(job(16, 1, tensor=4), ["a", "b"], 8)
     assert [(*at.nodes, at.gpus.start) for at in placed.engines] == [
         ("a", 0),

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_command_dies_when_its_parent_is_killed_and_its_folder_goes(folder):
+def test_parent_death_ends_the_command_and_its_folder(folder):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, parent_death.__file__, folder],
         stdin=subprocess.PIPE,
@@ -50,7 +50,7 @@ def test_command_dies_when_its_parent_is_killed_and_its_folder_goes(folder):
     assert folder.parent.exists()
 
 
-def test_command_is_not_started_when_its_parent_is_gone_and_its_folder_goes(folder):
+def test_parent_death_starts_nothing_without_a_parent(folder):
     gone = subprocess.Popen(["true"])
     gone.wait()
     command = [sys.executable, parent_death.__file__, str(gone.pid), folder, "echo", "started"]
@@ -60,7 +60,7 @@ def test_command_is_not_started_when_its_parent_is_gone_and_its_folder_goes(fold
     assert wait_until(lambda: not folder.exists(), 30)
 
 
-def test_command_keeps_its_arguments_and_exit_code(folder):
+def test_parent_death_keeps_arguments_and_exit_code(folder):
     tied = [sys.executable, parent_death.__file__, str(os.getpid()), folder]
     assert subprocess.run([*tied, "sh", "-c", "exit 7"]).returncode == 7
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +34,7 @@ def test_is_user_error(error, expected):
     assert is_user_error(error) == expected
 
 
-def test_ctrl_c_ends_the_command_in_a_line_while_it_imports_code_that_drops_exceptions(tmp_path):
+def test_ctrl_c_ends_a_command_while_it_imports(tmp_path):
     (tmp_path / "typer.py").write_text(
         "import pathlib, time\n"
         "try:\n"
@@ -71,7 +70,7 @@ print("done", file=open(sys.argv[1], "w"))
 """
 
 
-def test_closed_pipe_ends_nothing_and_is_reported_on_stderr(tmp_path: Path) -> None:
+def test_closed_pipe_ends_nothing_and_is_reported_on_stderr(tmp_path):
     done = tmp_path / "done"
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, done],
@@ -96,7 +95,7 @@ def test_closed_pipe_ends_nothing_and_is_reported_on_stderr(tmp_path: Path) -> N
     assert process.wait(10) == 0 and done.exists()
 
 
-def test_full_non_blocking_pipe_is_waited_for(tmp_path: Path) -> None:
+def test_full_non_blocking_pipe_is_waited_for(tmp_path):
     given = tmp_path / "given"
     given.write_text(("x" * 79 + "\n") * 3000)  # the pipe holds 64 KiB
     program = f"import os; os.set_blocking(1, False)\n{PROGRAM}"
@@ -116,7 +115,7 @@ def test_full_non_blocking_pipe_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&-", ">/dev/full 2>&1"])
-def test_output_closed_from_the_start_or_on_a_full_disk_ends_nothing(tmp_path, redirection) -> None:
+def test_closed_output_or_a_full_disk_ends_nothing(tmp_path, redirection):
     done = tmp_path / "done"
     command = shlex.join([sys.executable, "-c", PROGRAM, str(done)])
     subprocess.run(

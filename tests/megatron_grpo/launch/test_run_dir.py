@@ -60,9 +60,7 @@ def test_a_run_directory_that_cannot_be_made_is_named_with_its_key():
         make_folder(Path("/proc/x"))
 
 
-def test_a_run_directory_that_can_be_made_is_there_after_a_start_but_not_after_a_check(
-    tmp_path, monkeypatch
-):
+def test_check_run_dir_makes_a_folder_only_at_a_start(tmp_path, monkeypatch):
     first, second = tmp_path / "runs" / "first", tmp_path / "runs" / "second"
     check_run_dir(first, starts_here=False)
     check_run_dir(tmp_path, starts_here=False)
@@ -87,7 +85,7 @@ def test_an_interrupted_run_says_where_the_same_command_resumes_it(tmp_path):
     assert interrupted_text(tmp_path).endswith("run the same command to resume from step 20")
 
 
-def test_lock_that_other_hosts_do_not_see_is_refused(tmp_path, monkeypatch):
+def test_run_lock_refuses_locks_others_do_not_see(tmp_path, monkeypatch):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"fs@o2ib:/x {tmp_path.resolve()} lustre rw,localflock 0 0\n")
     monkeypatch.setattr(run_dir, "MOUNTS", mounts)
@@ -97,7 +95,7 @@ def test_lock_that_other_hosts_do_not_see_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
-def test_file_system_without_locks_is_refused_with_the_option_to_set(number, tmp_path, monkeypatch):
+def test_run_lock_refuses_a_file_system_without_locks(number, tmp_path, monkeypatch):
     """As Lustre and NFS answer, which no test can mount."""
 
     def flock(*_):
@@ -178,9 +176,7 @@ def test_invalid_token_is_refused_and_not_shown(token, message):
     assert GOOD[1:] not in str(refused.value)
 
 
-def test_lines_that_cannot_be_written_are_told_by_file_and_the_step_to_resume_from(
-    tmp_path: Path,
-) -> None:
+def test_resumable_names_the_file_and_the_step(tmp_path):
     with pytest.raises(OSError) as told, resumable(tmp_path):
         append_rows(Path("/dev/full"), [{"step": 1}] * 9)
     assert str(told.value) == (
@@ -204,16 +200,14 @@ def test_lines_that_cannot_be_written_are_told_by_file_and_the_step_to_resume_fr
     ],
     ids=repr,
 )
-def test_what_names_no_file_and_is_not_of_a_disk_keeps_its_traceback(
-    error: OSError, tmp_path: Path
-) -> None:
+def test_resumable_keeps_other_tracebacks(error, tmp_path):
     with pytest.raises(type(error)) as found, resumable(tmp_path):
         raise error
     assert found.value is error
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EROFS, errno.EIO])
-def test_other_errors_of_a_disk_are_told_alike(number: int, tmp_path: Path) -> None:
+def test_resumable_tells_errors_of_a_disk_alike(number, tmp_path):
     told = pytest.raises(OSError, match=r"^a\.jsonl: broken; run the same command")
     with told, resumable(tmp_path):
         raise OSError(number, "broken", "a.jsonl")

@@ -2,8 +2,9 @@
 
 import subprocess
 import sys
-import time
-from pathlib import Path
+
+from helpers.engines.live import wait_until
+from helpers.ranks.processes import is_alive
 
 RANK = """
 import os, signal, subprocess, sys
@@ -19,27 +20,16 @@ other.kill()
 """
 
 
-def test_a_rank_that_has_ended_well_is_not_killed_though_another_process_has_the_pipe() -> None:
+def test_sentinel_spares_a_rank_that_ended_though_another_has_the_pipe():
     program = RANK.format(dump=30, kill=2) + ENDS
     ended = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
     assert ended.returncode == 0
 
 
-def test_a_sentinel_ends_with_its_rank_though_another_process_has_the_pipe() -> None:
+def test_sentinel_ends_with_its_rank_though_another_has_the_pipe():
     program = RANK.format(dump=30, kill=60) + "os.kill(os.getpid(), signal.SIGKILL)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None
         sentinel, other = map(int, rank.stdout.readline().split())
-    deadline = time.monotonic() + 20
-    while is_running(sentinel) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not is_running(sentinel)
+    assert wait_until(lambda: not is_alive(sentinel), 20)
     subprocess.run(["kill", str(other)], check=True)
-
-
-def is_running(process: int) -> bool:
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"

@@ -18,7 +18,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_file_contains_the_whole_run_and_its_own_code(tmp_path: Path) -> None:
+def test_the_file_contains_the_whole_run_and_its_own_code(tmp_path):
     run_dir = write_run(tmp_path / "run")
     write_html({"math": RunFiles(run_dir)}, tmp_path / "run.html")
     page = (tmp_path / "run.html").read_text()
@@ -33,7 +33,7 @@ def test_the_file_contains_the_whole_run_and_its_own_code(tmp_path: Path) -> Non
         assert file.name == "index.html" or file.read_text().strip() in page
 
 
-def test_the_file_loads_nothing(tmp_path: Path) -> None:
+def test_the_file_loads_nothing(tmp_path):
     write_html({"math": RunFiles(write_run(tmp_path / "run"))}, tmp_path / "run.html")
     page = (tmp_path / "run.html").read_text()
     assert "default-src 'none'" in page[:600]
@@ -41,7 +41,7 @@ def test_the_file_loads_nothing(tmp_path: Path) -> None:
     assert not re.search(r"https?://|<script [^>]*src=|<link [^>]*stylesheet", without_plotly)
 
 
-def test_a_completion_cannot_leave_its_element(tmp_path: Path) -> None:
+def test_a_completion_cannot_leave_its_element(tmp_path):
     run_dir = write_run(tmp_path / "run")
     text = "</script><script>alert(1)</script><!--"
     row = lines(run_dir / "completions.jsonl")[0] | {"completion": text}
@@ -52,7 +52,7 @@ def test_a_completion_cannot_leave_its_element(tmp_path: Path) -> None:
     assert embedded(page)[0]["completions"][0]["completion"] == text
 
 
-def test_a_large_run_is_cut_to_its_newest_steps(tmp_path: Path, monkeypatch) -> None:
+def test_a_large_run_is_cut_to_its_newest_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(html_file, "BYTES", 60_000)
     runs = {name: RunFiles(write_run(tmp_path / name)) for name in ("a", "b")}
     write_html(runs, tmp_path / "runs.html")

@@ -7,17 +7,15 @@ from collections.abc import Iterator
 from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from typer.testing import CliRunner
 
-from helpers.runs.run_dirs import write_run
+from helpers.runs.run_dirs import viewed, write_run
 from megatron_grpo.cli import app
 from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.viewer import html_file
 from megatron_grpo.viewer.run import RunFiles, run_names
-from megatron_grpo.viewer.server import Server
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +25,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def port(run_dir: Path) -> Iterator[int]:
-    with Server({"math": RunFiles(run_dir)}, port=0) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
+    with viewed({"math": RunFiles(run_dir)}) as port:
+        yield port
 
 
 def request(port: int, url: str, method: str = "GET", host: str | None = None) -> HTTPResponse:
@@ -45,7 +39,7 @@ def ask(port: int, url: str) -> list | dict | None:
     return json.load(request(port, f"/api/{url}"))
 
 
-def test_the_page_and_what_it_asks_are_served(port: int) -> None:
+def test_the_page_and_what_it_asks_are_served(port):
     assert b"<title>" in request(port, "/").read()
     assert request(port, "/plotly.min.js").headers["Content-Type"].startswith("text/javascript")
     assert ask(port, "runs") == ["math"]
@@ -79,12 +73,12 @@ def test_the_page_and_what_it_asks_are_served(port: int) -> None:
         "api/completions?run=0&step=x",
     ],
 )
-def test_nothing_else_is_served(port: int, url: str) -> None:
+def test_nothing_else_is_served(port, url):
     assert request(port, f"/{url}").status == 404
 
 
 @pytest.mark.parametrize("method", ["HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
-def test_only_get_is_answered(port: int, method: str) -> None:
+def test_only_get_is_answered(port, method):
     assert request(port, "/", method).status == 501
 
 
@@ -98,7 +92,7 @@ def test_only_get_is_answered(port: int, method: str) -> None:
         ("evil.example", 403),
     ],
 )
-def test_a_page_under_another_name_gets_nothing(port: int, host: str, status: int) -> None:
+def test_a_page_under_another_name_gets_nothing(port, host, status):
     assert request(port, "/api/runs", host=host).status == status
 
 
@@ -109,7 +103,7 @@ def mistake(*arguments: str) -> str:
     return str(told.value)
 
 
-def test_mistakes_are_told_in_one_line(run_dir: Path, tmp_path: Path, monkeypatch) -> None:
+def test_mistakes_are_told_in_one_line(run_dir, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         taken = listening.getsockname()[1]
         assert f"port {taken} of 127.0.0.1" in mistake(str(run_dir), f"--port={taken}")
@@ -119,7 +113,7 @@ def test_mistakes_are_told_in_one_line(run_dir: Path, tmp_path: Path, monkeypatc
         assert "pip install 'megatron-grpo[view]'" in mistake(str(run_dir), *more)
 
 
-def test_view_starts_without_torch(run_dir: Path, tmp_path: Path) -> None:
+def test_view_starts_without_torch(run_dir, tmp_path):
     code = (
         "import sys; from megatron_grpo.cli import app; "
         f"app(['view', {str(run_dir)!r}, '--html', {str(tmp_path / 'run.html')!r}],"
@@ -129,13 +123,13 @@ def test_view_starts_without_torch(run_dir: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run.html").stat().st_size > 4_000_000
 
 
-def test_runs_are_called_by_their_folders_unless_two_have_the_same(tmp_path: Path) -> None:
+def test_runs_are_called_by_their_folders_unless_two_have_the_same(tmp_path):
     assert run_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
     both = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
     assert run_names(both) == [str(each) for each in both]
 
 
-def test_ctrl_c_ends_it_quietly(run_dir: Path) -> None:
+def test_ctrl_c_ends_it_quietly(run_dir):
     reserved = reserve_port()
     port = reserved.getsockname()[1]
     command = [sys.executable, "-m", "megatron_grpo", "view", str(run_dir), f"--port={port}"]

@@ -59,7 +59,7 @@ def beats_until(found: Job, seconds: int) -> None:
         assert not found.wants_stacks(now) and found.verdict(now) is None, now
 
 
-def test_death_is_reported_with_rank_host_and_phase_after_the_grace():
+def test_verdict_names_a_dead_rank_after_the_grace():
     found = job(step=7, phase="train")
     found.on_disconnect(3, 10.0)
     assert found.verdict(10.4) is None
@@ -171,7 +171,7 @@ def computing_until_told(found: Job, busy: int, stack: str) -> tuple[float, str]
     raise AssertionError("it does not end")
 
 
-def test_rank_that_computes_has_four_limits_and_no_more_as_a_loop_computes_too():
+def test_rank_that_computes_has_four_limits():
     ended, text = computing_until_told(job(step=2, phase="train"), 2, BUSY)
     assert ended == 4 * 45
     assert "has made progress for 180 s (train.hang_timeout)" in text
@@ -230,11 +230,11 @@ PACKAGES = "/opt/venv/lib/python3.13/site-packages"
     ["/usr/lib/python3.12/threading.py", f"{PACKAGES}/a.py", "/usr/lib/python3/dist-packages/a.py"],
 )
 @pytest.mark.parametrize("own", ["/home/x/loss.py", f"{PACKAGES}/megatron_grpo/loss.py"])
-def test_place_of_a_stack_is_in_this_project(own: str, library: str):
+def test_place_of_is_in_this_project(own, library):
     assert place_of("\n".join(map(LINE.format, [library, own, library]))) == f"{own}:9 in f"
 
 
-def test_place_of_a_stack_is_the_innermost_line_outside_of_libraries():
+def test_place_of_is_the_innermost_line_of_ours():
     assert place_of(WAITING) == "/x/train_step.py:9 in train_step"
     assert place_of('File "/lib/torch/_ops.py", line 3, in call') == "/lib/torch/_ops.py:3 in call"
 

@@ -52,7 +52,7 @@ def receive(connection: socket.socket, field: str) -> dict | None:
         encode_line(rank=0, host="here", pid=1),  # there is one
     ],
 )
-def test_client_whose_first_line_is_no_rank_is_hung_up_on_and_changes_nothing(server, first):
+def test_server_hangs_up_on_clients_that_are_no_ranks(server, first):
     rank_0 = connect(server.address, 0, timeout=30)
     assert receive(rank_0, "heartbeat")
     stranger = socket.create_connection((server.address.host, server.address.port))
@@ -63,13 +63,13 @@ def test_client_whose_first_line_is_no_rank_is_hung_up_on_and_changes_nothing(se
     assert receive(rank_0, "end") == STOPPED
 
 
-def test_message_with_unknown_fields_ends_the_job_like_a_death(server):
+def test_server_ends_the_job_at_an_unknown_message(server):
     ranks = [connect(server.address, rank, timeout=30) for rank in (0, 1)]
     ranks[1].sendall(encode_line(heartbeat={"unknown": 1}))
     assert "rank 1 on " in receive(ranks[0], "end")["end"]["text"]
 
 
-def test_rank_that_connects_after_a_signal_is_told(server):
+def test_server_tells_a_late_rank_of_the_signal(server):
     first = connect(server.address, 0, timeout=30)
     first.sendall(encode_line(preempt=True))
     assert receive(first, "preempt") == {"preempt": True}
@@ -90,7 +90,7 @@ def test_verdict_is_told_where_the_stacks_cannot_be_written(make, server, tmp_pa
         rank.close()
 
 
-def test_rank_whose_host_no_longer_answers_is_lost_and_the_others_are_told(server):
+def test_server_loses_a_rank_whose_host_no_longer_answers(server):
     """Linux gives up what it sends there, with ETIMEDOUT, which is no ConnectionError."""
     first, second = (connect(server.address, rank, timeout=30) for rank in range(2))
     assert receive(first, "heartbeat") and receive(second, "heartbeat")

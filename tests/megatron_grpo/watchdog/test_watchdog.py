@@ -5,6 +5,7 @@ import errno
 import signal
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -67,27 +68,16 @@ def finish_one_after_the_other(watchdog: Watchdog, rank: int, folder: Path) -> N
     time.sleep(0.5 * rank)
 
 
-def test_death_of_a_rank_ends_all_and_is_printed_by_rank_0(ranks):
+@pytest.mark.parametrize(("victim", "teller"), [(2, 0), (0, 1)])
+def test_death_of_a_rank_ends_all_and_is_printed_once(ranks, victim, teller):
     with ranks(reduce_forever) as world:
         world.wait_for(*ALL_READY)
         time.sleep(0.5)  # a beat
-        world.kill(2, signal.SIGKILL)
-        assert world.exit_codes(60) == [1, 1, -9, 1]
+        world.kill(victim, signal.SIGKILL)
+        assert world.exit_codes(60) == [-9 if rank == victim else 1 for rank in range(4)]
     [line] = printed(world)
-    assert line.startswith("megatron-grpo: rank 2 on ") and line in world.output(0)
+    assert line.startswith(f"megatron-grpo: rank {victim} on ") and line in world.output(teller)
     assert line.endswith("died in phase generate of step 3")
-
-
-def test_death_of_rank_0_ends_all_and_is_printed_by_rank_1(ranks):
-    with ranks(reduce_forever) as world:
-        world.wait_for(*ALL_READY)
-        time.sleep(0.5)
-        world.kill(0, signal.SIGKILL)
-        assert world.exit_codes(60) == [-9, 1, 1, 1]
-    [line] = printed(world)
-    assert line.startswith("megatron-grpo: rank 0 on ")
-    assert line.endswith("died in phase generate of step 3")
-    assert world.output(1)
 
 
 def test_crash_is_reported_with_its_stack(ranks):
@@ -172,12 +162,6 @@ def test_stopped_rank_is_named_and_killed(ranks, victim):
     assert "in phase generate of step 3" in line and "has not answered for 3 s" in line
 
 
-HANGS = {
-    "skip a collective": "in skip_a_collective",
-    "loop": "in loop_forever",
-}
-
-
 def skip_a_collective() -> None:
     dist.all_gather([torch.zeros(1) for _ in range(4)], torch.zeros(1))
 
@@ -187,27 +171,27 @@ def loop_forever() -> None:
         pass
 
 
-def hang(watchdog: Watchdog, rank: int, folder: Path, way: str) -> None:
+def hang(watchdog: Watchdog, rank: int, folder: Path, way: Callable[[], None]) -> None:
     for step in (1, 2):
         watchdog.begin_step(step)
         watchdog.enter("train")
         dist.barrier()
         time.sleep(0.5)
     if rank == 2:
-        {"skip a collective": skip_a_collective, "loop": loop_forever}[way]()
+        way()
     dist.all_reduce(torch.zeros(1))
 
 
-@pytest.mark.parametrize("way", HANGS)
-def test_hanging_rank_is_named_with_where_it_is(ranks, way):
+@pytest.mark.parametrize(("way", "seconds"), [(skip_a_collective, 1.5), (loop_forever, 6)])
+def test_hanging_rank_is_named_with_where_it_is(ranks, way, seconds):
     with ranks(hang, way) as world:
         assert world.exit_codes(60) == [1, 1, 1, 1]
     output = "\n".join(printed(world))
     assert output.startswith("megatron-grpo: no rank has made progress for ")
     # One that uses the CPU may compute.
-    assert f"for {6 if way == 'loop' else 1.5} s (train.hang_timeout)" in output
+    assert f"for {seconds} s (train.hang_timeout)" in output
     assert "1 of 4 ranks are not where the others are:\nrank 2 on " in output
-    assert "phase train of step 2" in output and HANGS[way] in output
+    assert "phase train of step 2" in output and f"in {way.__name__}" in output
     assert "rank 3" not in output and world.output(0)
     assert world.stacks.count("in hang") == 4
     assert 'File "' not in output
@@ -317,9 +301,7 @@ def wait_for_rank_0(watchdog: Watchdog, rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("interrupts_are_ignored", [False, True])
-def test_signal_before_the_first_step_ends_all_even_where_interrupts_are_ignored(
-    ranks, interrupts_are_ignored
-):
+def test_signal_before_the_first_step_ends_all(ranks, interrupts_are_ignored):
     """As in a job that was started by `nohup` or behind a script's `&`."""
     with ranks(start_slowly, interrupts_are_ignored) as world:
         world.wait_for(*ALL_READY)
@@ -354,11 +336,11 @@ def test_sigint_to_any_rank_ends_all(ranks):
     ]
 
 
-def test_server_of_one_host_listens_on_loopback():
+def test_server_host_of_one_host_is_loopback():
     assert server_host(RankPlace(0, 0, 2, num_hosts=1), dist.HashStore()) == "127.0.0.1"
 
 
-def test_server_of_several_hosts_listens_where_the_last_rank_finds_rank_0(monkeypatch):
+def test_server_host_is_where_the_last_rank_finds_rank_0(monkeypatch):
     """On rank 0's own host its name may stand for loopback."""
     monkeypatch.setenv("MASTER_ADDR", "head")
     store, found = dist.HashStore(), []

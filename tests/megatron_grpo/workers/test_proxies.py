@@ -25,7 +25,7 @@ def no_proxies(monkeypatch):
         ({"no_proxy": "a.corp"}, ["a.corp"]),
     ],
 )
-def test_what_is_excepted_from_proxies_is_extended_under_both_names(before, kept):
+def test_direct_extends_exceptions_under_both_names(before, kept):
     own = ["localhost", "127.0.0.1", "::1", socket.gethostname(), "10.0.0.5"]
     told = direct(PROXY | before, "10.0.0.5")
     assert told == dict.fromkeys(EXCEPTIONS, ",".join(kept + own))
@@ -34,13 +34,13 @@ def test_what_is_excepted_from_proxies_is_extended_under_both_names(before, kept
     assert not proxy_bypass("api.wandb.ai", {"no": told["no_proxy"]})
 
 
-def test_two_exceptions_that_differ_stay_apart_and_a_star_stands_alone():
+def test_direct_keeps_two_exceptions_apart():
     both = direct(PROXY | {"no_proxy": "a", "NO_PROXY": "b"})
     assert [told.split(",")[0] for told in both.values()] == ["a", "b"]
     assert direct(PROXY | {"NO_PROXY": "*"}) == dict.fromkeys(EXCEPTIONS, "*")
 
 
-def test_nothing_changes_where_there_is_no_proxy():
+def test_direct_changes_nothing_without_a_proxy():
     assert direct({"NO_PROXY": "a", "http_proxy": ""}) == {}
     assert engine_environment({"A": "b"}, "0") == {"A": "b", "CUDA_VISIBLE_DEVICES": "0"}
 
@@ -62,11 +62,11 @@ def test_an_engine_reaches_itself_at_its_host():
         ("judge.example", False),
     ],
 )
-def test_the_addresses_of_this_host_are_known(host, is_own):
+def test_is_here_knows_the_addresses_of_this_host(host, is_own):
     assert is_here(f"http://{host}:8000/v1") == is_own
 
 
-def test_a_hint_names_the_variable_and_not_the_proxy(monkeypatch):
+def test_proxy_hint_names_the_variable_alone(monkeypatch):
     assert proxy_hint("https://judge.example/v1") == ""
     monkeypatch.setenv("HTTPS_PROXY", PROXY["https_proxy"])
     hint = proxy_hint("https://judge.example/v1")

@@ -23,7 +23,7 @@ def run(program, stdin="", sandbox=SANDBOX):
 
 
 @needs_bubblewrap
-def test_a_program_reads_its_input_and_may_import_what_its_interpreter_has():
+def test_sandbox_gives_input_and_imports():
     outcome = run("import numpy; print(numpy.array(input().split(), int).sum())", "1 2\n3")
     assert (outcome.stdout, outcome.stderr, outcome.exit_code) == ("3\n", "", 0)
     assert run("import sys; sys.exit(3)").exit_code == 3
@@ -52,7 +52,7 @@ def test_a_program_reads_its_input_and_may_import_what_its_interpreter_has():
         ("print('x' * (1 << 25))", "File too large"),
     ],
 )
-def test_the_world_outside_is_out_of_reach(program, told, tmp_path, listener):
+def test_sandbox_hides_the_world_outside(program, told, tmp_path, listener):
     (tmp_path / "secret").write_text("secret")
     given = {"port": listener, "folder": tmp_path, "pid": os.getpid()}
     outcome = run(program.format(**given))
@@ -68,13 +68,13 @@ def listener():
 
 
 @needs_bubblewrap
-def test_its_environment_has_nothing_of_the_trainers(monkeypatch):
+def test_sandbox_hides_the_environment(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     assert "secret" not in run("import os; print(os.environ, os.listdir('/proc/self/fd'))").stdout
 
 
 @needs_bubblewrap
-def test_programs_do_not_see_each_other():
+def test_sandbox_hides_other_programs():
     assert run("import os; open('a', 'w'); print(os.listdir())").stdout == "['a']\n"
     seen = run("import os; print(os.listdir(), [p for p in os.listdir('/proc') if p.isdigit()])")
     assert seen.stdout.startswith("[] [")
@@ -82,7 +82,7 @@ def test_programs_do_not_see_each_other():
 
 
 @needs_bubblewrap
-def test_a_bomb_of_processes_ends_at_the_limit_and_leaves_none():
+def test_sandbox_limits_processes_and_leaves_none():
     program = """
 import os, time
 for number in range(1000):
@@ -99,7 +99,7 @@ print(number)
 
 @needs_bubblewrap
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(1000)"])
-def test_a_late_program_is_killed_with_what_it_has_printed(program):
+def test_sandbox_kills_a_late_program(program):
     began = time.monotonic()
     outcome = run(
         f"print('begun', flush=True)\n{program}", sandbox=replace(SANDBOX, timeout=SECONDS)
@@ -131,13 +131,13 @@ def left_behind():
         ("print('x' * (4 << 20))", "x" * (4 << 20) + "\n"),
     ],
 )
-def test_its_files_are_its_own(program, printed):
+def test_sandbox_gives_files_of_its_own(program, printed):
     """The last of the four files is the folder that is listed."""
     outcome = run(program, "input")
     assert (outcome.stdout, outcome.exit_code) == (printed, 0)
 
 
-def test_without_bubblewrap_code_runs_only_if_the_config_says_so(monkeypatch, tmp_path):
+def test_sandbox_needs_bubblewrap_or_none(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxError, match=r"install the package bubblewrap .*sandbox: none"):
         asyncio.run(SANDBOX.check())
@@ -156,6 +156,6 @@ def test_without_bubblewrap_code_runs_only_if_the_config_says_so(monkeypatch, tm
         ({"python": "/no/python", "sandbox": "none"}, "No such file"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(arguments, told):
+def test_sandbox_refuses_wrong_arguments(arguments, told):
     with pytest.raises((ValueError, OSError), match=told):
         asyncio.run(Sandbox(**arguments).check())

@@ -10,7 +10,7 @@ def retried() -> None:
         raise LookupError("no score") from error
 
 
-def test_a_long_history_of_an_error_does_not_push_out_the_line_that_raised_it():
+def test_error_text_keeps_the_line_that_raised():
     try:
         retried()
     except LookupError as error:
