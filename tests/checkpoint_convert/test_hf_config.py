@@ -369,11 +369,6 @@ def test_read_shape_is_that_of_transformers(tmp_path, case):
     assert shape == shape_by_transformers(config)
 
 
-def test_read_shape_of_half_rotated_heads(tmp_path):
-    """With null, transformers rotates whole heads, and vLLM half of each."""
-    assert shape_of(tmp_path, OF_FAMILY["glm4_moe"]).partial_rotary_factor == 0.5
-
-
 # Keys that transformers or vLLM read and that cannot change the numbers of a forward pass, by what
 # they are for.
 HARMLESS_FOR = {
@@ -676,6 +671,7 @@ REFUSED = {
         ({"indexer_rope_interleave": None}, "indexer_rope_interleave is None, only True is suppor"),
         ({"indexer_types": ["full", "shared"]}, "indexer_types must have 'full' for every layer"),
     ],
+    # With null, transformers rotates whole heads, and vLLM half of each.
     "glm4_moe": [({"partial_rotary_factor": None}, "partial_rotary_factor is None, only 0.5 is s")],
     "glm4_moe_lite": [({"first_k_dense_replace": None}, "first_k_dense_replace is None, only 1")],
     "minimax_m2": [
