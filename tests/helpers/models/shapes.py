@@ -25,10 +25,11 @@ DENSE = {
 
 
 def published_shape(name: str) -> ModelShape:
-    """The shape of a published model, with the end token of tiny ones."""
+    """The shape of a published model, with the context and end token of tiny ones and no layer to
+    predict further tokens."""
     with TemporaryDirectory() as folder:
         shape = read_shape(write_config(Path(folder) / "model", name))
-    return replace(shape, eos_token_ids=(1,))
+    return replace(shape, eos_token_ids=(1,), max_position_embeddings=512, num_mtp_layers=0)
 
 
 LLAMA_70B = published_shape("Llama-3.3-70B")
