@@ -1,16 +1,31 @@
-"""The command line as a user sees it: a round trip, help, sizes, and mistakes: exit code 2, one
-message that names the culprit, and nothing written."""
+"""The command line as a user sees it: a round trip, sizes, and mistakes: exit code 2, one message
+that names the culprit, and nothing written. Imports interrupted in mid-copy leave no process, and
+nothing that looks finished."""
 
+import errno
 import json
+import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
-from checkpoint_convert import read_shape
+from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.cli import _num_bytes
-from helpers.models.conversions import assert_same, random_weights, run_cli, variant, weights_of
+from checkpoint_convert.formats.safetensors_file import create_file
+from helpers.models.conversions import (
+    Command,
+    assert_same,
+    random_weights,
+    run_and_stop_workers,
+    run_cli,
+    variant,
+    weights_of,
+)
 from helpers.models.tiny import tiny_model
 
 SMOLLM2_135M = {
@@ -31,7 +46,7 @@ SMOLLM2_135M = {
 
 
 @pytest.mark.long
-def test_a_whole_model_of_any_bits_comes_back_bit_by_bit(tmp_path):
+def test_cli_round_trip_of_a_whole_model_is_bitwise(tmp_path):
     model, logs = tmp_path / "model", tmp_path / "logs"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(SMOLLM2_135M))
@@ -53,7 +68,7 @@ def test_a_whole_model_of_any_bits_comes_back_bit_by_bit(tmp_path):
     assert read_shape(exported) == read_shape(model)
 
 
-def test_it_says_what_is_complete_and_shows_bytes(tmp_path):
+def test_import_says_what_is_complete_in_bytes(tmp_path):
     model = tiny_model(tmp_path / "model", "llama")
     out = tmp_path / "new" / "folders" / "out"
     finished = run_cli("import", "--hf", model, "--out", out, logs=tmp_path / "logs")
@@ -75,12 +90,12 @@ def test_it_says_what_is_complete_and_shows_bytes(tmp_path):
         ("4096B", 4096),
     ],
 )
-def test_sizes_are_read_as_people_write_them(size, num_bytes):
+def test_num_bytes_reads_sizes_as_people_write_them(size, num_bytes):
     assert _num_bytes(size) == num_bytes
 
 
 @pytest.mark.parametrize("size", ["", "5", "5G", "-5GB", "0MB", "1e9B"])
-def test_nonsense_is_no_size(size):
+def test_num_bytes_refuses_nonsense(size):
     with pytest.raises(ValueError, match="is not a size: write it like 5GB or 500MB"):
         _num_bytes(size)
 
@@ -96,14 +111,14 @@ cli.main()
 """
 
 
-def test_a_fault_of_the_program_does_not_look_like_a_difference():
+def test_main_tells_its_own_faults_from_differences():
     failed = subprocess.run([sys.executable, "-c", FAULTY], capture_output=True, text=True)
     assert failed.returncode == 4
     assert "Traceback" in failed.stderr
     assert failed.stderr.endswith("IndexError: list index out of range\n")
 
 
-def test_torch_is_imported_before_workers_are_forked_and_not_by_each():
+def test_cli_imports_torch_before_workers_are_forked():
     code = "import sys, checkpoint_convert.cli as _; sys.exit('torch' not in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -113,10 +128,8 @@ def test_torch_is_imported_before_workers_are_forked_and_not_by_each():
 
 @pytest.fixture(scope="module")
 def truncated(model, tmp_path_factory):
-    def cut_off(weights):
-        del weights["model.norm.weight"]
-
-    return variant(model, tmp_path_factory.mktemp("parent") / "truncated", cut_off)
+    folder = tmp_path_factory.mktemp("parent") / "truncated"
+    return variant(model, folder, {"model.norm.weight": None})
 
 
 # The message, after what is refused. FOLDER is that of the test: its file `taken` exists.
@@ -128,19 +141,16 @@ REFUSED = {
     ("import", "--hf", "MODEL", "--vpp", "2"): "set pipeline to 2 or more",
     ("export", "--megatron", "MODEL"): r"MODEL has no \.metadata: give the folder of one",
     (
-        "export",
-        "--megatron",
-        "MODEL",
-        "--max-shard-size",
-        "5",
-    ): "--max-shard-size '5' is not a size",
+        *("export", "--megatron", "MODEL"),
+        *("--max-shard-size", "5"),
+    ): "size '5' is not a size",
     ("verify", "MODEL", "/nowhere"): "/nowhere does not exist",
     ("inspect", "MODEL", "--pp", "3"): r"2 layers cannot fill pipeline\(3\)",
 }
 
 
 @pytest.mark.parametrize("command", REFUSED, ids=" ".join)
-def test_a_mistake_is_one_message_and_nothing_is_written(model, truncated, tmp_path, command):
+def test_main_tells_a_mistake_and_writes_nothing(model, truncated, tmp_path, command):
     named = {"MODEL": model, "TRUNCATED": truncated, "FOLDER": tmp_path}
     (tmp_path / "taken").write_text("precious")
     out = ["--out", "FOLDER/out"] * ("--out" not in command and command[0] in ("import", "export"))
@@ -155,9 +165,89 @@ def test_a_mistake_is_one_message_and_nothing_is_written(model, truncated, tmp_p
     assert (tmp_path / "taken").read_text() == "precious"
 
 
-def test_options_that_are_none_are_told_with_the_usage(model, tmp_path):
+def test_main_tells_the_usage_with_bad_options(model, tmp_path):
     arguments = ("import", "--hf", model, "--out", tmp_path / "out", "--dtype", "fp8")
     finished = run_cli(*arguments, logs=tmp_path / "logs")
     assert finished.exit_code == 2
     assert "Usage: " in finished.errors and "fp8" in finished.errors
     assert not (tmp_path / "out").exists()
+
+
+# Interrupted in mid-copy.
+
+LARGE = {  # 539 MB: several shares, so that two workers copy at once
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "intermediate_size": 256,
+    "vocab_size": 1 << 17,
+}
+NUM_WORKERS = 2
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A sparse file of zeros, which takes no disk space until it is converted."""
+    folder = tmp_path_factory.mktemp("large")
+    (folder / "config.json").write_text(json.dumps(LARGE))
+    shapes = hf_tensors(read_shape(folder))
+    tensors = {name: ("BF16", shape) for name, shape in shapes.items()}
+    create_file(folder / "model.safetensors", tensors)
+    return folder
+
+
+@pytest.fixture
+def command(large, tmp_path):
+    """An import whose workers have just started and are suspended."""
+    out = ("--out", tmp_path / "out", "--workers", str(NUM_WORKERS))
+    arguments = ("import", "--hf", large, *out)
+    running = Command(*arguments, logs=tmp_path / "logs", run=run_and_stop_workers)
+    running.workers = running.stopped_workers(NUM_WORKERS)
+    yield running
+    running.kill()
+
+
+def resume(command):
+    for worker in command.workers:
+        worker.resume()
+
+
+def check_nothing_is_left(command, tmp_path):
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    _, alive = psutil.wait_procs(command.workers, timeout=30)
+    assert alive == []
+
+
+# Slurm and terminals send signals to all processes.
+@pytest.mark.parametrize(
+    ("send", "number"),
+    [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGTERM), (os.killpg, signal.SIGINT)],
+)
+def test_import_ends_by_a_signal_and_leaves_nothing(command, tmp_path, send, number):
+    send(command.pid, number)
+    resume(command)
+    finished = command.finish()
+    assert finished.exit_code == 128 + number
+    assert finished.message == f"stopped by {number.name}"
+    check_nothing_is_left(command, tmp_path)
+
+
+def test_import_tells_a_killed_worker(command, tmp_path):
+    command.workers[0].kill()
+    resume(command)
+    finished = command.finish()
+    assert finished.exit_code == 3
+    assert finished.message == "a worker process was killed: out of memory?"
+    check_nothing_is_left(command, tmp_path)
+
+
+def test_import_names_the_file_on_a_full_disk(command, tmp_path):
+    for worker in command.workers:  # writes beyond the first MiB of a file fail
+        resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    resume(command)
+    finished = command.finish()
+    assert finished.exit_code == 2
+    assert os.strerror(errno.EFBIG) in finished.message
+    assert re.search(rf"{tmp_path}/out\.partial/\S+\.distcp", finished.message)
+    check_nothing_is_left(command, tmp_path)

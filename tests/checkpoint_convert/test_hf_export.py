@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from checkpoint_convert import check_weights, hf_tensors, megatron_layout, read_shape
+from checkpoint_convert import check_weights, hf_tensors, read_shape
 from checkpoint_convert.formats import weight_files
 from checkpoint_convert.formats.safetensors_file import TensorPlace, read_header
 from checkpoint_convert.hf_export import (
@@ -21,8 +21,7 @@ from checkpoint_convert.hf_export import (
     write_weights,
 )
 from checkpoint_convert.megatron import file_layout
-from checkpoint_convert.weights import read_weights
-from helpers.models.conversions import assert_same, weights_of
+from helpers.models.conversions import ONE_RANK, assert_same, rank_parameters, weights_of
 from helpers.models.tiny import CONFIGS, mesh_for, tiny_model
 from parallel import ParallelDims
 
@@ -57,46 +56,35 @@ def llama(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
-ONE_RANK = ParallelDims()
-
-
-def load_rank(folder, shape, dims, rank):
-    layout = megatron_layout(shape, dims, dims.coordinates(rank), transformer_engine=False)
-    parameters = {n: torch.full(s, torch.nan) for n, s in layout.shapes.items()}
-    read_weights(folder, shape, layout, parameters)
-    return layout, parameters
-
-
-def export(model, folder, shape, dims=ONE_RANK, dtype=torch.float32, max_shard_bytes=10**9):
+def export(model, folder, dims=ONE_RANK, dtype=torch.float32, max_shard_bytes=10**9):
     """Create an export and write the weights of all ranks."""
+    shape = read_shape(model)
     create_export(folder, model, shape, dtype, max_shard_bytes)
     for rank in range(dims.world_size):
-        layout, parameters = load_rank(model, shape, dims, rank)
+        layout, parameters = rank_parameters(model, dims, rank)
         assert not any(parameter.isnan().any() for parameter in parameters.values())
         write_weights(folder, layout, parameters, rank, file_layout(shape))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "dims"), MESHES, ids=str)
-def test_the_ranks_load_and_write_back_the_whole_model_bitwise(
-    seven_layer_models, tmp_path, family, dims
-):
+def test_write_weights_of_all_ranks_is_bitwise(seven_layer_models, tmp_path, family, dims):
     model = seven_layer_models[family]
-    export(model, tmp_path, read_shape(model), dims, max_shard_bytes=150_000)
+    export(model, tmp_path, dims, max_shard_bytes=150_000)
     assert_same(weights_of(tmp_path), weights_of(model))
 
 
-def test_an_export_is_converted_to_its_dtype_and_says_so(llama, tmp_path):
-    export(llama, tmp_path, read_shape(llama), ParallelDims(tensor=2), torch.bfloat16)
+def test_create_export_converts_and_says_so(llama, tmp_path):
+    export(llama, tmp_path, ParallelDims(tensor=2), torch.bfloat16)
     expected = {name: tensor.bfloat16() for name, tensor in weights_of(llama).items()}
     assert_same(weights_of(tmp_path), expected)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
-def test_new_weights_are_written_into_the_same_files_again_and_again(llama, tmp_path):
+def test_write_weights_again_into_the_same_files(llama, tmp_path):
     shape, dims = read_shape(llama), ParallelDims(tensor=2, pipeline=2)
     create_export(tmp_path, llama, shape, torch.float32)
-    ranks = [load_rank(llama, shape, dims, rank) for rank in range(4)]
+    ranks = [rank_parameters(llama, dims, rank) for rank in range(4)]
     file = tmp_path / "model.safetensors"
     inode = file.stat().st_ino
     expected = weights_of(llama)
@@ -111,18 +99,18 @@ def test_new_weights_are_written_into_the_same_files_again_and_again(llama, tmp_
 
 
 @pytest.mark.parametrize(("first_file", "expected"), [(0, [1, 2, 3]), (5, [3, 1, 2])])
-def test_a_rank_begins_with_its_own_file_and_goes_round(
+def test_write_weights_begins_with_the_ranks_file(
     llama, tmp_path, monkeypatch, first_file, expected
 ):
     shape, synced = read_shape(llama), []
     create_export(tmp_path, llama, shape, torch.float32, max_shard_bytes=150_000)
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(file.name).name))
-    write_weights(tmp_path, *load_rank(llama, shape, ONE_RANK, 0), first_file)
+    write_weights(tmp_path, *rank_parameters(llama), first_file)
     assert synced == [f"model-{number:05d}-of-00003.safetensors" for number in expected]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_opens_no_file_without_a_tensor_of_its_own(llama, tmp_path, monkeypatch, rank):
+def test_write_weights_opens_files_of_own_tensors(llama, tmp_path, monkeypatch, rank):
     shape, dims = read_shape(llama), ParallelDims(pipeline=2)
     create_export(tmp_path, llama, shape, torch.float32, max_shard_bytes=1)  # one file per tensor
     opened: list[str] = []
@@ -132,7 +120,7 @@ def test_a_rank_opens_no_file_without_a_tensor_of_its_own(llama, tmp_path, monke
         return read_header(path)
 
     monkeypatch.setattr(weight_files, "read_header", counted)
-    layout, parameters = load_rank(tmp_path, shape, dims, rank)
+    layout, parameters = rank_parameters(tmp_path, dims, rank)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     own = sorted({index[piece.tensor] for piece in layout.pieces})
     assert opened == own
@@ -145,24 +133,22 @@ def test_a_rank_opens_no_file_without_a_tensor_of_its_own(llama, tmp_path, monke
 @pytest.mark.parametrize(
     ("num_writers", "num_bytes"), [(1, 5 * 10**9), (16, 2_560_000_000), (10**3, 10**9)]
 )
-def test_there_is_a_file_of_1_to_5_gb_for_every_rank_that_writes(llama, num_writers, num_bytes):
+def test_shard_bytes_for_is_a_file_for_each_writer(llama, num_writers, num_bytes):
     shape = replace(read_shape(llama), num_layers=1, vocab_size=16 * 10**7, hidden_size=64)
     found = shard_bytes_for(num_writers, shape, torch.bfloat16)
     assert found == pytest.approx(num_bytes, rel=1e-5)  # embedding and head are 41 GB
 
 
-def test_replicas_are_not_written(llama, tmp_path):
+def test_write_weights_leaves_out_replicas(llama, tmp_path):
     shape, dims = read_shape(llama), ParallelDims(data=2, context=2)
     create_export(tmp_path, llama, shape, torch.float32)
     for rank in range(1, 4):
-        write_weights(tmp_path, *load_rank(llama, shape, dims, rank))
+        write_weights(tmp_path, *rank_parameters(llama, dims, rank))
     assert not any(tensor.any() for tensor in weights_of(tmp_path).values())
 
 
-@pytest.mark.parametrize("max_shard_bytes", [1, 64_000, 10**9])
-def test_shards_stay_below_their_limit_unless_one_tensor_exceeds_it(
-    llama, tmp_path, max_shard_bytes
-):
+@pytest.mark.parametrize(("max_shard_bytes", "first"), [(1, None), (64_000, None), (10**9, "")])
+def test_create_export_limits_files_of_many_tensors(llama, tmp_path, max_shard_bytes, first):
     shape = read_shape(llama)
     create_export(tmp_path, llama, shape, torch.float32, max_shard_bytes)
     files = sorted(tmp_path.glob("*.safetensors"))
@@ -170,18 +156,16 @@ def test_shards_stay_below_their_limit_unless_one_tensor_exceeds_it(
         tensors = load_file(file)
         num_bytes = sum(4 * tensor.numel() for tensor in tensors.values())
         assert num_bytes <= max_shard_bytes or len(tensors) == 1
-    if max_shard_bytes == 10**9:
-        assert [file.name for file in files] == ["model.safetensors"]
-    else:
-        assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    part = f"-00001-of-{len(files):05d}" if first is None else first
+    assert files[0].name == f"model{part}.safetensors"
     assert {n: p.shape for n, p in check_weights(tmp_path, shape).items()} == hf_tensors(shape)
 
 
-def test_a_finished_export_takes_the_place_of_an_earlier_one(llama, tmp_path):
+def test_finish_export_replaces_an_earlier_one(llama, tmp_path):
     final, partial = tmp_path / "hf", tmp_path / "hf.partial"
     (tmp_path / "hf.replaced").mkdir()  # a run died between the two renames
     for note in ("first", "second"):
-        export(llama, partial, read_shape(llama))
+        export(llama, partial)
         (partial / "note.txt").write_text(note)
         finish_export(partial, final)
         assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -190,7 +174,7 @@ def test_a_finished_export_takes_the_place_of_an_earlier_one(llama, tmp_path):
 
 
 @pytest.mark.parametrize("has_earlier", [True, False])
-def test_a_complete_export_is_there_whenever_the_run_dies(has_earlier, tmp_path, monkeypatch):
+def test_finish_export_always_leaves_a_complete_one(has_earlier, tmp_path, monkeypatch):
     for name in ("hf.partial", "hf.replaced", *(["hf"] if has_earlier else [])):
         (tmp_path / name).mkdir()
     complete, seen = ({"hf", "hf.replaced"} if has_earlier else {"hf.replaced"}), []
@@ -212,7 +196,7 @@ def test_a_complete_export_is_there_whenever_the_run_dies(has_earlier, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_an_export_has_its_name_only_when_all_of_it_is_on_the_disk(llama, tmp_path, monkeypatch):
+def test_finish_export_names_what_is_on_the_disk(llama, tmp_path, monkeypatch):
     partial, final, calls = tmp_path / "hf.partial", tmp_path / "hf", []
     create_export(partial, llama, read_shape(llama), torch.float32, max_shard_bytes=150_000)
     files, rename = set(partial.iterdir()), Path.rename

@@ -53,9 +53,12 @@ def refusal(folder) -> str:
     return str(error.value)
 
 
-def edit_weights(folder, change):
+def edit_weights(folder, edit):
     weights = load_file(folder / "model.safetensors")
-    change(weights)
+    if callable(edit):
+        edit(weights)
+    else:
+        weights |= edit
     save_file(weights, folder / "model.safetensors")
 
 
@@ -73,7 +76,7 @@ def stored(folder):
         return {n: read_tensor(tensors, n, Box.whole(place.shape)) for n, place in places.items()}
 
 
-def test_tensors_are_found_in_one_file_and_in_many(pristine, sharded):
+def test_check_weights_finds_one_file_and_many(pristine, sharded):
     expected = load_file(pristine / "model.safetensors")
     assert {name: value.shape for name, value in expected.items()} == hf_tensors(
         read_shape(pristine)
@@ -91,7 +94,7 @@ def test_tensors_are_found_in_one_file_and_in_many(pristine, sharded):
     assert_same(stored(sharded), expected)
 
 
-def test_missing_unexpected_misshapen_and_mistyped_tensors_are_all_listed(model):
+def test_check_weights_lists_all_faults(model):
     def change(weights):
         del weights[NORM], weights["model.layers.1.self_attn.k_proj.bias"]
         weights["model.layers.0.mlp.up_proj.bias"] = torch.zeros(96)
@@ -108,7 +111,7 @@ def test_missing_unexpected_misshapen_and_mistyped_tensors_are_all_listed(model)
     assert len(message.splitlines()) == 6
 
 
-def test_a_tied_head_saved_as_well_is_accepted_only_when_it_equals_the_embedding(model):
+def test_check_weights_of_a_tied_head_that_is_saved(model):
     def save_head(weights):
         weights[HEAD] = weights["model.embed_tokens.weight"].clone()
 
@@ -125,26 +128,23 @@ def test_a_tied_head_saved_as_well_is_accepted_only_when_it_equals_the_embedding
     assert f"{HEAD} is stored without the embedding it is tied to: save it as" in message
 
 
-def test_weights_that_an_adapter_would_change_are_refused(model):
+def test_check_weights_refuses_an_adapter(model):
     (model / "adapter_config.json").write_text("{}")
     assert f"{model} has a LoRA adapter, which would be left out: merge it" in refusal(model)
 
 
-def test_rotary_buffers_of_old_checkpoints_are_passed_over(model):
+def test_check_weights_passes_over_rotary_buffers(model):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    edit_weights(model, lambda weights: weights.update({name: torch.ones(8)}))
+    edit_weights(model, {name: torch.ones(8)})
     assert name not in check_weights(model, read_shape(model))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_layers_that_predict_further_tokens_are_passed_over_where_a_family_has_them(
-    model, tmp_path, family
-):
+def test_check_weights_passes_over_mtp_layers(model, tmp_path, family):
     other, name = tiny_model(tmp_path / "other", family, num_mtp_layers=1), "eh_proj.weight"
 
     def add(folder, layer):
-        tensor = {f"model.layers.{layer}.{name}": torch.ones(8)}
-        edit_weights(folder, lambda weights: weights.update(tensor))
+        edit_weights(folder, {f"model.layers.{layer}.{name}": torch.ones(8)})
 
     add(other, 3)
     assert f"model.layers.3.{name}" not in check_weights(other, read_shape(other))
@@ -167,18 +167,18 @@ def test_layers_that_predict_further_tokens_are_passed_over_where_a_family_has_t
         ("absent", "files that are not there"),
     ],
 )
-def test_files_that_an_index_cannot_name_are_refused(sharded, file, fault):
+def test_index_that_names_no_file_is_refused(sharded, file, fault):
     place_norm_in(sharded, file)
     assert f"{fault}: [{file!r}]" in refusal(sharded)
 
 
-def test_a_tensor_that_the_index_names_in_the_wrong_shard_is_named(sharded):
+def test_index_that_names_the_wrong_shard_is_refused(sharded):
     (first,) = sharded.glob(f"{SHARDS[0]}.*")
     place_norm_in(sharded, first.name)
     assert f"tensors that are not there: ['{NORM} in {first.name}']" in refusal(sharded)
 
 
-def test_what_readers_of_whole_shards_would_read_differently_is_refused(sharded):
+def test_shards_that_are_read_differently_are_refused(sharded):
     read, save = (load_file, save_file) if (sharded / INDEXES["safetensors"]).exists() else TORCH
     first, second = (next(sharded.glob(f"{shard}.*")) for shard in SHARDS)
     weights = read(first)
@@ -232,7 +232,7 @@ def test_two_sets_of_weights_are_refused_where_engines_would_read_the_other(
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": ["x"]}, {"weight_map": {"x": 1}}])
-def test_an_index_without_a_map_is_named(sharded, index):
+def test_index_without_a_map_is_named(sharded, index):
     (path,) = sharded.glob("*.index.json")
     path.write_text(json.dumps(index))
     assert f"{path} has no weight_map" in refusal(sharded)
@@ -242,14 +242,14 @@ def test_an_index_without_a_map_is_named(sharded, index):
     ("name", "message"),
     [("absent", "does not exist: "), ("config.json", "is a file: give its folder")],
 )
-def test_what_is_no_folder_is_named(model, name, message):
-    with pytest.raises(ValueError, match=re.escape(f"{model / name} {message}")):
-        read_shape(model / name)
-    with pytest.raises(ValueError, match=re.escape(f"{model / name} {message}")):
-        check_weights(model / name, read_shape(model))
+def test_read_shape_names_what_is_no_folder(model, name, message):
+    shape = read_shape(model)
+    for read in (read_shape, lambda folder: check_weights(folder, shape)):
+        with pytest.raises(ValueError, match=re.escape(f"{model / name} {message}")):
+            read(model / name)
 
 
-def test_a_folder_without_weights_is_named(model):
+def test_check_weights_names_a_folder_without_any(model):
     (model / "model.safetensors").unlink()
     message = refusal(model)
     assert "none of model.safetensors, model.safetensors.index.json," in message
@@ -260,7 +260,7 @@ def test_a_folder_without_weights_is_named(model):
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -1])
-def test_a_truncated_file_is_named(model, keep):
+def test_check_weights_names_a_truncated_file(model, keep):
     path = model / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     assert str(path) in refusal(model)
@@ -281,14 +281,14 @@ def test_a_truncated_file_is_named(model, keep):
         b'"y": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}',
     ],
 )
-def test_a_malformed_header_is_named(tmp_path, header):
+def test_read_header_names_a_malformed_file(tmp_path, header):
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
     with pytest.raises(ValueError, match=str(path)):
         read_header(path)
 
 
-def test_a_header_that_claims_more_than_the_format_allows_is_not_read(tmp_path):
+def test_read_header_reads_no_huge_header(tmp_path):
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
         file.write(struct.pack("<Q", 1 << 36))

@@ -31,8 +31,8 @@ LOADED_AT = [
 @pytest.fixture(scope="module")
 def models(seven_layer_models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("no_query_latent")
-    no_latent = {NO_QUERY_LATENT: tiny_model(folder, "deepseek_v3", q_lora_rank=None)}
-    return seven_layer_models | no_latent
+    no_latent = tiny_model(folder, "deepseek_v3", q_lora_rank=None)
+    return {**seven_layer_models, NO_QUERY_LATENT: no_latent}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def load_imports(rank, models, imported, dims):
 
 
 @pytest.mark.parametrize(("dims", "families"), LOADED_AT, ids=lambda value: f"{value}")
-def test_megatron_loads_an_import_at_another_layout_bit_by_bit(models, imported, dims, families):
+def test_import_is_loaded_by_megatron_bitwise(models, imported, dims, families):
     chosen = {family: models[family] for family in families}
     for rank in run_ranks(dims.world_size, load_imports, chosen, imported, dims):
         assert rank.keys() == chosen.keys()
@@ -89,16 +89,7 @@ def test_megatron_loads_an_import_at_another_layout_bit_by_bit(models, imported,
             assert differing == [], family
 
 
-def test_the_vocabulary_is_padded_with_zeros_to_a_multiple_of_tp(models, imported):
-    tensors = read_checkpoint(imported / "llama")
-    for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        assert tensors[key].shape == (252, 64)  # 250 rows over 4 ranks
-        assert not tensors[key][250:].any()
-    expected = weights_of(models["llama"])["lm_head.weight"]
-    assert torch.equal(tensors["output_layer.weight"][:250], expected)
-
-
-def test_chunks_are_what_the_ranks_of_the_layout_hold(qwen3, tmp_path):
+def test_import_has_the_chunks_of_its_ranks(qwen3, tmp_path):
     """No rank reads a chunk of which it needs only a part."""
     dims, shape = ParallelDims(tensor=2, pipeline=2), read_shape(qwen3)
     import_checkpoint(qwen3, tmp_path / "out", dims)
@@ -116,7 +107,7 @@ def test_chunks_are_what_the_ranks_of_the_layout_hold(qwen3, tmp_path):
         assert partly == []
 
 
-def test_chunks_and_files_have_bounded_size(qwen3, tmp_path, monkeypatch):
+def test_import_bounds_chunks_and_files(qwen3, tmp_path, monkeypatch):
     monkeypatch.setattr("checkpoint_convert.hf_to_megatron.MAX_CHUNK_BYTES", 5000)
     monkeypatch.setattr("checkpoint_convert.hf_to_megatron.FILE_BYTES", 100_000)
     import_checkpoint(qwen3, tmp_path / "out", ParallelDims(), num_workers=2)
@@ -128,7 +119,7 @@ def test_chunks_and_files_have_bounded_size(qwen3, tmp_path, monkeypatch):
     assert_same(read_checkpoint(tmp_path / "out"), read_checkpoint(tmp_path / "whole"))
 
 
-def test_a_chunk_may_hold_nothing_but_padding(qwen3, tmp_path, monkeypatch):
+def test_import_has_chunks_of_padding_alone(qwen3, tmp_path, monkeypatch):
     # The last of 4 ranks has 63 rows, of which the last 2 are padding.
     monkeypatch.setattr("checkpoint_convert.hf_to_megatron.MAX_CHUNK_BYTES", 61 * 64 * 4)
     import_checkpoint(qwen3, tmp_path / "out", ParallelDims(tensor=4))
@@ -137,9 +128,18 @@ def test_a_chunk_may_hold_nothing_but_padding(qwen3, tmp_path, monkeypatch):
     assert not table[250:].any()
 
 
-def test_the_same_import_is_the_same_bytes_however_many_workers(qwen3, tmp_path):
+def test_import_is_the_same_by_any_number_of_workers(qwen3, tmp_path):
+    told = []
     for num_workers in (1, 3):
-        import_checkpoint(qwen3, tmp_path / str(num_workers), IMPORTED_AT, num_workers=num_workers)
+        import_checkpoint(
+            *(qwen3, tmp_path / str(num_workers), IMPORTED_AT),
+            num_workers=num_workers,
+            progress=lambda *both: told.append(both),
+        )
+        num_bytes = sum(x.nbytes for x in read_checkpoint(tmp_path / str(num_workers)).values())
+        assert {total for _, total in told} == {num_bytes}
+        assert told == sorted(told) and told.pop()[0] == num_bytes
+        told.clear()
     one, three = (
         {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*.*")}
         for folder in (tmp_path / "1", tmp_path / "3")
@@ -156,7 +156,7 @@ def to_bf16(weights, but=()):
             weights[name] = value.bfloat16()
 
 
-def test_a_tensor_keeps_its_dtype(qwen3, tmp_path):
+def test_import_keeps_the_dtype_of_each_tensor(qwen3, tmp_path):
     norms = ("norm.weight", "layernorm.weight")
     model = variant(qwen3, tmp_path / "model", partial(to_bf16, but=norms))
     import_checkpoint(model, tmp_path / "out", ParallelDims(tensor=2))
@@ -168,7 +168,7 @@ def test_a_tensor_keeps_its_dtype(qwen3, tmp_path):
     assert config["dtype"] == "bfloat16"
 
 
-def test_tensors_that_megatron_fuses_must_agree_in_dtype(qwen3, tmp_path):
+def test_import_refuses_to_fuse_two_dtypes(qwen3, tmp_path):
     model = variant(
         qwen3, tmp_path / "model", partial(to_bf16, but=("layers.1.mlp.up_proj.weight",))
     )
@@ -176,15 +176,3 @@ def test_tensors_that_megatron_fuses_must_agree_in_dtype(qwen3, tmp_path):
         import_checkpoint(model, tmp_path / "out", ParallelDims())
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     import_checkpoint(model, tmp_path / "out", ParallelDims(), dtype="BF16")
-
-
-def test_progress_counts_every_byte_once(qwen3, tmp_path):
-    told = []
-    import_checkpoint(
-        qwen3, tmp_path / "out", IMPORTED_AT, num_workers=2, progress=lambda *p: told.append(p)
-    )
-    num_bytes = sum(value.nbytes for value in read_checkpoint(tmp_path / "out").values())
-    assert {total for _, total in told} == {num_bytes}
-    done = [done for done, _ in told]
-    assert done == sorted(done)
-    assert done[-1] == num_bytes

@@ -9,12 +9,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.families import FAMILIES
-from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, copy_sidecar_files
-from helpers.models.conversions import assert_same, weights_of
-from helpers.models.tiny import CONFIGS, mesh_for, tiny_model, train
+from helpers.models.conversions import assert_same, config_of, round_trip, weights_of
+from helpers.models.tiny import CONFIGS, mesh_for, stacked_experts, tiny_model, train
 from helpers.oracle.policies import (
     LENGTHS,
     accumulate,
@@ -40,27 +39,43 @@ def llama(models):
     return models["llama"]
 
 
-@pytest.fixture(scope="module")
-def imported(llama, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("imported") / "llama"
-    import_checkpoint(llama, folder, ParallelDims(tensor=4))
-    return folder
-
-
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_model_comes_back_bit_by_bit(models, tmp_path, family):
+def test_round_trip_is_bitwise(models, tmp_path, family):
     dims = mesh_for(family, EXPERT_MESH if FAMILIES[family].experts else MESH)
-    import_checkpoint(models[family], tmp_path / "megatron", dims, num_workers=2)
-    export_checkpoint(tmp_path / "megatron", tmp_path / "hf", num_workers=2)
+    out = round_trip(models[family], tmp_path, dims)
     # Without a folder of weights to follow, experts that may be stacked are.
-    found, expected = (
-        unstacked(weights_of(folder), read_shape(folder))
-        for folder in (tmp_path / "hf", models[family])
-    )
+    found, expected = (unstacked(weights_of(x), read_shape(x)) for x in (out, models[family]))
     assert_same(found, expected)
-    assert not differing_fields(
-        read_shape(tmp_path / "hf"), read_shape(models[family]), {"moe.stacks"}
-    )
+    assert not differing_fields(read_shape(out), read_shape(models[family]), {"moe.stacks"})
+
+
+@pytest.fixture(scope="module")
+def stacks(tmp_path_factory):
+    """A model of Qwen3.5 as transformers saves it, each expert apart, and as it is published."""
+    folder = tmp_path_factory.mktemp("stacks")
+    apart = tiny_model(folder / "apart", "qwen3_5_moe_text")
+    return {"apart": apart, "joined": stacked_experts(apart, folder / "joined")}
+
+
+def test_stacked_experts_are_the_same_model_to_transformers(stacks):
+    apart, joined = (AutoModelForCausalLM.from_pretrained(stacks[name]) for name in stacks)
+    assert_same(apart.state_dict(), joined.state_dict())
+
+
+@pytest.mark.parametrize("source", ["apart", "joined"])
+@pytest.mark.parametrize("like", ["apart", "joined"])
+def test_round_trip_stacks_experts_as_the_given_folder(stacks, tmp_path, source, like):
+    options = {"hf_config": stacks[like], "max_shard_bytes": 100_000}
+    out = round_trip(stacks[source], tmp_path, ParallelDims(tensor=2, pipeline=2), **options)
+    assert_same(weights_of(out), weights_of(stacks[like]))
+
+
+def test_read_shape_without_weights_stacks_as_published(stacks, tmp_path):
+    shutil.copy(stacks["apart"] / "config.json", tmp_path)
+    assert read_shape(tmp_path).moe.stacks == "joined"
+    index = {"weight_map": {"model.layers.0.mlp.experts.0.gate_proj.weight": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_shape(tmp_path).moe.stacks is None
 
 
 # Checkpoints of a training run.
@@ -103,7 +118,7 @@ def trained(models, tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", TRAINED)
-def test_a_training_checkpoint_is_exported_as_the_ranks_had_it(models, trained, tmp_path, family):
+def test_export_is_what_the_ranks_had(models, trained, tmp_path, family):
     checkpoint, weights = trained[family]
     before = weights_of(models[family])
     changed = [name for name in weights if not torch.equal(weights[name], before[name])]
@@ -120,14 +135,14 @@ def nameless(trained, tmp_path):
     return folder
 
 
-def test_a_checkpoint_without_a_config_needs_one(models, nameless, tmp_path):
+def test_export_needs_a_config(models, nameless, tmp_path):
     with pytest.raises(ValueError, match="does not say which model it is: give --hf-config"):
         export_checkpoint(nameless, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
     export_checkpoint(nameless, tmp_path / "hf", hf_config=models["qwen3"])
 
 
-def test_the_config_of_another_model_is_refused_with_every_fault(models, nameless, tmp_path):
+def test_export_refuses_the_config_of_another_model(models, nameless, tmp_path):
     with pytest.raises(ValueError, match=r"is not a checkpoint of the qwen2 model") as error:
         export_checkpoint(nameless, tmp_path / "hf", hf_config=models["qwen2"])
     for fault in (
@@ -142,11 +157,11 @@ def test_the_config_of_another_model_is_refused_with_every_fault(models, nameles
 # Files, dtypes and sidecar.
 
 
-def test_all_weights_are_converted_to_a_dtype_that_is_asked_for(llama, imported, tmp_path):
-    export_checkpoint(imported, tmp_path / "hf", dtype="BF16")
+def test_round_trip_converts_to_a_dtype(llama, tmp_path):
+    out = round_trip(llama, tmp_path, ParallelDims(tensor=4), dtype="BF16")
     expected = {name: value.bfloat16() for name, value in weights_of(llama).items()}
-    assert_same(weights_of(tmp_path / "hf"), expected)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
+    assert_same(weights_of(out), expected)
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
 
 
 def sidecar(folder):
@@ -154,32 +169,29 @@ def sidecar(folder):
     return {n: b for n, b in files.items() if n != "config.json" and "safetensors" not in n}
 
 
-def test_sidecar_files_go_both_ways_unchanged(llama, tmp_path):
+def test_round_trip_keeps_sidecar_files(llama, tmp_path):
     model = shutil.copytree(llama, tmp_path / "model")
     train(tmp_path, "unigram").rename(model / "tokenizer.model")
     (model / "tokenizer.json").write_text("\x00 no tokenizer at all")
-    import_checkpoint(model, tmp_path / "megatron", ParallelDims())
-    export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
-    assert "tokenizer.model" in sidecar(tmp_path / "hf")
-    assert sidecar(tmp_path / "hf") == sidecar(model)
-    before, after = (json.loads((f / "config.json").read_text()) for f in (model, tmp_path / "hf"))
-    assert after == before
+    out = round_trip(model, tmp_path)
+    assert "tokenizer.model" in sidecar(out)
+    assert sidecar(out) == sidecar(model)
+    assert config_of(out) == config_of(model)
 
 
-def test_another_config_may_bring_its_own_sidecar_files(llama, imported, tmp_path):
+def test_export_takes_sidecar_files_of_hf_config(llama, tmp_path):
     own = tmp_path / "own"
     own.mkdir()
     copy_sidecar_files(llama, own, "F32")
     (own / "chat_template.jinja").write_text("{{ messages }}")
-    export_checkpoint(imported, tmp_path / "hf", hf_config=own)
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template == "{{ messages }}"
+    out = round_trip(llama, tmp_path, hf_config=own)
+    assert AutoTokenizer.from_pretrained(out).chat_template == "{{ messages }}"
 
 
-def test_biases_by_which_experts_are_chosen_stay_float32_in_weights_of_any_dtype(tmp_path):
+def test_round_trip_keeps_expert_biases_in_float32(tmp_path):
     model = tiny_model(tmp_path / "model", "glm4_moe")
-    import_checkpoint(model, tmp_path / "megatron", ParallelDims(), dtype="BF16")
-    export_checkpoint(tmp_path / "megatron", tmp_path / "out", dtype="F16")
-    before, after = weights_of(model), weights_of(tmp_path / "out")
+    out = round_trip(model, tmp_path, import_dtype="BF16", dtype="F16")
+    before, after = weights_of(model), weights_of(out)
     for name, values in after.items():
         if name.endswith("e_score_correction_bias"):
             assert torch.equal(values, before[name])

@@ -41,7 +41,7 @@ def adapter(base, tmp_path):
     return tmp_path / "adapter"
 
 
-def test_merged_weights_are_those_of_peft(base, tmp_path):
+def test_merge_adapter_is_that_of_peft(base, tmp_path):
     model = adapter_of(base, tmp_path / "adapter")
     merge_adapter(
         base, tmp_path / "adapter", tmp_path / "ours", max_shard_bytes=100_000, num_workers=2
@@ -56,7 +56,7 @@ def test_merged_weights_are_those_of_peft(base, tmp_path):
     }
 
 
-def test_a_weight_is_rounded_once_from_float64s_value(base, adapter, tmp_path):
+def test_merge_adapter_rounds_once_from_float64(base, adapter, tmp_path):
     merge_adapter(base, adapter, tmp_path / "ours", dtype="BF16")
     weights = load_file(base / "model.safetensors")
     values = load_file(adapter / "adapter_model.safetensors")
@@ -72,6 +72,18 @@ def test_a_weight_is_rounded_once_from_float64s_value(base, adapter, tmp_path):
         assert ((ours[name].double() - exact).abs() <= step * 1.001).all()
 
 
+# What is refused.
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def edit_weights(folder, edit):
+    """`edit` changes the tensors of an adapter in place."""
+    values = load_file(folder / WEIGHTS)
+    edit(values)
+    save_file(values, folder / WEIGHTS)
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [
@@ -79,36 +91,8 @@ def test_a_weight_is_rounded_once_from_float64s_value(base, adapter, tmp_path):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is {'q_proj': 2}"),
         ({"bias": "all"}, "bias is all, and only none is supported"),
+        ({"lora_bias": True}, "lora_bias is True"),
         ({"r": 4}, "lora_A.weight has shape [5, "),
-    ],
-)
-def test_an_adapter_that_is_more_than_a_and_b_is_refused(base, adapter, tmp_path, config, told):
-    file = adapter / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    with pytest.raises(ValueError) as caught:
-        merge_adapter(base, adapter, tmp_path / "out")
-    assert told in str(caught.value) and str(adapter) in str(caught.value)
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_adapter_of_another_model_is_refused(base, adapter, tmp_path):
-    shapes = hf_tensors(read_shape(base))
-    file = adapter / "adapter_model.safetensors"
-    values = load_file(file)
-    first = next(iter(values))
-    save_file({**values, first.replace("layers.0.", "layers.77."): values[first].clone()}, file)
-    with pytest.raises(ValueError, match=r"of another model: this one has no model\.layers\.77\."):
-        read_adapter(adapter, shapes)
-    save_file({name: each for name, each in values.items() if name != first}, file)
-    with pytest.raises(ValueError, match="is missing"):
-        read_adapter(adapter, shapes)
-    with pytest.raises(ValueError, match=r"has no adapter_config\.json"):
-        read_adapter(base, shapes)
-
-
-@pytest.mark.parametrize(
-    ("config", "told"),
-    [
         ({"target_modules": [*MODULES, "v_proj"]}, "layers.0.self_attn.v_proj has no adapter (nor"),
         ({"target_modules": r".*\.(q|k|o|down|up)_proj"}, "layers.0.mlp.up_proj has no adapter"),
         ({"target_modules": "all-linear"}, "layers.0.self_attn.v_proj has no adapter"),
@@ -119,57 +103,83 @@ def test_an_adapter_of_another_model_is_refused(base, adapter, tmp_path):
         ({"layers_to_transform": [0, 1, 2]}, "names layer 2, and the model has 2 layers"),
         ({"target_modules": None}, "target_modules is None, and must name"),
         ({"target_modules": "("}, "target_modules is '(', no regular expression"),
-        ({"lora_bias": True}, "lora_bias is True"),
         ({"target_modules": r".*\.(q|k|o|down)_proj"}, None),
         ({"target_modules": [*MODULES, "of_other_models"]}, None),
         ({"layers_to_transform": [0, 1]}, None),
     ],
 )
-def test_an_adapter_has_what_its_config_names(base, adapter, config, told):
+def test_read_adapter_has_what_its_config_names(base, adapter, config, told):
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    shapes = hf_tensors(read_shape(base))
     if told is None:
-        read_adapter(adapter, hf_tensors(read_shape(base)))
+        read_adapter(adapter, shapes)
         return
-    with pytest.raises(ValueError, match=re.escape(told)):
-        read_adapter(adapter, hf_tensors(read_shape(base)))
+    with pytest.raises(ValueError, match=re.escape(told)) as caught:
+        read_adapter(adapter, shapes)
+    assert str(adapter) in str(caught.value)
 
 
-def test_an_adapter_that_lacks_a_layer_is_refused(base, adapter, tmp_path):
-    file = adapter / "adapter_model.safetensors"
-    save_file({n: each for n, each in load_file(file).items() if ".layers.1." not in n}, file)
-    with pytest.raises(
-        ValueError, match=r"model\.layers\.1\..* has no adapter \(nor have 3 more\)"
-    ):
-        merge_adapter(base, adapter, tmp_path / "out")
+def drop_first(values):
+    values.pop(next(iter(values)))
 
 
-@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
-def test_an_adapter_with_values_that_are_not_finite_is_refused(base, adapter, tmp_path, value):
-    file = adapter / "adapter_model.safetensors"
-    values = load_file(file)
-    name = [*values][-1]
-    values[name][-1, -1] = value
-    save_file(values, file)
-    with pytest.raises(ValueError, match=f"{name} has values that are not finite"):
+def add_of_another_model(values):
+    name = next(iter(values))
+    values[name.replace("layers.0.", "layers.77.")] = values[name].clone()
+
+
+def drop_a_layer(values):
+    for name in [name for name in values if ".layers.1." in name]:
+        values.pop(name)
+
+
+def make_nan(values):
+    values[[*values][-1]][-1, -1] = torch.nan
+
+
+def make_infinite(values):
+    values[[*values][-1]][-1, -1] = -torch.inf
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (drop_first, "is missing"),
+        (add_of_another_model, r"of another model: this one has no model\.layers\.77\."),
+        (drop_a_layer, r"model\.layers\.1\..* has no adapter \(nor have 3 more\)"),
+        (make_nan, r"layers\.1\..*lora_.* has values that are not finite"),
+        (make_infinite, r"layers\.1\..*lora_.* has values that are not finite"),
+    ],
+)
+def test_merge_adapter_refuses_what_lacks_a_layer_or_is_not_finite(
+    base, adapter, tmp_path, edit, told
+):
+    edit_weights(adapter, edit)
+    with pytest.raises(ValueError, match=told):
         merge_adapter(base, adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_of_one_of_the_experts_that_files_stack_is_refused(tmp_path):
+def test_read_adapter_refuses_a_model(base):
+    with pytest.raises(ValueError, match=r"has no adapter_config\.json"):
+        read_adapter(base, hf_tensors(read_shape(base)))
+
+
+def test_merge_adapter_refuses_one_of_stacked_experts(tmp_path):
     base, adapter = tiny_model(tmp_path / "base", "gpt_oss"), tmp_path / "adapter"
     adapter_of(base, adapter, target_modules=["o_proj"])
-    file = adapter / "adapter_model.safetensors"
-    renamed = {
-        name.replace("self_attn.o_proj", "mlp.experts.0.gate_proj"): values
-        for name, values in load_file(file).items()
-    }
-    save_file(renamed, file)
+
+    def rename(values):
+        for name in [*values]:
+            values[name.replace("self_attn.o_proj", "mlp.experts.0.gate_proj")] = values.pop(name)
+
+    edit_weights(adapter, rename)
     with pytest.raises(ValueError, match=r"has no model\.layers\.0\.mlp\.experts\.0\.gate_proj"):
         merge_adapter(base, adapter, tmp_path / "out")
 
 
-def test_layers_for_multi_token_prediction_stay_as_they_are(tmp_path):
+def test_merge_adapter_keeps_layers_of_mtp(tmp_path):
     folder = add_mtp_layer(tiny_model(tmp_path / "model", "glm4_moe"))
     adapter_of(folder, tmp_path / "adapter", target_modules=["q_proj", "o_proj"])
     merge_adapter(folder, tmp_path / "adapter", tmp_path / "out")

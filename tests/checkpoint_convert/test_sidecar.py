@@ -1,6 +1,5 @@
 """The files that accompany weights, and the config with which weights are read."""
 
-import json
 import shutil
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, copy_sidecar_files, model_config
+from helpers.models.conversions import config_of, edit_config, variant
 from helpers.models.tiny import tiny_model
 from parallel import ParallelDims
 
@@ -19,15 +19,7 @@ def imported(model, tmp_path_factory):
     return out
 
 
-def edited(model, folder, **changes):
-    """Copy the model and change fields of its config."""
-    shutil.copytree(model, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-    return folder
-
-
-def test_licences_and_named_templates_are_carried_and_code_is_not(model, tmp_path):
+def test_copy_sidecar_files_carries_no_code(model, tmp_path):
     source, out = shutil.copytree(model, tmp_path / "source"), tmp_path / "out"
     (source / "additional_chat_templates").mkdir()
     carried = (
@@ -45,7 +37,7 @@ def test_licences_and_named_templates_are_carried_and_code_is_not(model, tmp_pat
     assert not any((out / name).exists() for name in left_out)
 
 
-def test_a_folder_of_links_to_a_models_files_is_that_model(model, tmp_path):
+def test_copy_sidecar_files_follows_links_of_a_folder(model, tmp_path):
     for folder in ("links", "out"):
         (tmp_path / folder).mkdir()
     for file in model.iterdir():
@@ -55,7 +47,7 @@ def test_a_folder_of_links_to_a_models_files_is_that_model(model, tmp_path):
     assert copied == (model / "tokenizer.json").read_bytes()
 
 
-def test_a_link_out_of_the_folder_is_refused_and_one_within_the_hubs_cache_is_not(model, tmp_path):
+def test_copy_sidecar_files_refuses_links_elsewhere(model, tmp_path):
     snapshot = tmp_path / "snapshots" / "main"
     shutil.copytree(model, snapshot)
     (tmp_path / "blobs").mkdir()
@@ -75,45 +67,36 @@ def test_a_link_out_of_the_folder_is_refused_and_one_within_the_hubs_cache_is_no
     assert list(empty.iterdir()) == []
 
 
+DTYPE, TORCH_DTYPE = {"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize(
-    ("keys", "written"),
-    [((), {"dtype"}), (("torch_dtype",), {"torch_dtype"}), (("torch_dtype", "dtype"),) * 2],
+    ("family", "source", "written"),
+    [
+        ("qwen3", {"dtype": None}, DTYPE),
+        ("qwen3", {"dtype": None, "torch_dtype": "float32"}, {"dtype": None} | TORCH_DTYPE),
+        ("qwen3", {"torch_dtype": "float32"}, DTYPE | TORCH_DTYPE),
+        # Layers to predict further tokens are left out, as of the weights.
+        ("glm4_moe", {"num_nextn_predict_layers": 1}, DTYPE | {"num_nextn_predict_layers": 0}),
+        # No code is carried that `--trust-remote-code` would look for, with which DeepSeek-V3 is
+        # served.
+        ("qwen3", {"auto_map": {"AutoConfig": "own.Config"}}, DTYPE | {"auto_map": None}),
+    ],
+    ids=str,
 )
-def test_the_dtype_is_told_by_every_key_that_had_it(model, tmp_path, keys, written):
-    source, out = shutil.copytree(model, tmp_path / "source"), tmp_path / "out"
-    config = json.loads((source / "config.json").read_text())
-    del config["dtype"]
-    (source / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, "float32")))
+def test_copy_sidecar_files_changes_the_config(tmp_path, family, source, written):
+    model = variant(tiny_model(tmp_path / "model", family), tmp_path / "in", **source)
+    out = tmp_path / "out"
     out.mkdir()
-    copy_sidecar_files(source, out, "BF16")
-    copied = json.loads((out / "config.json").read_text())
-    assert copied == config | dict.fromkeys(written, "bfloat16")
+    copy_sidecar_files(model, out, "BF16")
+    edit_config(model, **written)
+    assert config_of(out) == config_of(model)
 
 
-def test_layers_that_predict_further_tokens_are_left_out_of_the_config_as_of_the_weights(tmp_path):
-    model, out = tiny_model(tmp_path / "model", "glm4_moe"), tmp_path / "out"
-    source = edited(model, tmp_path / "source", num_nextn_predict_layers=1)
-    out.mkdir()
-    copy_sidecar_files(source, out, "BF16")
-    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
-
-
-def test_a_config_names_no_code_since_none_is_carried(model, tmp_path):
-    """Files that it names would be missed with `--trust-remote-code`, as DeepSeek-V3 is served."""
-    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
-    source, out = edited(model, tmp_path / "source", auto_map=code), tmp_path / "out"
-    out.mkdir()
-    copy_sidecar_files(source, out, "F32")
-    assert "auto_map" not in json.loads((out / "config.json").read_text())
-
-
-def test_a_config_under_which_the_same_sizes_mean_another_model_is_refused(
-    model, imported, tmp_path
-):
+def test_export_refuses_another_model_of_equal_sizes(model, imported, tmp_path):
     # 4 heads of size 16 in 2 groups have the same fused shapes as 8 heads of size 8 in 4 groups.
-    other = edited(
-        model, tmp_path / "other", num_attention_heads=8, num_key_value_heads=4, head_dim=8
-    )
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+    other = variant(model, tmp_path / "other", **heads)
     with pytest.raises(ValueError) as error:
         export_checkpoint(imported, tmp_path / "out", hf_config=other)
     for words in ("another model", "num_attention_heads: 4, 8", "head_dim: 16, 8"):
@@ -121,12 +104,12 @@ def test_a_config_under_which_the_same_sizes_mean_another_model_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_config_may_differ_in_what_changes_no_numbers(model, imported, tmp_path):
-    longer = edited(model, tmp_path / "longer", max_position_embeddings=1024, eos_token_id=3)
+def test_model_config_may_differ_beside_numbers(model, imported, tmp_path):
+    longer = variant(model, tmp_path / "longer", max_position_embeddings=1024, eos_token_id=3)
     assert model_config(imported, longer) == longer
 
 
-def test_rows_of_added_tokens_are_not_taken_for_padding(tmp_path):
+def test_export_takes_no_added_rows_for_padding(tmp_path):
     bigger = tiny_model(tmp_path / "bigger", "llama", vocab_size=400)
     import_checkpoint(bigger, tmp_path / "megatron", ParallelDims())
     shutil.rmtree(tmp_path / "megatron" / CHECKPOINT_FOLDER)
@@ -136,7 +119,7 @@ def test_rows_of_added_tokens_are_not_taken_for_padding(tmp_path):
 
 
 @pytest.mark.parametrize("pointer", ["latest_checkpointed_iteration.txt", "LATEST"])
-def test_a_folder_of_checkpoints_is_told_with_those_in_it(imported, tmp_path, pointer):
+def test_model_config_tells_a_folder_of_checkpoints(imported, tmp_path, pointer):
     shutil.copytree(imported, tmp_path / "iter_0000100")
     (tmp_path / pointer).write_text("100")
     with pytest.raises(ValueError, match=r"is a folder of checkpoints; .* \['iter_0000100'\]"):

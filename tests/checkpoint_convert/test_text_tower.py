@@ -7,18 +7,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from checkpoint_convert import megatron_layout, read_shape
+from checkpoint_convert import read_shape
 from checkpoint_convert.hf_export import create_export, write_weights
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron import file_layout
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.text_tower import is_of_text, text_name
-from checkpoint_convert.weights import read_weights
-from helpers.models.conversions import assert_same, weights_of
+from helpers.models.conversions import (
+    assert_same,
+    config_of,
+    rank_parameters,
+    variant,
+    weights_of,
+    with_weights,
+)
 from helpers.models.quantized import compressed
 from helpers.models.tiny import OWN_FIELDS, tiny_model
 from helpers.models.towers import CONFIGS, tiny_multimodal
@@ -34,33 +39,33 @@ def folders(tmp_path_factory):
 
 
 def edited(folder, copy, edit):
-    """A copy of a model, with its config.json edited in place."""
+    """A copy of a model, whose config.json is edited in place."""
     shutil.copytree(folder, copy)
-    config = json.loads((copy / "config.json").read_text())
+    config = config_of(copy)
     edit(config)
     (copy / "config.json").write_text(json.dumps(config))
     return copy
 
 
-def without(key):
-    return lambda config: config["text_config"].pop(key)
+def with_text(folder, copy, **keys):
+    """A copy of a model with these keys of its text_config; None removes one."""
+    text = config_of(folder)["text_config"] | keys
+    text = {key: value for key, value in text.items() if value is not None}
+    return variant(folder, copy, text_config=text)
 
 
 def trained(folder, out, dtype=torch.float32):
     """Export the model with 1 added to every weight of its text tower."""
-    dims = ParallelDims(tensor=2, pipeline=2)
-    shape = read_shape(folder)
+    dims, shape = ParallelDims(tensor=2, pipeline=2), read_shape(folder)
     create_export(out, folder, shape, dtype, max_shard_bytes=200_000)
     for rank in range(dims.world_size):
-        layout = megatron_layout(shape, dims, dims.coordinates(rank), transformer_engine=False)
-        tensors = {name: torch.zeros(size) for name, size in layout.shapes.items()}
-        read_weights(folder, shape, layout, tensors)
+        layout, tensors = rank_parameters(folder, dims, rank)
         added = {name: each + 1 for name, each in tensors.items()}
         write_weights(out, layout, added, files=file_layout(shape))
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_other_towers_are_copied_and_names_stay(folders, tmp_path, kind):
+def test_export_copies_other_towers_and_names(folders, tmp_path, kind):
     trained(folders[kind], tmp_path / "out")
     expected = {
         name: each + is_of_text(text_name(name)) for name, each in weights_of(folders[kind]).items()
@@ -69,31 +74,30 @@ def test_other_towers_are_copied_and_names_stay(folders, tmp_path, kind):
     assert_same(weights_of(tmp_path / "out"), expected)
 
 
-def test_the_dtype_of_an_export_is_that_of_the_text_and_named_inside(folders, tmp_path):
+def test_export_converts_the_text_alone(folders, tmp_path):
     trained(folders["mistral3"], tmp_path / "out", dtype=torch.bfloat16)
     dtypes = {
         is_of_text(text_name(name)): each.dtype
         for name, each in weights_of(tmp_path / "out").items()
     }
     assert dtypes == {True: torch.bfloat16, False: torch.float32}
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = config_of(tmp_path / "out")
     assert config["dtype"] == config["text_config"]["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model."])
-def test_names_of_any_release_are_read_and_kept(folders, tmp_path, prefix):
-    folder = edited(folders["mistral3"], tmp_path / "old", lambda config: None)
+def test_export_keeps_names_of_any_release(folders, tmp_path, prefix):
     head = "language_model.lm_head." if prefix == "language_model.model." else "lm_head."
     renamed = {
         re.sub("^model.", prefix, re.sub("^lm_head.", head, text_name(name))): each
-        for name, each in weights_of(folder).items()
+        for name, each in weights_of(folders["mistral3"]).items()
     }
-    save_file(renamed, folder / "model.safetensors")
+    folder = with_weights(folders["mistral3"], tmp_path / "old", renamed)
     trained(folder, tmp_path / "out")
     assert weights_of(tmp_path / "out").keys() == renamed.keys()
 
 
-def test_a_checkpoint_is_exported_with_the_folder_of_the_whole_model(folders, tmp_path):
+def test_export_needs_the_folder_of_the_whole_model(folders, tmp_path):
     folder, checkpoint = folders["qwen3_vl"], tmp_path / "checkpoint"
     import_checkpoint(folder, checkpoint, ParallelDims(tensor=2))
     with pytest.raises(ValueError, match=r"the other towers of the model cannot be copied.*--hf-"):
@@ -104,7 +108,7 @@ def test_a_checkpoint_is_exported_with_the_folder_of_the_whole_model(folders, tm
         export_checkpoint(checkpoint, tmp_path / "no", hf_config=folder, quantization="int8")
 
 
-def test_a_model_published_without_text_config_is_the_same(folders, tmp_path):
+def test_read_shape_without_text_config_is_the_same(folders, tmp_path):
     def flatten(config):
         text = config.pop("text_config")
         config |= {key: each for key, each in text.items() if key not in ("model_type", "dtype")}
@@ -115,44 +119,52 @@ def test_a_model_published_without_text_config_is_the_same(folders, tmp_path):
     assert read_shape(flat) == read_shape(folders["qwen2_5_vl"])
 
 
-def test_a_text_tower_is_a_model_of_its_family(folders, tmp_path):
+def test_read_shape_is_that_of_its_family(folders, tmp_path):
     shape = read_shape(folders["qwen3_vl"])
     plain = tiny_model(tmp_path, "qwen3", tied=True, num_hidden_layers=4, head_dim=32)
     assert shape == read_shape(plain)
 
 
-def test_experts_of_a_text_tower_are_stacked_as_they_are_published(folders, tmp_path):
+def test_read_shape_stacks_experts_as_published(folders, tmp_path):
     shape = read_shape(folders["qwen3_vl_moe"])
     plain = read_shape(tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=4, head_dim=32))
     assert (plain.moe.stacks, shape.moe.stacks) == (None, "transposed")
     assert differing_fields(shape, plain) == []
-    for key in ("num_local_experts", "moe_intermediate_size", "norm_topk_prob"):
-        folder = edited(folders["qwen3_vl_moe"], tmp_path / key, without(key))
-        told = key.replace("local_", "")
-        with pytest.raises(ValueError, match=f"text_config has no {told}"):
-            read_shape(folder)
 
 
-def test_transposed_experts_are_refused_with_where_they_come_from(folders, tmp_path):
-    folder = edited(folders["qwen3_vl_moe"], tmp_path / "m", lambda config: None)
-    weights = load_file(folder / "model.safetensors")
-    [name, *_] = [name for name in weights if name.endswith("experts.down_proj")]
-    weights[name] = weights[name].transpose(1, 2).contiguous()
-    save_file(weights, folder / "model.safetensors")
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("mistral3", "rms_norm_eps"),
+        ("qwen3_vl_moe", "num_local_experts"),
+        ("qwen3_vl_moe", "moe_intermediate_size"),
+        ("qwen3_vl_moe", "norm_topk_prob"),
+    ],
+)
+def test_read_shape_names_a_missing_key(folders, tmp_path, kind, key):
+    folder = with_text(folders[kind], tmp_path / key, **{key: None})
+    with pytest.raises(ValueError, match=f"text_config has no {key.replace('local_', '')}"):
+        read_shape(folder)
+
+
+def test_import_tells_transposed_experts(folders, tmp_path):
+    def transpose(weights):
+        name = next(name for name in weights if name.endswith("experts.down_proj"))
+        weights[name] = weights[name].transpose(1, 2).contiguous()
+
+    folder = variant(folders["qwen3_vl_moe"], tmp_path / "m", transpose)
     with pytest.raises(ValueError, match=r"requires .* \(transposes of the published ones"):
         import_checkpoint(folder, tmp_path / "out", ParallelDims())
 
 
 @pytest.mark.parametrize(("kind", "family"), [("mistral3", "ministral3"), ("kimi_k25", "kimi_k2")])
-def test_a_tower_may_be_of_any_family_that_its_whole_is_published_with(
-    folders, tmp_path, kind, family
-):
-    edit = {"model_type": family} | OWN_FIELDS.get(family, {})
-    folder = edited(folders[kind], tmp_path / "m", lambda c: c["text_config"].update(edit))
+def test_read_shape_takes_all_families_of_a_tower(folders, tmp_path, kind, family):
+    own = {"model_type": family} | OWN_FIELDS.get(family, {})
+    folder = with_text(folders[kind], tmp_path / "m", **own)
     assert read_shape(folder) == replace(read_shape(folders[kind]), family=family)
 
 
-def test_a_tower_of_its_own_family_may_leave_out_what_both_assume(folders, tmp_path):
+def test_read_shape_assumes_what_the_family_does(folders, tmp_path):
     def shorten(config):
         config.pop("tie_word_embeddings")
         for key in ("tie_word_embeddings", "rms_norm_eps", "query_pre_attn_scalar"):
@@ -174,10 +186,15 @@ def test_a_tower_of_its_own_family_may_leave_out_what_both_assume(folders, tmp_p
             "weights are quantised by quantization_config inside of text_config",
         ),
         ({"tie_word_embeddings": True}, "tie_word_embeddings must be said, and be the same inside"),
+        # Beside rope_parameters
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "has no rope_theta, nor has its",
+        ),
     ],
     ids=str,
 )
-def test_what_is_not_carried_over_is_refused(folders, tmp_path, edit, message):
+def test_read_shape_refuses_what_is_not_carried_over(folders, tmp_path, edit, message):
     folder = edited(folders["mistral3"], tmp_path / "m", lambda c: c["text_config"].update(edit))
     with pytest.raises(ValueError, match=re.escape(message)):
         read_shape(folder)
@@ -185,9 +202,7 @@ def test_what_is_not_carried_over_is_refused(folders, tmp_path, edit, message):
 
 # The text of a Kimi-K2.5 has no tied head.
 @pytest.mark.parametrize("model_type", [kind for kind in CONFIGS if kind != "kimi_k25"])
-def test_a_head_that_is_tied_inside_alone_is_what_transformers_takes_it_for(
-    folders, tmp_path, model_type
-):
+def test_read_shape_ties_a_head_as_transformers(folders, tmp_path, model_type):
     def tie_inside(config):
         config.pop("tie_word_embeddings", None)
         config["text_config"]["tie_word_embeddings"] = True
@@ -201,21 +216,8 @@ def test_a_head_that_is_tied_inside_alone_is_what_transformers_takes_it_for(
             read_shape(folder)
 
 
-def test_a_missing_key_and_a_missing_tensor_are_named(folders, tmp_path):
-    folder = edited(
-        folders["mistral3"], tmp_path / "key", lambda c: c["text_config"].pop("rms_norm_eps")
-    )
-    with pytest.raises(ValueError, match="text_config has no rms_norm_eps"):
-        read_shape(folder)
-    scaling = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}  # beside rope_parameters
-    folder = edited(
-        folders["mistral3"], tmp_path / "both", lambda c: c["text_config"].update(scaling)
-    )
-    with pytest.raises(ValueError, match="has no rope_theta, nor has its rope_scaling"):
-        read_shape(folder)
-    folder = edited(folders["mistral3"], tmp_path / "tensor", lambda config: None)
-    weights = load_file(folder / "model.safetensors")
-    del weights["language_model.model.norm.weight"]
-    save_file(weights, folder / "model.safetensors")
+def test_import_names_a_missing_tensor(folders, tmp_path):
+    missing = {"language_model.model.norm.weight": None}
+    folder = variant(folders["mistral3"], tmp_path / "m", missing)
     with pytest.raises(ValueError, match=r"model\.norm\.weight \[64\] is missing"):
         import_checkpoint(folder, tmp_path / "out", ParallelDims())

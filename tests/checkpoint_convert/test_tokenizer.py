@@ -56,12 +56,19 @@ def folder_of(model, folder, *, config=None):
     return folder
 
 
+def both(model, folder=None, **config):
+    """Our tokenizer of a SentencePiece model, with this tokenizer_config.json, and the original."""
+    if folder is not None:
+        folder = folder_of(model, folder, config=LLAMA2 | config)
+    return load_tokenizer(folder or model.parent), SentencePieceProcessor(model_file=str(model))
+
+
 def ids(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("config", [None, LLAMA2])
-def test_a_sentencepiece_model_gives_the_ids_of_sentencepiece(model, config, tmp_path):
+def test_load_tokenizer_has_the_ids_of_sentencepiece(model, config, tmp_path):
     folder = folder_of(model, tmp_path / "model", config=config)
     tokenizer, original = load_tokenizer(folder), SentencePieceProcessor(model_file=str(model))
     for text in TEXTS:
@@ -74,33 +81,29 @@ def test_a_sentencepiece_model_gives_the_ids_of_sentencepiece(model, config, tmp
     assert len(tokenizer) == original.get_piece_size()
 
 
-def test_every_text_comes_back_where_nothing_is_normalized(bpe):
+def test_load_tokenizer_gives_every_text_back(bpe):
     tokenizer = load_tokenizer(bpe.parent)
     for text in [*TEXTS, "<s>[INST] hi [/INST] a</s><s>b", "<s> <s>  x"]:
         assert tokenizer.decode(ids(tokenizer, text)) == text
     assert tokenizer.decode(ids(tokenizer, "<s>a</s>"), skip_special_tokens=True) == "a"
 
 
-def test_special_tokens_in_the_text_are_tokens_and_cut_it(bpe):
-    tokenizer, original = load_tokenizer(bpe.parent), SentencePieceProcessor(model_file=str(bpe))
+def test_load_tokenizer_cuts_at_special_tokens(bpe):
+    tokenizer, original = both(bpe)
     wanted = [1, *original.encode("x y"), 2, 1, *original.encode("z")]
     assert ids(tokenizer, "<s>x y</s><s>z") == wanted
 
 
-def test_control_pieces_of_the_model_itself_are_special(tmp_path):
+def test_load_tokenizer_knows_control_pieces(tmp_path):
     model = trained(tmp_path, "bpe", control_symbols=["[INST]", "[/INST]"])
-    tokenizer, original = (
-        load_tokenizer(model.parent),
-        SentencePieceProcessor(model_file=str(model)),
-    )
+    tokenizer, original = both(model)
     begin, end = (original.piece_to_id(piece) for piece in ("[INST]", "[/INST]"))
     assert ids(tokenizer, "[INST]x[/INST]") == [begin, *original.encode("x"), end]
     assert tokenizer.decode([begin, *original.encode("x"), end], skip_special_tokens=True) == "x"
 
 
-def test_with_legacy_false_only_the_beginning_of_a_text_gets_a_space(bpe, tmp_path):
-    folder = folder_of(bpe, tmp_path / "model", config=LLAMA2 | {"legacy": False})
-    tokenizer, original = load_tokenizer(folder), SentencePieceProcessor(model_file=str(bpe))
+def test_load_tokenizer_without_legacy_spaces(bpe, tmp_path):
+    tokenizer, original = both(bpe, tmp_path / "model", legacy=False)
     for text in TEXTS:
         assert ids(tokenizer, text) == original.encode(text), text
     for text in ("<s>x y</s> z", "x<s>y"):
@@ -110,25 +113,24 @@ def test_with_legacy_false_only_the_beginning_of_a_text_gets_a_space(bpe, tmp_pa
         assert tokenizer.decode(ids(tokenizer, text)) == text
 
 
-def test_begin_and_end_tokens_are_added_as_the_config_says(bpe, tmp_path):
-    content = SentencePieceProcessor(model_file=str(bpe)).encode("a")
+def test_load_tokenizer_adds_begin_and_end_as_told(bpe, tmp_path):
     for number, (bos, eos) in enumerate([(True, True), (False, True), (False, False)]):
-        config = LLAMA2 | {"add_bos_token": bos, "add_eos_token": eos}
-        tokenizer = load_tokenizer(folder_of(bpe, tmp_path / str(number), config=config))
-        assert tokenizer("a")["input_ids"] == [1] * bos + content + [2] * eos
+        config = {"add_bos_token": bos, "add_eos_token": eos}
+        tokenizer, original = both(bpe, tmp_path / str(number), **config)
+        assert tokenizer("a")["input_ids"] == [1] * bos + original.encode("a") + [2] * eos
 
 
-def test_tokens_that_the_config_adds_follow_those_of_the_model(bpe, tmp_path):
-    config = LLAMA2 | {"pad_token": "<pad>", "additional_special_tokens": ["<|tool|>"]}
-    tokenizer = load_tokenizer(folder_of(bpe, tmp_path / "model", config=config))
+def test_load_tokenizer_appends_tokens_of_the_config(bpe, tmp_path):
+    config = {"pad_token": "<pad>", "additional_special_tokens": ["<|tool|>"]}
+    tokenizer, _ = both(bpe, tmp_path / "model", **config)
     added = {tokenizer.pad_token_id, *ids(tokenizer, "<|tool|>")}
     assert added == {700, 701}
     assert tokenizer.decode(ids(tokenizer, "a<|tool|>b")) == "a<|tool|>b"
 
 
-def test_a_saved_tokenizer_loads_again(bpe, tmp_path):
-    config = LLAMA2 | {"pad_token": "<pad>", "chat_template": CHAT_TEMPLATE, "legacy": False}
-    tokenizer = load_tokenizer(folder_of(bpe, tmp_path / "model", config=config))
+def test_load_tokenizer_of_a_saved_one(bpe, tmp_path):
+    config = {"pad_token": "<pad>", "chat_template": CHAT_TEMPLATE, "legacy": False}
+    tokenizer, _ = both(bpe, tmp_path / "model", **config)
     tokenizer.save_pretrained(tmp_path / "saved")
     again = load_tokenizer(tmp_path / "saved")
     assert again.chat_template == CHAT_TEMPLATE
@@ -170,7 +172,7 @@ def llama2_json(folder):
     return tokenizer
 
 
-def test_a_tokenizer_json_is_taken_as_it_is(bpe, tmp_path):
+def test_load_tokenizer_takes_tokenizer_json_first(bpe, tmp_path):
     original = llama2_json(tmp_path / "model")
     shutil.copyfile(bpe, tmp_path / "model" / "tokenizer.model")  # comes after it
     tokenizer = load_tokenizer(tmp_path / "model")
@@ -193,14 +195,14 @@ def vocabulary_and_merges(folder):
     return tokenizer
 
 
-def test_a_vocabulary_with_merges_in_a_file_of_its_own_is_loaded(tmp_path):
+def test_load_tokenizer_of_vocabulary_and_merges(tmp_path):
     tokenizer = vocabulary_and_merges(tmp_path / "model")
     loaded = load_tokenizer(tmp_path / "model")
     assert ids(loaded, "hello world") == tokenizer.encode("hello world").ids
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model", "vocab.json"])
-def test_no_code_of_the_folder_is_run(file, bpe, tmp_path, monkeypatch):
+def test_load_tokenizer_runs_no_code(file, bpe, tmp_path, monkeypatch):
     folder, canary = tmp_path / "model", tmp_path / "canary"
     if file == "tokenizer.json":
         llama2_json(folder)
@@ -228,7 +230,7 @@ def test_no_code_of_the_folder_is_run(file, bpe, tmp_path, monkeypatch):
     assert not canary.exists()
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+def test_load_tokenizer_refuses_a_folder_without_one(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ValueError, match=f"{tmp_path} has no tokenizer: none of tokenizer.json"):
         load_tokenizer(tmp_path)
@@ -236,7 +238,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"IQ== 0\nIg== 1\n"])
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
-def test_a_file_that_is_none_is_named(tmp_path, name, content):
+def test_load_tokenizer_names_a_broken_file(tmp_path, name, content):
     file = tmp_path / name
     file.write_bytes(content)
     with pytest.raises(ValueError, match=f"^{file} cannot be loaded as a tokenizer: "):

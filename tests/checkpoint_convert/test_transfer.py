@@ -6,7 +6,6 @@ import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,7 +14,7 @@ from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.transfer import _start_worker, add_bytes, run_tasks
 from checkpoint_convert.verify import verify_weights
 from helpers.engines.live import wait_until
-from helpers.models.conversions import variant
+from helpers.models.conversions import num_bytes_read, variant
 from helpers.models.tiny import tiny_model
 from helpers.ranks.processes import CONTEXT
 from parallel import ParallelDims
@@ -29,7 +28,7 @@ def alive(folder):
     return [pid for pid in pids if pid and psutil.pid_exists(int(pid))]
 
 
-def test_weights_beyond_the_range_of_a_dtype_are_refused_by_name(tmp_path):
+def test_import_refuses_weights_beyond_a_dtype(tmp_path):
     def enlarge(weights):
         weights["model.norm.weight"][3] = 1e5
 
@@ -40,12 +39,7 @@ def test_weights_beyond_the_range_of_a_dtype_are_refused_by_name(tmp_path):
     import_checkpoint(large, tmp_path / "out", ParallelDims(), dtype="BF16")
 
 
-def num_bytes_read() -> int:
-    """Bytes that this process has requested from the kernel so far."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def test_rows_are_read_once_for_the_columns_of_all_ranks(tmp_path, monkeypatch):
+def test_import_reads_rows_once_for_all_ranks(tmp_path, monkeypatch):
     wide = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8}
     model = tiny_model(tmp_path / "model", "llama", **wide)
     source = model / "model.safetensors"
@@ -66,7 +60,7 @@ def test_rows_are_read_once_for_the_columns_of_all_ranks(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 100])
-def test_results_come_in_the_order_of_the_items(num_workers):
+def test_run_tasks_keeps_the_order_of_items(num_workers):
     def slower_first(item):
         time.sleep(0.02 * (5 - item))
         return item * 10
@@ -83,14 +77,14 @@ def look_around():
     return run_tasks(look, range(10), 3)
 
 
-def test_workers_share_what_the_task_refers_to_and_are_others():
+def test_run_tasks_shares_memory_with_its_workers():
     # In a fresh process: modules that other tests have imported here start threads after a fork.
     with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
         found = pool.submit(look_around).result(timeout=60)
     assert found == [(number, False, 1) for number in range(10)]
 
 
-def test_progress_is_told_bytes_of_all_workers():
+def test_add_bytes_tells_progress_of_all_workers():
     told = []
 
     def work(item):
@@ -103,7 +97,7 @@ def test_progress_is_told_bytes_of_all_workers():
     assert told[-1] == 5 * 1111
 
 
-def test_the_first_failure_is_raised_and_what_has_not_begun_is_not(tmp_path):
+def test_run_tasks_raises_the_first_failure(tmp_path):
     def fail(item):
         (tmp_path / str(item)).touch()
         if item == 1:
@@ -118,7 +112,7 @@ def test_the_first_failure_is_raised_and_what_has_not_begun_is_not(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
-def test_a_killed_worker_is_an_error_and_takes_the_others_along(tmp_path, number):
+def test_run_tasks_ends_where_a_worker_is_killed(tmp_path, number):
     def work(item):
         (tmp_path / f"{item}").write_text(str(os.getpid()))
         if item == 0:
@@ -150,7 +144,7 @@ def lose_a_worker_that_waits(folder):
     run_tasks(work, range(2), 2)
 
 
-def test_a_handler_of_the_caller_does_not_keep_workers_alive(tmp_path):
+def test_run_tasks_ignores_handlers_of_the_caller(tmp_path):
     """Otherwise a worker that is told to end, since another was killed, would run the caller's
     handler and report a failed task."""
     process = FORK.Process(target=lose_a_worker_that_waits, args=(tmp_path,))
@@ -160,7 +154,7 @@ def test_a_handler_of_the_caller_does_not_keep_workers_alive(tmp_path):
     assert not alive(tmp_path)
 
 
-def test_ctrl_c_which_reaches_all_processes_is_for_the_caller_to_handle(tmp_path):
+def test_run_tasks_leaves_ctrl_c_to_the_caller(tmp_path):
     def work(item):
         (tmp_path / f"{item}").write_text(str(os.getpid()))
         if item == 1:
@@ -182,7 +176,7 @@ def sleep_for_long(folder):
     run_tasks(work, range(2), 2)
 
 
-def test_workers_die_with_their_caller(tmp_path):
+def test_run_tasks_dies_with_its_caller(tmp_path):
     process = FORK.Process(target=sleep_for_long, args=(tmp_path,))
     process.start()
     assert wait_until(lambda: len(alive(tmp_path)) == 2, 30)
@@ -192,7 +186,7 @@ def test_workers_die_with_their_caller(tmp_path):
 
 
 @pytest.mark.parametrize(("is_alive", "exit_code"), [(True, 0), (False, 1)])
-def test_a_worker_whose_caller_has_died_before_it_could_be_tied_to_it_ends(is_alive, exit_code):
+def test_start_worker_ends_where_the_caller_is_gone(is_alive, exit_code):
     gone = FORK.Process()
     gone.start()
     gone.join()

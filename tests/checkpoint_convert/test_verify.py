@@ -1,6 +1,5 @@
 """Are two models the same? Byte by byte or within a tolerance, whatever their formats."""
 
-import json
 import math
 import re
 import shutil
@@ -10,7 +9,7 @@ import torch
 
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.verify import compare, verify_weights
-from helpers.models.conversions import run_cli, variant, weights_of
+from helpers.models.conversions import config_of, run_cli, variant, weights_of
 from helpers.models.tiny import tiny_model
 from parallel import ParallelDims
 
@@ -51,15 +50,15 @@ def told(*arguments, **options):
 # Two sets of weights.
 
 
-def test_all_formats_of_a_model_are_the_same(model, imported, tmp_path):
-    bins = shutil.copytree(model, tmp_path / "bin")
+def test_verify_weights_takes_all_formats(model, imported, tmp_path):
+    bins = variant(model, tmp_path / "bin")
     (bins / "model.safetensors").unlink()
     torch.save(weights_of(model), bins / "pytorch_model.bin")
     for a, b in ((model, imported), (imported, bins), (bins, model)):
         assert told(a, b) == [], (a, b)
 
 
-def test_one_element_in_one_tensor(model, imported, tmp_path):
+def test_verify_weights_tells_one_element(model, imported, tmp_path):
     value = weights_of(model)[TABLE][7, 3].item() + 0.5
     other = edited(model, tmp_path, table=value)
     expected = [f"{TABLE}: 1 of 16,000 elements differ, by 0.5 at most"]
@@ -67,22 +66,17 @@ def test_one_element_in_one_tensor(model, imported, tmp_path):
     assert told(model, other, num_workers=2) == expected
 
 
-def test_another_dtype_is_a_difference_even_when_the_values_are_equal(model, tmp_path):
-    def to_bf16(weights):
-        weights[NORM] = weights[NORM].bfloat16()
-        weights[TABLE] = weights[TABLE].double()
-
-    (difference, other) = told(model, variant(model, tmp_path / "edited", to_bf16))
+def test_verify_weights_tells_another_dtype(model, tmp_path):
+    weights = weights_of(model)
+    edit = {NORM: weights[NORM].bfloat16(), TABLE: weights[TABLE].double()}
+    (difference, other) = told(model, variant(model, tmp_path / "edited", edit))
     assert difference == f"{TABLE}: float32 and float64, equal in value"
     assert other.startswith(f"{NORM}: 6") and other.endswith(" (float32 and bfloat16)")
 
 
-def test_a_tolerance_is_on_values_of_any_dtype(model, tmp_path):
-    def to_bf16(weights):
-        for name, value in weights.items():
-            weights[name] = value.bfloat16()
-
-    other = variant(model, tmp_path / "edited", to_bf16)
+def test_verify_weights_tolerates_any_dtype(model, tmp_path):
+    rounded = {name: value.bfloat16() for name, value in weights_of(model).items()}
+    other = variant(model, tmp_path / "edited", rounded)
     assert told(model, other, tolerance=0.01) == []
     assert len(told(model, other, tolerance=1e-6)) == len(weights_of(model))
 
@@ -90,22 +84,19 @@ def test_a_tolerance_is_on_values_of_any_dtype(model, tmp_path):
 # Which model it is.
 
 
-def test_a_nameless_checkpoint_is_the_model_it_is_compared_with(model, imported, nameless):
+def test_verify_weights_of_a_nameless_checkpoint(model, imported, nameless):
     assert told(model, nameless) == told(nameless, model) == told(nameless, imported) == []
 
 
-def test_two_nameless_checkpoints_need_a_config(model, nameless):
+def test_verify_weights_of_two_nameless_ones(model, nameless):
     with pytest.raises(ValueError, match=r"neither .* says which model it is: give --hf-config"):
         verify_weights(nameless, nameless)
     assert told(nameless, nameless, hf_config=model) == []
 
 
-def test_a_config_given_for_a_nameless_side_is_not_that_of_the_other(model, nameless, tmp_path):
-    longer = tmp_path / "longer"
-    shutil.copytree(model, longer)
-    config = json.loads((longer / "config.json").read_text())
-    config["rope_parameters"]["rope_theta"] = 500_000.0
-    (longer / "config.json").write_text(json.dumps(config))
+def test_verify_weights_takes_hf_config_for_nameless(model, nameless, tmp_path):
+    rope = config_of(model)["rope_parameters"] | {"rope_theta": 500_000.0}
+    longer = variant(model, tmp_path / "longer", rope_parameters=rope)
     differing = ["config: rope_theta: 10000.0, 500000.0"]
     assert told(model, longer) == told(model, longer, hf_config=model) == differing
     assert told(nameless, longer, hf_config=model) == differing
@@ -113,7 +104,7 @@ def test_a_config_given_for_a_nameless_side_is_not_that_of_the_other(model, name
     assert told(nameless, longer, hf_config=model) == told(model, longer) == []
 
 
-def test_different_models_are_told_by_their_sizes(model, tmp_path):
+def test_verify_weights_tells_sizes_of_other_models(model, tmp_path):
     other = tiny_model(tmp_path / "other", "deepseek_v3", intermediate_size=128)
     with pytest.raises(ValueError, match="are different models") as error:
         verify_weights(model, other)
@@ -129,7 +120,7 @@ def test_different_models_are_told_by_their_sizes(model, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_bits_are_compared_in_every_dtype(dtype):
+def test_compare_compares_bits_in_every_dtype(dtype):
     a = torch.tensor([1.0, -0.0, math.nan, math.inf, 2.0], dtype=dtype)
     b = torch.tensor([1.0, 0.0, math.nan, math.inf, 4.0], dtype=dtype)
     assert compare("x", a, a.clone(), None).num_different == 0
@@ -138,7 +129,7 @@ def test_bits_are_compared_in_every_dtype(dtype):
     assert compare("x", a, b, 0.0).num_different == 1  # zeros are equal
 
 
-def test_equal_values_are_within_every_tolerance_infinite_ones_too():
+def test_compare_tolerates_equal_infinities():
     a = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
     b = torch.tensor([math.inf, -math.inf, math.nan, 1.25])
     assert compare("x", a, b, 0.5).num_different == 0
@@ -150,7 +141,7 @@ def test_equal_values_are_within_every_tolerance_infinite_ones_too():
     assert math.isnan(difference.largest)
 
 
-def test_the_largest_difference_is_that_of_all_parts(model, tmp_path, monkeypatch):
+def test_verify_weights_has_the_largest_of_all_parts(model, tmp_path, monkeypatch):
     monkeypatch.setattr("checkpoint_convert.verify._MAX_ELEMENTS", 100)
 
     def edit(weights):
@@ -164,20 +155,16 @@ def test_the_largest_difference_is_that_of_all_parts(model, tmp_path, monkeypatc
     assert math.isnan(difference.largest)
 
 
-def test_values_that_are_not_finite_are_told_where_both_have_them(model, tmp_path):
+def test_verify_weights_tells_nan_in_both(model, tmp_path):
     for value in (math.nan, -math.inf):
         folder = edited(model, tmp_path / str(value), norm=value)
         (difference,) = told(folder, folder)
         assert difference == f"{NORM}: float32 and float32, equal, with values that are not finite"
 
 
-def test_a_tied_head_with_other_values_is_no_part_that_can_be_left_out(tmp_path):
+def test_verify_weights_refuses_another_tied_head(tmp_path):
     tied = tiny_model(tmp_path / "tied", "llama", tied=True)
-
-    def save_head(weights):
-        weights["lm_head.weight"] = weights[TABLE] + 1
-
-    other = variant(tied, tmp_path / "other", save_head)
+    other = variant(tied, tmp_path / "other", {"lm_head.weight": weights_of(tied)[TABLE] + 1})
     told = "lm_head.weight differs from the embedding .* set tie_word_embeddings to false"
     for a, b in ((tied, other), (other, tied)):
         with pytest.raises(ValueError, match=told):
@@ -189,7 +176,7 @@ def test_a_tied_head_with_other_values_is_no_part_that_can_be_left_out(tmp_path)
 # The command.
 
 
-def test_the_exit_code_says_whether_they_are_the_same(model, imported, tmp_path):
+def test_verify_exits_by_whether_they_are_the_same(model, imported, tmp_path):
     logs = tmp_path / "logs"
     same = run_cli("verify", model, imported, "--workers", "2", logs=logs)
     assert (same.exit_code, same.output) == (0, "the same\n")

@@ -72,7 +72,7 @@ def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32, also=""
 
 
 @pytest.mark.long
-def test_vllm_loads_into_every_worker_what_its_layout_says(tmp_path):
+def test_engine_layouts_are_what_vllm_loads(tmp_path):
     cases = []
     for number, family in enumerate(sorted(FAMILIES_HERE - {"kimi_k2"})):  # as deepseek_v3
         kv_heads = (1, 2, 4)[number % 3]
@@ -88,30 +88,50 @@ def test_vllm_loads_into_every_worker_what_its_layout_says(tmp_path):
     assert_workers_hold_what_the_layouts_say(cases, torch.bfloat16)
 
 
-@pytest.mark.slow
-def test_so_it_does_of_text_towers(tmp_path):
-    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
-    cases = [
+def text_towers(folder):
+    return [
         (
-            tiny_multimodal(tmp_path / kind, kind, tied=kind == "qwen3_vl"),
+            tiny_multimodal(folder / kind, kind, tied=kind == "qwen3_vl"),
             EngineDims(tensor=2, expert_parallel=kind == "qwen3_vl_moe"),
         )
         for kind in MULTIMODAL
     ]
-    assert_workers_hold_what_the_layouts_say(cases, torch.bfloat16)
+
+
+def vision_towers(folder):
+    return [(tiny_vision_model(folder / x, x), EngineDims(tensor=2)) for x in PATCH_SIZES]
+
+
+def shared_experts(folder):
+    """Groups of workers share the experts, or each group has them all."""
+    return [
+        (model, EngineDims(tensor=2, data=2, expert_parallel=expert_parallel))
+        for family in sorted(MIXTURES - {"kimi_k2"})  # as deepseek_v3
+        for model in [servable_model(folder / family, family)]
+        for expert_parallel in (False, True)
+    ]
+
+
+def mxfp4(folder):
+    """Workers hold numbers as they are read."""
+    quantized, _ = mxfp4_copies(servable_model(folder / "model", "gpt_oss"), folder)
+    return [(quantized, EngineDims(tensor=2, expert_parallel=each)) for each in (False, True)]
 
 
 @pytest.mark.slow
-def test_so_it_does_of_vision_towers_that_are_pushed(tmp_path):
-    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
-    cases = [(tiny_vision_model(tmp_path / x, x), EngineDims(tensor=2)) for x in PATCH_SIZES]
-    assert_workers_hold_what_the_layouts_say(cases, torch.bfloat16, also="vision")
+@pytest.mark.parametrize("cases_in", [text_towers, vision_towers, shared_experts, mxfp4])
+def test_engine_layouts_are_what_vllm_loads_of(tmp_path, cases_in):
+    if cases_in in (text_towers, vision_towers):
+        pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
+    dtype = torch.float32 if cases_in is shared_experts else torch.bfloat16
+    also = "vision" if cases_in is vision_towers else ""
+    assert_workers_hold_what_the_layouts_say(cases_in(tmp_path), dtype, also)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("family", sorted(FAMILIES_HERE))
-def test_so_it_does_for_any_number_of_heads_and_experts(tmp_path, family, tensor):
+def test_engine_layouts_of_any_heads_and_experts(tmp_path, family, tensor):
     cases = []
     for kv_heads, tied in product((1, 2, 4), (False, True)[: 1 + (family not in UNTIED)]):
         folder = tmp_path / f"{kv_heads}-{tied}"
@@ -133,26 +153,8 @@ def test_so_it_does_for_any_number_of_heads_and_experts(tmp_path, family, tensor
     assert_workers_hold_what_the_layouts_say(cases)
 
 
-@pytest.mark.slow
-def test_so_it_does_where_groups_of_workers_share_the_experts(tmp_path):
-    cases = []
-    for family in sorted(MIXTURES - {"kimi_k2"}):  # as deepseek_v3
-        folder = servable_model(tmp_path / family, family)
-        for expert_parallel in (False, True):
-            cases.append((folder, EngineDims(tensor=2, data=2, expert_parallel=expert_parallel)))
-    assert_workers_hold_what_the_layouts_say(cases)
-
-
-@pytest.mark.slow
-def test_so_it_does_of_mxfp4_which_workers_hold_as_it_is_read(tmp_path):
-    model = servable_model(tmp_path / "model", "gpt_oss")
-    quantized, _ = mxfp4_copies(model, tmp_path)
-    cases = [(quantized, EngineDims(tensor=2, expert_parallel=each)) for each in (False, True)]
-    assert_workers_hold_what_the_layouts_say(cases, torch.bfloat16)
-
-
 @given(shapes(), st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3]), st.booleans())
-def test_the_workers_of_an_engine_hold_the_model_once(shape, tensor, data, expert_parallel):
+def test_engine_layouts_hold_the_model_once(shape, tensor, data, expert_parallel):
     dims = EngineDims(tensor=tensor, data=data, expert_parallel=expert_parallel)
     try:
         layouts = engine_layouts(shape, dims)
@@ -168,7 +170,7 @@ def test_the_workers_of_an_engine_hold_the_model_once(shape, tensor, data, exper
     assert held[0] == max(held)
 
 
-def test_neighbours_hold_the_same_key_value_head_where_there_are_fewer_than_workers():
+def test_engine_layouts_repeat_key_value_heads():
     layouts = engine_layouts(replace(LLAMA_70B, num_layers=1), EngineDims(tensor=16))
     rows = [
         {
@@ -223,14 +225,12 @@ def test_neighbours_hold_the_same_key_value_head_where_there_are_fewer_than_work
         ),
     ],
 )
-def test_an_engine_that_cannot_split_the_model_is_refused_with_the_legal_sizes(
-    shape, dims, message
-):
+def test_check_engine_dims_tells_the_legal_sizes(shape, dims, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check_engine_dims(shape, dims)
 
 
-def test_an_engine_that_holds_anything_else_is_refused_by_the_names_of_its_parameters():
+def test_check_engine_names_other_parameters():
     shape, dims = replace(LLAMA_70B, num_layers=1), EngineDims(tensor=2)
     layouts, dtypes = engine_layouts(shape, dims), engine_dtypes(shape, "bfloat16")
     reports = [
@@ -252,7 +252,7 @@ def test_an_engine_that_holds_anything_else_is_refused_by_the_names_of_its_param
     ]
 
 
-def test_an_engine_of_another_size_is_refused():
+def test_check_engine_refuses_another_size():
     layouts = engine_layouts(replace(LLAMA_70B, num_layers=1), EngineDims(tensor=2))
     with pytest.raises(ValueError, match="1 workers but was planned with 2"):
         check_engine(layouts, [{}], {})

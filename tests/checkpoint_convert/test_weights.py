@@ -1,30 +1,24 @@
 """Reading weights: only the requested boxes, converted, and never a partly filled parameter."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from checkpoint_convert import hf_tensors, megatron_layout, read_shape
+from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.formats.safetensors_file import create_file
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.weights import RowCache, open_weights, read_weights
-from helpers.models.conversions import edit_metadata, read_tensor, variant
+from helpers.models.conversions import (
+    ONE_RANK,
+    edit_metadata,
+    num_bytes_read,
+    rank_parameters,
+    read_tensor,
+    variant,
+    weights_of,
+)
 from parallel import Box, ParallelDims
-
-ONE_RANK = ParallelDims()
-
-
-def layout_of(model, dims=ONE_RANK, rank=0):
-    shape = read_shape(model)
-    at = dims.coordinates(rank)
-    return shape, megatron_layout(shape, dims, at, transformer_engine=False)
-
-
-def empty_parameters(layout, dtype=torch.float32):
-    return {n: torch.full(s, torch.nan, dtype=dtype) for n, s in layout.shapes.items()}
 
 
 @pytest.mark.parametrize(
@@ -32,12 +26,9 @@ def empty_parameters(layout, dtype=torch.float32):
     [(torch.float64, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16,) * 2],
     ids=str,
 )
-def test_values_are_converted_to_the_dtype_of_the_parameters(model, tmp_path, stored, wanted):
-    weights = {k: v.to(stored) for k, v in load_file(model / "model.safetensors").items()}
-    save_file(weights, tmp_path / "model.safetensors")
-    shape, layout = layout_of(model)
-    parameters = empty_parameters(layout, wanted)
-    read_weights(tmp_path, shape, layout, parameters)
+def test_read_weights_converts_to_the_parameters_dtype(model, tmp_path, stored, wanted):
+    weights = {name: value.to(stored) for name, value in weights_of(model).items()}
+    _, parameters = rank_parameters(variant(model, tmp_path / "model", weights), dtype=wanted)
     for ours, theirs in {
         "0.output_layer.weight": "lm_head.weight",
         "0.decoder.layers.1.mlp.linear_fc2.weight": "model.layers.1.mlp.down_proj.weight",
@@ -45,29 +36,27 @@ def test_values_are_converted_to_the_dtype_of_the_parameters(model, tmp_path, st
         assert torch.equal(parameters[ours], weights[theirs].to(wanted))
 
 
-def test_parameters_that_require_gradients_are_filled_in_place(model):
-    shape, layout = layout_of(model, ParallelDims(tensor=2))
-    parameters = {n: torch.nn.Parameter(t) for n, t in empty_parameters(layout).items()}
+def test_read_weights_fills_parameters_in_place(model):
+    layout, values = rank_parameters(model, ParallelDims(tensor=2))
+    parameters = {n: torch.nn.Parameter(t * torch.nan) for n, t in values.items()}
     told: list[tuple[int, int]] = []
-    read_weights(model, shape, layout, parameters, lambda *bytes_of: told.append(bytes_of))
+    read_weights(
+        *(model, read_shape(model), layout, parameters), lambda *bytes_of: told.append(bytes_of)
+    )
+    assert all(torch.equal(parameters[n].data, values[n]) for n in values)
     num_bytes = sum(p.nbytes for p in parameters.values())
     assert (told[0], len(told)) == ((0, num_bytes), len(parameters))
     assert told[-1] == (num_bytes - [*parameters.values()][-1].nbytes, num_bytes)
     assert all(p.isfinite().all() and p.requires_grad for p in parameters.values())
 
 
-def test_weights_that_do_not_fit_are_refused_before_a_parameter_is_touched(model, tmp_path):
-    folder = variant(model, tmp_path / "lacking", lambda weights: weights.pop("model.norm.weight"))
-    shape, layout = layout_of(model)
-    parameters = empty_parameters(layout)
+def test_read_weights_refuses_before_it_fills(model, tmp_path):
+    folder = variant(model, tmp_path / "lacking", {"model.norm.weight": None})
+    layout, values = rank_parameters(model)
+    parameters = {name: torch.full_like(value, torch.nan) for name, value in values.items()}
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-        read_weights(folder, shape, layout, parameters)
+        read_weights(folder, read_shape(model), layout, parameters)
     assert all(p.isnan().all() for p in parameters.values())
-
-
-def num_bytes_read() -> int:
-    """Bytes that this process has requested from the kernel so far."""
-    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 LARGE = {  # 180 GB: larger than memory
@@ -98,14 +87,14 @@ EXPERTS = LARGE | {
     ],
     ids=["tensor", "experts"],
 )
-def test_a_rank_reads_the_bytes_of_its_boxes_and_no_others(tmp_path, config, dims):
+def test_read_weights_reads_bytes_of_its_boxes_alone(tmp_path, config, dims):
     """Each rank needs less than 75 MB of a sparse file of more than 180 GB of zeros."""
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shape, layout = layout_of(tmp_path, dims, rank=5)
+    shape = read_shape(tmp_path)
     tensors = {name: ("BF16", size) for name, size in hf_tensors(shape).items()}
     create_file(tmp_path / "model.safetensors", tensors)
     assert (tmp_path / "model.safetensors").stat().st_size > 180e9
-    parameters = empty_parameters(layout, torch.bfloat16)
+    layout, parameters = rank_parameters(tmp_path, dims, 5, torch.bfloat16)
     before = num_bytes_read()
     read_weights(tmp_path, shape, layout, parameters)
     wanted = sum(p.numel() * p.element_size() for p in parameters.values())
@@ -114,7 +103,7 @@ def test_a_rank_reads_the_bytes_of_its_boxes_and_no_others(tmp_path, config, dim
     assert not any(p.any() for p in parameters.values())
 
 
-def test_a_checkpoint_that_lacks_a_part_of_a_tensor_is_damaged(model, tmp_path):
+def test_open_weights_refuses_a_lacking_part(model, tmp_path):
     def lose_a_layer(metadata):
         metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
 
@@ -153,7 +142,7 @@ def cache(matrix):
     return RowCache(matrix, {"x": matrix.values.shape})
 
 
-def test_columns_are_read_with_their_neighbours_once(matrix, cache):
+def test_row_cache_reads_rows_once(matrix, cache):
     for rows in ((3, 9), (9, 10), (0, 64), (3, 9)):
         for first, last in ((0, 7), (7, 50), (50, 96)):
             box = columns(first, last, rows)
@@ -162,9 +151,7 @@ def test_columns_are_read_with_their_neighbours_once(matrix, cache):
 
 
 @pytest.mark.parametrize("last_column", [7, 96])
-def test_whole_rows_and_rows_too_large_to_be_kept_are_read_as_they_are(
-    matrix, cache, monkeypatch, last_column
-):
+def test_row_cache_passes_whole_and_large_rows(matrix, cache, monkeypatch, last_column):
     if last_column < 96:
         monkeypatch.setattr("checkpoint_convert.weights._MAX_BYTES", 100)
     box = columns(0, last_column)
@@ -173,7 +160,7 @@ def test_whole_rows_and_rows_too_large_to_be_kept_are_read_as_they_are(
     assert matrix.boxes == [box, box]
 
 
-def test_a_failed_read_is_not_taken_for_rows(matrix, cache, monkeypatch):
+def test_row_cache_forgets_a_failed_read(matrix, cache, monkeypatch):
     expected = read_tensor(cache, "x", columns(0, 7))
     other = columns(0, 7, rows=(10, 16))
 

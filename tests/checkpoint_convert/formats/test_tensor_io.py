@@ -25,7 +25,7 @@ def boxes(draw):
 
 
 @given(boxes(), st.sampled_from(sorted(DTYPES)))
-def test_a_box_is_written_and_read_where_slicing_puts_it(shape_and_box, dtype):
+def test_write_box_and_read_box_are_slicing(shape_and_box, dtype):
     shape, box = shape_and_box
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
@@ -53,7 +53,7 @@ def test_a_box_is_written_and_read_where_slicing_puts_it(shape_and_box, dtype):
         assert not tensors["after"].any()
 
 
-def test_more_files_are_read_than_may_be_open(tmp_path, monkeypatch):
+def test_stored_tensors_reads_more_files_than_may_be_open(tmp_path, monkeypatch):
     monkeypatch.setattr("checkpoint_convert.formats.tensor_io._MAX_OPEN_FILES", 2)
     values = {f"x{i}": torch.randn(3, 4) for i in range(5)}
     places = {}

@@ -43,7 +43,7 @@ def load_whole(rank, folder):
     return {key: value for key, value in load_plain_tensors(str(folder)).items() if "." in key}
 
 
-def test_what_megatron_saved_with_its_optimizer_is_read_to_the_bit(tmp_path):
+def test_read_chunks_of_megatron_is_bitwise(tmp_path):
     run_ranks(4, save_trained, tiny_model(tmp_path / "model", "qwen3"), tmp_path)
     trained = tmp_path / "checkpoints" / "step_1"
     (whole,) = run_ranks(1, load_whole, trained)
@@ -57,7 +57,7 @@ def test_what_megatron_saved_with_its_optimizer_is_read_to_the_bit(tmp_path):
     assert_same(read_checkpoint(trained, is_number), whole)
 
 
-def test_any_box_of_a_chunk_is_read(tmp_path):
+def test_read_chunks_gives_any_box(tmp_path):
     value = torch.randn(2, 9, 7)
     stored = read_chunks(write_checkpoint(tmp_path, {"w": value}, max_elements=40))
     (first, *_) = stored.layout.pieces
@@ -84,18 +84,18 @@ def refusal(folder) -> str:
 
 
 @pytest.mark.parametrize("name", [".metadata", "metadata.json"])
-def test_a_checkpoint_that_was_not_finished_is_refused(written, name):
+def test_read_chunks_refuses_an_unfinished_one(written, name):
     (written / name).unlink()
     assert is_torch_dist(written)
     assert f"has no {name}: it is not a complete torch_dist checkpoint" in refusal(written)
 
 
-def test_another_format_is_named(written):
+def test_read_chunks_names_another_format(written):
     (written / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     assert "in the format 'zarr', not 'torch_dist'" in refusal(written)
 
 
-def test_a_missing_file_is_named_and_matters_only_to_the_keys_in_it(tmp_path):
+def test_check_files_names_a_missing_one(tmp_path):
     write_checkpoint(tmp_path, TENSORS, num_files=2)  # each in a file of its own
     (tmp_path / "__1_0.distcp").unlink()
     found = read_checkpoint(tmp_path, lambda key: key == "decoder.w")
@@ -108,7 +108,7 @@ def test_a_missing_file_is_named_and_matters_only_to_the_keys_in_it(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_a_truncated_file_is_named_before_it_is_read_and_by_a_read(written, keep):
+def test_check_files_names_a_truncated_one(written, keep):
     file = written / "__1_0.distcp"
     size = file.stat().st_size
     os.truncate(file, keep % size)
@@ -132,7 +132,7 @@ def test_a_truncated_file_is_named_before_it_is_read_and_by_a_read(written, keep
         ("transform_descriptors", ["zstd"], "stored with transforms: ['zstd']"),
     ],
 )
-def test_places_that_cannot_be_are_refused(written, field, value, fault):
+def test_read_chunks_refuses_impossible_places(written, field, value, fault):
     def change(metadata):
         for place in metadata.storage_data.values():
             setattr(place, field, value)
@@ -143,7 +143,7 @@ def test_places_that_cannot_be_are_refused(written, field, value, fault):
     assert str(written) in str(error.value)
 
 
-def test_a_dtype_that_is_not_supported_is_named(tmp_path):
+def test_read_chunks_names_another_dtype(tmp_path):
     tensors = {"a": torch.ones(2, dtype=torch.int8), "b": torch.ones(2)}
     dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
@@ -152,13 +152,13 @@ def test_a_dtype_that_is_not_supported_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 400])
-def test_truncated_metadata_are_refused(written, keep):
+def test_read_chunks_refuses_truncated_metadata(written, keep):
     path = written / ".metadata"
     path.write_bytes(path.read_bytes()[:keep])
     assert f"{path} is not the metadata of a checkpoint" in refusal(written)
 
 
-def test_a_chunk_that_is_not_what_the_metadata_say_is_refused_when_read(written):
+def test_read_refuses_a_chunk_of_another_dtype(written):
     def change(metadata):
         metadata.state_dict_metadata["optimizer.w"].properties.dtype = torch.bfloat16
 
@@ -181,7 +181,7 @@ def canary(tmp_path):
     assert not path.exists()
 
 
-def test_calls_in_metadata_are_refused_by_their_name(written, canary):
+def test_read_chunks_names_calls_in_metadata(written, canary):
     edit_metadata(written, lambda metadata: setattr(metadata, "planner_data", [Touch(canary)]))
     assert "io.open, which is not allowed" in refusal(written)
     (written / ".metadata").write_bytes(pickle.dumps(Touch(canary)))
@@ -208,12 +208,12 @@ def name_of(module: str, attribute: str) -> bytes:
     ],
     ids=".".join,
 )
-def test_only_the_classes_of_metadata_are_known(written, name):
+def test_read_chunks_knows_only_classes_of_metadata(written, name):
     (written / ".metadata").write_bytes(b"\x80\x04" + name_of(*name) + b")R.")
     assert f"its pickle requires {'.'.join(name)}" in refusal(written)
 
 
-def test_metadata_cannot_change_the_classes_of_torch(written):
+def test_read_chunks_changes_no_class_of_torch(written):
     # The state (None, {"offset": 7}) sets attributes, here on the class itself.
     name = name_of("torch.distributed.checkpoint.filesystem", "_StorageInfo")
     attack = b"\x80\x04" + name + b"N}" + text("offset") + b"K\x07s\x86b."
@@ -226,12 +226,12 @@ def test_metadata_cannot_change_the_classes_of_torch(written):
 
 
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
-def test_metadata_of_every_pickle_protocol_are_read(written, protocol):
+def test_read_chunks_of_every_pickle_protocol(written, protocol):
     path = written / ".metadata"
     path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes()), protocol))
     assert_same(read_checkpoint(written), TENSORS)
 
 
-def test_the_pickle_of_what_is_no_tensor_is_never_read(written, canary):
+def test_read_chunks_reads_no_other_pickle(written, canary):
     torch.save({"args": Touch(canary)}, written / "common.pt")
     assert_same(read_checkpoint(written), TENSORS)

@@ -39,7 +39,7 @@ def chunks_of_rows(num_rows: int, num_chunks: int) -> list[Chunk]:
 
 @pytest.mark.parametrize("max_elements", [20, 1 << 20])
 @pytest.mark.parametrize("num_files", [1, 3])
-def test_what_is_written_is_what_we_and_torch_read(tmp_path, num_files, max_elements):
+def test_finish_checkpoint_is_what_torch_reads(tmp_path, num_files, max_elements):
     write_checkpoint(tmp_path, TENSORS, num_files=num_files, max_elements=max_elements)
     assert_same(read_checkpoint(tmp_path), TENSORS)
     found = {name: torch.empty_like(value) for name, value in TENSORS.items()}
@@ -47,7 +47,7 @@ def test_what_is_written_is_what_we_and_torch_read(tmp_path, num_files, max_elem
     assert_same(found, TENSORS)
 
 
-def test_a_file_has_its_final_size_before_it_has_values_and_takes_no_room(tmp_path):
+def test_create_chunks_takes_no_room_yet(tmp_path):
     created = create_chunks(tmp_path, [chunks_of_rows(1 << 16, 2)])  # 16 MiB each
     file = tmp_path / "__0_0.distcp"
     end = created[-1].offset + created[-1].length
@@ -57,14 +57,14 @@ def test_a_file_has_its_final_size_before_it_has_values_and_takes_no_room(tmp_pa
     assert [each.place.num_bytes for each in created] == [16 << 20, 16 << 20]
 
 
-def test_chunks_that_do_not_cover_a_tensor_have_no_index(tmp_path):
+def test_index_of_refuses_chunks_with_gaps(tmp_path):
     chunk = Chunk("w", Box((0, 0), (2, 4)), (3, 4), "F32")
     created = create_chunks(tmp_path, [[chunk]])
     with pytest.raises(ValueError, match="w: 4 of 12 elements are in no piece"):
         index_of(created)
 
 
-def test_entries_that_hold_nothing_are_stored_once_and_listed(tmp_path):
+def test_index_of_lists_empty_objects(tmp_path):
     names = [f"decoder.layers.mlp.linear_fc1._extra_state/shard_{i}_50" for i in range(50)]
     write_checkpoint(tmp_path, TENSORS, empty_objects=names)
     listed = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
@@ -74,7 +74,7 @@ def test_entries_that_hold_nothing_are_stored_once_and_listed(tmp_path):
     assert torch.load(nothing, weights_only=True) == [None]
 
 
-def test_metadata_that_fit_only_in_part_are_an_error(tmp_path):
+def test_finish_checkpoint_on_a_full_disk(tmp_path):
     created = create_chunks(tmp_path, [chunks_of_rows(1, 100)])
     with file_size_limit(2000), pytest.raises(OSError):
         finish_checkpoint(tmp_path, index_of(created))

@@ -44,7 +44,7 @@ def refusal(path) -> str:
 @pytest.mark.parametrize(
     ("dtype", "with_checksums"), [*((dtype, True) for dtype in DTYPES), ("BF16", False)]
 )
-def test_the_bytes_of_every_tensor_are_found(path, dtype, with_checksums):
+def test_read_places_finds_every_tensor(path, dtype, with_checksums):
     saved = OrderedDict(
         {f"layers.{i}.weight": torch.randn(i + 1, 7, 33).to(DTYPES[dtype]) for i in range(20)}
     )
@@ -57,7 +57,7 @@ def test_the_bytes_of_every_tensor_are_found(path, dtype, with_checksums):
     assert_same(stored(path), saved)
 
 
-def test_views_parameters_and_tensors_that_share_their_storage_are_found(path):
+def test_read_places_finds_views_and_shared_storage(path):
     table = torch.randn(10, 4)
     saved = torch.nn.Linear(3, 4).state_dict()  # with metadata of its own
     saved |= {
@@ -75,7 +75,7 @@ def test_views_parameters_and_tensors_that_share_their_storage_are_found(path):
     assert places["rows"].offset == places["embedding"].offset + 3 * 4 * 4
 
 
-def test_what_the_disk_does_not_give_is_not_called_malformed(path):
+def test_read_place_tells_errors_of_the_disk(path):
     """/proc/self/mem with only the start of a file mapped: reading on gives EIO, as from a disk."""
     torch.save(torch.zeros(5000), path)
     memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
@@ -90,7 +90,7 @@ def test_what_the_disk_does_not_give_is_not_called_malformed(path):
             read_place(file.fileno(), name, 0, mmap.PAGESIZE)
 
 
-def test_a_tensor_is_found_in_the_middle_of_a_file(path):
+def test_read_place_in_the_middle_of_a_file(path):
     values = [torch.randn(5, 6), torch.randn(2, 3).bfloat16(), torch.randn(4)]
     spans = []
     with path.open("wb") as file:
@@ -107,7 +107,7 @@ def test_a_tensor_is_found_in_the_middle_of_a_file(path):
             assert torch.equal(read_tensor(tensors, str(i), Box.whole(value.shape)), value)
 
 
-def test_dtypes_that_are_not_supported_keep_their_name(path):
+def test_read_places_keeps_names_of_other_dtypes(path):
     dtypes = torch.float8_e4m3fn, torch.int8, torch.uint16  # the last has no storage of its own
     torch.save({str(dtype): torch.ones(3).to(dtype) for dtype in dtypes}, path)
     for dtype, place in zip(dtypes, read_places(path).values(), strict=True):
@@ -133,14 +133,14 @@ class BadCall:
         (torch.nn.Linear(2, 2), "its pickle requires torch.nn.modules.linear.Linear"),
     ],
 )
-def test_what_is_no_dict_of_plain_tensors_is_refused_by_its_name(path, saved, message):
+def test_read_places_refuses_other_than_plain_tensors(path, saved, message):
     torch.save(saved, path)
     assert message in refusal(path)
 
 
 @pytest.mark.parametrize(("protocol", "culprit"), [(2, "io.open"), (4, "more than tensors")])
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
-def test_a_pickle_that_would_run_code_is_refused_and_does_not(path, tmp_path, protocol, culprit):
+def test_read_places_runs_no_code(path, tmp_path, protocol, culprit):
     canary = tmp_path / "canary"
     pickle.loads(pickle.dumps(Touch(canary)))
     assert canary.exists(), "the attack does not work"
@@ -150,13 +150,13 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not(path, tmp_path, pr
     assert not canary.exists()
 
 
-def test_files_of_before_torch_1_6_are_refused_with_a_way_out(path):
+def test_read_places_refuses_files_of_old_torch(path):
     torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
     assert "load it and save it again with a newer torch" in refusal(path)
 
 
 @pytest.mark.parametrize("keep", [0, 100, 0.5, -1])
-def test_a_truncated_file_is_refused(path, keep):
+def test_read_places_refuses_a_truncated_file(path, keep):
     torch.save({"a": torch.randn(100), "b": torch.randn(100)}, path)
     data = path.read_bytes()
     path.write_bytes(data[: keep if isinstance(keep, int) else len(data) // 2])
@@ -167,7 +167,7 @@ def test_a_truncated_file_is_refused(path, keep):
     ("count", "message"),
     [(0, "'x' is not where torch saves it"), (1, "'w' ends at byte 2040 of 800 bytes")],
 )
-def test_a_tensor_that_would_end_after_its_storage_is_refused(path, count, message):
+def test_read_places_refuses_ends_after_a_storage(path, count, message):
     torch.save({"w": torch.ones(100, dtype=torch.float64), "x": torch.ones(1000)}, path)
     data = path.read_bytes()
     # Element counts in the pickle: of the storage and, in a 1-tuple, of the tensor.
@@ -190,14 +190,14 @@ def rewrite(path, compressed=()):
             archive.writestr(name, content, compress_type=method)
 
 
-def test_an_archive_that_another_program_has_packed_anew_is_refused(path):
+def test_read_places_refuses_an_archive_packed_anew(path):
     """The places of records are computed by torch, which does not look them up."""
     torch.save({f"w{i}": torch.randn(i + 1, 7) for i in range(12)}, path)
     rewrite(path)
     assert "'w1' is not where torch saves it: load it and save it with torch" in refusal(path)
 
 
-def test_tensors_are_found_in_files_of_older_versions_of_torch(path):
+def test_read_places_without_a_format_version(path):
     """They do not say that the places of records can be computed."""
     saved = {f"w{i}": torch.randn(i + 1, 7) for i in range(12)}
     torch.save(saved, path)
@@ -207,7 +207,7 @@ def test_tensors_are_found_in_files_of_older_versions_of_torch(path):
 
 
 @pytest.mark.parametrize("name", ["data.pkl", "0"])
-def test_compressed_records_are_refused_by_their_name(path, name):
+def test_read_places_refuses_compressed_records(path, name):
     torch.save({"w": torch.zeros(1000)}, path)
     rewrite(path, compressed=[name])
     assert f"{name} is compressed: load it and save it with torch" in refusal(path)
@@ -220,20 +220,20 @@ def test_compressed_records_are_refused_by_their_name(path, name):
         (b"/data/0", b"/data/7", "is not a file of tensors: .*data/0"),
     ],
 )
-def test_values_of_another_byte_order_or_without_a_record_are_refused(path, before, after, message):
+def test_read_places_refuses_another_byte_order(path, before, after, message):
     torch.save({"w": torch.randn(10)}, path)
     path.write_bytes(path.read_bytes().replace(before, after))
     assert re.search(message, refusal(path))
 
 
-def test_files_without_a_byte_order_are_little_endian(path):
+def test_read_places_without_a_byte_order(path):
     """Versions of torch before 2.1 wrote such files."""
     torch.save({"w": torch.arange(10.0)}, path)
     path.write_bytes(path.read_bytes().replace(b"byteorder", b"something"))
     assert torch.equal(stored(path)["w"], torch.arange(10.0))
 
 
-def test_a_directory_that_points_elsewhere_is_refused(path):
+def test_read_places_refuses_a_false_directory(path):
     torch.save({"w": torch.randn(10)}, path)
     data = path.read_bytes()
     header = data.rindex(b"PK\x03\x04", 0, data.index(b"/data/0"))
@@ -248,7 +248,7 @@ def test_a_directory_that_points_elsewhere_is_refused(path):
     ("dtype", "shape"),
     [("F64", (1,)), ("F32", (2, 3, 4, 5)), ("BF16", (1, 70_000))],
 )
-def test_what_surrounds_values_makes_them_a_file_of_torch_save(shape, dtype, path):
+def test_saved_tensor_is_a_file_of_torch_save(shape, dtype, path):
     value = torch.randn(shape).to(DTYPES[dtype])
     around = saved_tensor(shape, dtype)
     path.write_bytes(around.head + bytes(bytes_of(value).tolist()) + around.tail)

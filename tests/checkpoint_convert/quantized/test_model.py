@@ -9,8 +9,10 @@ from math import prod
 
 import pytest
 
+from checkpoint_convert import read_shape
 from checkpoint_convert.quantized.model import (
     check_quantized_served,
+    check_ranks,
     quantized_engine_dtypes,
     quantized_engine_layouts,
     quantized_model,
@@ -18,7 +20,8 @@ from checkpoint_convert.quantized.model import (
 from checkpoint_convert.quantized.scheme import ENGINE_SCHEMES
 from checkpoint_convert.vllm import EngineDims, engine_dtypes, engine_layouts
 from helpers.models.shapes import DEEPSEEK_V3, LLAMA_70B, QWEN3_30B
-from parallel import Layout, intersect
+from helpers.models.tiny import tiny_model
+from parallel import Layout, ParallelDims, intersect
 
 ONE_LAYER = replace(LLAMA_70B, num_layers=1)
 # A dense layer and one of experts.
@@ -45,7 +48,7 @@ def layouts_of(scheme, dims, shape=ONE_LAYER):
     ids=str,
 )
 @pytest.mark.parametrize("scheme", ENGINE_SCHEMES)
-def test_a_worker_has_the_scales_of_the_rows_and_columns_that_it_holds(scheme, shape, dims):
+def test_layouts_have_the_scales_of_their_weights(scheme, shape, dims):
     model, plain, layouts = layouts_of(scheme, dims, shape)
     for before, layout in zip(plain, layouts, strict=True):
         layout.check_complete()
@@ -66,7 +69,7 @@ def test_a_worker_has_the_scales_of_the_rows_and_columns_that_it_holds(scheme, s
 
 
 @pytest.mark.parametrize("scheme", ENGINE_SCHEMES)
-def test_a_push_carries_half_of_the_bytes(scheme):
+def test_engine_dtypes_halve_the_bytes_of_a_push(scheme):
     model, (plain,), (layout,) = layouts_of(scheme, EngineDims())
     dtypes = engine_dtypes(ONE_LAYER, "bfloat16")
     found = quantized_engine_dtypes(dtypes, ONE_LAYER, model)
@@ -78,7 +81,7 @@ def test_a_push_carries_half_of_the_bytes(scheme):
     assert found.keys() == layout.shapes.keys()
 
 
-def test_a_cut_into_blocks_is_refused_by_name():
+def test_check_quantized_served_names_cut_blocks():
     small = replace(ONE_LAYER, intermediate_size=8192 + 128)
     with pytest.raises(ValueError, match=re.escape("gate_proj.weight [8320, 8192]")) as raised:
         check_quantized_served(small, EngineDims(tensor=2), quantized_model("fp8", small, "BF16"))
@@ -87,7 +90,7 @@ def test_a_cut_into_blocks_is_refused_by_name():
     check_quantized_served(small, EngineDims(tensor=2), quantized_model("int8", small, "BF16"))
 
 
-def test_experts_are_cut_by_all_workers_unless_they_are_distributed():
+def test_check_quantized_served_counts_all_workers():
     model = quantized_model("fp8", QWEN3_30B, "BF16")
     with pytest.raises(ValueError, match=re.escape("experts.0.gate_proj.weight [768, 2048]")) as e:
         check_quantized_served(QWEN3_30B, EngineDims(tensor=4, data=2), model)
@@ -99,3 +102,28 @@ def test_experts_are_cut_by_all_workers_unless_they_are_distributed():
         ValueError, match=r"workers, rollout\.sglang\.ep_size: 8, or rollout\.engine"
     ):
         check_quantized_served(QWEN3_30B, EngineDims(tensor=8), model, "sglang")
+
+
+def test_nvfp4_refuses_blocks_that_ranks_would_cut(tmp_path):
+    shape = read_shape(tiny_model(tmp_path / "model", "qwen3_moe"))
+    model = quantized_model("nvfp4", shape, "BF16")
+    message = r"a rank has \[64, 12\] of model.layers.0.mlp.experts.0.down_proj.weight, which cuts"
+    with pytest.raises(ValueError, match=message):
+        check_ranks(shape, ParallelDims(tensor=4, pipeline=2), model)
+    check_ranks(shape, ParallelDims(tensor=4, data=4, expert=4, expert_tensor=1), model)
+    odd = read_shape(tiny_model(tmp_path / "odd", "qwen3", intermediate_size=72))
+    with pytest.raises(
+        ValueError, match=r"blocks of 16 columns.*divide: .*down_proj.weight \[64, 72\]"
+    ):
+        quantized_model("nvfp4", odd, "BF16")
+
+
+def test_fp8_names_weights_that_blocks_do_not_divide(tmp_path):
+    model = tiny_model(tmp_path / "model", "qwen3_moe", moe_intermediate_size=192, hidden_size=128)
+    with pytest.raises(ValueError, match=re.escape("q_proj.weight [64, 128], ")) as raised:
+        quantized_model("fp8", read_shape(model), "BF16")
+    told = r"experts\.0\.up_proj\.weight \[192, 128\].* and \d+ more: use"
+    assert re.search(told, str(raised.value))
+    assert "down_proj" not in str(raised.value)  # nothing is below it
+    for scheme in ("fp8_channel", "int8"):
+        assert quantized_model(scheme, read_shape(model), "BF16")

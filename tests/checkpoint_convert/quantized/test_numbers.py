@@ -6,7 +6,18 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 
-from checkpoint_convert.quantized.numbers import block_maxima, dequantized, quantized, scales_of
+from checkpoint_convert.quantized.numbers import (
+    block_maxima,
+    dequantized,
+    packed,
+    quantized,
+    relative_scales,
+    scales_of,
+    unpacked,
+    whole_scale,
+)
+from helpers.models.conversions import assert_same
+from helpers.models.quantized import from_nvfp4, nvfp4
 from parallel import Box
 
 ROWS, COLUMNS = 384, 512
@@ -29,7 +40,7 @@ def matrix(rows=ROWS, columns=COLUMNS):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scales_and_numbers_are_those_of_compressed_tensors(kind):
+def test_quantized_is_that_of_compressed_tensors(kind):
     dtype, block, name, strategy = KINDS[kind]
     structure = {"block_structure": [*block]} if strategy == "block" else {}
     args = QuantizationArgs(num_bits=8, type=name, symmetric=True, strategy=strategy, **structure)
@@ -45,7 +56,7 @@ def test_scales_and_numbers_are_those_of_compressed_tensors(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_error_is_at_most_half_a_step_of_the_format(kind):
+def test_quantized_errs_by_half_a_step_at_most(kind):
     dtype, block, *_ = KINDS[kind]
     values = matrix().double()
     scales = scales_of(block_maxima(matrix(), block), dtype)
@@ -59,7 +70,7 @@ def test_the_error_is_at_most_half_a_step_of_the_format(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(384, 512), (200, 300), (130, 129)], ids=str)
-def test_parts_that_cut_blocks_have_the_maxima_and_numbers_of_the_whole(kind, shape):
+def test_quantized_parts_are_those_of_the_whole(kind, shape):
     dtype, block, *_ = KINDS[kind]
     block = block if kind == "fp8" else (1, shape[1])
     values = matrix(*shape)
@@ -77,3 +88,41 @@ def test_parts_that_cut_blocks_have_the_maxima_and_numbers_of_the_whole(kind, sh
             numbers = quantized(values[box.slices], scales, dtype, block, box.start)
             assert torch.equal(numbers.view(torch.uint8), whole[box.slices].view(torch.uint8))
     assert torch.equal(agreed, maxima)
+
+
+# NVFP4.
+
+
+def normal(rows, columns):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+
+
+def hard_values():
+    """Values of many sizes, zeros of both signs, ties, and a block far below the others."""
+    values = normal(96, 64) * torch.logspace(-6, 2, 96)[:, None]
+    values[3], values[4, :16], values[5, ::2] = 0, -0.0, -0.0
+    values[6, 0], values[6, 1:9] = 6, torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25])
+    return values.bfloat16()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [hard_values(), torch.zeros(2, 32), torch.full((2, 32), 1e-37), normal(8, 32).half()],
+    ids=["hard", "zeros", "tiny", "half"],
+)
+def test_relative_scales_are_those_of_compressed_tensors(values):
+    [expected] = nvfp4([values])
+    maxima = block_maxima(values, (1, 16))
+    whole = whole_scale(maxima.amax())
+    scales = relative_scales(maxima, whole)
+    numbers = packed(quantized(values, scales.float() / whole, torch.uint8, (1, 16)))
+    found = {"weight_packed": numbers, "weight_scale": scales, "weight_global_scale": whole}
+    assert_same(found, expected)
+    assert torch.equal(packed(unpacked(numbers)), numbers)
+
+
+def test_nvfp4_changes_normal_weights_by_a_tenth():
+    values = normal(1024, 1024).bfloat16()
+    [stored] = nvfp4([values])
+    error = (from_nvfp4(stored).float() - values.float()).norm() / values.float().norm()
+    assert error == pytest.approx(0.095, abs=0.001)

@@ -1,16 +1,16 @@
 """Quantised folders: written from a checkpoint or by ranks, at any cut, they are the same bytes."""
 
 import json
+import os
 import re
+import resource
 from collections.abc import Sequence
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint_convert import megatron_layout, read_shape
-from checkpoint_convert.formats.safetensors_file import read_header
+from checkpoint_convert import read_shape
 from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.hf_export import create_export, write_weights
@@ -22,10 +22,17 @@ from checkpoint_convert.quantized.scheme import SCHEMES, engine_config, ignored_
 from checkpoint_convert.quantized.shard import QuantizedShard, quantized_tensors
 from checkpoint_convert.transfer import transfer
 from checkpoint_convert.verify import verify_weights
-from checkpoint_convert.weights import read_weights, whole_tensors
-from helpers.models.conversions import assert_same, weights_of
+from checkpoint_convert.weights import whole_tensors
+from helpers.models.conversions import (
+    assert_same,
+    config_of,
+    rank_parameters,
+    round_trip,
+    variant,
+    weights_of,
+)
 from helpers.models.published import write_config
-from helpers.models.quantized import NVFP4, is_quantized, nvfp4_weights
+from helpers.models.quantized import NVFP4, is_quantized, nvfp4_copies, nvfp4_weights
 from helpers.models.tiny import tiny_model
 from parallel import ParallelDims
 
@@ -47,7 +54,7 @@ CUTS = {
     ],
     "deepseek_v3": [ParallelDims(tensor=4, expert=2, data=2, expert_tensor=1)],
 }
-# Of NVFP4 what test_nvfp4.py has not: weights that are fused in the files, or elsewhere in engines.
+# Of NVFP4 weights that are fused in the files, or elsewhere in engines; see also below.
 CASES = [
     (family, scheme)
     for family in FAMILIES
@@ -63,9 +70,8 @@ def checkpoints(tmp_path_factory):
     for family, sizes in FAMILIES.items():
         folder = tmp_path_factory.mktemp(family)
         model = tiny_model(folder / "model", family, **SIZES, **sizes)
-        import_checkpoint(model, folder / "in", ParallelDims(tensor=2), dtype="BF16")
-        export_checkpoint(folder / "in", folder / "plain")
-        found[family] = model, folder / "in", folder / "plain"
+        plain = round_trip(model, folder, ParallelDims(tensor=2), import_dtype="BF16")
+        found[family] = model, folder / "checkpoint", plain
     return found
 
 
@@ -73,13 +79,10 @@ def checkpoints(tmp_path_factory):
 def exports(checkpoints, tmp_path_factory):
     """Quantised folders by family and scheme."""
     folder = tmp_path_factory.mktemp("exports")
-    found = {}
-    for family, scheme in CASES:
-        _, checkpoint, _ = checkpoints[family]
-        found[family, scheme] = folder / f"{family}-{scheme}"
-        export_checkpoint(
-            checkpoint, found[family, scheme], quantization=scheme, max_shard_bytes=400_000
-        )
+    found = {case: folder / "-".join(case) for case in CASES}
+    for (family, scheme), out in found.items():
+        checkpoint = checkpoints[family][1]
+        export_checkpoint(checkpoint, out, quantization=scheme, max_shard_bytes=400_000)
     return found
 
 
@@ -103,13 +106,13 @@ def quantized_at_once(
 
 
 @pytest.mark.parametrize(("family", "scheme"), CASES)
-def test_an_export_is_the_model_quantised_and_says_so(checkpoints, exports, family, scheme):
+def test_export_is_the_model_quantised_and_says_so(checkpoints, exports, family, scheme):
     _, checkpoint, plain = checkpoints[family]
     folder = exports[family, scheme]
     assert_same(weights_of(folder), quantized_at_once(weights_of(plain), scheme))
     found = read_scheme(folder)
     assert found is not None and found.read_as == "BF16"
-    table = json.loads((folder / "config.json").read_text())["quantization_config"]
+    table = config_of(folder)["quantization_config"]
     ignored = table["modules_to_not_convert"] if scheme == "fp8" else table["ignore"]
     routers = [n for n in weights_of(plain) if n.endswith("mlp.gate.weight")]
     assert ignored == [*(n.removesuffix(".weight") for n in routers), "lm_head"]
@@ -118,16 +121,13 @@ def test_an_export_is_the_model_quantised_and_says_so(checkpoints, exports, fami
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_transformers_computes_with_what_the_numbers_stand_for(exports, scheme):
+def test_export_is_read_by_transformers(exports, scheme):
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     folder = exports["phi3" if scheme == "nvfp4" else "qwen3", scheme]
-    how = (
-        {}
-        if scheme == "fp8"
-        else {"quantization_config": CompressedTensorsConfig(run_compressed=False)}
-    )
-    found = AutoModelForCausalLM.from_pretrained(folder, **how).state_dict()
+    how = CompressedTensorsConfig(run_compressed=False)
+    options = {} if scheme == "fp8" else {"quantization_config": how}
+    found = AutoModelForCausalLM.from_pretrained(folder, **options).state_dict()
     # Scales per row become bfloat16 before it multiplies by them.
     error = 2**-7 if scheme in ("fp8_channel", "int8") else 0.0
     for name, expected in whole_tensors(folder):
@@ -136,7 +136,7 @@ def test_transformers_computes_with_what_the_numbers_stand_for(exports, scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_compressed_tensors_reads_the_config(exports, scheme):
+def test_export_config_is_read_by_compressed_tensors(exports, scheme):
     from compressed_tensors.quantization import QuantizationConfig
     from transformers import AutoConfig
 
@@ -144,26 +144,24 @@ def test_compressed_tensors_reads_the_config(exports, scheme):
     table = AutoConfig.from_pretrained(folder).quantization_config
     if scheme == "fp8":
         assert table["weight_block_size"] == [128, 128]
-    else:
-        config = QuantizationConfig.model_validate(table)
-        [group] = config.config_groups.values()
-        if scheme == "nvfp4":
-            own = {"observer", "zp_dtype"}
-            assert group.weights.model_dump(exclude=own) == NVFP4.weights.model_dump(exclude=own)
-            assert (group.input_activations, config.format) == (None, "nvfp4-pack-quantized")
-            return
-        assert (group.weights.strategy, group.weights.dynamic) == ("channel", False)
-        assert (group.input_activations.strategy, group.input_activations.dynamic) == (
-            "token",
-            True,
-        )
+        return
+    config = QuantizationConfig.model_validate(table)
+    [group] = config.config_groups.values()
+    if scheme == "nvfp4":
+        own = {"observer", "zp_dtype"}
+        assert group.weights.model_dump(exclude=own) == NVFP4.weights.model_dump(exclude=own)
+        assert (group.input_activations, config.format) == (None, "nvfp4-pack-quantized")
+        return
+    activations = group.input_activations
+    assert (group.weights.strategy, group.weights.dynamic) == ("channel", False)
+    assert (activations.strategy, activations.dynamic) == ("token", True)
 
 
 IGNORED = [r"re:model\.layers\.0\.self_attn\.", "model.layers.1.mlp.shared_experts.down_proj"]
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
-def test_modules_that_are_named_stay_as_they_are(checkpoints, tmp_path, scheme):
+def test_export_keeps_ignored_modules(checkpoints, tmp_path, scheme):
     _, checkpoint, plain = checkpoints["deepseek_v3"]
     export_checkpoint(checkpoint, tmp_path / "out", quantization=scheme, ignore=IGNORED)
     weights = weights_of(plain)
@@ -171,7 +169,7 @@ def test_modules_that_are_named_stay_as_they_are(checkpoints, tmp_path, scheme):
     names = [n for n in weights if matching.match(n) and is_quantized(n, weights[n])]
     assert len(names) == 6
     assert_same(weights_of(tmp_path / "out"), quantized_at_once(weights, scheme, names))
-    table = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    table = config_of(tmp_path / "out")["quantization_config"]
     assert {name.removesuffix(".weight") for name in names} < {*ignored_modules(table)}
     # What an engine is told by this config, it quantises alike.
     again = dict(quantized_tensors(plain, scheme, ignored_modules(table)))
@@ -183,24 +181,24 @@ def test_modules_that_are_named_stay_as_they_are(checkpoints, tmp_path, scheme):
     [
         (
             "model.layers.0.self_attn.qkv_proj",
-            "the model has no module 'model.layers.0.self_attn.q",
+            "the model has no module 'model.layers.0.self_attn.",
         ),
         (
             "re:.*q_proj$",
-            "lacks model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v",
+            "lacks model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.",
         ),
         ("re:.*experts.0.", "lacks model.layers.0.mlp.experts.1.gate_proj.weight, "),
         ("re:.*", "names all linear layers, so that quantization int8 has none"),
         ("re:(", "'re:(' is no regular expression: missing )"),
     ],
 )
-def test_names_that_would_leave_an_engine_with_other_weights_are_refused(checkpoints, name, told):
+def test_quantized_model_refuses_partly_ignored_modules(checkpoints, name, told):
     model, _, _ = checkpoints["qwen3_moe"]
     with pytest.raises(ValueError, match=re.escape(told)):
         quantized_model("int8", read_shape(model), "BF16", [name])
 
 
-def test_experts_that_vllm_looks_for_by_another_name_are_refused(tmp_path):
+def test_quantized_model_refuses_names_vllm_has_not(tmp_path):
     shape = read_shape(tiny_model(tmp_path, "minimax_m2"))
     assert quantized_model("int8", shape, "BF16", [r"re:model\.layers\.0\.self_attn\."])
     with pytest.raises(
@@ -210,7 +208,7 @@ def test_experts_that_vllm_looks_for_by_another_name_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
-def test_experts_that_are_ignored_fit_into_an_argument_of_a_command(tmp_path, scheme):
+def test_engine_config_fits_into_an_argument(tmp_path, scheme):
     folder = write_config(tmp_path / "model", "DeepSeek-V3", num_hidden_layers=8)
     given = (scheme, read_shape(folder), "BF16")
     model = quantized_model(*given, [r"re:model\.layers\.[3-6]\."])
@@ -219,7 +217,7 @@ def test_experts_that_are_ignored_fit_into_an_argument_of_a_command(tmp_path, sc
     assert quantized_model(*given, ignored_modules(told)) == model
 
 
-def test_modules_are_ignored_only_where_others_are_quantised(checkpoints, tmp_path):
+def test_export_ignores_only_where_it_quantises(checkpoints, tmp_path):
     _, checkpoint, _ = checkpoints["qwen3"]
     with pytest.raises(ValueError, match="lm_head to ignore, and no quantization"):
         export_checkpoint(checkpoint, tmp_path / "out", ignore=["lm_head"])
@@ -227,16 +225,11 @@ def test_modules_are_ignored_only_where_others_are_quantised(checkpoints, tmp_pa
 
 def shards(plain, model, dims):
     """Layout and quantised tensors of every rank, with maxima as a collective makes them."""
-    shape = read_shape(plain)
     ranks = []
     for rank in range(dims.world_size):
         at = dims.coordinates(rank)
-        layout = megatron_layout(shape, dims, at, transformer_engine=False)
-        weights = {
-            n: torch.empty(s, dtype=torch.float32 if n.endswith("expert_bias") else torch.bfloat16)
-            for n, s in layout.shapes.items()
-        }
-        read_weights(plain, shape, layout, weights)
+        layout, weights = rank_parameters(plain, dims, rank)
+        weights = {n: x if n.endswith("expert_bias") else x.bfloat16() for n, x in weights.items()}
         ranks.append((layout, weights, at.tensor, dims.expert_place(at).tensor))
     agreed = {}
 
@@ -256,7 +249,7 @@ def shards(plain, model, dims):
 @pytest.mark.parametrize(
     ("family", "scheme", "dims"), [(f, s, dims) for f, s in CASES for dims in CUTS[f]], ids=str
 )
-def test_ranks_whose_cuts_fall_into_blocks_write_the_same_bytes(
+def test_write_weights_of_cut_blocks_is_the_export(
     checkpoints, exports, tmp_path, family, dims, scheme, monkeypatch
 ):
     monkeypatch.setattr("checkpoint_convert.quantized.shard.MAX_ELEMENTS", 7000)
@@ -275,7 +268,7 @@ def test_ranks_whose_cuts_fall_into_blocks_write_the_same_bytes(
     assert sorted(names) == sorted(file.name for file in (tmp_path / "out").iterdir())
 
 
-def test_no_more_than_some_blocks_are_in_memory(checkpoints, tmp_path, monkeypatch):
+def test_export_has_few_blocks_in_memory(checkpoints, tmp_path, monkeypatch):
     sizes, quantize = [], transfer.__globals__["quantized"]
 
     def recorded(values, *rest):
@@ -293,12 +286,49 @@ def test_no_more_than_some_blocks_are_in_memory(checkpoints, tmp_path, monkeypat
     assert_same(weights_of(tmp_path / "out"), quantized_at_once(weights_of(plain), "fp8"))
 
 
-def test_an_import_of_an_export_is_its_dequantised_copy(exports, tmp_path):
+def test_export_of_cut_blocks_is_the_model_quantised(tmp_path):
+    """Tensor ranks have 12 of an expert's 48 columns, which begin and end in blocks of 16."""
+    model = tiny_model(tmp_path / "model", "qwen3_moe")
+    copies = nvfp4_copies(model, tmp_path)
+    stored, read = copies["NVFP4"]
+    dims = ParallelDims(tensor=4)
+    options = {"import_dtype": "BF16", "quantization": "nvfp4"}
+    out = round_trip(model, tmp_path / "out", dims, **options)
+    assert_same(weights_of(out), weights_of(stored))
+    assert verify_weights(out, read) == []
+    assert verify_weights(model, out, tolerance=0.1) == []
+
+
+@pytest.fixture
+def few_descriptors():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 30, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_export_of_many_parts_needs_few_open_files(
+    checkpoints, exports, tmp_path, monkeypatch, few_descriptors
+):
+    monkeypatch.setattr("checkpoint_convert.transfer.PART_BYTES", 1 << 14)
+    told = []
+    export_checkpoint(
+        *(checkpoints["phi3"][1], tmp_path / "out"),
+        quantization="nvfp4",
+        progress=lambda *both: told.append(both),
+    )
+    assert_same(weights_of(tmp_path / "out"), weights_of(exports["phi3", "nvfp4"]))
+    [total] = {total for _, total in told}
+    done = [done for done, _ in told]
+    assert done == sorted(done) and done[-1] == total
+
+
+def test_round_trip_of_a_quantised_export_is_the_same(exports, tmp_path):
     folder = exports["qwen3_moe", "fp8"]
-    import_checkpoint(folder, tmp_path / "in", ParallelDims(tensor=2))
-    export_checkpoint(tmp_path / "in", tmp_path / "again", quantization="fp8")
-    assert verify_weights(folder, tmp_path / "in", tolerance=0.0) == []
-    assert verify_weights(tmp_path / "again", tmp_path / "in") == []
+    out = round_trip(folder, tmp_path, ParallelDims(tensor=2), quantization="fp8")
+    assert verify_weights(folder, tmp_path / "checkpoint", tolerance=0.0) == []
+    assert verify_weights(out, tmp_path / "checkpoint") == []
 
 
 # Faults.
@@ -307,69 +337,56 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.mark.parametrize("fault", ["number", "scale"])
-def test_verify_names_a_weight_with_one_wrong_number_or_scale(
-    checkpoints, exports, tmp_path, fault
-):
-    folder, (_, checkpoint, _) = exports["qwen3", "int8"], checkpoints["qwen3"]
-    (tmp_path / "bad").mkdir()
-    for file in folder.iterdir():
-        (tmp_path / "bad" / file.name).write_bytes(file.read_bytes())
-    name = DOWN if fault == "number" else f"{DOWN}_scale"
-    [path] = [f for f in (tmp_path / "bad").glob("*.safetensors") if name in read_header(f)]
-    tensors = load_file(path)
-    if fault == "number":
-        tensors[name][3, 5] ^= 1
-    else:
-        tensors[name][3] *= 1.1
-    save_file(tensors, path)
-    [difference] = verify_weights(checkpoint, tmp_path / "bad")
+def test_verify_names_a_wrong_number_or_scale(checkpoints, exports, tmp_path, fault):
+    def edit(weights):
+        if fault == "number":
+            weights[DOWN][3, 5] ^= 1
+        else:
+            weights[f"{DOWN}_scale"][3] *= 1.1
+
+    bad = variant(exports["qwen3", "int8"], tmp_path / "bad", edit)
+    for file in (*bad.glob("model-*"), bad / "model.safetensors.index.json"):
+        file.unlink()
+    [difference] = verify_weights(checkpoints["qwen3"][1], bad)
     assert difference.tensor == DOWN
     assert difference.num_different == (1 if fault == "number" else difference.num_different) > 0
+
+
+def test_verify_tells_numbers_that_are_all_the_largest(checkpoints, exports, tmp_path):
+    stored = weights_of(exports["phi3", "nvfp4"])
+    numbers, scale = stored[f"{DOWN}_packed"] | 0x77, stored[f"{DOWN}_global_scale"] * 1e8
+    values = {f"{DOWN}_packed": numbers, f"{DOWN}_global_scale": scale}
+    bad = variant(exports["phi3", "nvfp4"], tmp_path / "bad", values)
+    for file in (*bad.glob("model-*"), bad / "model.safetensors.index.json"):
+        file.unlink()
+    [difference] = verify_weights(bad, checkpoints["phi3"][2])
+    assert difference.tensor == DOWN
 
 
 def test_verify_tells_the_sign_of_a_zero_in_fp8(tmp_path):
     model = tiny_model(tmp_path / "model", "qwen3")
     plain = {name: value.bfloat16() for name, value in weights_of(model).items()}
     plain[DOWN][3, 5] = 0.0
-    save_file(plain, model / "model.safetensors")
-    import_checkpoint(model, tmp_path / "in", ParallelDims())
-    export_checkpoint(tmp_path / "in", tmp_path / "out", quantization="fp8_channel")
-    assert verify_weights(tmp_path / "in", tmp_path / "out") == []
+    zero = variant(model, tmp_path / "zero", plain)
+    out = round_trip(zero, tmp_path, quantization="fp8_channel")
+    assert verify_weights(tmp_path / "checkpoint", out) == []
     plain[DOWN][3, 5] = -0.0
-    save_file(plain, model / "model.safetensors")
-    [difference] = verify_weights(model, tmp_path / "out")
+    [difference] = verify_weights(variant(model, tmp_path / "minus", plain), out)
     assert (difference.tensor, difference.num_different) == (DOWN, 1)
 
 
-def test_weights_that_do_not_divide_into_blocks_are_named(tmp_path):
-    model = tiny_model(tmp_path / "model", "qwen3_moe", moe_intermediate_size=192, hidden_size=128)
-    with pytest.raises(ValueError, match=re.escape("q_proj.weight [64, 128], ")) as raised:
-        quantized_model("fp8", read_shape(model), "BF16")
-    assert re.search(
-        r"experts\.0\.up_proj\.weight \[192, 128\].* and \d+ more: use", str(raised.value)
-    )
-    assert "down_proj" not in str(raised.value)  # nothing is below it
-    for scheme in ("fp8_channel", "int8"):
-        assert quantized_model(scheme, read_shape(model), "BF16")
+def test_export_refuses_weights_that_are_not_finite(checkpoints, tmp_path, monkeypatch):
+    def edit(weights):
+        weights[DOWN][7, 9] = torch.nan
 
-
-def test_a_weight_that_is_not_finite_is_refused_and_leaves_nothing(
-    checkpoints, tmp_path, monkeypatch
-):
-    model, _, _ = checkpoints["qwen3"]
-    (tmp_path / "model").mkdir()
-    for file in model.iterdir():
-        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
-    weights = load_file(model / "model.safetensors")
-    weights[DOWN][7, 9] = torch.nan
-    save_file(weights, tmp_path / "model" / "model.safetensors")
+    model = variant(checkpoints["qwen3"][0], tmp_path / "model", edit)
     told = f"{DOWN} has values that are not finite"
     with pytest.raises(ValueError, match=rf"{told} \(NaN\), in .*model\.safetensors: "):
-        import_checkpoint(tmp_path / "model", tmp_path / "in", ParallelDims())
+        import_checkpoint(model, tmp_path / "in", ParallelDims())
     assert not (tmp_path / "in").exists()
     with monkeypatch.context() as patch:  # as it was saved
         patch.setattr(StoredTensors, "must_be_finite", False)
-        import_checkpoint(tmp_path / "model", tmp_path / "in", ParallelDims())
+        import_checkpoint(model, tmp_path / "in", ParallelDims())
     for quantization in ("none", "int8", "nvfp4"):
         with pytest.raises(ValueError, match=told):
             export_checkpoint(tmp_path / "in", tmp_path / "out", quantization=quantization)

@@ -1,5 +1,6 @@
 """Helpers for tests of conversions: reading weights, and running the command line."""
 
+import json
 import os
 import pickle
 import re
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint_convert import read_shape, transfer
+from checkpoint_convert import megatron_layout, read_shape, transfer
 from checkpoint_convert.formats.tensor_io import TensorSource, write_box
 from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.formats.torch_dist_writer import (
@@ -28,10 +29,15 @@ from checkpoint_convert.formats.torch_dist_writer import (
     index_of,
 )
 from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES
+from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron import file_tensors
+from checkpoint_convert.megatron_to_hf import export_checkpoint
+from checkpoint_convert.weights import read_weights
 from helpers.ranks.cli_process import run_main
 from helpers.ranks.processes import CONTEXT
-from parallel import Box, cover_exactly
+from parallel import Box, Layout, ParallelDims, cover_exactly
+
+ONE_RANK = ParallelDims()
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
@@ -60,15 +66,72 @@ def read_tensor(source: TensorSource, name: str, box: Box) -> Tensor:
     return values
 
 
-def variant(
-    model: Path, folder: Path, edit: Callable[[dict[str, Tensor]], object] = lambda weights: None
-) -> Path:
-    """Copy a model into one safetensors file; `edit` changes its weights in place."""
+def with_weights(model: Path, folder: Path, weights: Mapping[str, Tensor], **config: Any) -> Path:
+    """Copy a model with other weights, in one safetensors file, and with these keys of its
+    config."""
     shutil.copytree(model, folder)
-    weights = weights_of(folder)
-    edit(weights)
-    save_file(weights, folder / "model.safetensors")
+    save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
+    edit_config(folder, **config)
     return folder
+
+
+def variant(
+    model: Path,
+    folder: Path,
+    edit: Callable[[dict[str, Tensor]], object] | Mapping[str, Tensor | None] = lambda weights: (
+        None
+    ),
+    **config: Any,
+) -> Path:
+    """Copy a model with edited weights: in place, or by name, where None removes one."""
+    weights: dict[str, Any] = weights_of(model)
+    if callable(edit):
+        edit(weights)
+    else:
+        weights |= edit
+    return with_weights(
+        model, folder, {name: x for name, x in weights.items() if x is not None}, **config
+    )
+
+
+def edit_config(folder: Path, **keys: Any) -> None:
+    """Change keys of config.json; None removes one."""
+    config = config_of(folder) | keys
+    config = {key: x for key, x in config.items() if x is not None or key not in keys}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder."""
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def rank_parameters(
+    folder: Path,
+    dims: ParallelDims = ONE_RANK,
+    rank: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Layout, dict[str, Tensor]]:
+    """A rank's layout, and its parameters as they are read: NaN where nothing was."""
+    shape = read_shape(folder)
+    layout = megatron_layout(shape, dims, dims.coordinates(rank), transformer_engine=False)
+    parameters = {n: torch.full(s, torch.nan, dtype=dtype) for n, s in layout.shapes.items()}
+    read_weights(folder, shape, layout, parameters)
+    return layout, parameters
+
+
+def round_trip(
+    model: Path,
+    folder: Path,
+    dims: ParallelDims = ONE_RANK,
+    *,
+    import_dtype: str | None = None,
+    **options: Any,
+) -> Path:
+    """Import `model` into `folder`/checkpoint, and export that with `options`: `folder`/out."""
+    import_checkpoint(model, folder / "checkpoint", dims, dtype=import_dtype, num_workers=2)
+    export_checkpoint(folder / "checkpoint", folder / "out", num_workers=2, **options)
+    return folder / "out"
 
 
 def random_weights(folder: Path) -> Path:
@@ -81,6 +144,11 @@ def random_weights(folder: Path) -> Path:
         weights[name] = values.view(torch.bfloat16)
     save_file(weights, folder / "model.safetensors")
     return folder
+
+
+def num_bytes_read() -> int:
+    """Bytes that this process has requested from the kernel so far."""
+    return int(Path("/proc/self/io").read_text(encoding="utf-8").split()[1])
 
 
 @contextmanager

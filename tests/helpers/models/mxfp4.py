@@ -1,16 +1,13 @@
 """Folders of gpt-oss in MXFP4, as OpenAI publishes it."""
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from helpers.models.conversions import weights_of
+from helpers.models.conversions import weights_of, with_weights
 
 STACKS = ("gate_up_proj", "down_proj")
 
@@ -30,14 +27,9 @@ def mxfp4_copies(
         weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         plain[name] = convert_moe_packed_tensors(blocks, scales)
     edit(weights)
-    for name, tensors in {"quantized": weights, "plain": plain}.items():
-        shutil.copytree(model, folder / name)
-        save_file(tensors, folder / name / "model.safetensors")
-    file = folder / "quantized" / "config.json"
     table = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    config = json.loads(file.read_text(encoding="utf-8")) | {
-        "quantization_config": table,
-        "dtype": "bfloat16",
-    }
-    file.write_text(json.dumps(config), encoding="utf-8")
-    return folder / "quantized", folder / "plain"
+    config = {"quantization_config": table, "dtype": "bfloat16"}
+    return (
+        with_weights(model, folder / "quantized", weights, **config),
+        with_weights(model, folder / "plain", plain),
+    )

@@ -4,7 +4,6 @@ Scales are random: of a model, only the arithmetic of reading it is tested.
 """
 
 import json
-import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +15,13 @@ from compressed_tensors.compressors import NVFP4PackedCompressor
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.quantized.model import quantized_model
 from checkpoint_convert.quantized.numbers import dequantized
 from checkpoint_convert.quantized.shard import quantized_tensors
-from helpers.models.conversions import weights_of
+from helpers.models.conversions import weights_of, with_weights
 
 E4M3 = torch.float8_e4m3fn
 
@@ -90,7 +88,6 @@ FORMATS = {
 
 def quantized_copy(model: Path, folder: Path, form: Format, dtype: str = "bfloat16") -> Path:
     """Copy `model` with the matrices of its layers, but for routers, quantised as `form`."""
-    shutil.copytree(model, folder)
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, value in weights_of(model).items():
@@ -103,14 +100,11 @@ def quantized_copy(model: Path, folder: Path, form: Format, dtype: str = "bfloat
             weights[name + form.suffix] = scales
             if form.activations:
                 weights[name.removesuffix("weight") + form.activations] = torch.tensor(0.1)
-    save_file(weights, folder / "model.safetensors")
+    config = {} if form.in_own_file else {"quantization_config": form.config}
+    with_weights(model, folder, weights, dtype=dtype, **config)
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-    config = json.loads((model / "config.json").read_text(encoding="utf-8")) | {"dtype": dtype}
     if form.in_own_file:
         (folder / "hf_quant_config.json").write_text(json.dumps(form.config), encoding="utf-8")
-    else:
-        config["quantization_config"] = form.config
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
@@ -145,7 +139,6 @@ def spread(scales: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> Te
 
 def rounded_copy(model: Path, folder: Path, scheme: str, ignore: Sequence[str] = ()) -> Path:
     """Copy `model` with the numbers that its weights stand for once a run has quantised them."""
-    shutil.copytree(model, folder)
     how = quantized_model(scheme, read_shape(model), "BF16", ignore)
     assert how is not None
     weights = dict(quantized_tensors(model, scheme, ignore))
@@ -153,8 +146,7 @@ def rounded_copy(model: Path, folder: Path, scheme: str, ignore: Sequence[str] =
         scales = weights.pop(how.scale_name(name))
         product = dequantized(weights[name], scales, how.scheme.block_in(size), (0, 0))
         weights[name] = product.bfloat16()
-    save_file(weights, folder / "model.safetensors")
-    return folder
+    return with_weights(model, folder, weights)
 
 
 def dequantized_copy(folder: Path, out: Path, form: Format, dtype: str = "bfloat16") -> Path:
@@ -162,7 +154,6 @@ def dequantized_copy(folder: Path, out: Path, form: Format, dtype: str = "bfloat
 
     That knows no partial blocks: these are as in DeepSeek's weight_dequant.
     """
-    shutil.copytree(folder, out)
     weights = weights_of(folder)
     for name in [name for name, value in weights.items() if value.dtype == form.stored]:
         values, scales = weights[name], weights.pop(name + form.suffix)
@@ -172,11 +163,8 @@ def dequantized_copy(folder: Path, out: Path, form: Format, dtype: str = "bfloat
             product = dequantize(values, scales)
         weights[name] = product.to(getattr(torch, dtype))
         weights.pop(name.removesuffix("weight") + form.activations, None)
-    save_file(weights, out / "model.safetensors")
-    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    config.pop("quantization_config", None)
+    with_weights(folder, out, weights, quantization_config=None)
     (out / "hf_quant_config.json").unlink(missing_ok=True)
-    (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return out
 
 
@@ -226,3 +214,40 @@ def nvfp4_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             prefix = name.removesuffix("weight")
             found |= {prefix + own: value for own, value in stored.items()}
     return found
+
+
+def nvfp4_copies(model: Path, folder: Path) -> dict[str, tuple[Path, Path]]:
+    """By form, a copy of the model in NVFP4 and what it is read as, both in bfloat16.
+
+    Of compressed-tensors, dequantised by it; and by ModelOpt's names, whose weights are
+    number * (scale * scale_2).
+    """
+    plain = {name: value.bfloat16() for name, value in weights_of(model).items()}
+    stored, read, renamed, product = nvfp4_weights(plain), {**plain}, {**plain}, {**plain}
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for name in [name for name, value in plain.items() if is_quantized(name, value)]:
+        parts = ("weight_packed", "weight_scale", "weight_global_scale")
+        tensors = {part: stored[name.removesuffix("weight") + part] for part in parts}
+        read[name] = from_nvfp4(tensors)
+        numbers, scales, whole = tensors.values()
+        renamed |= {name: numbers, f"{name}_scale": scales, f"{name}_scale_2": 1 / whole[0]}
+        renamed[name.replace("weight", "input_scale")] = torch.tensor(0.1)
+        codes = torch.stack([numbers % 16, numbers // 16], -1).flatten(1).int()
+        signed = torch.where(codes >= 8, -table[codes % 8], table[codes % 8])
+        both = scales.float() * (1 / whole[0])
+        product[name] = (signed * both.repeat_interleave(16, 1)).bfloat16()
+    how = quantized_model("nvfp4", read_shape(model), "BF16")
+    modelopt = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    forms = {
+        "NVFP4": (stored, how.config, read),
+        "NVFP4 of ModelOpt": (renamed, modelopt, product),
+    }
+    return {
+        form: (
+            with_weights(
+                model, folder / form, weights, dtype="bfloat16", quantization_config=config
+            ),
+            with_weights(model, folder / f"_{form}", values, dtype="bfloat16"),
+        )
+        for form, (weights, config, values) in forms.items()
+    }

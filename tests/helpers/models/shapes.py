@@ -1,11 +1,14 @@
 """Shapes of published models, and random shapes with meshes that split them, to test layouts."""
 
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hypothesis import strategies as st
 
-from checkpoint_convert import LatentShape, ModelShape, MoeShape, check_divisible
+from checkpoint_convert import LatentShape, ModelShape, MoeShape, check_divisible, read_shape
 from checkpoint_convert.shape import LinearShape
+from helpers.models.published import write_config
 from parallel import ParallelDims, divisors
 
 DENSE = {
@@ -19,62 +22,29 @@ DENSE = {
     "max_position_embeddings": 512,
     "eos_token_ids": (1,),
 }
-LLAMA_70B = ModelShape(
-    num_layers=80,
-    hidden_size=8192,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=28672,
-    vocab_size=128256,
-    **DENSE,
-)
-LLAMA_405B = replace(
-    LLAMA_70B, num_layers=126, hidden_size=16384, num_attention_heads=128, intermediate_size=53248
-)
-QWEN3_30B = replace(
-    LLAMA_70B,
-    family="qwen3_moe",
-    num_layers=48,
-    hidden_size=2048,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    vocab_size=151936,
-    qk_norm=True,
-    moe=MoeShape(num_experts=128, experts_per_token=8, intermediate_size=768, normalize_topk=True),
-)
+
+
+def published_shape(name: str) -> ModelShape:
+    """The shape of a published model, with the context and end token of tiny ones and no layer to
+    predict further tokens."""
+    with TemporaryDirectory() as folder:
+        shape = read_shape(write_config(Path(folder) / "model", name))
+    return replace(shape, eos_token_ids=(1,), max_position_embeddings=512, num_mtp_layers=0)
+
+
+LLAMA_70B = published_shape("Llama-3.3-70B")
+LLAMA_405B = published_shape("Llama-3.1-405B")
+QWEN3_30B = published_shape("Qwen3-30B-A3B")
+DEEPSEEK_V3 = published_shape("DeepSeek-V3")
 MIXTRAL_8X7B = replace(
     LLAMA_70B,
     family="mixtral",
     num_layers=32,
     hidden_size=4096,
     num_attention_heads=32,
+    intermediate_size=14336,
     vocab_size=32000,
     moe=MoeShape(num_experts=8, experts_per_token=2, intermediate_size=14336, normalize_topk=True),
-)
-DEEPSEEK_V3 = replace(
-    LLAMA_70B,
-    family="deepseek_v3",
-    num_layers=61,
-    hidden_size=7168,
-    num_attention_heads=128,
-    num_key_value_heads=128,
-    head_dim=192,
-    intermediate_size=18432,
-    vocab_size=129280,
-    latent=LatentShape(query_rank=1536, rank=512, rotary_dim=64, value_dim=128),
-    moe=MoeShape(
-        num_experts=256,
-        experts_per_token=8,
-        intermediate_size=2048,
-        normalize_topk=True,
-        score_function="sigmoid",
-        num_groups=8,
-        groups_per_token=4,
-        weight_scale=2.5,
-        shared_intermediate_size=2048,
-        num_dense_layers=3,
-    ),
 )
 
 

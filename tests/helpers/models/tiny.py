@@ -41,6 +41,8 @@ NEVER_TIED = (*LATENTS, "glm4_moe", "gpt_oss", "nemotron_h", "qwen3_next")
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 """Families with linear attention in most layers."""
 NUM_MTP_LAYERS = "num_nextn_predict_layers"
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+WITH_SHARED = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32}
 # Two heads of values for each of keys, and two layers of three.
 LINEAR: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -58,12 +60,9 @@ LINEAR: dict[str, Any] = {
         "partial_rotary_factor": 0.25,
     },
 }
-DEEPSEEK: dict[str, Any] = {
+MLA = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+DEEPSEEK: dict[str, Any] = MLA | {
     "num_hidden_layers": 3,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
     "v_head_dim": 12,
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
@@ -85,6 +84,10 @@ SPARSE = DEEPSEEK | {
     "index_n_heads": 16,
     "index_head_dim": 12,
 }
+TWO_ROPES = {
+    kind: {"rope_type": "default", "rope_theta": theta}
+    for kind, theta in (("full_attention", 10_000.0), ("sliding_attention", 1_000.0))
+}
 # Fields that only this family has, or names differently.
 OWN_FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK,
@@ -94,35 +97,27 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "sliding_window": 6,
         "sliding_window_pattern": 3,
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": theta}
-            for kind, theta in (("full_attention", 10_000.0), ("sliding_attention", 1_000.0))
-        },
+        "rope_parameters": TWO_ROPES,
     },
-    "glm4_moe": {
+    "glm4_moe": EXPERTS
+    | {
         "num_hidden_layers": 3,
         "attention_bias": True,
         "use_qk_norm": True,
         "first_k_dense_replace": 1,
         "n_routed_experts": 4,
         "n_shared_experts": 2,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
         "routed_scaling_factor": 1.5,
         "num_mtp_layers": 0,
     },
-    "glm4_moe_lite": {
+    "glm4_moe_lite": MLA
+    | EXPERTS
+    | {
         "num_hidden_layers": 3,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
         "v_head_dim": 24,
         "first_k_dense_replace": 1,
         "n_routed_experts": 4,
         "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
         "routed_scaling_factor": 1.8,
         "num_nextn_predict_layers": 0,
     },
@@ -156,7 +151,8 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"sliding_window": None},
     # Two heads for each group. transformers lets no step be below `time_step_min`, unlike vLLM.
-    "nemotron_h": {
+    "nemotron_h": EXPERTS
+    | {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
         "mamba_num_heads": 8,
         "mamba_head_dim": 12,
@@ -165,42 +161,15 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "time_step_min": 1e-30,
         "layer_norm_epsilon": 1e-3,
         "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
         "moe_shared_expert_intermediate_size": 32,
         "routed_scaling_factor": 1.5,
     },
-    "olmo3": {
-        "sliding_window": 6,
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": theta}
-            for kind, theta in (("full_attention", 10_000.0), ("sliding_attention", 1_000.0))
-        },
-    },
+    "olmo3": {"sliding_window": 6, "rope_parameters": TWO_ROPES},
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "norm_topk_prob": True,
-    },
+    "qwen3_moe": EXPERTS | {"num_experts": 4, "norm_topk_prob": True},
     "qwen3_5_text": LINEAR,
-    "qwen3_5_moe_text": LINEAR
-    | {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "shared_expert_intermediate_size": 32,
-    },
-    "qwen3_next": LINEAR
-    | {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "shared_expert_intermediate_size": 32,
-        "norm_topk_prob": True,
-        "num_nextn_predict_layers": 0,
-    },
+    "qwen3_5_moe_text": LINEAR | WITH_SHARED,
+    "qwen3_next": LINEAR | WITH_SHARED | {"norm_topk_prob": True, "num_nextn_predict_layers": 0},
 }
 
 
@@ -292,10 +261,8 @@ def make_random(model: torch.nn.Module, scale: float, generator: torch.Generator
 def renamed(folder: Path, family: str) -> Path:
     """Give the model in `folder` another `model_type`, of which transformers knows no class."""
     file = folder / "config.json"
-    file.write_text(
-        json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"model_type": family}),
-        encoding="utf-8",
-    )
+    config = json.loads(file.read_text(encoding="utf-8")) | {"model_type": family}
+    file.write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 

@@ -100,15 +100,6 @@ def save_while_training(rank: int, model: Path, run: Path) -> list[list[torch.Te
     return states
 
 
-def load_and_train(rank: int, model: Path, run: Path) -> list[list[torch.Tensor]]:
-    policy, groups = start_policy(rank, model, DIMS)
-    state = checkpoints_of(run, policy, model, DIMS).load()
-    assert state == TrainerState(step=2, num_skipped_in_a_row=1, wandb_id="abc")
-    states = [state_of(policy), [torch.rand(3)]]
-    step(policy, groups)
-    return [*states, state_of(policy)]
-
-
 @pytest.fixture(scope="module")
 def saved(model, tmp_path_factory):
     """A run directory with one checkpoint, and the states of its four ranks."""
@@ -116,10 +107,52 @@ def saved(model, tmp_path_factory):
     return run, run_ranks(4, save_while_training, model, run)
 
 
-def test_a_resumed_rank_is_bit_for_bit_the_one_that_saved_and_so_is_its_next_step(saved, model):
-    run, before = saved
-    after = run_ranks(4, load_and_train, model, run)
-    for ours, theirs in zip(after, before, strict=True):
+def load_and_train(policy: Policy, groups: Groups, model: Path, run: Path) -> Any:
+    state = checkpoints_of(run, policy, model, DIMS).load()
+    assert state == TrainerState(step=2, num_skipped_in_a_row=1, wandb_id="abc")
+    states = [state_of(policy), [torch.rand(3)]]
+    step(policy, groups)
+    return [*states, state_of(policy)]
+
+
+def four_ranks(
+    rank: int, model: Path, run: Path, died: Path, evil: Path, runs: Path
+) -> tuple[Any, dict[str, str]]:
+    """States of a resumed run, and the message of each failure, each in a run of its own."""
+    policy, groups = start_policy(rank, model, DIMS)
+    resumed, said = load_and_train(policy, groups, model, run), {}
+    assert checkpoints_of(died, policy, model, DIMS).load().step == 1
+    said[EVIL] = load_nothing(evil, policy, model)
+    with pytest.MonkeyPatch.context() as patch:
+        said[NO_ROOM] = save_without_room(runs / NO_ROOM, policy, model, patch)
+    for place in NOT_FINITE:
+        said[place] = save_what_is_not_finite(runs / place, policy, model, place)
+    no = mock.Mock(side_effect=PermissionError(1, "Operation not permitted"))
+    with mock.patch.object(folders, "publish", no), pytest.raises(OSError) as raised:
+        save_checkpoint(runs / NOT_PUBLISHED, 1, policy, model, DIMS)
+    said[NOT_PUBLISHED] = str(raised.value)
+    said[FULL_DISK] = save_onto_a_full_disk(runs / FULL_DISK, policy, model, groups)
+    return resumed, said
+
+
+FULL_DISK, NO_ROOM, NOT_PUBLISHED, EVIL = "full disk", "no room", "not published", "evil"
+NOT_FINITE = ("decoder", "optimizer.state.exp_avg_sq")
+
+
+@pytest.fixture(scope="module")
+def four(saved, died, model, tmp_path_factory):
+    """The folder of runs that could not save, one run that would run code, and what each rank had
+    and was told."""
+    runs, evil = tmp_path_factory.mktemp("failed"), tmp_path_factory.mktemp("evil")
+    newest = shutil.copytree(saved[0] / "checkpoints", evil / "checkpoints") / "step_2"
+    torch.save({"args": Bomb(evil / "made")}, newest / "common.pt")
+    manifest.write_manifest(newest, manifest.hash_files(newest, manifest.read_manifest(newest)))
+    ranks = run_ranks(4, four_ranks, model, saved[0], died, evil, runs)
+    return runs, evil, *zip(*ranks, strict=True)
+
+
+def test_load_is_bit_for_bit_what_was_saved_and_so_is_the_next_step(saved, four):
+    for ours, theirs in zip(four[2], saved[1], strict=True):
         for part, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert same(a, b), ("state", "random numbers", "state after a step")[part]
 
@@ -131,7 +164,7 @@ def load_and_save(rank: int, model: Path, run: Path, dims: ParallelDims, again: 
     save_checkpoint(again, state.step, policy, model, dims)
 
 
-def test_weights_and_moments_come_back_from_another_layout(saved, model, tmp_path):
+def test_load_at_another_layout_has_the_same_bits(saved, model, tmp_path):
     """Each of these loads what the one before it has saved."""
     run, before = saved
     others = [ParallelDims(data=2), ParallelDims(tensor=4), ParallelDims(context=2, pipeline=2)]
@@ -149,56 +182,77 @@ def test_weights_and_moments_come_back_from_another_layout(saved, model, tmp_pat
 OWN_SCHEDULE = ("optimizer.lr=5e-4", "optimizer.lr_warmup_steps=2", "train.num_steps=9")
 
 
-def start_from(rank: int, model: Path, run: Path, init_from: Path) -> list[list[torch.Tensor]]:
-    """The state of a new run of other settings at its start, after a step, and when it resumes."""
+def start_from(rank: int, model: Path, runs: Path, sources: list[Path]) -> list[Any]:
+    """For each source, the state of a new run of other settings at its start, after a step, and
+    when it resumes."""
     policy, groups = start_policy(rank, model, DIMS, *OWN_SCHEDULE)
-    fresh = schedule_of(policy)
-    options = (*OWN_SCHEDULE, f"train.init_from={init_from}")
-    checkpoints = checkpoints_of(run, policy, model, DIMS, *options)
-    assert checkpoints.load() == TrainerState(step=0)
-    assert schedule_of(policy) == fresh
-    states = [state_of(policy)]
-    step(policy, groups)
-    step(policy, groups)
-    states.append(state_of(policy))
-    checkpoints.save(TrainerState(step=2), {})
-    checkpoints.wait()
-    step(policy, groups)
-    gone = (*OWN_SCHEDULE, "train.init_from=gone")
-    assert checkpoints_of(run, policy, model, DIMS, *gone).load().step == 2
-    return [*states, state_of(policy)]
+    states = []
+    for number, source in enumerate(sources):
+        fresh, run = schedule_of(policy), runs / str(number)
+        options = (*OWN_SCHEDULE, f"train.init_from={source}")
+        checkpoints = checkpoints_of(run, policy, model, DIMS, *options)
+        assert checkpoints.load() == TrainerState(step=0)
+        assert schedule_of(policy) == fresh
+        states.append([state_of(policy)])
+        step(policy, groups)
+        step(policy, groups)
+        states[-1].append(state_of(policy))
+        checkpoints.save(TrainerState(step=2), {})
+        checkpoints.wait()
+        step(policy, groups)
+        gone = (*OWN_SCHEDULE, "train.init_from=gone")
+        assert checkpoints_of(run, policy, model, DIMS, *gone).load().step == 2
+        states[-1].append(state_of(policy))
+    return states
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["", "checkpoints/step_2"], ids=["a run", "a checkpoint"])
-def test_a_new_run_starts_from_weights_and_moments_of_another_at_step_0(
-    saved, model, tmp_path, name
-):
+def test_init_from_is_a_run_or_checkpoint_to_start_from_at_step_0(saved, model, tmp_path):
     run, before = saved
-    after = run_ranks(4, start_from, model, tmp_path, run / name)
-    for (start, trained, resumed), theirs in zip(after, before, strict=True):
-        assert same(start, theirs[0])
-        assert not same(trained, start)
-        assert same(resumed, trained), "init_from is read once"
+    after = run_ranks(4, start_from, model, tmp_path, [run, run / "checkpoints" / "step_2"])
+    for rank, theirs in zip(after, before, strict=True):
+        for start, trained, resumed in rank:
+            assert same(start, theirs[0])
+            assert not same(trained, start)
+            assert same(resumed, trained), "init_from is read once"
 
 
-def start_from_damaged(rank: int, model: Path, run: Path, init_from: Path) -> str:
-    policy, _ = start_policy(rank, model, ParallelDims(data=2))
-    option = f"train.init_from={init_from}"
+# Two ranks of a policy in all of these.
+
+PAIR = ParallelDims(data=2)
+
+
+def two_ranks(rank: int, model: Path, run: Path, damaged: Path, runs: Path) -> dict[str, Any]:
+    policy, groups = start_policy(rank, model, PAIR)
+    found = {"past damage": load_past_damage(policy, groups, model, runs / "past damage")}
     with pytest.raises(ValueError) as refused:
-        checkpoints_of(run, policy, model, ParallelDims(data=2), option).load()
-    return str(refused.value)
+        option = f"train.init_from={damaged}"
+        checkpoints_of(runs / "new", policy, model, PAIR, option).load()
+    return found | {
+        "from damaged": str(refused.value),
+        "by megatron": load_by_megatron(policy, model, run),
+        "indexes": save_four_and_keep_three(policy, model, runs / "indexes"),
+        "descriptors": load_without_descriptors(policy, model, runs / "descriptors"),
+    }
 
 
-def test_a_new_run_does_not_start_from_a_damaged_checkpoint(saved, model, tmp_path):
-    damaged, other = tmp_path / "step_2", tmp_path / "step_1"
-    other.mkdir()
+@pytest.fixture(scope="module")
+def two(saved, model, tmp_path_factory):
+    """The folder of runs, a damaged checkpoint, and what each of two ranks found."""
+    runs = tmp_path_factory.mktemp("two")
+    damaged = runs / "step_2"
+    (runs / "step_1").mkdir()
     shutil.copytree(saved[0] / "checkpoints" / "step_2", damaged)
     flip_a_bit(damaged / "__1_0.distcp")
-    for said in run_ranks(2, start_from_damaged, model, tmp_path / "new", damaged):
+    return runs, damaged, run_ranks(2, two_ranks, model, saved[0], damaged, runs)
+
+
+def test_init_from_a_damaged_checkpoint_is_refused(two):
+    runs, damaged, ranks = two
+    for said in (rank["from damaged"] for rank in ranks):
         assert f"train.init_from {damaged} cannot be used: " in said
         assert "__1_0.distcp is damaged" in said
-        assert f"; set train.init_from to another checkpoint, such as {other}, or leave" in said
+        assert f"; set train.init_from to another checkpoint, such as {runs / 'step_1'}," in said
 
 
 METADATA = {
@@ -207,7 +261,7 @@ METADATA = {
 }
 
 
-def load_by_megatron(rank: int, model: Path, run: Path, dims: ParallelDims) -> list[str]:
+def load_by_megatron(policy: Policy, model: Path, run: Path) -> list[str]:
     """Names of tensors for which Megatron-Core's own loader returns other values than ours."""
     from megatron.core import dist_checkpointing
 
@@ -222,20 +276,18 @@ def load_by_megatron(rank: int, model: Path, run: Path, dims: ParallelDims) -> l
             for name, state in by_name.items()
         }
 
-    policy, _ = start_policy(rank, model, dims)
     state = sharded(policy, is_loading=True)
     theirs = dist_checkpointing.load(state, str(run / "checkpoints" / "step_2"))
     theirs = {k: v.clone() for k, v in theirs.items() if isinstance(v, torch.Tensor)}
-    checkpoints_of(run, policy, model, dims).load()
+    checkpoints_of(run, policy, model, PAIR).load()
     ours = {k: v.data for k, v in sharded(policy, is_loading=False).items() if v.data is not None}
     assert theirs.keys() == ours.keys()
     assert len(ours) == 4 * len(policy.parameters())
     return [name for name, values in ours.items() if not torch.equal(values, theirs[name])]
 
 
-def test_megatron_core_loads_it_too(saved, model):
-    dims = ParallelDims(data=2)
-    assert run_ranks(2, load_by_megatron, model, saved[0], dims) == [[], []]
+def test_load_has_the_values_of_megatron_cores(two):
+    assert [rank["by megatron"] for rank in two[2]] == [[], []]
 
 
 def load_state(rank: int, model: Path, run: Path) -> list[torch.Tensor]:
@@ -244,7 +296,7 @@ def load_state(rank: int, model: Path, run: Path) -> list[torch.Tensor]:
     return state_of(policy)
 
 
-def test_a_checkpoint_explains_itself_and_holds_no_secret_of_the_environment(saved):
+def test_save_explains_itself_and_has_no_secret(saved):
     folder = saved[0] / "checkpoints" / "step_2"
     record = json.loads((folder / "trainer.json").read_text())
     assert record["layout"]["tensor"] == record["layout"]["pipeline"] == 2
@@ -257,10 +309,8 @@ def test_a_checkpoint_explains_itself_and_holds_no_secret_of_the_environment(sav
     assert {"config.yaml", "hf_config/config.json", "common.pt", ".metadata"} <= listed
 
 
-def save_four_and_keep_three(rank: int, model: Path, run: Path) -> list[int]:
+def save_four_and_keep_three(policy: Policy, model: Path, run: Path) -> list[int]:
     """The number of chunks of each index that was built."""
-    dims = ParallelDims(data=2)
-    policy, _ = start_policy(rank, model, dims)
     lengths = []
 
     def counted(placed: Sequence[CreatedChunk], objects: Sequence[str]) -> bytes:
@@ -269,35 +319,19 @@ def save_four_and_keep_three(rank: int, model: Path, run: Path) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoints_module, "index_of", counted)
-        checkpoints = checkpoints_of(run, policy, model, dims, "train.keep_checkpoints=3")
+        checkpoints = checkpoints_of(run, policy, model, PAIR, "train.keep_checkpoints=3")
         for number in range(1, 5):
             checkpoints.save(TrainerState(step=number), {})
         checkpoints.wait()
     return lengths
 
 
-def test_as_many_stay_as_the_config_says_with_one_index_of_chunks(model, tmp_path):
-    lengths = run_ranks(2, save_four_and_keep_three, model, tmp_path)
-    folder = tmp_path / "checkpoints"
+def test_save_keeps_as_many_as_the_config_says_with_one_index(two):
+    folder = two[0] / "indexes" / "checkpoints"
     assert {path.name for path in folder.iterdir()} == {"step_2", "step_3", "step_4", "LATEST"}
+    lengths = [rank["indexes"] for rank in two[2]]
     assert lengths == [[len(read_chunks(folder / "step_4").layout.pieces)], [0]]
     assert len({(folder / f"step_{step}" / ".metadata").read_bytes() for step in (2, 3, 4)}) == 1
-
-
-FULL_DISK, NO_ROOM = "full disk", "no room"
-NOT_FINITE = ("decoder", "optimizer.state.exp_avg_sq")
-
-
-def fail_to_save(rank: int, model: Path, runs: Path) -> dict[str, str]:
-    """The message of each failure; each has its own run, with the same policy."""
-    policy, groups = start_policy(rank, model, DIMS)
-    said = {}
-    with pytest.MonkeyPatch.context() as patch:
-        said[NO_ROOM] = save_without_room(runs / NO_ROOM, policy, model, patch)
-    for place in NOT_FINITE:
-        said[place] = save_what_is_not_finite(runs / place, policy, model, place)
-    said[FULL_DISK] = save_onto_a_full_disk(runs / FULL_DISK, policy, model, groups)
-    return said
 
 
 def save_without_room(run: Path, policy: Policy, model: Path, patch: pytest.MonkeyPatch) -> str:
@@ -340,44 +374,29 @@ def save_onto_a_full_disk(run: Path, policy: Policy, model: Path, groups: Groups
     return str(raised.value)
 
 
-@pytest.fixture(scope="module")
-def failed(model, tmp_path_factory):
-    """The folder of runs that could not save, and what each of their four ranks was told."""
-    runs = tmp_path_factory.mktemp("failed")
-    return runs, run_ranks(4, fail_to_save, model, runs)
-
-
 @pytest.mark.parametrize("place", NOT_FINITE)
-def test_what_is_not_finite_is_named_and_not_saved(failed, place):
-    runs, messages = failed[0], [said[place] for said in failed[1]]
+def test_save_names_what_is_not_finite(four, place):
+    runs, messages = four[0], [said[place] for said in four[3]]
     assert messages[3].startswith(place) and "is not finite: nothing is saved" in messages[3]
     assert messages[:3] == [f"rank 3: {messages[3]}"] * 3
     assert list((runs / place).rglob("step_*")) == []
 
 
-def test_a_disk_that_fills_up_in_mid_save_leaves_the_checkpoint_before(failed):
-    runs, messages = failed[0], [said[FULL_DISK] for said in failed[1]]
+def test_save_onto_a_disk_that_fills_up_leaves_the_one_before(four):
+    runs, messages = four[0], [said[FULL_DISK] for said in four[3]]
     assert "cannot be written" in messages[2] and ".distcp" in messages[2]
     assert messages[0] == f"rank 2: {messages[2]}"
     assert (runs / FULL_DISK / "checkpoints" / "LATEST").read_text() == "step_1\n"
 
 
-def test_without_room_a_run_does_not_begin_and_nothing_is_written(failed):
-    runs, message = failed[0], failed[1][3][NO_ROOM]
+def test_save_without_room_writes_nothing(four):
+    runs, message = four[0], four[3][3][NO_ROOM]
     assert "rank 0: " in message and "1,000 bytes free, but a checkpoint takes" in message
     assert list((runs / NO_ROOM).rglob("step_*")) == []
 
 
-def fail_to_publish(rank: int, model: Path, run: Path) -> str:
-    policy, _ = start_policy(rank, model, DIMS)
-    no = mock.Mock(side_effect=PermissionError(1, "Operation not permitted"))
-    with mock.patch.object(folders, "publish", no), pytest.raises(OSError) as raised:
-        save_checkpoint(run, 1, policy, model, DIMS)
-    return str(raised.value)
-
-
-def test_all_ranks_hear_that_rank_0_could_not_make_it_a_checkpoint(model, tmp_path):
-    first, *others = run_ranks(4, fail_to_publish, model, tmp_path)
+def test_save_tells_all_ranks_that_rank_0_could_not_publish(four):
+    first, *others = (said[NOT_PUBLISHED] for said in four[3])
     assert "step_1.partial cannot be written: [Errno 1]" in first
     assert others == [f"rank 0: {first}"] * 3
 
@@ -397,12 +416,18 @@ def die_in_the_save(rank: int, model: Path, run: Path) -> None:
     save_checkpoint(run, 2, policy, model, DIMS)
 
 
-def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(model, tmp_path):
+@pytest.fixture(scope="module")
+def died(model, tmp_path_factory):
+    """A run in whose second save a rank died."""
+    run = tmp_path_factory.mktemp("died")
     with pytest.raises(AssertionError, match="rank"):
-        run_ranks(4, die_in_the_save, model, tmp_path)
-    assert (tmp_path / "checkpoints" / "step_2.partial").exists()
-    run_ranks(4, load_state, model, tmp_path)
-    assert not (tmp_path / "checkpoints" / "step_2.partial").exists()
+        run_ranks(4, die_in_the_save, model, run)
+    assert (run / "checkpoints" / "step_2.partial").exists()
+    return run
+
+
+def test_save_of_a_rank_that_dies_leaves_the_one_before(died, four):
+    assert not (died / "checkpoints" / "step_2.partial").exists(), "loaded in `four_ranks`"
 
 
 class Bomb:
@@ -422,7 +447,7 @@ def copied(saved, tmp_path):
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
-def test_a_pickle_that_would_run_code_is_refused_and_not_run(copied, tmp_path, name):
+def test_screen_checkpoint_of_what_would_run_code(copied, tmp_path, name):
     made = tmp_path / "made"
     screen_checkpoint(copied)
     if name == "common.pt":
@@ -437,7 +462,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(copied, tmp_path, n
         assert made.exists()
 
 
-def test_an_object_among_the_tensors_is_looked_at_too(copied, tmp_path):
+def test_screen_checkpoint_of_one_among_the_tensors(copied, tmp_path):
     made = tmp_path / "made"
     file, offset, length = max(read_object_places(copied / ".metadata"), key=lambda at: at[2])
     with (copied / file).open("r+b") as stream:
@@ -450,55 +475,46 @@ def test_an_object_among_the_tensors_is_looked_at_too(copied, tmp_path):
     assert not made.exists()
 
 
-def test_what_its_manifest_vouches_for_is_not_loaded_and_all_ranks_are_told(
-    copied, model, tmp_path
-):
-    made = tmp_path / "made"
-    torch.save({"args": Bomb(made)}, copied / "common.pt")
-    listed = manifest.read_manifest(copied)
-    manifest.write_manifest(copied, manifest.hash_files(copied, listed))
-    for message in run_ranks(4, load_nothing, model, tmp_path):
-        assert "no checkpoint of this run can be used" in message
-        assert re.search(r"step_2 is not used: .*common\.pt.*requires", message), message
-    assert not made.exists()
+def test_load_refuses_bad_pickles_that_a_manifest_lists(four):
+    for said in four[3]:
+        assert "no checkpoint of this run can be used" in said[EVIL]
+        assert re.search(r"step_2 is not used: .*common\.pt.*requires", said[EVIL]), said[EVIL]
+    assert not (four[1] / "made").exists()
 
 
-def load_nothing(rank: int, model: Path, run: Path) -> str:
-    policy, _ = start_policy(rank, model, DIMS)
+def load_nothing(run: Path, policy: Policy, model: Path) -> str:
     with pytest.raises(ValueError) as raised:
         checkpoints_of(run, policy, model, DIMS).load()
     dist.barrier()
     return str(raised.value)
 
 
-def load_past_damage(rank: int, model: Path, run: Path) -> dict[str, str]:
+def load_past_damage(policy: Policy, groups: Groups, model: Path, run: Path) -> dict[str, str]:
     """For every file of the newest checkpoint: the message after one of its bits is flipped."""
-    dims = ParallelDims(data=2)
-    policy, groups = start_policy(rank, model, dims)
-    schedule = schedule_of(policy)
-    save_checkpoint(run, 1, policy, model, dims)
+    rank, schedule = groups.rank, schedule_of(policy)
+    save_checkpoint(run, 1, policy, model, PAIR)
     step(policy, groups)
-    save_checkpoint(run, 2, policy, model, dims)
+    save_checkpoint(run, 2, policy, model, PAIR)
     newest, said = run / "checkpoints" / "step_2", {}
     for path in sorted(path for path in newest.rglob("*") if path.is_file()):
         if rank == 0:
             flip_a_bit(path)
         dist.barrier()
         with redirect_stderr(io.StringIO()) as errors:
-            state = checkpoints_of(run, policy, model, dims).load()
+            state = checkpoints_of(run, policy, model, PAIR).load()
         assert state.step == 1, path
         if rank == 0:
             flip_a_bit(path)
         said[str(path.relative_to(newest))] = errors.getvalue()
     dist.barrier()
-    assert checkpoints_of(run, policy, model, dims).load().step == 2
+    assert checkpoints_of(run, policy, model, PAIR).load().step == 2
     if rank == 0:  # what the manifest says is there, and it is not enough
         os.truncate(newest / "__1_0.distcp", 1000)
         manifest.write_manifest(
             newest, manifest.hash_files(newest, dict(manifest.read_manifest(newest)))
         )
     dist.barrier()
-    assert checkpoints_of(run, policy, model, dims).load().step == 1
+    assert checkpoints_of(run, policy, model, PAIR).load().step == 1
     assert schedule_of(policy) == schedule, "it was left as half of the newest had set it"
     return said
 
@@ -509,9 +525,8 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.long
-def test_a_flipped_bit_in_any_file_is_named_and_the_checkpoint_before_is_used(model, tmp_path):
-    said, _ = run_ranks(2, load_past_damage, model, tmp_path)
+def test_load_names_a_flipped_bit_in_any_file_and_goes_back(two):
+    said = two[2][0]["past damage"]
     assert said.keys() >= {"__0_0.distcp", "__1_0.distcp", ".metadata", "common.pt", "trainer.json"}
     assert said.keys() >= {"manifest.json", "random_states.safetensors", "hf_config/config.json"}
     for name, message in said.items():
@@ -519,15 +534,13 @@ def test_a_flipped_bit_in_any_file_is_named_and_the_checkpoint_before_is_used(mo
             assert f"step_2 is not used: {name} is damaged" in message.replace("rank 1: ", "")
 
 
-def load_without_descriptors(rank: int, model: Path, run: Path) -> str:
+def load_without_descriptors(policy: Policy, model: Path, run: Path) -> str:
     """The message if rank 1 cannot open files for a while, which is a transient error."""
-    dims = ParallelDims(data=2)
-    policy, _ = start_policy(rank, model, dims)
-    save_checkpoint(run, 1, policy, model, dims)
-    save_checkpoint(run, 2, policy, model, dims)
-    checkpoints = checkpoints_of(run, policy, model, dims)
+    save_checkpoint(run, 1, policy, model, PAIR)
+    save_checkpoint(run, 2, policy, model, PAIR)
+    checkpoints = checkpoints_of(run, policy, model, PAIR)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if rank == 1:
+    if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     with pytest.raises(TimeoutError) as raised:
         checkpoints.load()
@@ -536,8 +549,8 @@ def load_without_descriptors(rank: int, model: Path, run: Path) -> str:
     return str(raised.value)
 
 
-def test_an_intact_checkpoint_that_one_rank_cannot_read_for_now_is_not_passed_over(model, tmp_path):
-    first, second = run_ranks(2, load_without_descriptors, model, tmp_path)
+def test_load_passes_over_none_that_a_rank_cannot_read_for_now(two):
+    first, second = (rank["descriptors"] for rank in two[2])
     assert first == f"rank 1: {second}"
     assert "step_2 cannot be read: [Errno 24] Too many open files" in second
     assert "manifest.json'. It may be intact: start the same command again" in second
@@ -547,7 +560,7 @@ def ask_for_steps_done(rank: int, views: list[Path]) -> int:
     return steps_done(views[rank])
 
 
-def test_ranks_agree_on_the_steps_done_where_their_views_of_the_folder_do_not(tmp_path):
+def test_steps_done_ranks_agree_where_views_differ(tmp_path):
     """As on a network file system, whose attributes each host keeps for a while."""
     new, old = tmp_path / "new", tmp_path / "old"
     (new / "step_20").mkdir(parents=True)
@@ -555,7 +568,7 @@ def test_ranks_agree_on_the_steps_done_where_their_views_of_the_folder_do_not(tm
     assert run_ranks(3, ask_for_steps_done, [new, old, tmp_path / "nothing"]) == [20] * 3
 
 
-def test_random_numbers_of_another_kind_of_device_are_left_out():
+def test_set_random_state_of_another_kind_of_device():
     """On a CPU, a row that a GPU has saved: it has the states of more generators."""
     torch.manual_seed(3)
     row = torch.cat([megatron_state.random_state(), torch.zeros(48, dtype=torch.uint8)])
