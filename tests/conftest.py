@@ -7,6 +7,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from helpers.engines.live import SGLANG_PYTHON, running_engine, served_model
+from helpers.pushes.trainers import trainer
 from helpers.ranks.processes import CONTEXT
 from helpers.runs.in_flight import make_in_flight_runs
 from helpers.runs.jobs import make_runs
@@ -102,6 +103,12 @@ def tied_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def other_model(tmp_path_factory):
+    """`tied_model` with other weights."""
+    return served_model(tmp_path_factory.mktemp("other"), "qwen3", tied=True, seed=1)
+
+
+@pytest.fixture(scope="session")
 def engine_kind(request):
     """Which engine `running_engine` starts, and where it is installed."""
     name = request.config.getoption("--engine")
@@ -130,6 +137,19 @@ def reference_engine(tied_model, tmp_path_factory):
     logs = tmp_path_factory.mktemp("reference-logs")
     with running_engine("reference", tied_model, logs) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def pair(tied_model, tmp_path_factory):
+    """A trainer and two reference engines that are soon taken for hung; every test leaves both
+    serving."""
+    logs, limits = tmp_path_factory.mktemp("pair"), {"health_timeout": 3.0, "stall_timeout": 3.0}
+    with (
+        running_engine("reference", tied_model, logs, num_engines=2, **limits) as engines,
+        trainer(tied_model, engines.servers, engines.rollout) as ours,
+    ):
+        ours.push()
+        yield ours
 
 
 @pytest.fixture(params=["live_engine", "reference_engine"])

@@ -6,7 +6,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, suppress
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -23,10 +24,11 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Dyna
 from checkpoint_convert import read_shape
 from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.megatron import file_layout
-from helpers.engines.sampling import Completions, generate
+from helpers.engines.sampling import Completions, Router, generate
 from helpers.models.images import logits
 from helpers.models.tiny import EOS_ID, tiny_model
 from helpers.pushes.policies import client_of, push_folder
+from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.data.prompts import Prompt
@@ -39,6 +41,7 @@ from megatron_grpo.engines.engine import COUNTS
 from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
 from megatron_grpo.engines.request import SamplingParams
 from megatron_grpo.engines.server import EngineServers, engine_environment
+from megatron_grpo.engines.vllm.args import NO_ADAPTERS
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, new_token
 from parallel import intersect
 from parallel.checksum import whole_checksum
@@ -168,6 +171,21 @@ class TestEngine:
         assert wait_until(lambda: is_done() or self.num_generated() >= enough, 120, 0.005)
         self.pause()
 
+    def push_in_flight(
+        self,
+        router: Router,
+        folder: Path,
+        after: int,
+        answered: Sequence[Future[None]],
+        num_flips: int = 0,
+    ) -> int:
+        """`push`, through which requests go on, once it has generated `after` more tokens or all
+        are `answered`."""
+        self.pause_after(after, lambda: all(each.done() for each in answered))
+        router.pause(self.version + 1)
+        router.resume(self.push(folder, num_flips))
+        return self.version
+
     def push(self, folder: Path, num_flips: int = 0) -> int:
         """Push the weights in `folder`; returns the version now served. With a flipped bit, the
         push fails and is repeated."""
@@ -176,20 +194,14 @@ class TestEngine:
         push_folder(folder, *engines, self.version, num_flips)
         return self.version
 
-    def generate(
-        self, prompts: Sequence[Prompt], eos_token_ids: Sequence[int] = (EOS_ID,), **overrides
-    ) -> list[Sample]:
-        settings = {
-            "num_generations": 4,
-            "stop_token_ids": eos_token_ids,
-            "policy_version": self.version,
-        }
-        params = sampling_params(**settings | overrides)
-        client = self.client()
-        try:
-            return generate(client, Completions(prompts, params))
-        finally:
-            client.close()
+    def ask(self, prompts: Sequence[Prompt], number: int = 0, **overrides: Any) -> Completions:
+        """Four samples of each prompt in the generation `number`, by the weights pushed last."""
+        settings = {"num_generations": 4, "policy_version": self.version, "series": number}
+        return Completions(prompts, sampling_params(**settings | overrides), number)
+
+    def generate(self, prompts: Sequence[Prompt], **overrides: Any) -> list[Sample]:
+        with closing(self.client()) as client:
+            return generate(client, self.ask(prompts, **overrides))
 
 
 def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:
@@ -219,6 +231,7 @@ def running_engine(
     token: str | None = None,
     dtype: str = "float32",
     freeze_vision: bool = True,
+    lora: LoraConfig = NO_ADAPTERS,
     **rollout,
 ) -> Iterator[TestEngine]:
     """An engine that serves the model in `folder` in `dtype`; `token` belongs to `base_urls`.
@@ -234,7 +247,7 @@ def running_engine(
     else:
         config = RolloutConfig(engine=engine, max_completion_length=16, **rollout)
         with kernels_for(folder, config.quantization):
-            servers = EngineServers(model, config, log_dir, token)
+            servers = EngineServers(model, config, log_dir, token, lora=lora)
     try:
         servers.wait_ready(240)
         yield TestEngine(folder, servers, config)

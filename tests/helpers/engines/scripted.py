@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -37,7 +36,7 @@ MAX_LENGTH = 8
 
 @dataclass
 class ScriptedEngine:
-    """Holds its requests until `answers`, and tells the counts that a test sets.
+    """Answers requests unless it `holds` them, and tells the counts that a test sets.
 
     The tokens that it samples are their own positions in prompt and completion, and their experts
     have the number of its version.
@@ -68,9 +67,11 @@ class ScriptedEngine:
     is_paused: bool = False
     num_cuts: int = 0
     num_accepted: int = 0
-    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    holds: bool = True
     first_held: int = 0
     """Requests of lower numbers are answered even if the others are held."""
+    num_given_up: int = 0
+    """Requests whose connection was closed before the answer."""
     asked: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     """Tokens of each completion that is asked for."""
@@ -92,12 +93,14 @@ class ScriptedEngine:
                 return httpx.Response(200, text="".join(lines))
             case "/collective_rpc":
                 question = json.loads(request.content)["kwargs"]["question"]
-                held = {
-                    "results": [{"question": question, "push": self.push or f"{self.version}-a"}]
-                }
-                return httpx.Response(200, json=held)
+                held = {"push": self.push or f"{self.version}-a"}
+                return httpx.Response(200, json={"results": [held | {"question": question}]})
             case "/inference/v1/generate":
-                return await self._complete(json.loads(request.content))
+                try:
+                    return await self._complete(json.loads(request.content))
+                except asyncio.CancelledError:
+                    self.num_given_up += 1
+                    raise
             case "/pause":
                 self.num_cuts += "mode=abort" in str(request.url)
             case "/load":
@@ -112,7 +115,7 @@ class ScriptedEngine:
             return httpx.Response(200, headers=headers, content=self._stream(request))
         num_cuts, version = self.num_cuts, self.version
         while num_cuts == self.num_cuts and (
-            self.is_paused or not (request["priority"] < self.first_held or self.answers.is_set())
+            self.is_paused or (self.holds and request["priority"] >= self.first_held)
         ):
             await asyncio.sleep(0.002)  # a test may set it in another thread
         count, reason = request["sampling_params"]["max_tokens"], "length"
@@ -160,16 +163,31 @@ class ScriptedEngine:
         }
 
 
+URL = "http://127.0.0.1:1"  # where nobody listens
+
+
+class NoServers:
+    """Stands for servers of engines, which never end."""
+
+    token = "token"
+
+    def __init__(self, are_ours: bool, *base_urls: str) -> None:
+        self.are_ours, self.base_urls = are_ours, base_urls or (URL,)
+
+    def no_end(self, url: str) -> str:
+        return ""
+
+    kill = restart = end = log_tail = no_end
+
+
 class ScriptedClient(RolloutClient):
     """A client of engines by their names, which serve."""
 
     def __init__(self, **engines: ScriptedEngine) -> None:
         self._scripts = {f"http://{name}": engine for name, engine in engines.items()}
         self.urls = [*self._scripts]
-        servers = SimpleNamespace(
-            base_urls=self.urls, token="", are_ours=False, log_tail=lambda url: ""
-        )
         rollout = RolloutConfig(max_completion_length=16)
+        servers = NoServers(False, *self.urls)
         super().__init__(EnginePool(servers, rollout), rollout, event_loop())
         self.pool.finish_push(self.urls)
 

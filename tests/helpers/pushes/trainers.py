@@ -4,41 +4,49 @@ It starts the engines itself or uses running ones; the test may do anything to t
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import Tensor
 
 from checkpoint_convert import read_shape
 from helpers.engines.live import sampling_params, wait_until
 from helpers.engines.sampling import Completions, event_loop, generate
 from helpers.oracle.policies import tiny_config
 from helpers.pushes.policies import rollout_overrides
+from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
+from megatron_grpo.engine_weights.checksums import loaded_sums
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.engines.pool import EnginePool, JoinFolder
 from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
 from parallel import Layout, ParallelDims, Sender
 
 
+@dataclass
 class Trainer:
-    """Rank 0's servers, pool and client; pushes the weights in `folder`."""
+    """Rank 0's servers and client; pushes `weights`."""
 
-    def __init__(
-        self, folder: Path, servers: EngineServers, client: RolloutClient, sync: WeightSync
-    ) -> None:
-        self.servers, self.pool, self.client = servers, client.pool, client
-        self.version = 0
-        self._weights = load_file(folder / "model.safetensors")
-        self._sync = sync
+    cfg: Config
+    servers: EngineServers
+    client: RolloutClient
+    sync: WeightSync
+    weights: Mapping[str, Tensor]
+    version: int = 0
+
+    @property
+    def pool(self) -> EnginePool:
+        return self.client.pool
 
     def push(self) -> None:
         """Push the weights, as a new version."""
@@ -46,7 +54,7 @@ class Trainer:
         self.push_again()
 
     def push_again(self) -> None:
-        self._sync.push(self._weights, self.version, PhaseTimer(lambda name: None))
+        self.sync.push(self.weights, self.version, PhaseTimer(lambda name: None))
 
     def ask(self, prompts: Sequence[Prompt], **overrides: Any) -> Completions:
         """The request for `generate`."""
@@ -59,22 +67,38 @@ class Trainer:
         return self.servers.processes[url].process.pid
 
 
-@contextmanager
-def trainer(folder: Path, servers: EngineServers, rollout: RolloutConfig) -> Iterator[Trainer]:
-    """A trainer whose only rank holds all weights in `folder`."""
-    weights = load_file(folder / "model.safetensors")
+def sender_of(weights: Mapping[str, Tensor]) -> Sender:
+    """A rank that has all of these."""
     layout = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
-    overrides = rollout_overrides(rollout, servers.base_urls)
+    return Sender(0, layout, dict.fromkeys(weights, range(1)))
+
+
+@contextmanager
+def trainer(
+    folder: Path,
+    servers: EngineServers,
+    rollout: RolloutConfig,
+    *overrides: str,
+    adapter: Mapping[str, Tensor] | None = None,
+) -> Iterator[Trainer]:
+    """A trainer whose only rank holds all weights in `folder`; if it has an `adapter`, by the
+    overrides for LoRA, it pushes that, and further engines may join."""
+    weights = load_file(folder / "model.safetensors")
+    overrides = *rollout_overrides(rollout, servers.base_urls), *overrides
     is_first = not dist.is_initialized()  # a module's trainer may already run
     if is_first:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        cfg = tiny_config(folder, ParallelDims(), *overrides)
-        sender = Sender(0, layout, dict.fromkeys(weights, range(1)))
-        client = RolloutClient(EnginePool(servers, rollout), rollout, event_loop())
-        sync = WeightSync(cfg, read_shape(folder), sender, torch.device("cpu"), 1, client)
+        cfg, shape = tiny_config(folder, ParallelDims(), *overrides), read_shape(folder)
+        joining = JoinFolder.of_run(cfg) if adapter else None
+        client = RolloutClient(
+            EnginePool(servers, rollout, joining), rollout, event_loop(), cfg.lora
+        )
+        loaded = loaded_sums(cfg, shape, sender_of(weights), weights)
+        pushed, cpu = adapter or weights, torch.device("cpu")
+        sync = WeightSync(cfg, shape, sender_of(pushed), cpu, 1, client, loaded=loaded)
         with closing(sync):
-            yield Trainer(folder, servers, client, sync)
+            yield Trainer(cfg, servers, client, sync, pushed)
     finally:
         if is_first:
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Samples for reward functions, which read their texts and the columns of their prompts."""
+"""Samples that no engine has made."""
 
 from typing import Any
 
@@ -6,14 +6,21 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 
 
-def sample_of(text: str, row: dict[str, Any], index: int = 0, number: int = 0) -> Sample:
-    """Completion `number` of the prompt `index`."""
-    return Sample(
-        prompt=Prompt(index=index, token_ids=(1,), text=f"prompt {index}", row=row),
-        sample_index=number,
-        completion_ids=(1,),
-        logprobs=(0.0,),
-        finish_reason="stop",
-        text=text,
-        policy_version=0,
-    )
+def sample_of(
+    text: str,
+    row: dict[str, Any],
+    index: int = 0,
+    number: int = 0,
+    prompt: Prompt | None = None,
+    **fields: Any,
+) -> Sample:
+    """Completion `number` of the prompt `index`, or of `prompt`; it has one token, unless others
+    are among the `fields`."""
+    prompt = prompt or Prompt(index=index, token_ids=(1,), text=f"prompt {index}", row=row)
+    defaults = {
+        "completion_ids": (1,),
+        "logprobs": (0.0,) * len(fields.get("completion_ids", (1,))),
+        "finish_reason": "stop",
+        "policy_version": 0,
+    }
+    return Sample(prompt=prompt, sample_index=number, text=text, **defaults | fields)

@@ -20,7 +20,6 @@ from helpers.engines.live import (
     reference_logprobs,
     running_engine,
     sampling_params,
-    served_model,
     wait_until,
 )
 from helpers.engines.sampling import routing
@@ -105,7 +104,7 @@ def check_exact(samples, made, model):
         ("complete", 3, None, 1.0, {""}),
     ],
 )
-def test_every_sampled_token_is_trained_on_once(
+def test_agents_have_every_sampled_token_trained_on_once(
     engine, tied_model, tmp_path, function, num_turns, num_sequences, reward, roles
 ):
     with running_agents(engine, tied_model, tmp_path, function=function) as agents:
@@ -136,7 +135,7 @@ def test_every_sampled_token_is_trained_on_once(
         ("hang", {"timeout": 8}, "no answer after 8 s (agent.timeout): killed"),
     ],
 )
-def test_an_agent_that_fails_is_masked_and_leaves_nothing(
+def test_agents_mask_one_that_fails_and_leave_nothing(
     engine, tied_model, tmp_path, function, settings, failure
 ):
     with running_agents(engine, tied_model, tmp_path, function=function, **settings) as agents:
@@ -149,7 +148,7 @@ def test_an_agent_that_fails_is_masked_and_leaves_nothing(
         assert not sleepers()
 
 
-def test_agents_of_anthropics_client_and_streams_get_the_same_turns(engine, tied_model, tmp_path):
+def test_endpoint_gives_all_clients_the_same_turns(engine, tied_model, tmp_path):
     asked = [{"role": "user", "content": "one"}]
     with waiting_agents(engine, tied_model, tmp_path) as (url, key, made):
         anthropic = Anthropic(base_url=url, api_key=key, max_retries=0)
@@ -222,11 +221,7 @@ def of_part(kind):
         (CHAT, {"stop": ["a", "\ud83d"]}, "half of a surrogate pair"),
         (CHAT, {"temperature": math.nan}, "NaN is no value of JSON"),
         (CHAT, {"tools": "abc"}, "tools must be a list, not 'abc'"),
-        (
-            CHAT,
-            {"messages": [USER], "tools": ["abc"]},
-            "each of tools must be an object with a function",
-        ),
+        (CHAT, {"messages": [USER], "tools": ["abc"]}, "each of tools must be an object with a f"),
         *((path, NESTED, "nested too deep") for path in (CHAT, COMPLETIONS, ANTHROPIC)),
         (ANTHROPIC, {"messages": "x"}, "messages must be a list of objects, not 'x'"),
         (ANTHROPIC, {"messages": [], "tools": ["abc"]}, "tools must be a list of objects"),
@@ -234,19 +229,15 @@ def of_part(kind):
         (
             CHAT,
             {"messages": [USER], "tool_choice": "required"},
-            "tool_choice required is not supported",
+            "_choice required is not supported",
         ),
-        (
-            CHAT,
-            {"messages": [USER | {"content": "x" * 1000}]},
-            "maximum context length is 350 tokens",
-        ),
+        (CHAT, {"messages": [USER | {"content": "x" * 1000}]}, "maximum context length is 350 tok"),
         (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt must be one text"),
         (ANTHROPIC, {"messages": [{"role": "user"}]}, "cannot be read"),
         (ANTHROPIC, "garbage", "cannot be read"),
     ],
 )
-def test_a_request_that_cannot_be_answered_is_told_why(waiting, path, body, text):
+def test_endpoint_refuses_a_request_and_says_why(waiting, path, body, text):
     url, key, _ = waiting
     content = body if isinstance(body, str) else json.dumps(body)
     headers = {"Authorization": f"Bearer {key}"}
@@ -265,7 +256,7 @@ def test_a_request_that_cannot_be_answered_is_told_why(waiting, path, body, text
         ("messages", {"messages": [{"role": "user", "content": "a\ud83d"}], "system": "\udce9"}),
     ],
 )
-def test_half_of_a_surrogate_pair_is_replaced_in_a_request(waiting, path, body):
+def test_endpoint_replaces_half_of_a_surrogate_pair(waiting, path, body):
     url, key, made = waiting
     others = {"model": "\ud83d", "metadata": {"\udce9": "\ud83d"}, "max_tokens": 1}
     content = json.dumps(body | others)
@@ -276,7 +267,7 @@ def test_half_of_a_surrogate_pair_is_replaced_in_a_request(waiting, path, body):
     assert "a?" in asked
 
 
-def test_the_parser_of_the_engine_finds_the_calls_in_a_turn(engine, tied_model, tmp_path):
+def test_parse_finds_calls_by_the_engines_parser(engine, tied_model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     tool = {"name": "add", "parameters": {"type": "object", "properties": {}}}
@@ -311,10 +302,7 @@ def test_the_parser_of_the_engine_finds_the_calls_in_a_turn(engine, tied_model, 
     assert told["id"]
 
 
-def test_pushes_in_flight_cut_turns_and_every_token_is_of_its_own_version(
-    engine, tied_model, tmp_path
-):
-    other = served_model(tmp_path / "other", "qwen3", tied=True, seed=1)
+def test_pushes_in_flight_cut_turns_of_agents(engine, tied_model, other_model, tmp_path):
     with running_agents(engine, tied_model, tmp_path, function="long") as agents:
         weights = {engine.version: tied_model}
         made = generation_of(agents, engine, stop_token_ids=())
@@ -325,7 +313,7 @@ def test_pushes_in_flight_cut_turns_and_every_token_is_of_its_own_version(
         with routing(agents._client, agents._tokenizer.decode) as router, made.recording():
             router.resume(engine.version)
             answered = router.submit(made)
-            for folder in (other, tied_model):
+            for folder in (other_model, tied_model):
                 enough = num_sampled() + 100
                 assert wait_until(lambda enough=enough: num_sampled() > enough, 60, 0.01)
                 router.abort()
@@ -346,7 +334,7 @@ def test_pushes_in_flight_cut_turns_and_every_token_is_of_its_own_version(
             assert not is_sampled or abs(told[i] - wanted[version][i]) < 1e-3
 
 
-def test_a_turn_that_nobody_waits_for_any_more_is_not_trained_on(engine, tied_model, tmp_path):
+def test_endpoint_drops_a_turn_that_nobody_waits_for(engine, tied_model, tmp_path):
     body = {"messages": [{"role": "user", "content": "one"}]}
     with waiting_agents(engine, tied_model, tmp_path, stop_token_ids=()) as (url, key, made):
         route, headers = f"{url}/v1/chat/completions", {"x-api-key": key}
@@ -370,7 +358,7 @@ class Ending(Session):
     is_over = False
 
 
-def test_a_session_that_is_over_has_its_reward():
+def test_session_that_is_over_has_its_reward():
     cfg = AgentConfig(command="unused", weight=1)
     group = SimpleNamespace(prompt=random_prompts(1)[0], params=sampling_params())
     session = Ending(group, 0, None, None, cfg, 9)
@@ -379,7 +367,7 @@ def test_a_session_that_is_over_has_its_reward():
 
 
 @pytest.mark.slow
-def test_many_sessions_at_once_are_all_answered(engine, tied_model, tmp_path):
+def test_agents_answer_many_sessions_at_once(engine, tied_model, tmp_path):
     (program := tmp_path / "agent.py").write_text(PROGRAM)
     command = f"{sys.executable} -IS {program}"
     with running_agents(engine, tied_model, tmp_path, command=command) as agents:
@@ -389,7 +377,7 @@ def test_many_sessions_at_once_are_all_answered(engine, tied_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_sequence_of_a_session_has_the_routes_of_its_tokens(tmp_path):
+def test_agents_keep_the_routes_of_every_sequence(tmp_path):
     folder = tiny_model(tmp_path / "model", "qwen3_moe", num_experts=8)
     with (
         running_engine("reference", folder, tmp_path, router_replay=True) as engine,

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.runs.rewards import sample_of
 from megatron_grpo.agents.token_tree import Place, TokenTree
 from megatron_grpo.batch.branches import cut_out
 from megatron_grpo.data.prompts import Prompt
@@ -27,16 +28,14 @@ def choice(ids: list[int], first: float, version: int = 0) -> Choice:
     )
 
 
-def sample_of(tree: TokenTree) -> Sample:
+def grown(tree: TokenTree) -> Sample:
     first = tree.branches[0]
-    return Sample(
+    return sample_of(
+        "",
+        {},
         prompt=Prompt(0, first.path[: first.first], "", {}),
-        sample_index=0,
         completion_ids=[t for each in tree.branches for t in each.path[each.first :]],
         logprobs=[p for each in tree.branches for p in each.logprobs],
-        finish_reason="stop",
-        text="",
-        policy_version=0,
         loss_mask=[m for each in tree.branches for m in each.loss_mask],
         branches=tree.sequences(),
     )
@@ -93,7 +92,7 @@ def test_random_agents_have_every_sampled_token_trained_on_once(prompt, deeds):
             told[(*before, *context, *sampled[: i + 1]), count + i] += 1
         count += len(sampled)
     found = Counter()
-    sample = sample_of(tree)
+    sample = grown(tree)
     whole = whole_of(sample)
     for branch in sample.branches:
         sequence = cut_out(whole, branch)
@@ -110,7 +109,7 @@ def test_a_history_with_no_token_in_common_has_its_first_token_as_context():
     tree = TokenTree()
     tree.add(None, [1], "", choice([2], 1.0))
     tree.add(tree.shared([3, 4]), [3, 4], "", choice([5], 2.0))
-    sequence = cut_out(whole_of(sample_of(tree)), sample_of(tree).branches[1])
+    sequence = cut_out(whole_of(grown(tree)), grown(tree).branches[1])
     assert (sequence.tokens.tolist(), sequence.num_prompt_tokens) == ([3, 4, 5], 1)
     assert sequence.response_mask.tolist() == [False, True]
 

@@ -231,29 +231,22 @@ def test_engines_that_take_no_images_are_refused(model, tmp_path, override, told
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "told"),
+    ("family", "rope", "vision", "told"),
     [
-        ("qwen3_vl", {"mrope_interleaved": False}, "and mrope_interleaved True"),
-        ("qwen2_5_vl", {"mrope_interleaved": True}, "and mrope_interleaved False"),
-        ("qwen3_vl", {"mrope_section": [4, 6, 7]}, "three sizes whose sum is 16"),
-        ("qwen3_5", {}, "images are supported of qwen2_5_vl, qwen3_vl, qwen3_vl_moe only"),
+        ("qwen3_vl", {"mrope_interleaved": False}, {}, "and mrope_interleaved True"),
+        ("qwen2_5_vl", {"mrope_interleaved": True}, {}, "and mrope_interleaved False"),
+        ("qwen3_vl", {"mrope_section": [4, 6, 7]}, {}, "three sizes whose sum is 16"),
+        ("qwen3_vl", {}, {"deepstack_visual_indexes": None}, "_indexes of vision_config is None"),
+        ("qwen3_5", {}, {}, "images are supported of qwen2_5_vl, qwen3_vl, qwen3_vl_moe only"),
     ],
 )
-def test_models_that_take_images_in_unknown_ways_are_refused(tmp_path, family, change, told):
+def test_check_images_refuses_models_of_unknown_ways(tmp_path, family, rope, vision, told):
     folder = tiny_multimodal(tmp_path / "model", family)
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["rope_parameters"] |= change
+    config["text_config"]["rope_parameters"] |= rope
+    config["vision_config"] |= vision
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=told):
-        check_images(image_config(folder, tmp_path))
-
-
-def test_layers_with_features_must_be_listed(tmp_path):
-    folder = tiny_multimodal(tmp_path / "model", "qwen3_vl")
-    config = json.loads((folder / "config.json").read_text())
-    config["vision_config"]["deepstack_visual_indexes"] = None
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="deepstack_visual_indexes of vision_config is None"):
         check_images(image_config(folder, tmp_path))
 
 

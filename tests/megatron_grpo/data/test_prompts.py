@@ -2,7 +2,6 @@ import json
 import re
 import socket
 import tempfile
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from time import monotonic
@@ -20,7 +19,6 @@ from helpers.models.shapes import LLAMA_70B
 from helpers.models.tiny import EOS_ID, character_tokenizer
 from megatron_grpo.agents.chat import ChatTemplate
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.data import WeightedPath
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts, with_date
 from megatron_grpo.data.stream import PromptStream
@@ -52,7 +50,7 @@ def refusal(cfg: Config) -> str:
     return str(refused.value)
 
 
-def test_chat_template_gives_the_token_ids_that_the_tokenizer_itself_gives(tmp_path):
+def test_load_prompts_has_tokens_of_the_chat_template(tmp_path):
     cfg = config(jsonl(tmp_path, ROWS), "data.system_prompt=Be brief")
     prompt = load(cfg)[3]
     messages = [
@@ -67,7 +65,7 @@ def test_chat_template_gives_the_token_ids_that_the_tokenizer_itself_gives(tmp_p
     assert prompt.index == 3
 
 
-def test_variables_of_the_config_reach_the_chat_template(tmp_path):
+def test_load_prompts_gives_variables_to_the_template(tmp_path):
     tokenizer = character_tokenizer(250)
     tokenizer.chat_template += "{% if enable_thinking is false %}<no thoughts>{% endif %}"
     path = jsonl(tmp_path, ROWS)
@@ -87,7 +85,7 @@ def dated_tokenizer() -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def test_the_date_of_the_config_is_what_the_chat_template_writes(tmp_path):
+def test_load_prompts_gives_the_date_to_the_template(tmp_path):
     cfg, tokenizer = config(jsonl(tmp_path, ROWS), f"data.date={DATE}"), dated_tokenizer()
     assert cfg.data.date == DATE
     assert load_prompts(cfg, tokenizer, CONTEXT)[0].text.startswith("06 May 2024 07:08\n")
@@ -96,7 +94,7 @@ def test_the_date_of_the_config_is_what_the_chat_template_writes(tmp_path):
     assert asked.startswith("06 May 2024 07:08\n")
 
 
-def test_a_run_keeps_the_time_of_its_first_start(tmp_path):
+def test_with_date_keeps_that_of_the_first_start(tmp_path):
     run = tmp_path / "run"
     cfg = config(jsonl(tmp_path, ROWS), f"train.run_dir={run}", "eval.data={}")
     assert with_date(cfg, character_tokenizer(250)) == cfg  # its template writes no date
@@ -117,13 +115,13 @@ def test_a_run_keeps_the_time_of_its_first_start(tmp_path):
     assert with_date(given, dated_tokenizer()) == given
 
 
-def test_a_variable_that_the_chat_template_does_not_know_is_refused(tmp_path):
+def test_load_prompts_refuses_a_variable_of_no_use(tmp_path):
     told = "data.chat_template_kwargs.enable_thinking does nothing: the chat template"
     given = "data.chat_template_kwargs.enable_thinking=false"
     assert told in refusal(config(jsonl(tmp_path, ROWS), given))
 
 
-def test_special_tokens_come_from_the_template_or_else_from_the_tokenizer(tmp_path):
+def test_load_prompts_has_special_tokens_once(tmp_path):
     tokenizer = character_tokenizer(250)
     start = tokenizer.convert_tokens_to_ids("<start>")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -136,7 +134,7 @@ def test_special_tokens_come_from_the_template_or_else_from_the_tokenizer(tmp_pa
     assert [*raw.token_ids] == [start, *tokenizer.convert_tokens_to_ids(["a", "b"])]
 
 
-def test_rewards_see_every_column_and_the_mapped_answer(tmp_path):
+def test_row_has_every_column_and_the_mapped_answer(tmp_path):
     rows = [{"q": "one", "solution": "1", "level": 7}]
     cfg = config(jsonl(tmp_path, rows), "data.prompt_column=q", "data.answer_column=solution")
     assert load(cfg)[0].row == {"q": "one", "solution": "1", "level": 7, "answer": "1"}
@@ -144,7 +142,7 @@ def test_rewards_see_every_column_and_the_mapped_answer(tmp_path):
     assert load(cfg)[0].row == rows[0]
 
 
-def test_jsonl_parquet_and_folders_of_them_hold_the_same_rows(tmp_path):
+def test_load_prompts_reads_folders_of_jsonl_and_parquet(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[3:]), tmp_path / "b.parquet")
     path = jsonl(tmp_path, ROWS[:3], "a.jsonl")
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark is no fault
@@ -153,7 +151,7 @@ def test_jsonl_parquet_and_folders_of_them_hold_the_same_rows(tmp_path):
     assert [(prompt.index, prompt.row) for prompt in found] == list(enumerate(ROWS))
 
 
-def test_a_folder_has_the_split_that_its_files_are_named_by(tmp_path):
+def test_split_is_of_the_files_that_it_names(tmp_path):
     for name, rows in (("train", ROWS[:3]), ("test-00000-of-00001", ROWS[3:])):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
     assert [prompt.row for prompt in load(config(tmp_path))] == ROWS[:3]
@@ -163,7 +161,7 @@ def test_a_folder_has_the_split_that_its_files_are_named_by(tmp_path):
     assert "it has test-00000-of-00001.parquet, train.parquet" in message
 
 
-def test_a_folder_in_which_some_files_are_of_a_split_and_some_of_none_is_refused(tmp_path):
+def test_split_refuses_files_of_none_beside_files_of_one(tmp_path):
     """The others might be for training, or nobody knows what they are."""
     for name in ("problems", "test"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(ROWS[0]))
@@ -182,7 +180,7 @@ def test_a_folder_in_which_some_files_are_of_a_split_and_some_of_none_is_refused
         ([], "data.shuffle=true", "has no rows"),
     ],
 )
-def test_a_file_without_what_the_config_names_is_refused(tmp_path, rows, override, told):
+def test_load_prompts_refuses_a_file_without_what_is_named(tmp_path, rows, override, told):
     assert told in refusal(config(jsonl(tmp_path, rows), override))
 
 
@@ -218,7 +216,7 @@ def with_bad_lines(folder: Path) -> Path:
     return path
 
 
-def test_every_row_that_makes_no_prompt_is_listed_with_its_line(tmp_path):
+def test_on_invalid_lists_every_row_with_its_line(tmp_path):
     path = with_bad_lines(tmp_path)
     message = refusal(config(path))
     first, *listed, last = message.splitlines()
@@ -230,7 +228,7 @@ def test_every_row_that_makes_no_prompt_is_listed_with_its_line(tmp_path):
     assert "data.max_prompt_length=500 leaves out only those that are too long" in last
 
 
-def test_rows_that_make_no_prompt_are_left_out_where_the_config_says_so(tmp_path, caplog):
+def test_on_invalid_skip_leaves_rows_out(tmp_path, caplog):
     path = with_bad_lines(tmp_path)
     prompts = load(config(path, "data.on_invalid=skip"))
     # Rows keep their numbers: only the blank line has none.
@@ -252,7 +250,7 @@ def test_rows_that_make_no_prompt_are_left_out_where_the_config_says_so(tmp_path
         max_size=8,
     )
 )
-def test_whatever_the_other_lines_hold_good_ones_are_used_and_bad_ones_listed(lines):
+def test_on_invalid_uses_good_lines_beside_any_others(lines):
     rows = {i: line for i, line in enumerate(lines) if isinstance(line, dict) and "ok" in str(line)}
     encoded = [json.dumps(line).encode() if isinstance(line, dict) else line for line in lines]
     with tempfile.TemporaryDirectory() as folder:
@@ -269,30 +267,6 @@ def test_whatever_the_other_lines_hold_good_ones_are_used_and_bad_ones_listed(li
             assert listed == bad
 
 
-# As those of Llama 3.1 and later ask.
-ASKS_FOR_CALLS = (
-    "{% for message in messages %}{% if 'tool_calls' in message %}"
-    "{{ message.tool_calls | length }} calls{% endif %}{{ message.content }}{% endfor %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "told"),
-    [("{{ raise_exception('begin') }}", "begin"), (ASKS_FOR_CALLS, r"no len\(\)")],
-    ids=["by the template itself", "for a field of another type"],
-)
-def test_chats_that_the_template_refuses_are_listed(tmp_path, template, told):
-    tokenizer = character_tokenizer(250)
-    condition = "{% if messages[0].tool_calls %}" + template + "{% endif %}"
-    tokenizer.chat_template = condition + tokenizer.chat_template
-    chat = [{"role": "user", "content": "a", "tool_calls": 3}]
-    path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
-    with pytest.raises(ValueError, match=rf"{path} line 6: refused by the chat template: .*{told}"):
-        load_prompts(config(path), tokenizer, CONTEXT)
-    skipped = load_prompts(config(path, "data.on_invalid=skip"), tokenizer, CONTEXT)
-    assert [prompt.row for prompt in skipped] == ROWS
-
-
 WRITES_CALLS = (
     "{% for message in messages %}{{ message.content }}"
     "{% if 'tool_calls' in message %}{{ message.tool_calls | tojson }}{% endif %}{% endfor %}"
@@ -307,7 +281,7 @@ def with_call(**arguments: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "table of JSON"])
-def test_messages_have_the_fields_that_they_were_written_with_whatever_the_format(tmp_path, kind):
+def test_messages_have_the_fields_that_were_written(tmp_path, kind):
     tokenizer = character_tokenizer(250)
     rows = [
         with_call(city="Bern"),
@@ -336,7 +310,7 @@ def test_messages_have_the_fields_that_they_were_written_with_whatever_the_forma
     assert prompts[2].row == rows[2], "environments and agents read rows, too"
 
 
-def test_contents_in_parts_are_texts_for_templates_rewards_and_agents(tmp_path):
+def test_contents_in_parts_are_texts_for_all(tmp_path):
     parts = [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}]
     chat = [{"role": "system", "content": parts}, {"role": "user", "content": parts}]
     path = jsonl(tmp_path, [{"prompt": chat, "answer": "2"}])
@@ -348,20 +322,45 @@ def test_contents_in_parts_are_texts_for_templates_rewards_and_agents(tmp_path):
     assert "not a part of type image_url; data.image_column names the" in refusal(config(path))
 
 
-@pytest.mark.parametrize(
-    ("chat", "told"),
-    [
-        (with_call(city="\ud83d")["prompt"], "'prompt' is not valid Unicode"),
-        ([{"role": "user", "content": "a", "x": "DEEP"}], "'prompt' is nested too deeply"),
-    ],
+REFUSES = "{% if messages[0].tool_calls %}{{ raise_exception('begin') }}{% endif %}"
+# As those of Llama 3.1 and later ask.
+ASKS_FOR_CALLS = (
+    "{% for message in messages %}{% if 'tool_calls' in message %}"
+    "{{ message.tool_calls | length }} calls{% endif %}{{ message.content }}{% endfor %}"
 )
-def test_fields_of_messages_that_make_no_prompt_are_listed(tmp_path, chat, told):
+CALLS_3 = [{"role": "user", "content": "a", "tool_calls": 3}]
+SYSTEM, USER = {"role": "system", "content": "a"}, {"role": "user", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("chat", "template", "override", "told"),
+    [
+        (CALLS_3, REFUSES, "", "refused by the chat template: .*begin"),
+        (CALLS_3, ASKS_FOR_CALLS, "", r"refused by the chat template: .*no len\(\)"),
+        (with_call(city="\ud83d")["prompt"], WRITES_CALLS, "", "'prompt' is not valid Unicode"),
+        ([{**USER, "x": "DEEP"}], WRITES_CALLS, "", "'prompt' is nested too deeply"),
+        ([USER], "", "data.apply_chat_template=false", ".*chat messages, wh"),
+        ([SYSTEM, USER], "", "data.system_prompt=x", ".*its own system message"),
+        (
+            [USER, {"role": "assistant", "content": "2"}],
+            "",
+            "",
+            "'prompt' ends with the assistant's",
+        ),
+    ],
+    ids=["refused", "a field", "Unicode", "deep", "no template", "system message", "own turn"],
+)
+def test_load_prompts_lists_chats_that_make_no_prompt(tmp_path, chat, template, override, told):
     tokenizer = character_tokenizer(250)
-    tokenizer.chat_template = WRITES_CALLS
+    own = tokenizer.chat_template
+    tokenizer.chat_template = {"": own, REFUSES: REFUSES + own}.get(template, template)
     path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
     path.write_text(path.read_text().replace('"DEEP"', "[" * 3000 + "]" * 3000))
-    with pytest.raises(ValueError, match=f"line 6: {told}"):
-        load_prompts(config(path), tokenizer, CONTEXT)
+    overrides = [override] if override else []
+    with pytest.raises(ValueError, match=rf"{path} line 6: {told}"):
+        load_prompts(config(path, *overrides), tokenizer, CONTEXT)
+    skips = config(path, *overrides, "data.on_invalid=skip")
+    assert [prompt.row for prompt in load_prompts(skips, tokenizer, CONTEXT)] == ROWS
 
 
 @pytest.mark.parametrize(
@@ -372,7 +371,7 @@ def test_fields_of_messages_that_make_no_prompt_are_listed(tmp_path, chat, told)
     ],
     ids=["null", "bad UTF-8"],
 )
-def test_unusable_rows_of_a_table_go_by_their_number(tmp_path, prompt, answer, faults, usable):
+def test_on_invalid_lists_rows_of_a_table_by_number(tmp_path, prompt, answer, faults, usable):
     values = pyarrow.array(prompt).cast(pyarrow.string(), safe=False)
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": values, "answer": answer}), path)
@@ -381,7 +380,7 @@ def test_unusable_rows_of_a_table_go_by_their_number(tmp_path, prompt, answer, f
     assert [p.index for p in load(config(path, "data.on_invalid=skip"))] == usable
 
 
-def test_a_file_that_is_no_table_is_named(tmp_path):
+def test_load_prompts_names_a_file_that_is_no_table(tmp_path):
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1 and nothing else")
     assert f"{path} cannot be read as Parquet: " in refusal(config(path))
@@ -391,12 +390,12 @@ def test_a_file_that_is_no_table_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "no/such/folder", "/nowhere", "."])
-def test_missing_data_is_refused_at_once(name, tmp_path):
+def test_load_prompts_refuses_missing_data(name, tmp_path):
     message = refusal(config(tmp_path / name if name == "." else name))
     assert "does not exist" in message or "has no .jsonl or .parquet file" in message
 
 
-def test_name_of_a_data_set_is_refused_in_seconds_if_no_hub_answers(monkeypatch):
+def test_load_prompts_waits_seconds_for_no_hub(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed when it is asked
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
@@ -410,7 +409,7 @@ def test_name_of_a_data_set_is_refused_in_seconds_if_no_hub_answers(monkeypatch)
     assert not datasets.config.HF_HUB_OFFLINE
 
 
-def test_prompts_that_are_too_long_are_listed_or_left_out(tmp_path, caplog):
+def test_max_prompt_length_leaves_out_longer_ones(tmp_path, caplog):
     # The template adds 19 tokens, and 512 - 12 leaves 500: 481 characters are the most.
     path = jsonl(tmp_path, [{"prompt": "x" * (481 + i), "answer": ""} for i in range(2)])
     message = refusal(config(path))
@@ -423,7 +422,7 @@ def test_prompts_that_are_too_long_are_listed_or_left_out(tmp_path, caplog):
     assert "data.max_prompt_length 5 leaves out all 2" in message
 
 
-def test_completion_length_that_fills_the_context_is_refused(tmp_path):
+def test_max_completion_length_leaves_room_for_prompts(tmp_path):
     message = refusal(config(jsonl(tmp_path, ROWS), "rollout.max_completion_length=512"))
     assert "rollout.max_completion_length 512" in message
     assert "use at most 511" in message
@@ -435,71 +434,14 @@ def test_completion_length_that_fills_the_context_is_refused(tmp_path):
         load_eval_prompts(view, "a", character_tokenizer(250), CONTEXT)
 
 
-@pytest.mark.parametrize(
-    ("chat", "override", "told"),
-    [
-        ([{"role": "user", "content": "a"}], "data.apply_chat_template=false", "chat messages, wh"),
-        (
-            [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
-            "data.system_prompt=x",
-            "its own system message",
-        ),
-        (
-            [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}],
-            "data.shuffle=true",
-            "'prompt' ends with the assistant's own turn",
-        ),
-    ],
-)
-def test_chats_that_the_config_does_not_fit_are_listed(tmp_path, chat, override, told):
-    path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
-    message = refusal(config(path, override))
-    assert f"{path} line 6: " in message and told in message
-
-
-def test_tokenizer_without_chat_template_is_refused(tmp_path):
+def test_load_prompts_needs_a_chat_template(tmp_path):
     tokenizer = character_tokenizer(250)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="apply_chat_template=false"):
         load_prompts(config(jsonl(tmp_path, ROWS)), tokenizer, CONTEXT)
 
 
-def prompts(count: int) -> list[Prompt]:
-    return [Prompt(index=i, token_ids=(i,), text=str(i), row={}) for i in range(count)]
-
-
-def batches(stream: PromptStream, count: int) -> list[list[int]]:
-    return [[prompt.index for prompt in stream.batch(i)] for i in range(count)]
-
-
-def test_batches_are_a_function_of_their_number_and_the_seed():
-    first = batches(PromptStream(prompts(50), 8, seed=1, shuffle=True), 20)
-    again = PromptStream(prompts(50), 8, seed=1, shuffle=True)
-    assert [prompt.index for prompt in again.batch(19)] == first[19]
-    assert batches(PromptStream(prompts(50), 8, seed=2, shuffle=True), 20) != first
-
-
-def test_an_epoch_meets_every_prompt_at_most_once_and_batches_repeat_none():
-    epoch_length = 50 // 8
-    all_batches = batches(PromptStream(prompts(50), 8, seed=1, shuffle=True), 4 * epoch_length)
-    order = [index for batch in all_batches for index in batch]
-    epochs = [order[i : i + 48] for i in range(0, 4 * 48, 48)]
-    assert all(len(set(epoch)) == len(epoch) == 48 for epoch in epochs)
-    assert set().union(*epochs) == set(range(50))
-    assert epochs[0] != epochs[1]
-    stream = PromptStream(prompts(50), 8, seed=1, shuffle=True)
-    assert (stream.epochs(3), stream.epochs(6)) == (0.5, 1)  # two prompts are left out
-    assert stream.num_generations(2) == 12
-
-
-def test_unshuffled_batches_follow_the_rows_and_wrap_around():
-    stream = PromptStream(prompts(5), 3, seed=1, shuffle=False)
-    assert batches(stream, 3) == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
-    assert stream.epochs(3) == pytest.approx(9 / 5)
-    assert (stream.num_generations(1), stream.num_generations(3)) == (2, 5)
-
-
-def test_only_the_same_prompts_have_the_same_fingerprint(tmp_path):
+def test_fingerprint_is_of_the_same_prompts_alone(tmp_path):
     def fingerprint(rows: list, *overrides: str, vocabulary: int = 250) -> str:
         cfg = config(jsonl(tmp_path, rows), *overrides)
         found = load_prompts(cfg, character_tokenizer(vocabulary), CONTEXT)
@@ -517,54 +459,7 @@ def test_only_the_same_prompts_have_the_same_fingerprint(tmp_path):
     assert len({same, *others}) == 5
 
 
-THREE_TO_ONE = [WeightedPath(path="many", weight=6), WeightedPath(path="few", weight=2)]
-"""Of four prompts in a row, three are of the first path."""
-
-
-def mixed(many: int, few: int, batch_size: int, *, shuffle: bool = True, **options) -> PromptStream:
-    """Prompts 0, 1, ... of the first path, and then those of the second."""
-    found = [replace(p, path=int(p.index >= many)) for p in prompts(many + few)]
-    options = {"seed": 1, "paths": THREE_TO_ONE, **options}
-    return PromptStream(found, batch_size, shuffle=shuffle, **options)
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("batch_size", [8, 5])
-def test_paths_take_turns_by_their_weights_and_no_batch_has_a_prompt_twice(shuffle, batch_size):
-    drawn = batches(mixed(30, 5, batch_size, shuffle=shuffle), 40)
-    is_few = [index >= 30 for batch in drawn for index in batch]
-    assert is_few == [False, False, True, False] * (10 * batch_size)
-    assert all(len(set(batch)) == batch_size for batch in drawn)
-    assert {index for batch in drawn for index in batch} == set(range(35))
-
-
-def test_each_path_has_its_own_epochs_and_order():
-    few = [[i for i in batch if i >= 30] for batch in batches(mixed(30, 6, 8), 6)]
-    first, second = ([i for batch in few[start : start + 3] for i in batch] for start in (0, 3))
-    assert sorted(first) == sorted(second) == [*range(30, 36)] and first != second
-    in_order = [i for batch in batches(mixed(30, 6, 8, shuffle=False), 3) for i in batch]
-    assert [i for i in in_order if i >= 30] == [*range(30, 36)]
-    assert [i for i in in_order if i < 30] == [*range(18)]
-    assert mixed(30, 6, 9).epochs(4) == 1
-
-
-def test_a_mixture_has_the_batches_of_a_number_whatever_was_asked_before():
-    assert [p.index for p in mixed(30, 5, 5).batch(17)] == batches(mixed(30, 5, 5), 18)[17]
-    assert batches(mixed(30, 5, 5, seed=2), 18) != batches(mixed(30, 5, 5), 18)
-
-
-def test_a_path_with_fewer_prompts_than_a_generation_takes_of_it_is_named():
-    with pytest.raises(ValueError, match=r"needs 2 different prompts of few .* has 1: .* most 4 "):
-        mixed(30, 1, 8)
-
-
-def test_a_mixture_with_other_weights_has_another_fingerprint():
-    equal = [WeightedPath(path="many", weight=1), WeightedPath(path="few", weight=1)]
-    found = {mixed(30, 5, 5, paths=paths).fingerprint for paths in (THREE_TO_ONE, equal)}
-    assert len(found | {mixed(29, 6, 5).fingerprint}) == 3
-
-
-def test_prompts_of_several_paths_keep_rows_of_their_own(tmp_path):
+def test_load_prompts_of_paths_keeps_their_rows(tmp_path):
     first = jsonl(tmp_path, [*ROWS[:2], {"prompt": None, "answer": ""}], "a.jsonl")
     second = jsonl(tmp_path, ROWS[2:], "b.jsonl")
     pair = f"[{{path: {first}, weight: 2}}, {{path: {second}, weight: 1}}]"
@@ -574,7 +469,7 @@ def test_prompts_of_several_paths_keep_rows_of_their_own(tmp_path):
     assert [prompt.row for prompt in found] == ROWS
 
 
-def test_stop_tokens_of_the_config_end_completions_too():
+def test_end_tokens_have_stop_tokens_of_the_config():
     def ends(*stops: int) -> tuple[int, ...]:
         rollout = config("rows", f"rollout.stop_token_ids={[*stops]}").rollout
         return end_tokens(LLAMA_70B, character_tokenizer(250), rollout)
@@ -591,7 +486,7 @@ SOURCES = [
 ]
 
 
-def test_the_column_says_of_which_source_a_row_is_and_whose_reward_reads_it(tmp_path):
+def test_source_of_a_row_is_in_its_column(tmp_path):
     rows = [
         {"prompt": "a", "answer": "1", "data_source": "math"},
         {"prompt": "b", "answer": "no number", "data_source": "words"},
@@ -601,7 +496,7 @@ def test_the_column_says_of_which_source_a_row_is_and_whose_reward_reads_it(tmp_
     assert [prompt.source for prompt in prompts] == ["math", "words"]
 
 
-def test_rows_of_no_source_are_listed(tmp_path):
+def test_source_lists_rows_of_none(tmp_path):
     rows = [
         {"prompt": "a", "answer": "1", "data_source": "math"},
         {"prompt": "b", "answer": "2", "data_source": "maths"},

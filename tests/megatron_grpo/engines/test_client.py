@@ -87,7 +87,7 @@ def test_a_completion_that_the_engines_context_cuts_is_not_taken_for_one_of_the_
 def test_a_completion_ends_with_the_first_end_token_and_includes_it(engine):
     end_ids = (EOS_ID, *range(20, 60))
     settings = {"max_completion_length": 12, "num_generations": 16}
-    samples = engine.generate(random_prompts(6), eos_token_ids=end_ids, **settings)
+    samples = engine.generate(random_prompts(6), stop_token_ids=end_ids, **settings)
     assert {s.finish_reason for s in samples} == {"stop", "length"}
     tokenizer = AutoTokenizer.from_pretrained(engine.folder)
     for s in samples:
@@ -117,7 +117,7 @@ def test_a_completion_ends_with_the_first_stop_string_and_includes_it(live_engin
 
 def test_end_tokens_are_only_those_given(engine):
     unreachable = (249,)
-    samples = engine.generate(random_prompts(8), eos_token_ids=unreachable, num_generations=16)
+    samples = engine.generate(random_prompts(8), stop_token_ids=unreachable, num_generations=16)
     assert any(EOS_ID in s.completion_ids[:-1] for s in samples)
 
 

@@ -15,6 +15,8 @@ import pytest
 
 from demo.make_sums import sums
 from helpers.engines.live import wait_until
+from helpers.engines.scripted import URL as OWN
+from helpers.engines.scripted import NoServers
 from helpers.oracle.policies import tiny_config
 from helpers.runs.jobs import Job
 from helpers.runs.train import steps_of
@@ -27,7 +29,7 @@ from parallel import ParallelDims
 
 pytestmark = pytest.mark.engines
 
-OWN, OTHER = "http://127.0.0.1:1", "http://127.0.0.2:1"  # where nobody listens
+OTHER = "http://127.0.0.2:1"  # where nobody listens, as at OWN
 SETTINGS = {"model.dtype": "float32", "rollout.tensor_parallel_size": 1}
 
 
@@ -39,23 +41,12 @@ def write(file: Path, url: str = OTHER, **settings: object) -> None:
     file.write_text(json.dumps({"url": url, "settings": SETTINGS | settings}))
 
 
-class NoServers:
-    """Stands for the server of one engine of `rollout.base_urls`, which never answers."""
-
-    token, base_urls, are_ours = "token", (OWN,), False
-
-    def end(self, url: str) -> str:
-        return ""
-
-    log_tail = end
-
-
 def pool_of(tmp_path: Path, model: Path) -> EnginePool:
     rollout = tiny_config(model, ParallelDims()).rollout
-    return EnginePool(NoServers(), rollout, folder_of(tmp_path))
+    return EnginePool(NoServers(are_ours=False), rollout, folder_of(tmp_path))
 
 
-def test_an_engine_joins_before_a_push_and_may_end_when_it_is_dropped(tmp_path, tied_model, capfd):
+def test_join_and_leave_follow_the_files(tmp_path, tied_model, capfd):
     pool, file = pool_of(tmp_path, tied_model), tmp_path / "other.json"
     pool.join_and_leave()
     write(file)
@@ -73,7 +64,7 @@ def test_an_engine_joins_before_a_push_and_may_end_when_it_is_dropped(tmp_path, 
     assert capfd.readouterr().err.splitlines() == told
 
 
-def test_an_engine_whose_file_is_gone_has_left_and_one_of_the_run_stays(tmp_path, tied_model):
+def test_join_and_leave_drop_an_engine_without_a_file(tmp_path, tied_model):
     pool = pool_of(tmp_path, tied_model)
     write(tmp_path / "own.json", OWN)
     write(tmp_path / "other.json")
@@ -85,9 +76,7 @@ def test_an_engine_whose_file_is_gone_has_left_and_one_of_the_run_stays(tmp_path
     assert [*pool.serving] == [OWN]
 
 
-def test_an_engine_that_has_left_its_file_is_asked_once_until_that_changes(
-    tmp_path, tied_model, capfd
-):
+def test_check_engines_asks_a_dead_one_once_per_file(tmp_path, tied_model, capfd):
     pool, file = pool_of(tmp_path, tied_model), tmp_path / "other.json"
     with socket.create_server(("127.0.0.1", 0)) as mute:
         mute.setblocking(False)
@@ -124,7 +113,7 @@ def test_an_engine_that_has_left_its_file_is_asked_once_until_that_changes(
     ],
     ids=["cut short", "another file", "no address", "another network", "size", "no settings"],
 )
-def test_an_engine_that_cannot_join_is_told_once(content, reason, tmp_path, capfd):
+def test_joined_tells_once_who_cannot_join(content, reason, tmp_path, capfd):
     if isinstance(content, dict):
         content = json.dumps({"url": OTHER, "settings": SETTINGS} | content)
     (tmp_path / "a.json").write_text(content)
@@ -143,7 +132,7 @@ def test_an_engine_that_cannot_join_is_told_once(content, reason, tmp_path, capf
         ([], "the run starts its engines itself, with a token that no other has"),
     ],
 )
-def test_a_run_that_no_engine_can_join_says_why(overrides, reason, tmp_path, tied_model, capfd):
+def test_of_run_says_why_none_can_join(overrides, reason, tmp_path, tied_model, capfd):
     cfg: Config = tiny_config(
         tied_model, ParallelDims(), *overrides, f"train.run_dir={tmp_path / 'run'}"
     )
@@ -200,7 +189,7 @@ def serving(
 
 
 @pytest.mark.long
-def test_serve_joined_leaves_on_a_signal_and_ends_when_the_run_has_dropped_it(tmp_path):
+def test_serve_joined_leaves_on_a_signal(tmp_path):
     with serving(tmp_path) as (process, file):
         process.send_signal(signal.SIGUSR1)
         leaving = file.with_suffix(".leaving")
@@ -241,9 +230,7 @@ def test_serve_joined_leaves_no_file_when_it_ends(end, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_engine_joins_a_run_while_it_trains_and_leaves_it(
-    reference_engine, tied_model, tmp_path
-):
+def test_serve_joins_and_leaves_a_run_that_trains(reference_engine, tied_model, tmp_path):
     run_dir, data = tmp_path / "run", tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in sums()))
     token = reference_engine.servers.token

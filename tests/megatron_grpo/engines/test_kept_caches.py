@@ -11,21 +11,19 @@ from helpers.engines.live import (
     largest_logprob_error,
     random_prompts,
     samples_until,
-    sampling_params,
     served_model,
 )
-from helpers.engines.sampling import Completions, routing
+from helpers.engines.sampling import routing
 from megatron_grpo.data.prompts import Prompt
 
 KEEPS = {"max_staleness": 2, "in_flight_updates": True, "recompute_kv_cache": False}
 
 
 @pytest.fixture(scope="module")
-def folders(tied_model, tmp_path_factory):
-    """`tied_model`, and it with other weights."""
-    folder = tmp_path_factory.mktemp("models")
-    others = [served_model(folder / str(n), "qwen3", tied=True, seed=n) for n in (1, 2)]
-    return [tied_model, *others]
+def folders(tied_model, other_model, tmp_path_factory):
+    """One model with three weights."""
+    third = served_model(tmp_path_factory.mktemp("third"), "qwen3", tied=True, seed=2)
+    return [tied_model, other_model, third]
 
 
 @pytest.fixture
@@ -46,25 +44,16 @@ def router(engine, folders):
         yield router
 
 
-def generation(prompts, version, number=0, num_samples=8, num_tokens=400):
-    """Samples of `num_tokens` tokens; each `number` has others."""
-    params = sampling_params(
-        num_generations=num_samples,
-        policy_version=version,
-        max_completion_length=num_tokens,
-        stop_token_ids=(),
-        series=number,
-    )
-    return Completions(prompts, params, number)
+LONG = {"num_generations": 8, "max_completion_length": 400, "stop_token_ids": ()}
 
 
 @pytest.mark.long
-def test_every_token_follows_keys_of_the_weights_that_computed_them(engine, router, folders):
+def test_kept_keys_are_of_the_weights_that_computed_them(engine, router, folders):
     weights, prompts = {engine.version: folders[0]}, random_prompts(2, lengths=(40, 80))
     asked, answered = [], []
 
     def ask():
-        asked.append(generation(prompts, engine.version, len(asked)))
+        asked.append(engine.ask(prompts, len(asked), **LONG))
         answered.append(router.submit(asked[-1]))
 
     def made_through_pushes():
@@ -72,10 +61,7 @@ def test_every_token_follows_keys_of_the_weights_that_computed_them(engine, rout
         ask()
         for folder in folders[1:]:
             ask()  # shortly before the pause, and after the push
-            engine.pause_after(100, lambda: all(each.done() for each in answered))
-            router.pause(engine.version + 1)
-            weights[engine.push(folder)] = folder
-            router.resume(engine.version)
+            weights[engine.push_in_flight(router, folder, 100, answered)] = folder
             ask()
         for each in answered:
             each.result(timeout=120)
@@ -90,19 +76,14 @@ def test_every_token_follows_keys_of_the_weights_that_computed_them(engine, rout
 
 
 @pytest.mark.long
-def test_a_new_prompt_is_served_no_keys_of_older_weights(engine, router, folders):
+def test_new_prompts_are_served_no_keys_of_older_weights(engine, router, folders):
     [prompt] = random_prompts(1)
 
     def made_through_a_push():
-        router.pause(engine.version + 1)
-        engine.push(folders[0])
-        router.resume(engine.version)
-        asked = generation([prompt], engine.version, num_samples=16)
+        engine.push_in_flight(router, folders[0], 0, [])
+        asked = engine.ask([prompt], **LONG | {"num_generations": 16})
         answered = router.submit(asked)
-        engine.pause_after(200, answered.done)
-        router.pause(engine.version + 1)
-        engine.push(folders[1])
-        router.resume(engine.version)
+        engine.push_in_flight(router, folders[1], 200, [answered])
         answered.result(timeout=200)
         return asked.samples()
 
@@ -113,6 +94,7 @@ def test_a_new_prompt_is_served_no_keys_of_older_weights(engine, router, folders
         for sample in crossed
     ]
     for number in (1, 2):  # the second finds what is cached behind blocks of the first
-        again = generation(turns, engine.version, number, num_samples=1, num_tokens=4)
+        few = {"num_generations": 1, "max_completion_length": 4}
+        again = engine.ask(turns, number, **LONG | few)
         router.submit(again).result(timeout=60)
         assert largest_logprob_error(folders[1], again.samples()) < 1e-3

@@ -22,6 +22,7 @@ import pytest
 
 from helpers.engines.live import largest_logprob_error, random_prompts, running_engine, wait_until
 from helpers.engines.sampling import generate
+from helpers.engines.scripted import URL, NoServers
 from helpers.pushes.trainers import Trainer, as_soon_as, trainer
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
@@ -37,20 +38,6 @@ from parallel.weight_transfer.local_channels import LocalChannel
 pytestmark = [pytest.mark.engines, pytest.mark.timed]
 
 PROMPTS = random_prompts(24)
-
-
-@pytest.fixture(scope="module")
-def pair(tied_model, tmp_path_factory) -> Iterator[Trainer]:
-    """A trainer and two engines of its own; every test leaves both serving."""
-    logs = tmp_path_factory.mktemp("pair")
-    with (
-        running_engine(
-            "reference", tied_model, logs, num_engines=2, health_timeout=3.0, stall_timeout=3.0
-        ) as engines,
-        trainer(tied_model, engines.servers, engines.rollout) as ours,
-    ):
-        ours.push()
-        yield ours
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +64,7 @@ def kill(ours: Trainer, url: str) -> None:
     os.kill(ours.pid(url), signal.SIGKILL)
 
 
-def test_a_killed_engines_requests_go_to_the_other_and_it_is_back_after_the_next_push(
-    pair, undisturbed, capfd
-):
+def test_generate_survives_a_killed_engine(pair, undisturbed, capfd):
     first, second = pair.servers.base_urls
     generation = pair.ask(PROMPTS)
     with as_soon_as(lambda: second in generation.engines, lambda: kill(pair, second)):
@@ -97,7 +82,7 @@ def test_a_killed_engines_requests_go_to_the_other_and_it_is_back_after_the_next
 
 
 @pytest.mark.slow
-def test_a_stopped_engine_is_killed_and_its_requests_go_to_the_other(pair, undisturbed, capfd):
+def test_generate_survives_a_stopped_engine(pair, undisturbed, capfd):
     first, second = pair.servers.base_urls
     stopped = psutil.Process(pair.pid(first))
     generation = pair.ask(PROMPTS)
@@ -109,7 +94,7 @@ def test_a_stopped_engine_is_killed_and_its_requests_go_to_the_other(pair, undis
     bring_back(pair)
 
 
-def test_a_push_that_lasts_longer_than_an_engine_may_stall_loses_none(pair, monkeypatch, capfd):
+def test_push_may_last_longer_than_engines_may_stall(pair, monkeypatch, capfd):
     send_bucket, delays = LocalChannel.send_bucket, [4.5]
 
     def slow(self: LocalChannel, num_bytes: int) -> None:
@@ -124,9 +109,7 @@ def test_a_push_that_lasts_longer_than_an_engine_may_stall_loses_none(pair, monk
     assert "is lost" not in capfd.readouterr().err
 
 
-def test_a_push_in_which_an_engine_dies_goes_to_the_other_and_with_no_engine_left_waits_for_one(
-    pair, undisturbed, monkeypatch
-):
+def test_push_goes_on_without_an_engine_that_dies(pair, undisturbed, monkeypatch):
     first, second = pair.servers.base_urls
     send_bucket, victims = LocalChannel.send_bucket, [first]
 
@@ -150,7 +133,7 @@ def test_a_push_in_which_an_engine_dies_goes_to_the_other_and_with_no_engine_lef
     bring_back(pair)
 
 
-def test_an_engine_without_weights_is_left_out_and_not_killed(pair, undisturbed, capfd):
+def test_pool_leaves_out_an_engine_without_weights(pair, undisturbed, capfd):
     first, second = pair.servers.base_urls
     pids = [pair.pid(url) for url in (first, second)]
     channels = {"transfer": {}, "engine": 0, "channels": "another's"}
@@ -163,7 +146,7 @@ def test_an_engine_without_weights_is_left_out_and_not_killed(pair, undisturbed,
     assert [pair.pid(url) for url in (first, second)] == pids
 
 
-def test_an_engine_that_dies_whenever_it_starts_stops_the_run(tied_model, tmp_path, capfd):
+def test_push_gives_up_an_engine_that_dies_as_it_starts(tied_model, tmp_path, capfd):
     """And the message says of each engine how it ended, with the error in its log."""
     rollout = RolloutConfig(max_completion_length=16)
     with closing(EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, None)) as servers:
@@ -185,9 +168,7 @@ def test_an_engine_that_dies_whenever_it_starts_stops_the_run(tied_model, tmp_pa
 
 
 @pytest.mark.parametrize("is_told_to_end", [False, True])
-def test_push_waits_for_an_engine_until_its_time_is_over_or_the_run_is_told_to_end(
-    is_told_to_end, tied_model, tmp_path
-):
+def test_push_waits_for_an_engine_as_long_as_it_may(is_told_to_end, tied_model, tmp_path):
     with reserve_port() as unheard:
         url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
         seconds = 60.0 if is_told_to_end else 0.5
@@ -213,7 +194,7 @@ def test_push_waits_for_an_engine_until_its_time_is_over_or_the_run_is_told_to_e
         (404, "answered /collective_rpc with 404"),
     ],
 )
-def test_a_stranger_at_the_address_of_a_lost_engine_ends_nothing(
+def test_push_survives_a_stranger_at_a_lost_address(
     status, reason, reference_engine, tied_model, tmp_path, capfd
 ):
     """Such as the engine itself, started again with another token, or another server."""
@@ -253,30 +234,13 @@ def stranger(port: int, status: int) -> Iterator[None]:
             server.shutdown()
 
 
-URL = "http://127.0.0.1:1"  # where nobody listens
-
-
-class NoServers:
-    """Stands for the server of one engine, which never answers."""
-
-    token, base_urls = "token", (URL,)
-
-    def __init__(self, are_ours: bool) -> None:
-        self.are_ours = are_ours
-
-    def no_end(self, url: str) -> str:
-        return ""
-
-    kill = restart = end = log_tail = no_end
-
-
 def pool_of(servers: NoServers, startup_timeout: float = 60.0) -> EnginePool:
     return EnginePool(
         servers, RolloutConfig(startup_timeout=startup_timeout, max_completion_length=16)
     )
 
 
-def test_an_engine_may_be_lost_any_number_of_times_that_serves_whole_generations_in_between():
+def test_pool_forgives_losses_between_whole_generations():
     pool = pool_of(NoServers(are_ours=True))
     for _ in range(MAX_COMEBACKS + 2):
         pool.mark_dead(URL, "died")
@@ -290,9 +254,7 @@ def test_an_engine_may_be_lost_any_number_of_times_that_serves_whole_generations
     ("startup_timeout", "are_ours", "num_losses"),
     [(60, True, 1), (1e-9, True, 2), (1e-9, False, 1)],
 )
-def test_an_engine_of_the_run_that_is_late_is_started_once_more(
-    startup_timeout, are_ours, num_losses, capfd
-):
+def test_check_engines_starts_a_late_engine_once_more(startup_timeout, are_ours, num_losses, capfd):
     pool = pool_of(NoServers(are_ours), startup_timeout)
     pool.mark_dead(URL, "died")
     assert not pool.check_engines()
@@ -302,9 +264,7 @@ def test_an_engine_of_the_run_that_is_late_is_started_once_more(
 
 
 @pytest.mark.slow
-def test_an_engine_given_by_address_is_waited_for_and_back_after_a_push(
-    tied_model, tmp_path, capfd
-):
+def test_push_waits_for_an_engine_given_by_address(tied_model, tmp_path, capfd):
     with running_engine("reference", tied_model, tmp_path / "other") as other:
         [url] = other.servers.base_urls
         with (
@@ -330,9 +290,7 @@ def shared_engine(request):
     return request.getfixturevalue(request.param)
 
 
-def test_a_generation_that_is_given_up_leaves_an_engine_for_the_next_run(
-    shared_engine, tied_model, seeds
-):
+def test_cancel_leaves_an_engine_for_the_next_run(shared_engine, tied_model, seeds):
     url = shared_engine.servers.base_urls[0]
 
     def load() -> int:
@@ -366,9 +324,7 @@ def test_a_generation_that_is_given_up_leaves_an_engine_for_the_next_run(
         (psutil.Process.kill, r"(answered \S+ with 50[03]|cannot be reached)"),
     ],
 )
-def test_a_vllm_whose_core_stops_or_dies_is_killed_with_all_its_processes(
-    fault, told, tied_model, tmp_path
-):
+def test_pool_kills_a_vllm_whose_core_stops_or_dies(fault, told, tied_model, tmp_path):
     """And comes back: started again by the run, with the current weights."""
     with running_engine("vllm", tied_model, tmp_path, stall_timeout=3.0) as engine:
         [url] = engine.servers.base_urls

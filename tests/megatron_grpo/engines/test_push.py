@@ -17,7 +17,6 @@ from helpers.engines.live import (
     largest_logprob_error,
     random_prompts,
     running_engine,
-    served_model,
 )
 from helpers.pushes.policies import push_whole, rollout_overrides
 from helpers.ranks.processes import CONTEXT, run_ranks
@@ -32,11 +31,10 @@ NO_COMPLETE_WEIGHTS = "holds no complete weights"
 LATE = 1000
 
 
-@pytest.fixture(scope="module")
-def models(tied_model, tmp_path_factory):
+@pytest.fixture
+def models(tied_model, other_model):
     """Two models with different weights: whichever an engine holds, the other one is new to it."""
-    folder = tmp_path_factory.mktemp("other")
-    return [served_model(folder, "qwen3", tied=True, seed=1), tied_model]
+    return [other_model, tied_model]
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from helpers.models.reward_models import (
 )
 from helpers.models.tiny import character_tokenizer
 from helpers.oracle.policies import tiny_config
+from helpers.runs.rewards import sample_of
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.config.rollout import RolloutConfig
@@ -60,15 +61,7 @@ def samples(num_prompts: int, texts: Sequence[str] = TEXTS) -> list[Sample]:
         for i in range(num_prompts)
     ]
     return [
-        Sample(
-            prompt=prompt,
-            sample_index=number,
-            completion_ids=(1,),
-            logprobs=(0.0,),
-            finish_reason="stop",
-            text=text,
-            policy_version=0,
-        )
+        sample_of(text, {}, number=number, prompt=prompt)
         for prompt in prompts
         for number, text in enumerate(texts)
     ]
@@ -83,7 +76,7 @@ def scores(pool: RewardPool, batch: Sequence[Sample]) -> list[float]:
 
 
 @pytest.mark.long
-def test_scores_are_the_logits_of_transformers(tmp_path) -> None:
+def test_score_is_the_logit_of_transformers(tmp_path) -> None:
     folder, batch = reward_model_folder(tmp_path / "model"), samples(2)
     with served(function(folder), tmp_path / "logs") as (_, pool):
         found = scores(pool, batch)
@@ -93,7 +86,7 @@ def test_scores_are_the_logits_of_transformers(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_scores_of_steps_are_the_probabilities_of_transformers(tmp_path) -> None:
+def test_score_of_steps_is_the_probability_of_transformers(tmp_path) -> None:
     folder, batch = process_model_folder(tmp_path / "model"), samples(2)
     with served(function(folder, step_tag=STEP_TAG), tmp_path / "logs") as (_, pool):
         found = pool.score(batch, num_completions=len(batch))
@@ -106,7 +99,7 @@ def test_scores_of_steps_are_the_probabilities_of_transformers(tmp_path) -> None
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_is_started_again_once_and_scoring_goes_on(tmp_path, capfd) -> None:
+def test_score_starts_a_server_that_dies_again_once(tmp_path, capfd) -> None:
     folder, batch = reward_model_folder(tmp_path / "model"), samples(40)
     with served(function(folder), tmp_path / "logs", timeout=20) as (models, pool):
         undisturbed = scores(pool, batch)
@@ -133,9 +126,7 @@ def test_a_server_that_dies_is_started_again_once_and_scoring_goes_on(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_server_that_shares_gpus_sleeps_unless_it_scores_and_is_started_again_if_it_does_not_wake(
-    tmp_path, capfd
-) -> None:
+def test_shared_gpus_have_a_server_sleep_unless_it_scores(tmp_path, capfd) -> None:
     """A CPU server answers the same requests, and keeps its memory; tests/gpu has the memory."""
     folder, batch = reward_model_folder(tmp_path / "model"), samples(1)
     expected = [reference_score(folder, read_by_the_model(each, each.text)) for each in batch]
@@ -169,7 +160,7 @@ def test_a_server_that_shares_gpus_sleeps_unless_it_scores_and_is_started_again_
         assert ": no wake_up: ReadTimeout" in capfd.readouterr().err
 
 
-def test_those_that_share_gpus_start_when_the_engines_answer(tmp_path) -> None:
+def test_shared_gpus_have_servers_wait_for_engines(tmp_path) -> None:
     """Two servers that load at once would both count what the other takes as their own."""
     engines = ServerProcesses(("http://127.0.0.1:9",), tmp_path)  # where nothing listens
     rollout = ROLLOUT.model_copy(update={"startup_timeout": 0.1})
@@ -194,7 +185,7 @@ SHARED = {"share_gpus": True}
         (2, 2, {"num_engines": 2}, SHARED, "3 GPUs for reward models that share .* host has 2"),
     ],
 )
-def test_reward_models_have_the_gpus_after_ranks_and_engines_or_share_the_first(
+def test_reward_devices_follow_those_of_engines(
     num_devices, num_ranks, rollout, arguments, expected
 ) -> None:
     config = RolloutConfig(max_completion_length=8, **rollout)
@@ -207,7 +198,7 @@ def test_reward_models_have_the_gpus_after_ranks_and_engines_or_share_the_first(
         assert reward_devices(*arguments) == expected
 
 
-def test_what_vllm_could_not_serve_is_refused(tmp_path) -> None:
+def test_check_served_refuses_what_vllm_could_not_serve(tmp_path) -> None:
     folder = tmp_path / "model"
     tokenizer().save_pretrained(folder)
 
@@ -246,7 +237,7 @@ def test_what_vllm_could_not_serve_is_refused(tmp_path) -> None:
     assert tag_id(tokenizer(), STEP_TAG) == tokenizer().convert_tokens_to_ids(STEP_TAG)
 
 
-def test_a_reward_model_in_a_bad_folder_is_refused_by_name(tmp_path) -> None:
+def test_check_reward_models_refuses_a_bad_folder(tmp_path) -> None:
     def refusal(*overrides: str) -> str:
         model = f"{{name: reward_model, arguments: {{path: {tmp_path}}}}}"
         cfg = tiny_config(tmp_path, ParallelDims(), f"reward.functions=[{model}]", *overrides)

@@ -1,4 +1,4 @@
-"""Completions that go on under new weights: against a real vLLM whose weights change meanwhile."""
+"""Completions that go on under new weights: with a real engine, and with scripted ones."""
 
 import itertools
 import os
@@ -19,7 +19,6 @@ from helpers.engines.live import (
     running_engine,
     samples_until,
     sampling_params,
-    served_model,
     wait_until,
 )
 from helpers.engines.sampling import Completions, generate, routing
@@ -35,12 +34,6 @@ from megatron_grpo.launch.process import Preempted
 pytestmark = [pytest.mark.engines, pytest.mark.both_engines]
 
 NUM_TOKENS = 300
-
-
-@pytest.fixture(scope="module")
-def other_model(tmp_path_factory):
-    """`tied_model` with other weights."""
-    return served_model(tmp_path_factory.mktemp("other"), "qwen3", tied=True, seed=1)
 
 
 @pytest.fixture
@@ -69,9 +62,7 @@ def generation(number, version, num_tokens=NUM_TOKENS, **settings):
 
 
 @pytest.mark.long
-def test_router_goes_on_through_pushes_each_token_by_the_weights_of_its_version(
-    live_engine, router, tied_model, other_model
-):
+def test_router_samples_each_token_by_its_version(live_engine, router, tied_model, other_model):
     weights = {live_engine.version: tied_model}
 
     def made_through_pushes():
@@ -84,11 +75,8 @@ def test_router_goes_on_through_pushes_each_token_by_the_weights_of_its_version(
             parts = [sample for each in asked for sample in each.so_far()]
             assert CUT in {part.finish_reason for part in parts}
             assert all(part.completion_ids for part in parts)
-        for num_flips, folder in enumerate((other_model, tied_model)):
-            live_engine.pause_after(100, lambda: all(each.done() for each in made))
-            router.pause(live_engine.version + 1)
-            weights[live_engine.push(folder, num_flips)] = folder  # the second at two attempts
-            router.resume(live_engine.version)
+        for num_flips, folder in enumerate((other_model, tied_model)):  # the second at two attempts
+            weights[live_engine.push_in_flight(router, folder, 100, made, num_flips)] = folder
         for each in made:
             each.result(timeout=120)
         samples = [sample for each in asked for sample in each.samples()]
@@ -107,7 +95,7 @@ FEW = {"vllm": {"max_num_seqs": 1}, "sglang": {"max_running_requests": 1}}
 
 
 @pytest.mark.long
-def test_completions_of_an_engine_that_is_killed_go_on_at_another_with_what_it_has_streamed(
+def test_router_keeps_what_a_killed_engine_has_streamed(
     tied_model, other_model, tmp_path, engine_kind, decode, monkeypatch
 ):
     kept, take, check = {}, Request.take, Engine._check_tokens
@@ -132,11 +120,9 @@ def test_completions_of_an_engine_that_is_killed_go_on_at_another_with_what_it_h
     monkeypatch.setattr(Request, "take", note)
     monkeypatch.setattr(Engine, "_check_tokens", kill_after_a_push)
     monkeypatch.setattr(engine_module, "STREAM_INTERVAL", 32)
-    few = {engine_kind["engine"]: FEW[engine_kind["engine"]]}
+    kind = engine_kind | {engine_kind["engine"]: FEW[engine_kind["engine"]]}
     with (
-        running_engine(
-            folder=tied_model, log_dir=tmp_path, num_engines=2, **few, **engine_kind
-        ) as pair,
+        running_engine(folder=tied_model, log_dir=tmp_path, num_engines=2, **kind) as pair,
         routing(pair.client(), decode) as router,
     ):
         weights = {pair.push(tied_model): tied_model}
@@ -168,24 +154,18 @@ def test_completions_of_an_engine_that_is_killed_go_on_at_another_with_what_it_h
 
 
 @pytest.mark.long
-def test_router_sees_stop_strings_and_end_tokens_through_pushes(
-    live_engine, router, tied_model, decode
-):
-    tokens, stops = range(20, 40), []
+def test_router_sees_stops_and_end_tokens_through_pushes(live_engine, router, tied_model, decode):
+    tokens, ends, stops = range(20, 40), range(40, 45), []
     if live_engine.rollout.engine == "vllm":  # SGLang takes 32 at most, too few to be seen
         stops = [decode([a]) + decode([b]) for a in tokens for b in tokens]
-    ends = range(40, 45)
 
     def made_through_pushes():
-        asked = generation(
-            0, live_engine.version, num_generations=32, stop=stops, stop_token_ids=ends
-        )
+        settings = {"num_generations": 32, "stop": stops, "stop_token_ids": ends}
+        asked = generation(0, live_engine.version, **settings)
         router.resume(live_engine.version)
         made = router.submit(asked)
         for _ in range(8):
-            live_engine.pause_after(20, made.done)
-            router.pause(live_engine.version + 1)
-            router.resume(live_engine.push(tied_model))
+            live_engine.push_in_flight(router, tied_model, 20, [made])
             enough = live_engine.num_generated() + 20
             wait_until(
                 lambda enough=enough: made.done() or live_engine.num_generated() > enough, 20, 0.005
@@ -208,7 +188,7 @@ def test_router_sees_stop_strings_and_end_tokens_through_pushes(
         assert found == [len(sample.text) - 2] * ended_by_text
 
 
-def test_completions_without_a_push_are_those_of_one_generation_alone(live_engine, router, seeds):
+def test_router_without_a_push_samples_as_generate_does(live_engine, router, seeds):
     alone = generate(live_engine.client(), generation(0, live_engine.version, 40))
     router.resume(live_engine.version)
     together = [generation(number, live_engine.version, 40) for number in range(2)]
@@ -241,9 +221,8 @@ def finish(answered):
         each.result(timeout=30)
 
 
-def test_submit_tells_who_waits_while_no_engine_is_left_until_there_is_a_push():
-    engine = ScriptedEngine(broken_route="/collective_rpc")
-    engine.answers.set()
+def test_submit_fails_without_engines_until_a_push():
+    engine = ScriptedEngine(broken_route="/collective_rpc", holds=False)
     with scripted(only=engine) as (client, router):
         router.resume(7)
         assert wait_until(lambda: not client.pool.serving, seconds=30)
@@ -263,10 +242,9 @@ def test_submit_tells_who_waits_while_no_engine_is_left_until_there_is_a_push():
 @pytest.mark.parametrize(
     ("broken", "streams"), [(GENERATE, True), ("/health", True), ("/health", False)]
 )
-def test_what_an_engine_has_streamed_until_it_is_lost_is_kept(broken, streams):
+def test_router_keeps_what_a_lost_engine_streamed(broken, streams):
     """The requests end in the middle of a chunk, or are cancelled because a probe fails."""
-    lost, other = ScriptedEngine(num_streamed=3), ScriptedEngine()
-    other.answers.set()
+    lost, other = ScriptedEngine(num_streamed=3), ScriptedEngine(holds=False)
     num_kept = 3 if streams else 0
     with scripted(streams, lost=lost, other=other) as (_, router):
         [asked], answered = begin(router, num_tokens=5)
@@ -281,22 +259,36 @@ def test_what_an_engine_has_streamed_until_it_is_lost_is_kept(broken, streams):
             assert sample.spans == ((7, 5),) and len(sample.logprobs) == 5
 
 
+def withdraw(router, group, count):
+    """Give up some requests of a group, as a sample does that is over before they are answered."""
+    requests = [*group._requests.values()][:count]
+
+    async def cancel():
+        for request in requests:
+            request.answer.cancel()
+
+    router.loop.call(cancel())
+    return requests
+
+
+def test_submit_has_an_engine_give_up_what_is_withdrawn():
+    engine = ScriptedEngine()
+    with scripted(only=engine) as (_, router):
+        [asked], _ = begin(router)
+        assert wait_until(lambda: len(engine.asked) == 8, seconds=30)
+        withdraw(router, asked.groups[0], 3)
+        assert wait_until(lambda: engine.num_given_up == 3, seconds=30)
+
+
 @pytest.mark.parametrize("num_over", [1, 4])
-def test_nobody_continues_a_request_that_was_withdrawn_when_its_engine_is_lost(num_over):
-    lost, other = ScriptedEngine(num_streamed=3), ScriptedEngine()
-    other.answers.set()
+def test_withdraw_keeps_a_request_of_a_lost_engine_from_others(num_over):
+    lost, other = ScriptedEngine(num_streamed=3), ScriptedEngine(holds=False)
     with scripted(lost=lost, other=other) as (_, router):
         [asked], _ = begin(router, num_tokens=5)
         assert wait_until(lambda: lost.num_read == len(other.asked) == 4, seconds=30)
         assert wait_until(lambda: asked.num_open == 4, seconds=30)
         [held] = [group for group in asked.groups if group.num_open]
-        over = [*held._requests.values()][:num_over]
-
-        async def withdraw():
-            for request in over:
-                request.answer.cancel()
-
-        router.loop.call(withdraw())
+        over = withdraw(router, held, num_over)
         lost.broken_route = "/health"
         assert wait_until(lambda: len(other.asked) == 8 - num_over, seconds=30)
         assert not {each.priority for each in over} & {*other.asked}
@@ -309,21 +301,20 @@ def little_room(monkeypatch):
     monkeypatch.setattr(engine_module, "PROBE_INTERVAL", 0.05)
 
 
-def test_engines_take_groups_from_one_queue_as_they_have_room(little_room):
-    slow, quick = ScriptedEngine(), ScriptedEngine()
+def test_room_decides_which_engine_takes_a_group(little_room):
+    slow, quick = ScriptedEngine(), ScriptedEngine(holds=False)
     slow.told(generated=1, started=8, waiting=4)
-    quick.answers.set()
     with scripted(slow=slow, quick=quick) as (_, router):
         _, answered = begin(router, count=4)
         assert wait_until(lambda: len(quick.asked) == 24, seconds=30)
         assert len(slow.asked) == 8, "its queue is full, and nothing has to be taken back"
         size = 4  # no group is split
         assert all(len({*slow.asked} & {*range(n, n + size)}) in (0, size) for n in slow.asked[::4])
-        slow.answers.set()
+        slow.holds = False
         finish(answered)
 
 
-def test_an_engine_where_nothing_waits_gets_more_and_one_where_much_waits_less(little_room):
+def test_room_grows_where_nothing_waits(little_room):
     one, other = ScriptedEngine(), ScriptedEngine()
     for each in (one, other):
         each.told(generated=1, started=0, waiting=8)
@@ -338,10 +329,8 @@ def test_an_engine_where_nothing_waits_gets_more_and_one_where_much_waits_less(l
         assert len(other.asked) == 8
 
 
-def test_update_health_forgets_losses_of_an_engine_that_serves_from_push_to_push(monkeypatch):
-    engine = ScriptedEngine()
-    engine.answers.set()
-    with scripted(only=engine) as (client, router):
+def test_update_health_forgets_losses_after_a_generation(monkeypatch):
+    with scripted(only=ScriptedEngine(holds=False)) as (client, router):
         [url] = client.urls
         client.pool.mark_dead(url, "for a test")
         client.pool.finish_push([url])
@@ -352,7 +341,7 @@ def test_update_health_forgets_losses_of_an_engine_that_serves_from_push_to_push
         assert client.pool._records[url].num_recent_losses == 0
 
 
-def test_a_push_decides_which_engines_go_on_with_the_requests():
+def test_resume_deals_anew_to_the_engines_of_the_push():
     lost, left = ScriptedEngine(num_streamed=1), ScriptedEngine(num_streamed=2)
     other, late = ScriptedEngine(), ScriptedEngine(version=8)
     with scripted(lost=lost, left=left, other=other, late=late) as (client, router):
@@ -371,16 +360,14 @@ def test_a_push_decides_which_engines_go_on_with_the_requests():
         assert wait_until(lambda: len(other.asked) + len(late.asked) >= 24, seconds=30)
         assert len(late.asked) >= 8
         assert client.pool._records["http://lost"].num_losses == 1
-        for engine in (other, late):
-            engine.answers.set()
+        other.holds = late.holds = False
         finish(answered)
         spans = {s.spans for each in asked for s in each.samples()}
         assert {((7, 1), (8, 3)), ((7, 2), (8, 2))} <= spans
 
 
-def test_open_channels_again_has_an_engine_hold_its_requests():
-    engine = ScriptedEngine()
-    with scripted(only=engine) as (client, _):
+def test_open_channels_again_pauses_an_engine():
+    with scripted(only=(engine := ScriptedEngine())) as (client, _):
         client.await_engines(lambda workers: None)
         client.open_channels({}, lambda: False)  # an earlier run may have let it sleep
         client.begin_push("8-a")
@@ -388,7 +375,7 @@ def test_open_channels_again_has_an_engine_hold_its_requests():
         assert engine.is_paused
 
 
-def test_cancel_tells_who_waits_and_what_is_sampled_is_kept():
+def test_cancel_keeps_what_is_sampled():
     engine = ScriptedEngine()
     with scripted(only=engine) as (client, router):
         [asked], [answered] = begin(router)
@@ -401,7 +388,7 @@ def test_cancel_tells_who_waits_and_what_is_sampled_is_kept():
             assert [sample.spans for sample in asked.so_far()] == [((7, 2),)] * 8
 
 
-def test_pause_after_cancel_waits_for_no_engine_that_hangs_as_it_starts(monkeypatch):
+def test_pause_after_cancel_waits_for_no_hung_engine(monkeypatch):
     monkeypatch.setattr(router_module, "ABORT_SECONDS", 0.2)
     with scripted(only=ScriptedEngine(silent_route="/load")) as (client, router):
         begin(router)
@@ -412,7 +399,7 @@ def test_pause_after_cancel_waits_for_no_engine_that_hangs_as_it_starts(monkeypa
 
 
 @pytest.mark.parametrize("end", ["pause", "abort"])
-def test_a_push_by_another_trainer_is_found_out_before_the_next_and_at_the_end(end):
+def test_pause_and_abort_find_a_push_of_another_trainer(end):
     engine = ScriptedEngine()
     with scripted(only=engine) as (_, router):
         _, [answered] = begin(router)
@@ -424,19 +411,19 @@ def test_a_push_by_another_trainer_is_found_out_before_the_next_and_at_the_end(e
 
 
 @pytest.mark.parametrize("route", ["/collective_rpc", "/load", "/resume"])
-def test_an_engine_that_answers_probes_but_not_what_starts_it_counts_as_hung(route):
+def test_router_loses_an_engine_that_does_not_start(route):
     with scripted(only=ScriptedEngine(silent_route=route, stall_timeout=0.5)) as (client, router):
         begin(router)
         assert wait_until(lambda: not client.pool.serving, seconds=30)
         assert "made no progress for 0.5 s" in client.pool.status_report()
 
 
-def test_an_engine_at_which_requests_arrive_slowly_does_not_count_as_hung():
+def test_router_waits_for_requests_that_arrive_slowly():
     engine = ScriptedEngine(num_per_look=1, stall_timeout=0.5)
     with scripted(only=engine) as (client, router):
         _, answered = begin(router, num_generations=20)
         assert wait_until(lambda: engine.num_accepted == 40, seconds=60)  # at least a second
-        engine.answers.set()
+        engine.holds = False
         finish(answered)
         assert client.urls == [*client.pool.serving]
 
@@ -449,24 +436,21 @@ def test_an_engine_at_which_requests_arrive_slowly_does_not_count_as_hung():
         ("/pause", aiohttp.SocketTimeoutError),  # it is healthy, but late with an answer
     ],
 )
-def test_an_engine_that_starts_late_takes_over_what_one_that_is_lost_at_once_leaves(route, fault):
+def test_router_gives_a_late_engine_what_a_lost_one_left(route, fault):
     lost = ScriptedEngine(broken_route=route, fault=fault)
-    late = ScriptedEngine(delays={route: 0.1})
-    late.answers.set()
+    late = ScriptedEngine(delays={route: 0.1}, holds=False)
     with scripted(lost=lost, late=late) as (_, router):
         finish(begin(router)[1])
 
 
-def test_engines_that_are_lost_together_leave_their_requests_to_the_one_that_is_well():
+def test_router_survives_the_loss_of_two_engines():
     dying = ScriptedEngine(broken_route=GENERATE, delays={"/resume": 0.4}, num_per_look=0)
     dead = ScriptedEngine(broken_route=GENERATE, delays={GENERATE: 0.15})
-    well = ScriptedEngine()
-    well.answers.set()
-    with scripted(dying=dying, dead=dead, well=well) as (_, router):
+    with scripted(dying=dying, dead=dead, well=ScriptedEngine(holds=False)) as (_, router):
         finish(begin(router, count=2)[1])
 
 
-def test_submit_sends_a_turn_to_the_engine_that_had_the_turn_before():
+def test_submit_sends_a_turn_to_the_engine_of_the_last():
     a, b = ScriptedEngine(), ScriptedEngine()
     with scripted(a=a, b=b) as (_, router):
         begin(router)

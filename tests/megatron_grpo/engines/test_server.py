@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from helpers.engines.live import largest_logprob_error, random_prompts, running_engine, wait_until
+from helpers.engines.nodes import TOKEN as NODES_TOKEN
+from helpers.engines.nodes import two_nodes
 from helpers.models.towers import tiny_multimodal
 from helpers.ranks.processes import shared_memory
 from helpers.runs.train import RUN_MARK, TINY_CONFIG, marked_processes
@@ -65,7 +67,7 @@ def short_folder() -> Iterator[str]:
         pytest.param("vllm", 2, "ready", marks=pytest.mark.slow),
     ],
 )
-def test_no_process_shared_memory_or_folder_survives_a_killed_trainer(
+def test_servers_leave_nothing_of_a_killed_trainer(
     tied_model, tmp_path, short_folder, engine, size, moment
 ):
     mark = uuid.uuid4().hex
@@ -106,9 +108,7 @@ time.sleep(100)
 
 
 @pytest.mark.parametrize("name", ["short", "long" * 20])
-def test_a_killed_engine_leaves_no_memory_file_or_process(
-    tmp_path, short_folder, monkeypatch, name
-):
+def test_server_process_leaves_nothing_when_killed(tmp_path, short_folder, monkeypatch, name):
     """Where the site has a long path for it, its sockets are elsewhere: it could not start."""
     place, log = Path(short_folder) / name, tmp_path / "log"
     place.mkdir()
@@ -129,7 +129,7 @@ def test_a_killed_engine_leaves_no_memory_file_or_process(
 
 
 @pytest.mark.long
-def test_an_engine_that_cannot_start_is_named_with_the_cause(tmp_path):
+def test_wait_ready_tells_why_an_engine_cannot_start(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": "many"}')
     rollout, model = RolloutConfig(max_completion_length=8), ModelConfig(path=tmp_path)
     with (
@@ -142,7 +142,7 @@ def test_an_engine_that_cannot_start_is_named_with_the_cause(tmp_path):
     assert str(tmp_path / "logs" / "engine_0.log") in str(error.value)
 
 
-def test_an_engine_that_is_not_ready_in_time_is_named(tied_model, tmp_path):
+def test_wait_ready_names_an_engine_that_is_late(tied_model, tmp_path):
     rollout = RolloutConfig(max_completion_length=8)
     servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, None)
     told: set[tuple[int, int]] = set()
@@ -155,7 +155,7 @@ def test_an_engine_that_is_not_ready_in_time_is_named(tied_model, tmp_path):
 
 
 @pytest.mark.long
-def test_an_engine_serves_what_it_has_loaded_itself_until_something_is_pushed(tied_model, tmp_path):
+def test_serve_loaded_serves_until_a_push(tied_model, tmp_path):
     prompts = random_prompts(2)
     with running_engine("reference", tied_model, tmp_path) as engine:
         with pytest.raises(NoServingEngine, match="it was restarted"):
@@ -171,7 +171,17 @@ def test_an_engine_serves_what_it_has_loaded_itself_until_something_is_pushed(ti
         assert engine.generate(prompts)  # and what was pushed is still served
 
 
-def test_engines_take_the_gpus_behind_the_trainers():
+@pytest.mark.slow
+def test_serve_over_two_nodes_is_one_engine(tied_model, other_model, tmp_path):
+    with two_nodes(tmp_path, f"model.path={tied_model}") as (url, _):
+        of_both = {"base_urls": (url,), "tensor_parallel_size": 2}
+        with running_engine("vllm", tied_model, tmp_path, NODES_TOKEN, **of_both) as engine:
+            for model in (other_model, tied_model):
+                engine.push(model)
+                assert largest_logprob_error(model, engine.generate(random_prompts(4))) < 1e-4
+
+
+def test_engine_devices_are_behind_the_trainers():
     rollout = RolloutConfig(num_engines=2, tensor_parallel_size=2, max_completion_length=8)
     assert engine_devices(rollout, 0, 4, {}) == [None, None]
     assert engine_devices(rollout, 8, 4, {}) == ["4,5", "6,7"]
@@ -180,7 +190,7 @@ def test_engines_take_the_gpus_behind_the_trainers():
     assert not any(share_gpus(rollout, gpus, ranks) for gpus, ranks in ((0, 4), (8, 4), (4, 0)))
 
 
-def test_engines_share_the_gpus_of_the_trainers_where_these_leave_too_few():
+def test_engine_devices_are_shared_where_few_are_left():
     """As in a job of Slurm; how much of a GPU is theirs must be said."""
     half = {"gpu_memory_utilization": 0.5}
     rollout = RolloutConfig(
@@ -202,7 +212,7 @@ def test_engines_share_the_gpus_of_the_trainers_where_these_leave_too_few():
         engine_devices(rollout, 3, 1, {})
 
 
-def test_an_engine_sees_nothing_of_the_trainers_ranks():
+def test_engine_environment_has_nothing_of_ranks():
     torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME")
     torchrun += ("MASTER_ADDR", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "TORCH_GLOO_LAZY_INIT")
     trainer = dict.fromkeys((*torchrun, "PYTORCH_CUDA_ALLOC_CONF"), "8")
@@ -213,7 +223,7 @@ def test_an_engine_sees_nothing_of_the_trainers_ranks():
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_engine_on_several_nodes_is_told_the_address_of_each(tied_model, engine):
+def test_engine_command_tells_the_address_of_each_node(tied_model, engine):
     """By default it takes any address of the host, on whichever network."""
     rollout = RolloutConfig(engine=engine, tensor_parallel_size=2, max_completion_length=8)
     for rank, host in enumerate(("10.0.0.7", "10.0.0.8")):
@@ -231,7 +241,7 @@ def test_an_engine_on_several_nodes_is_told_the_address_of_each(tied_model, engi
         ("rollout.quantization=int8", "rollout.quantization is int8, and model.path"),
     ],
 )
-def test_an_engine_by_itself_refuses_what_it_could_not_serve(tmp_path, override, message):
+def test_serve_refuses_what_it_could_not_serve(tmp_path, override, message):
     path = tiny_multimodal(tmp_path / "towers", "mistral3")
     cfg = load_config(TINY_CONFIG, [f"model.path={path}", "model.dtype=bfloat16", override])
     alone = EngineNode(1, 0, "127.0.0.1", 29501)
@@ -239,7 +249,7 @@ def test_an_engine_by_itself_refuses_what_it_could_not_serve(tmp_path, override,
         serve(cfg, "127.0.0.1", 0, "token", alone)
 
 
-def test_groups_of_sglang_are_not_served_on_several_nodes(monkeypatch):
+def test_serve_refuses_groups_of_sglang_over_nodes(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
     cfg = load_config(TINY_CONFIG, [])
     sizes = {"engine": "sglang", "tensor_parallel_size": 2, "data_parallel_size": 4}

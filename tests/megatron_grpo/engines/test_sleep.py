@@ -10,12 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from helpers.engines.live import (
-    largest_logprob_error,
-    random_prompts,
-    running_engine,
-    served_model,
-)
+from helpers.engines.live import largest_logprob_error, random_prompts, running_engine
 from helpers.pushes.policies import client_of, push_folder
 from helpers.pushes.trainers import trainer
 from megatron_grpo.engines.http import NoServingEngine
@@ -37,9 +32,8 @@ def push_to_sleeping(engine, folder: Path) -> None:
 
 
 def test_an_engine_that_sleeps_has_no_weights_until_a_push_wakes_it(
-    live_engine, tied_model, tmp_path
+    live_engine, tied_model, other_model
 ) -> None:
-    other = served_model(tmp_path / "other", "qwen3", tied=True, seed=1)
     live_engine.push(tied_model)
     client = live_engine.client(enable_sleep_mode=True)
     client.sleep()
@@ -47,7 +41,7 @@ def test_an_engine_that_sleeps_has_no_weights_until_a_push_wakes_it(
     assert is_asleep(live_engine) and [*client.pool.serving] == []
     with pytest.raises(NoServingEngine, match="holds no complete weights"):
         live_engine.generate(random_prompts(1))
-    for folder in (other, tied_model):  # the second push finds it awake
+    for folder in (other_model, tied_model):  # the second push finds it awake
         push_to_sleeping(live_engine, folder)
         assert not is_asleep(live_engine)
         assert largest_logprob_error(folder, live_engine.generate(random_prompts(3))) < 1e-4

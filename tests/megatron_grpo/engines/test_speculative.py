@@ -11,10 +11,9 @@ from helpers.engines.live import (
     largest_logprob_error,
     random_prompts,
     running_engine,
-    sampling_params,
     served_model,
 )
-from helpers.engines.sampling import Completions, routing
+from helpers.engines.sampling import routing
 from helpers.models.tiny import add_mtp_layer
 from megatron_grpo.engines.spec_decode_metrics import SpecDecodeMetrics
 
@@ -83,7 +82,7 @@ def surprise(folder, samples):
 
 
 @pytest.mark.long
-def test_tokens_are_sampled_from_the_weights_of_the_last_push(drafting, models):
+def test_drafting_samples_the_weights_of_the_last_push(drafting, models):
     for folder in reversed(models):  # it has started with the first
         drafting.push(folder)
         samples = drafting.generate(random_prompts(8), max_completion_length=60, stop_token_ids=())
@@ -92,7 +91,7 @@ def test_tokens_are_sampled_from_the_weights_of_the_last_push(drafting, models):
 
 
 @pytest.mark.long
-def test_the_share_of_drafts_that_are_taken_is_told_by_position(chosen, drafting, models):
+def test_spec_decode_metrics_tell_shares_by_position(chosen, drafting, models):
     if not chosen[1]:
         pytest.skip("it does not draft")
     drafting.push(models[0])
@@ -108,25 +107,16 @@ def test_the_share_of_drafts_that_are_taken_is_told_by_position(chosen, drafting
 
 
 @pytest.mark.long
-def test_completions_go_on_under_new_weights(drafting, models):
+def test_drafting_goes_on_under_new_weights(drafting, models):
     weights = {drafting.push(models[0]): models[0]}
-    first, asked = drafting.version, generation_of(drafting.version)
+    # So many samples that none ends before the push.
+    many = {"num_generations": 32, "max_completion_length": 200, "stop_token_ids": ()}
+    asked = drafting.ask(random_prompts(2), **many)
     with routing(drafting.client(), AutoTokenizer.from_pretrained(models[0]).decode) as router:
-        router.resume(first)
-        answered = router.submit(asked)
-        drafting.pause_after(500)
-        router.pause(first + 1)
-        weights[drafting.push(models[1])] = models[1]
         router.resume(drafting.version)
+        answered = router.submit(asked)
+        weights[drafting.push_in_flight(router, models[1], 500, [answered])] = models[1]
         answered.result(timeout=120)
     samples = asked.samples()
     assert {len(sample.spans) for sample in samples} == {2}
     assert all(largest_error_by_version(weights, sample) < 1e-3 for sample in samples[::8])
-
-
-def generation_of(version):
-    """So many samples that none ends before a push."""
-    params = sampling_params(
-        num_generations=32, policy_version=version, max_completion_length=200, stop_token_ids=()
-    )
-    return Completions(random_prompts(2), params)

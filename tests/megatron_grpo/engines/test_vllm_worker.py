@@ -12,7 +12,6 @@ from helpers.engines.live import (
     random_prompts,
     reference_logprobs,
     running_engine,
-    served_model,
 )
 from helpers.engines.vllm_workers import loaded_parameters
 from helpers.models.conversions import assert_same
@@ -39,18 +38,13 @@ def check_pushes(engine, *folders) -> None:
         assert largest_logprob_error(folder, samples) < 1e-4
 
 
-def test_after_a_push_samples_are_those_of_the_new_weights(live_engine, tied_model, tmp_path):
-    other = served_model(tmp_path, "qwen3", tied=True, seed=1)
-    check_pushes(live_engine, tied_model, other, tied_model)
+def test_push_replaces_the_weights(live_engine, tied_model, other_model):
+    check_pushes(live_engine, tied_model, other_model, tied_model)
 
 
 slow = pytest.mark.slow
-
-
 WEIGHTS = "model.safetensors"
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
-
-
 DENSE = [name for name, each in FAMILIES.items() if not (each.experts or each.linear)]
 OVERRIDES = {
     # Windows shorter than the prompts, in some layers or in all.
@@ -61,46 +55,41 @@ OVERRIDES = {
 }
 ON_TWO = ("olmo2", "olmo3", "phi3", "qwen3")
 """Families that two workers share."""
+EXPERTS_OF_GROUPS = {"data_parallel_size": 2, "vllm": {"enable_expert_parallel": True}}
+ENGINES = [
+    ("deepseek_v3", {}, {}),  # latent attention and experts
+    *(
+        (name, OVERRIDES.get(name, {}), {"tensor_parallel_size": 1 + (name in ON_TWO)})
+        for name in DENSE
+    ),
+    ("deepseek_v3", {"q_lora_rank": None}, {"tensor_parallel_size": 2}),
+    ("qwen3", QWEN_WINDOWS, {}),
+    ("qwen3_moe", {"tied": False}, {}),
+    ("qwen3_moe", {}, EXPERTS_OF_GROUPS),
+    ("glm4_moe", {"tied": False}, {}),
+    # Sinks and windows in every other layer; rows of gate and up alternate in the engine.
+    ("gpt_oss", {"sliding_window": 20}, {"tensor_parallel_size": 2}),
+    ("glm4_moe_lite", {}, {"tensor_parallel_size": 2}),
+    ("qwen3_5_text", {"tied": True}, {"tensor_parallel_size": 2}),
+    ("qwen3_5_moe_text", {}, {"tensor_parallel_size": 2}),
+    *((kind, {}, {}) for kind in MULTIMODAL),  # the text towers of these
+]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("family", "overrides", "size"),
-    [
-        *(
-            pytest.param(name, OVERRIDES.get(name, {}), 1 + (name in ON_TWO), marks=slow)
-            for name in DENSE
-        ),
-        ("deepseek_v3", {}, 1),  # latent attention and experts
-        pytest.param("deepseek_v3", {"q_lora_rank": None}, 2, marks=slow),
-        pytest.param("qwen3", QWEN_WINDOWS, 1, marks=slow),
-        pytest.param("qwen3_moe", {"tied": False}, 1, marks=slow),
-        pytest.param("glm4_moe", {"tied": False}, 1, marks=slow),
-        # Sinks and windows in every other layer; rows of gate and up alternate in the engine.
-        pytest.param("gpt_oss", {"sliding_window": 20}, 2, marks=slow),
-        pytest.param("glm4_moe_lite", {}, 2, marks=slow),
-        pytest.param("qwen3_5_text", {"tied": True}, 2, marks=slow),
-        pytest.param("qwen3_5_moe_text", {}, 2, marks=slow),
-    ],
+    ("family", "overrides", "sizes"),
+    [ENGINES[0], *(pytest.param(*row, marks=slow) for row in ENGINES[1:])],
 )
-def test_workers_take_their_shards_of_every_family(tmp_path, family, overrides, size):
-    if family.startswith("qwen3_5"):
+def test_workers_take_their_shards_of_every_family(tmp_path, family, overrides, sizes):
+    if family in MULTIMODAL or family.startswith("qwen3_5"):
         pytest.importorskip("torchvision", reason="vLLM has it in a file with a model of images")
-    folder = servable_model(tmp_path / "model", family, **overrides)
-    other = servable_model(tmp_path / "other", family, seed=1, **overrides)
+    make = tiny_multimodal if family in MULTIMODAL else servable_model
+    folder = make(tmp_path / "model", family, **overrides)
+    other = make(tmp_path / "other", family, seed=1, **overrides)
     if family == "qwen3_5_moe_text":
         folder = stacked_experts(folder, tmp_path / "stacked")
-    with running_engine("vllm", folder, tmp_path, tensor_parallel_size=size) as engine:
-        check_pushes(engine, other, folder)
-
-
-@slow
-@pytest.mark.parametrize("kind", MULTIMODAL)
-def test_the_text_tower_of_a_multimodal_model_takes_pushes(tmp_path, kind):
-    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
-    folder = tiny_multimodal(tmp_path / "model", kind)
-    other = tiny_multimodal(tmp_path / "other", kind, seed=1)
-    with running_engine("vllm", folder, tmp_path) as engine:
+    with running_engine("vllm", folder, tmp_path, **sizes) as engine:
         check_pushes(engine, other, folder)
 
 
@@ -121,15 +110,6 @@ def test_the_engine_sees_the_images_that_the_trainer_sees(tmp_path, family):
             engine.push(weights)
             samples = engine.generate(prompts)
             assert largest_logprob_error(weights, samples) < 1e-5
-
-
-@slow
-def test_groups_of_workers_share_the_experts_of_an_engine(tmp_path):
-    folder = servable_model(tmp_path / "model", "qwen3_moe")
-    other = servable_model(tmp_path / "other", "qwen3_moe", seed=1)
-    sizes = {"data_parallel_size": 2, "vllm": {"enable_expert_parallel": True}}
-    with running_engine("vllm", folder, tmp_path, **sizes) as engine:
-        check_pushes(engine, other, folder)
 
 
 @slow

@@ -17,10 +17,10 @@ from checkpoint_convert.tokenizer import load_tokenizer
 from demo.make_sums import sums
 from helpers.oracle.policies import tiny_config
 from helpers.runs.environments import write_environments
+from helpers.runs.rewards import sample_of
 from megatron_grpo.agents.partners import Partners
 from megatron_grpo.config.eval import EvalConfig
-from megatron_grpo.data.prompts import Prompt, end_tokens
-from megatron_grpo.data.samples import Sample
+from megatron_grpo.data.prompts import end_tokens
 from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.engines.router import RequestRouter
 from megatron_grpo.evaluation.evaluation import (
@@ -40,7 +40,7 @@ from parallel import ParallelDims
 
 
 @pytest.mark.parametrize("n", range(1, 9))
-def test_pass_at_k_is_the_share_of_the_subsets_in_which_one_has_passed(n: int) -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass(n: int) -> None:
     for c in range(n + 1):
         for k in range(1, n + 1):
             draws = list(combinations(range(n), k))  # the first c have passed
@@ -57,14 +57,13 @@ def test_pass_at_k_of_many_samples_overflows_nothing(n: int, c: int, k: int) -> 
 def evaluated(*groups: list[float]) -> Evaluated:
     """Scores of one function for the samples of each prompt, whose first sample is cut off."""
     samples = [
-        Sample(
-            prompt=Prompt(index=index, token_ids=(5,), text=f"prompt {index}", row={}),
-            sample_index=i,
+        sample_of(
+            f"completion {i}",
+            {},
+            index,
+            i,
             completion_ids=(4,) * (i + 1),
-            logprobs=(-1.0,) * (i + 1),
             finish_reason="stop" if i else "length",
-            text=f"completion {i}",
-            policy_version=0,
         )
         for index, group in enumerate(groups)
         for i in range(len(group))
@@ -109,7 +108,7 @@ def test_eval_metrics_leave_out_a_failed_score_and_count_it() -> None:
     assert all(map(math.isfinite, metrics.values()))
 
 
-def test_eval_rows_say_whether_each_passed_and_null_where_nobody_knows() -> None:
+def test_eval_rows_say_whether_each_has_passed() -> None:
     cfg = EvalConfig(num_generations=3, pass_threshold=0.5)
     rows = eval_rows(evaluated([0.5, 0.4, nan]), cfg)
     assert [row["passed"] for row in rows] == [True, False, None]
@@ -130,7 +129,7 @@ def test_eval_rows_say_whether_each_passed_and_null_where_nobody_knows() -> None
     }
 
 
-def test_due_steps_are_before_the_first_step_each_interval_and_after_the_last(
+def test_due_steps_are_the_first_each_interval_and_the_last(
     tied_model: Path,
 ) -> None:
     arguments = ["train.num_steps=5", "eval.interval=2", "eval.data={}"]
@@ -187,8 +186,8 @@ def evaluating(engine, tmp_path_factory):
             made.all = Evaluations(cfg, shape, tokenizer, router, pools, partners)
 
             def run() -> dict[str, Evaluated]:
-                timer = PhaseTimer(made.phases.append)
-                return made.all.run(engine.version, timer, lambda *done: made.shown.append(done))
+                made.timer, show = PhaseTimer(made.phases.append), made.shown.append
+                return made.all.run(engine.version, made.timer, lambda *done: show(done))
 
             made.run = run
             try:
@@ -209,6 +208,7 @@ def test_run_samples_in_parts_as_it_would_at_once(engine, evaluating) -> None:
         in_parts, again = (parts.run()[""] for _ in range(2))
     assert parts.shown[:4] == [("", 0, 5), ("", 2, 5), ("", 4, 5), ("", 5, 5)]
     assert parts.phases[:3] == ["eval_generate", "", "eval_score"]
+    assert parts.timer.metrics().keys() == {"time/eval", "time/step"}
     prompts = [sample.prompt for sample in in_parts.samples[::3]]
     at_once = engine.generate(
         prompts,
@@ -223,9 +223,7 @@ def test_run_samples_in_parts_as_it_would_at_once(engine, evaluating) -> None:
     assert len(in_parts.totals) == len(in_parts.rewards) == 15
 
 
-def test_run_is_stopped_by_scores_that_fail_in_all_parts_and_not_in_one(
-    evaluating, tmp_path
-) -> None:
+def test_run_stops_when_scores_of_all_parts_fail(evaluating, tmp_path) -> None:
     """Of parts of 6, 6 and 3 completions; half of the 15 may fail, and no part has more."""
     (mine := tmp_path / "mine.py").write_text(
         "def one(completions, answer, **_): return [None if a == '3' else 1.0 for a in answer]\n"
@@ -243,7 +241,7 @@ def test_run_is_stopped_by_scores_that_fail_in_all_parts_and_not_in_one(
     assert every.shown[-1] == ("", 2, 5)
 
 
-def test_a_set_gets_the_completions_that_it_gets_alone(evaluating) -> None:
+def test_run_gives_a_set_what_it_gets_alone(evaluating) -> None:
     other = "eval.sets.other={data: {}, max_prompts: 1, reward: {functions: [exact]}}"
     with evaluating(FEW, MANY, other) as three:
         found = three.run()
@@ -258,9 +256,7 @@ def test_a_set_gets_the_completions_that_it_gets_alone(evaluating) -> None:
         assert completions(found["many"]) == completions(alone.run()["many"])
 
 
-def test_run_after_the_loss_of_all_engines_samples_no_set_that_is_done_again(
-    engine, evaluating
-) -> None:
+def test_run_after_a_loss_samples_no_set_again(engine, evaluating) -> None:
     with evaluating(FEW, MANY) as broken:
         expected = {name: completions(result) for name, result in broken.run().items()}
         [url] = engine.servers.base_urls
@@ -283,7 +279,7 @@ def test_run_after_the_loss_of_all_engines_samples_no_set_that_is_done_again(
 
 
 @pytest.mark.long
-def test_dialogues_are_evaluated_with_the_reward_of_their_environment(evaluating, tmp_path) -> None:
+def test_run_evaluates_dialogues_by_their_environment(evaluating, tmp_path) -> None:
     """Turns end at many tokens; the most likely ones make all samples of a prompt the same."""
     game = [
         f"environment.name={write_environments(tmp_path)}:Echo",
@@ -315,7 +311,7 @@ def test_dialogues_are_evaluated_with_the_reward_of_their_environment(evaluating
     assert found[::2] == found[1::2] != completions(in_parts)[::2]
 
 
-def test_a_failed_environment_is_no_reward(evaluating, tmp_path) -> None:
+def test_run_has_no_reward_of_a_failed_environment(evaluating, tmp_path) -> None:
     (mine := tmp_path / "failing.py").write_text(
         "class Failing:\n"
         "    def reset(self, prompt, answer): self.answer = answer\n"

@@ -12,10 +12,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from checkpoint_convert.tokenizer import load_tokenizer
+from helpers.runs.rewards import sample_of
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.token_log import VALUES
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.data.samples import Branch, Heard, Sample
+from megatron_grpo.data.samples import Branch, Heard
 from megatron_grpo.reporting.completions import completion_rows, token_rows, token_texts
 from megatron_grpo.reporting.metrics import StepReport
 
@@ -37,20 +38,9 @@ def tokenizer(tied_model: Path) -> Any:
 def experience(**options: Any) -> Experience:
     """Three completions of one prompt, whose advantages are twice the rewards less 1."""
     prompt = Prompt(index=4, token_ids=(1, 2), text="What is 7 + 5?", row=ROW)
+    tokens = {"completion_ids": (33, 34), "logprobs": (-0.5, -0.1), "policy_version": 6}
     samples = [
-        Sample(
-            prompt=prompt,
-            sample_index=i,
-            **{
-                "completion_ids": (33, 34),
-                "logprobs": (-0.5, -0.1),
-                "finish_reason": "stop",
-                "text": "żółw 12",
-                "policy_version": 6,
-            }
-            | options,
-        )
-        for i in range(len(REWARDS))
+        sample_of("żółw 12", {}, 4, i, prompt, **tokens | options) for i in range(len(REWARDS))
     ]
     totals = torch.tensor(REWARDS, dtype=torch.float64)
     advantages = (2 * totals - 1).nan_to_num()
@@ -63,7 +53,7 @@ def rows(tokenizer: Any, made: Experience) -> list[dict[str, Any]]:
     return completion_rows(7, made, range(3), report, "question", tokenizer)
 
 
-def test_a_row_has_all_that_is_known_of_a_completion_and_null_for_the_rest(tokenizer: Any) -> None:
+def test_completion_rows_have_null_for_what_is_unknown(tokenizer: Any) -> None:
     first, failed, last = rows(tokenizer, experience())
     assert first == {
         "step": 7,
@@ -94,7 +84,7 @@ def test_a_row_has_all_that_is_known_of_a_completion_and_null_for_the_rest(token
     assert (last["advantage"], last["entropy"]) == (-1.0, 2.5)
 
 
-def test_the_turns_of_a_dialogue_have_their_special_tokens_and_rewards(tokenizer: Any) -> None:
+def test_turns_of_a_dialogue_have_tokens_and_rewards(tokenizer: Any) -> None:
     eos = tokenizer.eos_token_id
     made = experience(
         completion_ids=(33, eos, 40, 41, 34, eos),
@@ -112,9 +102,7 @@ def test_the_turns_of_a_dialogue_have_their_special_tokens_and_rewards(tokenizer
     ]
 
 
-def test_the_turns_of_an_agent_say_who_spoke_what_was_called_and_in_which_branch(
-    tokenizer: Any,
-) -> None:
+def test_turns_of_an_agent_have_roles_calls_and_branches(tokenizer: Any) -> None:
     eos = tokenizer.eos_token_id
     made = experience(
         completion_ids=(33, eos, 40, 41, 34, eos, 50, 35, eos),
@@ -133,10 +121,7 @@ def test_the_turns_of_an_agent_say_who_spoke_what_was_called_and_in_which_branch
         ("assistant", 1, None),
     ]
     assert [turn["num_tokens"] for turn in found] == [2, 2, 2, 1, 2]
-
-
-def test_a_branch_that_shares_no_token_begins_with_what_it_reads_first(tokenizer: Any) -> None:
-    """A sequence has a context, so that this branch has the first of its own tokens as that."""
+    # A branch that shares no token has the first of its own as its context.
     made = experience(
         completion_ids=(33, 34, 40, 41, 35),
         logprobs=[0.0] * 5,
@@ -153,9 +138,7 @@ def test_a_branch_that_shares_no_token_begins_with_what_it_reads_first(tokenizer
     ]
 
 
-def test_the_values_of_tokens_stand_beside_their_texts_as_far_as_the_log_has_rows(
-    tokenizer: Any,
-) -> None:
+def test_token_rows_have_values_as_far_as_they_are_logged(tokenizer: Any) -> None:
     values = torch.zeros(3, len(VALUES))
     columns = {"mask": [1.0, 1.0, 0.0], "logprob": [-0.25, -1.0, 0.0], "gap": [0.1, torch.nan, 0.0]}
     for name, column in columns.items():
@@ -169,10 +152,7 @@ def test_the_values_of_tokens_stand_beside_their_texts_as_far_as_the_log_has_row
     assert first["gap"] == [0.1, None]
     assert first["rollout_logprob"] == [-0.5, -0.1]
     assert (first["advantage"], second["advantage"]) == ([-1.0, -1.0], [1.0])
-
-
-def test_tokens_have_the_version_that_sampled_them(tokenizer: Any) -> None:
-    values = torch.zeros(3, len(VALUES))
+    # Each has the version that sampled it.
     made = experience(versions=((5, 1), (6, 1)), policy_version=5)
     found = token_rows(7, made, [0, 1], values, tokenizer)
     assert [row["policy_version"] for row in found] == [[5, 6], [5]]
@@ -180,7 +160,7 @@ def test_tokens_have_the_version_that_sampled_them(tokenizer: Any) -> None:
     assert [row["policy_version"] for row in whole] == [6, 6]
 
 
-def test_a_character_of_several_tokens_is_at_the_last_of_them() -> None:
+def test_token_texts_have_a_character_at_its_last_token() -> None:
     letters = sorted(ByteLevel.alphabet())
     of_bytes = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
     of_bytes.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -190,7 +170,7 @@ def test_a_character_of_several_tokens_is_at_the_last_of_them() -> None:
     assert token_texts(ids, tokenizer) == ["1", " ", "", "", "", "🐢", "!"]
 
 
-def test_bytes_that_are_no_character_stop_nothing() -> None:
+def test_token_texts_go_on_behind_bytes_of_no_character() -> None:
     """A decoder of pieces, with bytes for the rest, gives up a character that it has returned."""
     pieces = ["a", *(f"<0x{byte:02X}>" for byte in range(256))]
     of_pieces = Tokenizer(BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))

@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 
 from helpers.oracle.losses import chosen_tokens
+from helpers.ranks.processes import run_ranks
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
 from megatron_grpo.batch.experience import completion_metrics
 from megatron_grpo.batch.token_log import VALUES, first_rows
 from megatron_grpo.config.grpo import GRPOConfig
-from megatron_grpo.reporting.metrics import TrainMetrics, reward_metrics
+from megatron_grpo.reporting.metrics import TrainMetrics, peak_memory, reward_metrics
 from parallel.alignment import Alignment
 from parallel.packing import TokenSequence, pack
 
@@ -74,6 +75,11 @@ def count(members, cfg, tokens=TOKENS, old_is_rollout=False, num_logged_tokens=0
     return metrics, loss.total.item()
 
 
+def metrics_of(members, cfg, *args, **options):
+    """The metrics of a single rank with these sequences."""
+    return count(members, cfg, *args, **options)[0].reduce(no_peers, cfg).metrics
+
+
 def reduced(parts, cfg):
     """The report of the ranks that hold these parts."""
 
@@ -89,14 +95,13 @@ def reduced(parts, cfg):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_metrics_do_not_depend_on_the_split_over_ranks(split):
+def test_reduce_does_not_depend_on_the_split_over_ranks(split):
     cfg = grpo_config(
         top_entropy_quantile=0.5,
         rollout_importance_sampling_mode="token_truncate",
         off_policy_mask_threshold=0.1,
     )
     parts = [count(members, cfg) for members in split]
-
     report = reduced([metrics for metrics, _ in parts], cfg)
     every = [token for tokens in TOKENS for token in tokens]
 
@@ -149,10 +154,8 @@ def test_metrics_do_not_depend_on_the_split_over_ranks(split):
     assert report.rollout_gap == pytest.approx([0.025, 0.0, 0.01 / 3, math.nan], nan_ok=True)
 
 
-def test_what_the_config_has_no_use_for_is_not_reported():
-    cfg = grpo_config(beta=0.0)
-    metrics = count([0, 1], cfg)[0].reduce(no_peers, cfg).metrics
-    assert not metrics.keys() & {
+def test_reduce_leaves_out_what_the_config_has_no_use_for():
+    assert not metrics_of([0, 1], grpo_config(beta=0.0)).keys() & {
         "kl",
         "policy_loss",
         "entropy/high_ratio",
@@ -161,21 +164,16 @@ def test_what_the_config_has_no_use_for_is_not_reported():
         "rollout/eff_sample_size",
         "off_policy_mask_ratio",
     }
+    for loss_type in ("sapo", "vespo"):  # which clip nothing
+        metrics = metrics_of([0, 1], grpo_config(loss_type=loss_type))
+        assert "ratio/mean" in metrics
+        assert not [name for name in metrics if name.startswith("clip_ratio")]
 
 
-@pytest.mark.parametrize("loss_type", ["sapo", "vespo"])
-def test_a_loss_without_a_clip_reports_no_share_of_clipped_tokens(loss_type):
-    cfg = grpo_config(loss_type=loss_type)
-    metrics = count([0, 1], cfg)[0].reduce(no_peers, cfg).metrics
-    assert "ratio/mean" in metrics
-    assert not [name for name in metrics if name.startswith("clip_ratio")]
-
-
-def test_tokens_of_a_bad_sequence_that_the_policy_has_left_are_counted():
-    cfg = grpo_config(off_policy_mask_threshold=0.1)
+def test_off_policy_mask_ratio_counts_tokens_that_the_policy_left():
     # The second sequence has advantage -2; now it is behind the engine by 0.25 per token.
     moved = [TOKENS[0], [(-2.5, *TOKENS[1][0][1:]), TOKENS[1][1]], *TOKENS[2:]]
-    metrics = count([0, 1], cfg, moved)[0].reduce(no_peers, cfg).metrics
+    metrics = metrics_of([0, 1], grpo_config(off_policy_mask_threshold=0.1), moved)
     assert metrics["off_policy_mask_ratio"] == 0.5
 
 
@@ -187,7 +185,7 @@ def test_tokens_of_a_bad_sequence_that_the_policy_has_left_are_counted():
         ("sequence_mask", [math.exp(-0.05)] * 2 + [1, 1, 0, 0, 0], 3),
     ],
 )
-def test_masked_weights_are_counted_by_tokens_and_by_sequences(mode, weights, num_masked):
+def test_masked_fractions_are_of_tokens_and_of_sequences(mode, weights, num_masked):
     cfg = grpo_config(
         rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=1.005
     )
@@ -200,31 +198,27 @@ def test_masked_weights_are_counted_by_tokens_and_by_sequences(mode, weights, nu
     assert metrics["rollout/masked_fraction"] == pytest.approx(num_masked / 7)
     assert metrics["rollout/seq_masked_fraction"] == pytest.approx(1 / 3)  # of those with tokens
 
-
-def test_with_every_weight_masked_the_effective_sample_is_empty():
     cfg = grpo_config(
         rollout_importance_sampling_mode="token_mask", rollout_importance_sampling_min=0.5
     )
-    far_behind = [[(-2.0, -2.0, -2.0, -1.0, 0.5)]]
-    metrics = count([0], cfg, far_behind)[0].reduce(no_peers, cfg).metrics
+    metrics = metrics_of([0], cfg, [[(-2.0, -2.0, -2.0, -1.0, 0.5)]])  # all are far behind
     assert (metrics["rollout/masked_fraction"], metrics["rollout/eff_sample_size"]) == (1, 0)
 
 
-def test_the_gap_is_to_the_policy_itself_while_no_old_logprobs_are_kept():
+def test_logprob_gap_without_old_logprobs_is_to_the_policy():
     cfg = grpo_config(beta=0.0)
-    batch = pack(
-        [
-            TokenSequence(
-                tokens=torch.zeros(2, dtype=torch.int64),
-                num_prompt_tokens=1,
-                advantage=1.0,
-                loss_weight=1.0,
-                rollout_logprobs=torch.tensor([-1.5]),
-            )
-        ],
-        [0],
-        Alignment(),
+    metrics = metrics_of([0], cfg, old_is_rollout=True)
+    assert metrics["rollout/logprob_gap_mean"] == pytest.approx(0.25 / 2)
+    assert metrics["ratio/max"] == pytest.approx(math.exp(0.25))
+    assert metrics["rollout/stale_gap_mean"] == 0
+    sequence = TokenSequence(
+        tokens=torch.zeros(2, dtype=torch.int64),
+        num_prompt_tokens=1,
+        advantage=1.0,
+        loss_weight=1.0,
+        rollout_logprobs=torch.tensor([-1.5]),
     )
+    batch = pack([sequence], [0], Alignment())  # whose old ones are not kept
     logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
     tokens = LossTokens.select(batch, chosen_tokens(batch.loss_mask, logprobs, torch.zeros(2)))
     metrics = TrainMetrics(1)
@@ -234,21 +228,13 @@ def test_the_gap_is_to_the_policy_itself_while_no_old_logprobs_are_kept():
     assert result["approx_kl"] == 0
 
 
-def test_the_gap_is_to_the_policy_itself_where_the_old_logprobs_are_the_engines():
-    cfg = grpo_config(beta=0.0)
-    metrics = count([0], cfg, old_is_rollout=True)[0].reduce(no_peers, cfg).metrics
-    assert metrics["rollout/logprob_gap_mean"] == pytest.approx(0.25 / 2)
-    assert metrics["ratio/max"] == pytest.approx(math.exp(0.25))
-    assert metrics["rollout/stale_gap_mean"] == 0
-
-
-def test_a_batch_without_a_single_token_reports_zeros():
+def test_reduce_of_no_token_is_zeros():
     report = count([3], grpo_config())[0].reduce(no_peers, grpo_config())
     assert set(report.metrics.values()) == {0.0}
     assert all(map(math.isnan, report.entropy + report.rollout_gap))
 
 
-def test_completion_metrics():
+def test_completion_metrics_have_terminated_lengths_or_0():
     assert completion_metrics([3, 8, 4, 5], [False, True, False, False]) == {
         "completions/mean_length": 5.0,
         "completions/min_length": 3.0,
@@ -258,14 +244,11 @@ def test_completion_metrics():
         "completions/min_terminated_length": 3.0,
         "completions/max_terminated_length": 5.0,
     }
-
-
-def test_without_a_terminated_completion_their_length_is_0():
     metrics = completion_metrics([8, 8], [True, True])
     assert {value for name, value in metrics.items() if "terminated" in name} == {0}
 
 
-def test_reward_metrics():
+def test_reward_metrics_are_of_completions_and_groups():
     rewards = [{"exact": e, "format": f} for e, f in [(1, 0.5), (0, 0.5), (1, 0.0), (1, 0.0)]]
     totals = torch.tensor([1.5, 0.5, 1.0, 1.0])
     advantages = torch.tensor([0.7, -0.7, 0.0, 0.0])
@@ -290,7 +273,7 @@ def test_reward_metrics():
     )
 
 
-def test_functions_are_in_the_order_of_the_config_whichever_prompt_comes_first():
+def test_reward_metrics_are_in_the_order_of_the_config():
     for rewards in ([{"a": 1.0}, {"b": 2.0}], [{"b": 2.0}, {"a": 1.0}]):
         metrics = reward_metrics(
             rewards, torch.ones(2), torch.tensor([0, 1]), torch.zeros(2), ["b", "a", "unused"]
@@ -299,7 +282,7 @@ def test_functions_are_in_the_order_of_the_config_whichever_prompt_comes_first()
         assert means == ["reward/b/mean", "reward/a/mean"]
 
 
-def test_a_score_that_is_nan_is_in_no_mean():
+def test_reward_metrics_leave_out_scores_that_are_nan():
     nan = math.nan
     metrics = reward_metrics(
         [{"exact": 1.0, "judge": nan}, {"exact": 0.0, "judge": nan}, {"exact": 1.0, "judge": 0.5}],
@@ -328,7 +311,7 @@ def test_a_score_that_is_nan_is_in_no_mean():
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_logged_tokens_have_their_values_wherever_they_were_predicted(split):
+def test_reduce_logs_the_values_of_tokens_of_all_ranks(split):
     cfg = grpo_config(top_entropy_quantile=0.5, rollout_importance_sampling_mode="token_truncate")
     parts = [count(members, cfg, num_logged_tokens=5)[0] for members in split]
     logged = reduced(parts, cfg).tokens
@@ -344,3 +327,17 @@ def test_logged_tokens_have_their_values_wherever_they_were_predicted(split):
     assert columns["clipped"].tolist() == [1, 0, -1, 0, 0]
     weights = torch.tensor([1 / 8] * 4 + [1 / 12]) * (old - rollout).exp().clamp(max=2.0)
     torch.testing.assert_close(columns["loss_weight"], weights * (entropy >= 0.7))
+
+
+def peak_on_rank(rank):
+    """The metrics for faked GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda _: (rank + 1) * 10**9)
+        patch.setattr(torch.cuda, "max_memory_reserved", lambda _: (4 - rank) * 10**9)
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+        return peak_memory(torch.device("cuda", rank))
+
+
+def test_peak_memory_is_of_the_fullest_gpu():
+    told = {"perf/max_memory_allocated_gb": 2.0, "perf/max_memory_reserved_gb": 4.0}
+    assert run_ranks(2, peak_on_rank) == [told, told]

@@ -43,22 +43,17 @@ def two_steps(bar: ProgressBar) -> None:
     bar.show(4, METRICS)
 
 
-def test_step_line_names_what_it_shows() -> None:
+def test_step_line_names_what_a_sum_and_a_mean_would_hide() -> None:
     assert step_line(3, 15, METRICS) == (
         "step  3/15  reward 0.312 ± 0.210  length 12.3 (4-16)  1312 tokens/s  18.4 s"
     )
     assert "kl 0.0123" in step_line(3, 15, METRICS | {"kl": 0.01234})
+    assert step_line(3, 15, METRICS | {"reward/math/mean": 0.3125}) == step_line(3, 15, METRICS)
     assert step_line(3, 15, METRICS | {"skipped_steps": 1.0}).endswith("18.4 s  skipped")
-
-
-def test_step_line_without_any_score_says_so() -> None:
     unscored = {name: value for name, value in METRICS.items() if not name.startswith("reward")}
     assert step_line(3, 15, unscored) == (
         "step  3/15  no reward: all failed  length 12.3 (4-16)  1312 tokens/s  18.4 s"
     )
-
-
-def test_step_line_says_what_a_sum_and_a_mean_would_hide() -> None:
     more = {
         "reward/math/mean": 0.25,
         "reward/math/std": 0.1,
@@ -82,7 +77,7 @@ EVALUATION = {
 }
 
 
-def test_the_line_of_an_evaluation_says_what_of_how_many_prompts_of_its_set() -> None:
+def test_evaluation_line_names_its_set() -> None:
     line = evaluation_line("", EVALUATION | {"eval/failed": 3.0})
     assert line == (
         "evaluation  pass@1 0.312  pass@8 0.750  mean@8 0.400  64 prompts  "
@@ -98,7 +93,7 @@ def test_the_line_of_an_evaluation_says_what_of_how_many_prompts_of_its_set() ->
     )
 
 
-def test_a_long_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_evaluation_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_grpo.bars.LINE_SECONDS", 0.0)
 
     def evaluate(bar: ProgressBar) -> None:
@@ -116,7 +111,7 @@ def test_a_long_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) 
     assert "32/64 ━━" in told[True] and "64/64" not in told[True].split("\r")[-1]
 
 
-def test_engines_that_start_are_waited_for_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_tells_how_many_engines_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_grpo.bars.LINE_SECONDS", 0.0)
 
     def wait(bar: ProgressBar) -> None:
@@ -134,7 +129,7 @@ def test_engines_that_start_are_waited_for_by_number(monkeypatch: pytest.MonkeyP
     assert "1/2" not in told[True].split("\r")[-1]
 
 
-def test_a_bar_shows_the_phase_that_runs_and_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enter_shows_the_phase_and_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
 
@@ -146,7 +141,7 @@ def test_a_bar_shows_the_phase_that_runs_and_since_when(monkeypatch: pytest.Monk
     assert "generate 7 s" in shown(generate, terminal=True)
 
 
-def test_a_completion_is_printed_as_it_is_with_the_scores_of_each_function() -> None:
+def test_completions_table_has_scores_of_each_function() -> None:
     row = {
         "step": 3,
         "prompt": "[b]How much[/b] is 7 + 5?",
@@ -169,13 +164,13 @@ def test_a_completion_is_printed_as_it_is_with_the_scores_of_each_function() -> 
     assert others == [row["prompt"], "[12]", "", "", "0.500", "0.500", "0.000", "stop"]
 
 
-def test_without_a_terminal_every_step_is_one_plain_line_however_narrow() -> None:
+def test_show_without_a_terminal_is_one_plain_line() -> None:
     lines = shown(two_steps, terminal=False).splitlines()
     assert [line.split("  reward")[0] for line in lines] == ["step  3/15", "step  4/15"]
     assert lines[0].endswith("18.4 s: generate 9.2, train 8.1")
     assert "\x1b" not in "".join(lines)
 
 
-def test_on_a_terminal_a_bar_stands_at_the_last_step() -> None:
+def test_show_on_a_terminal_is_a_bar_at_the_last_step() -> None:
     bar = shown(two_steps, terminal=True).split("\r")[-1]
     assert " 4/15 ━━" in bar

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 from contextlib import closing
 from dataclasses import replace
@@ -11,15 +12,15 @@ import torch
 from checkpoint_convert.tokenizer import load_tokenizer
 from helpers.models.conversions import file_size_limit
 from helpers.oracle.policies import tiny_config
+from helpers.runs.rewards import sample_of
 from megatron_grpo.batch.token_log import VALUES
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.reporting.metrics import gap_metrics, staleness_metrics
-from megatron_grpo.reporting.runlog import RunLog
+from megatron_grpo.reporting.runlog import SYMPTOMS, RunLog, Symptoms
 from parallel import ParallelDims
 
 
@@ -27,9 +28,7 @@ def run_log(cfg: Config, first_step: int) -> RunLog:
     return RunLog(cfg, first_step, load_tokenizer(cfg.model.path))
 
 
-def test_what_fails_in_closing_the_log_is_told_and_does_not_hide_why_the_run_ends(
-    tied_model: Path, tmp_path: Path, capfd
-):
+def test_close_tells_what_fails_and_why_the_run_ends(tied_model: Path, tmp_path: Path, capfd):
     cfg = tiny_config(tied_model, ParallelDims(), f"train.run_dir={tmp_path / 'run'}")
     with pytest.raises(Preempted), closing(run_log(cfg, 0)) as log:
         log.tracking.log(1, {"reward": 1.0}, [])  # too little to draw
@@ -40,7 +39,7 @@ def test_what_fails_in_closing_the_log_is_told_and_does_not_hide_why_the_run_end
     assert "curves.png could not be drawn: " in told
 
 
-def test_the_throughput_is_that_of_a_whole_generation(tied_model: Path, tmp_path: Path):
+def test_tokens_per_second_are_of_a_whole_generation(tied_model: Path, tmp_path: Path):
     """Two optimizer batches, twice each: the first of the four steps waits for the generation."""
     options = ["grpo.steps_per_generation=2", "grpo.num_iterations=2"]
     cfg = tiny_config(tied_model, ParallelDims(), f"train.run_dir={tmp_path / 'run'}", *options)
@@ -49,7 +48,7 @@ def test_the_throughput_is_that_of_a_whole_generation(tied_model: Path, tmp_path
         assert found == pytest.approx([200 / 7, 400 / 8, 600 / 9, *[800 / 10] * 5])
 
 
-def test_a_resumed_run_lacks_the_evaluation_of_a_set_that_it_adds(tied_model: Path, tmp_path: Path):
+def test_has_evaluation_wants_that_of_each_set(tied_model: Path, tmp_path: Path):
     def is_evaluated(*options: str) -> bool:
         run_dir = f"train.run_dir={tmp_path / 'run'}"
         cfg = tiny_config(tied_model, ParallelDims(), run_dir, *options)
@@ -65,9 +64,7 @@ def test_a_resumed_run_lacks_the_evaluation_of_a_set_that_it_adds(tied_model: Pa
     assert not is_evaluated("eval.data={}")
 
 
-def test_a_full_disk_leaves_the_config_that_a_run_was_started_with(
-    tied_model: Path, tmp_path: Path
-):
+def test_run_log_on_a_full_disk_leaves_the_config(tied_model: Path, tmp_path: Path):
     """A run whose config cannot be read could not be resumed."""
     cfg = tiny_config(tied_model, ParallelDims(), f"train.run_dir={tmp_path / 'run'}")
     saved = tmp_path / "run" / "config.yaml"
@@ -87,7 +84,7 @@ def test_a_full_disk_leaves_the_config_that_a_run_was_started_with(
     assert load_config(saved) == longer
 
 
-def test_the_age_of_tokens_is_told_as_shares_of_generations():
+def test_staleness_metrics_are_shares_of_generations():
     """Of generation 2, of two steps each; completions began at generations 0 and 1."""
     rollout = RolloutConfig(max_completion_length=8, max_staleness=2, in_flight_updates=True)
     cut = sample(versions=((0, 1), (2, 2), (4, 3)))
@@ -104,7 +101,7 @@ def test_the_age_of_tokens_is_told_as_shares_of_generations():
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_what_the_weights_changed_is_told_apart_from_what_kept_caches_changed(recompute):
+def test_gap_metrics_tell_weights_from_kept_caches(recompute):
     """Of two turns, a push falls into the first; and half a completion of old weights is logged."""
     rollout = RolloutConfig(
         max_completion_length=8,
@@ -127,13 +124,33 @@ def test_what_the_weights_changed_is_told_apart_from_what_kept_caches_changed(re
 
 def sample(versions: tuple[tuple[int, int], ...]) -> Sample:
     """A completion of six tokens, of version 2 if it has one alone."""
-    return Sample(
-        prompt=Prompt(index=0, token_ids=(5,), text="", row={}),
-        sample_index=0,
-        completion_ids=[7] * 6,
-        logprobs=[-0.5] * 6,
-        finish_reason="stop",
-        text="",
-        policy_version=versions[0][0] if versions else 2,
-        versions=versions,
-    )
+    version = versions[0][0] if versions else 2
+    return sample_of("", {}, completion_ids=[7] * 6, policy_version=version, versions=versions)
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "symptoms.md"
+STEPS = {
+    "frac_reward_zero_std": ([0.5, 0.5, 0.5, 0.5], [0.8, 0.9, 1.0]),
+    "completions/clipped_ratio": ([0.4] * 4, [0.5] * 3),
+    "entropy": ([2.0, 1.0, 0.3, 0.3], [0.09, 0.09, 0.09]),
+    "completions/mean_length": ([100.0, 200, 290, 290], [600.0] * 3),
+    "rollout/logprob_gap_mean": ([0.01, 0.01, 0.01, 0.04], [0.06] * 3),
+    "tokens_per_second": ([900.0, 900, 900, 400], [290.0] * 3),
+}
+"""Metrics of steps that show nothing, and of those that follow and do."""
+
+
+@pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda symptom: symptom.metric)
+def test_symptoms_are_told_once_and_explained(symptom, capsys: pytest.CaptureFixture[str]) -> None:
+    symptoms, (healthy, ill) = Symptoms(), STEPS[symptom.metric]
+    for step, value in enumerate(healthy):
+        symptoms.check(step, {symptom.metric: value})
+    assert capsys.readouterr().err == ""
+    for step, value in enumerate(ill * 2):
+        symptoms.check(step, {symptom.metric: value})
+    [line] = capsys.readouterr().err.splitlines()
+    heading = line.rpartition("#")[2]
+    headings = re.findall(r"^## (.+)$", PAGE.read_text(), re.MULTILINE)
+    assert heading in {text.lower().replace(" ", "-") for text in headings}
+    section = PAGE.read_text().lower().partition(heading.replace("-", " "))[2].partition("\n## ")[0]
+    assert f"🔔 `{symptom.metric}`" in section

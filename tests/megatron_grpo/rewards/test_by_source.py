@@ -1,4 +1,5 @@
-"""Samples of several sources in one generation, each scored by its own functions."""
+"""Samples of several sources in one generation, each scored by its own functions, and reference
+answers that these cannot read."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -16,9 +17,11 @@ from megatron_grpo.batch.experience import (
     source_metrics,
 )
 from megatron_grpo.config.file import load_config
+from megatron_grpo.config.reward import RewardConfig
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.reporting.metrics import reward_metrics
-from megatron_grpo.rewards.by_source import RewardsBySource
+from megatron_grpo.rewards.by_source import RewardsBySource, reference_fault
+from megatron_grpo.rewards.math import can_read, math_answer
 from megatron_grpo.rewards.pool import RewardPools
 
 CONFIG = load_config(
@@ -48,14 +51,13 @@ def samples() -> list[Sample]:
     return made
 
 
-def test_each_source_has_its_own_functions_weights_bounds_and_metrics():
+def test_score_has_functions_weights_and_bounds_by_source():
     made = samples()
     with closing(RewardPools()) as pools:
         rewards = RewardsBySource(CONFIG.by_source, pools)
         scores = rewards.score(made, num_completions=len(made))
-    assert [[*score] for score in scores] == [["exact"]] * 2 + [["environment"]] * 2 + [
-        ["format"]
-    ] * 2
+    names = ["exact", "exact", "environment", "environment", "format", "format"]
+    assert [[*score] for score in scores] == [[name] for name in names]
     totals = rewards.totals(made, scores)
     assert totals[:3] == [1.5, 0.0, 3 * 0.75]
     assert isnan(totals[3])
@@ -77,7 +79,7 @@ def test_each_source_has_its_own_functions_weights_bounds_and_metrics():
     assert (found["num_turns/mean"], found["environment/failed_ratio"]) == (1.0, 0.5)
 
 
-def test_a_generation_and_an_evaluation_may_be_scored_at_the_same_time():
+def test_score_may_be_called_by_threads_at_once():
     made = samples()
     with closing(RewardPools()) as pools, ThreadPoolExecutor(4) as threads:
         rewards = [RewardsBySource(CONFIG.by_source, pools) for _ in range(2)]
@@ -88,3 +90,35 @@ def test_a_generation_and_an_evaluation_may_be_scored_at_the_same_time():
             for i in range(20)
         ]
         assert all(str(each.result()) == str(alone[::-1]) for each in found)
+
+
+UNREADABLE = ["", "####", " \n", "$", "$$", "By induction\nit is so"]
+READABLE = ["even", "xy + yz", "\\$18.90", "costs $18", "It is\n18", "thus \\boxed{x}", 7]
+READABLE += ["$x$ or\n$y$"]
+
+
+def fault(answer: object, *functions: object) -> str | None:
+    found = reference_fault(RewardConfig(functions=list(functions)))({"answer": answer})
+    return found and str(found)
+
+
+@pytest.mark.parametrize("answer", UNREADABLE)
+def test_reference_fault_is_of_an_unreadable_answer(answer):
+    with pytest.raises(ValueError, match="no mathematical answer"):
+        math_answer(["1"], [answer], ["stop"])
+    told = f"no answer that math_answer can read: {answer!r}"
+    assert fault(answer, "exact", "math_answer") == told
+    cosine = {"name": "cosine", "arguments": {"cosine_max_len": 9}}
+    assert fault(answer, cosine) == told.replace("math_answer", "cosine")
+
+
+@pytest.mark.parametrize("answer", READABLE)
+def test_can_read_what_math_answer_reads(answer):
+    assert can_read(answer)
+    math_answer(["1"], [answer], ["stop"])
+
+
+def test_reference_fault_is_none_without_mathematics():
+    by_text = {"name": "cosine", "arguments": {"cosine_max_len": 9, "accuracy": "exact"}}
+    assert fault("####", "exact", by_text) is None
+    assert reference_fault(RewardConfig(functions=["math_answer"]))({"prompt": "no answer"}) is None

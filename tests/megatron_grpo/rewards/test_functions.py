@@ -45,7 +45,7 @@ def write(folder: Path, code: str) -> str:
     return f"{folder / 'mine.py'}:reward"
 
 
-def test_a_name_of_no_built_in_function_is_refused_with_the_config():
+def test_built_in_names_are_those_of_the_config():
     assert functions.BUILT_IN.keys() == reward.BUILT_IN
     with pytest.raises(ValueError, match=r"'accuracy': use cosine, .*, or file\.py:function"):
         reward.RewardConfig(functions=["accuracy"])
@@ -79,7 +79,7 @@ BY_TEXT = [
 
 
 @pytest.mark.parametrize(("name", "completions", "arguments", "expected"), BY_TEXT)
-def test_functions_of_the_text(name, completions, arguments, expected):
+def test_functions_score_texts(name, completions, arguments, expected):
     columns = {"answer": ["7"] * len(completions), "prompt": ["p"] * len(completions)}
     scores = score(name, completions, columns, **arguments)
     assert scores == pytest.approx(expected, rel=1e-12, abs=1e-12)
@@ -103,9 +103,7 @@ BETWEEN = [1 + half_cosine(1 / 2), -6 - 4 * half_cosine(3 / 8)]
         (["0.50", "0.6"], ["1/2"] * 2, LIMITS, BETWEEN),
     ],
 )  # fmt: skip
-def test_cosine_interpolates_between_the_values_of_both_lengths(
-    completions, answers, arguments, expected
-):
+def test_cosine_interpolates_between_lengths(completions, answers, arguments, expected):
     scores = score("cosine", completions, {"answer": answers}, cosine_max_len=8, **arguments)
     assert scores == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
@@ -143,7 +141,7 @@ def test_cosine_passes_its_arguments_to_math_answer():
         ("{mine}:reward", {"colour": 1}, "unexpected keyword argument 'colour'"),
     ],
 )
-def test_what_cannot_be_called_is_refused(name, arguments, part, tmp_path):
+def test_load_function_refuses_what_cannot_be_called(name, arguments, part, tmp_path):
     mine = write(tmp_path, "def reward(completions): return []").rpartition(":")[0]
     with pytest.raises(ValueError) as refused:
         load_function(RewardFunction(name=name.format(mine=mine), arguments=arguments))
@@ -152,7 +150,14 @@ def test_what_cannot_be_called_is_refused(name, arguments, part, tmp_path):
 
 GSM8K_ANSWER = "48/2 = <<48/2=24>>24 clips.\n48+24 = <<48+24=72>>72 clips.\n#### 72"
 MATRIX = "\\begin{pmatrix} 1 & 2 \\end{pmatrix}"
-VALUES = [
+CUT_OFF = "4*5 = 20, and 9+9 = 18, hmm, that"
+HEADINGS = {  # no final answers: those are behind them
+    "#### Step 2: solve\nx=3\n\nThe final answer is \\boxed{3}": ("3", "2"),
+    "#### 1. Add all\nThat makes 8": ("8", "1"),
+    "#### 步骤 2\n所以是 42": ("42", "2"),
+    "#### 24\nNo, it is \\boxed{72}": ("72", "24"),
+}
+PLAIN = [  # a reference, and right and wrong completions
     (GSM8K_ANSWER, ["48 and 24 make 72.", "####72", "#### $72.00"], ["72, then 13", "#### 24\n72"]),
     (GSM8K_ANSWER, ["The answer is \\boxed{72}"], ["", "no idea"]),
     (GSM8K_ANSWER, ["24 + 48 = 72 clips\n#### 72", "#### 72\nShe sold them in 2 months"], []),
@@ -170,15 +175,63 @@ VALUES = [
     ("\\text{Evelyn}", ["\\boxed{\\text{Evelyn}}"], ["\\boxed{\\text{Eve}}"]),
     ("\\$18.90", ["\\boxed{18.9}"], ["\\boxed{18}"]),
     ("72 km/h", ["\\boxed{72}"], ["\\boxed{27}"]),
+    *((right, [completion], []) for completion, (right, _) in HEADINGS.items()),
+    *((wrong, [], [completion]) for completion, (_, wrong) in HEADINGS.items()),
+]
+BOXED = [  # only marked answers count
+    (
+        "18",
+        [
+            "\\boxed{20}. That is wrong. \\boxed{18} as 9+9 is not 20",
+            "$x = \\boxed{\\frac{\\sqrt{36^2}}{2}}$",
+            "#### 18",
+        ],
+        [
+            CUT_OFF,
+            "The answer is $18$.",
+            "so 9+9 = 18, that is \\boxed{18",
+            "not \\boxed{}, but 18",
+            "\\boxed{18}. That is wrong. \\boxed{20}",
+            "#### Step 2: add\n9 + 9 = 18",
+        ],
+    )
+]
+MARKED = {  # an answer that is marked, a right reference and a wrong one
+    "x^2 + 1": ("x^2+1", "1"),
+    "A": ("A", "B"),
+    r"3 \times 4": ("12", "4"),
+    r"\$18.00": ("18", "0"),
+    "€18": ("18", "1"),
+}
+EITHER_WAY = [
+    (  # boxes in a row are a set
+        "2, 3",
+        [
+            "$x = \\boxed{2}$ or $x = \\boxed{3}$.",
+            "$a$ is \\boxed{2}, as is shown above, and $b$ is \\boxed{3}",
+            "\\fbox{1}, \\boxed{2, 3}",
+        ],
+        [
+            "\\boxed{2}. We still have to add one to it: \\boxed{3}",
+            "\\boxed{1}, \\boxed{2}, \\boxed{3}",
+            "\\boxed{3}",
+        ],
+    ),
+    *((right, [f"Thus it is so.\n#### {told}"], []) for told, (right, _) in MARKED.items()),
+    *((wrong, [], [f"Thus it is so.\n#### {told}"]) for told, (_, wrong) in MARKED.items()),
 ]
 
 
-@pytest.mark.parametrize(("answer", "right", "wrong"), VALUES)
-def test_math_answer_compares_values(answer, right, wrong):
-    assert mathematics(right + wrong, answer) == [1] * len(right) + [0] * len(wrong)
+@pytest.mark.parametrize(
+    ("boxed", "answer", "right", "wrong"),
+    [(False, *row) for row in PLAIN + EITHER_WAY] + [(True, *row) for row in BOXED + EITHER_WAY],
+)
+def test_math_answer_compares_values(boxed, answer, right, wrong):
+    found = mathematics(right + wrong, answer, boxed=boxed)
+    assert found == [1] * len(right) + [0] * len(wrong)
 
 
-def test_hard_completions_do_not_cost_the_others_their_scores():
+def test_math_answer_scores_others_beside_hard_completions():
     """Each hard one takes its second or more; the whole call would have been late."""
     completions = ["The answer is \\boxed{9}", *["\\boxed{9^{9^{9^{9}}}}"] * 9]
     columns = {"answer": ["9"] * 10}
@@ -188,72 +241,7 @@ def test_hard_completions_do_not_cost_the_others_their_scores():
     assert answer.error.endswith("took the time of the call: raise reward.timeout")
 
 
-@pytest.mark.parametrize(
-    ("completion", "right", "wrong"),
-    [
-        ("#### Step 2: solve\nx=3\n\nThe final answer is \\boxed{3}", "3", "2"),
-        ("#### 1. Add all\nThat makes 8", "8", "1"),
-        ("#### 步骤 2\n所以是 42", "42", "2"),
-        ("#### 24\nNo, it is \\boxed{72}", "72", "24"),
-    ],
-)
-def test_heading_is_no_final_answer(completion, right, wrong):
-    assert mathematics([completion], right) == [1] and mathematics([completion], wrong) == [0]
-
-
-CUT_OFF = "4*5 = 20, and 9+9 = 18, hmm, that"
-
-
-@pytest.mark.parametrize(
-    ("completion", "wanted"),
-    [
-        (CUT_OFF, 0),
-        ("The answer is $18$.", 0),
-        ("so 9+9 = 18, that is \\boxed{18", 0),
-        ("not \\boxed{}, but 18", 0),
-        ("\\boxed{18}. That is wrong. \\boxed{20}", 0),
-        ("\\boxed{20}. That is wrong. \\boxed{18} as 9+9 is not 20", 1),
-        ("$x = \\boxed{\\frac{\\sqrt{36^2}}{2}}$", 1),
-        ("#### 18", 1),
-        ("#### Step 2: add\n9 + 9 = 18", 0),
-    ],
-)
-def test_boxed_only_counts_marked_answers(completion, wanted):
-    assert mathematics([completion], "18", boxed=True) == [wanted]
-
-
-@pytest.mark.parametrize("boxed", [False, True])
-def test_boxes_in_a_row_are_a_set(boxed):
-    right = [
-        "$x = \\boxed{2}$ or $x = \\boxed{3}$.",
-        "$a$ is \\boxed{2}, as is shown above, and $b$ is \\boxed{3}",
-        "\\fbox{1}, \\boxed{2, 3}",
-    ]
-    wrong = [
-        "\\boxed{2}. We still have to add one to it: \\boxed{3}",
-        "\\boxed{1}, \\boxed{2}, \\boxed{3}",
-        "\\boxed{3}",
-    ]
-    assert mathematics(right + wrong, "2, 3", boxed=boxed) == [1, 1, 1, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("marked", "right", "wrong"),
-    [
-        ("x^2 + 1", "x^2+1", "1"),
-        ("A", "A", "B"),
-        (r"3 \times 4", "12", "4"),
-        (r"\$18.00", "18", "0"),
-        ("€18", "18", "1"),
-    ],
-)
-@pytest.mark.parametrize("boxed", [False, True])
-def test_marked_answer_is_read_like_a_reference(marked, right, wrong, boxed):
-    completions, answers = [f"Thus it is so.\n#### {marked}"] * 2, {"answer": [right, wrong]}
-    assert score("math_answer", completions, answers, boxed=boxed) == [1, 0]
-
-
-def test_only_finished_makes_a_cut_off_completion_wrong():
+def test_math_answer_only_finished_refuses_cut_completions():
     completions = [CUT_OFF, "\\boxed{18}", "\\boxed{18}", "18"]
     reasons = ["length", "length", "stop", "max_turns"]
     assert mathematics(completions, "18", reasons) == [1, 1, 1, 1]
@@ -302,7 +290,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_code_in_a_completion_or_an_answer_is_not_run(hostile, tmp_path, monkeypatch):
+def test_math_answer_runs_no_code(hostile, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for completion, answer in ((hostile, "7"), (f"7 {hostile} 8", "8"), ("8", hostile)):
         assert not any("planted" in s or "__" in s for s in code_from(completion, answer))
@@ -317,7 +305,7 @@ ARITHMETIC = re.compile(r"(Integer|Float|Symbol \('[^'\\A-Za-z_]*' \)|[\d\s().,'
 
 @settings(max_examples=300)
 @given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join))
-def test_python_evaluates_only_arithmetic_of_a_completion(completion):
+def test_math_answer_evaluates_only_arithmetic(completion):
     for source in code_from(completion, "7"):
         assert ARITHMETIC.fullmatch(source) or not is_python(source), source
 
@@ -341,13 +329,13 @@ def is_python(source: str) -> bool:
         ("def reward(completions, k, **c): return [len(x) + k for x in completions]", 12),
     ],
 )
-def test_columns_and_arguments_that_a_function_gets(code, expected, tmp_path):
+def test_call_gives_the_columns_that_are_named(code, expected, tmp_path):
     columns = {"level": [3], "other": [0], "k": [0], "completions": ["b"]}
     arguments = {"k": 10} if " k," in code else {}
     assert score(write(tmp_path, code), ["aa"], columns, **arguments) == [expected]
 
 
-def test_file_may_import_its_neighbours_and_define_dataclasses(tmp_path):
+def test_load_function_imports_neighbours_of_a_file(tmp_path):
     (tmp_path / "neighbour_of_mine.py").write_text("VALUE = 5")
     code = """
 from __future__ import annotations
@@ -369,40 +357,6 @@ def returning(folder: Path, value: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("returned", "part"),
-    [
-        ("None", "returned NoneType instead of a list, for 2 completions"),
-        ("torch.tensor(1.0)", "returned float instead of a list"),
-        ("numpy.ones((2, 2))", "the score [1.0, 1.0]"),
-        ("[torch.ones(2)] * 2", "the score tensor([1., 1.])"),
-        ("[1.0]", "1 scores for 2 completions"),
-        ("[1.0, '1']", "the score '1'"),
-    ],
-)
-def test_result_that_is_not_one_number_per_completion_is_an_error(returned, part, tmp_path):
-    with pytest.raises(NoScores) as refused:
-        score(returning(tmp_path, returned), ["a", "b"])
-    assert part in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("returned", "told"),
-    [
-        ("[1.0, float('nan')]", "returned the score nan"),
-        ("[1.0, -math.inf]", "returned the score -inf"),
-        ("[1.0, 10**400]", "returned the score 10000000"),
-        ("[1.0, KeyError('a')]", "returned KeyError: 'a'"),
-        ("numpy.array([1.0, None])", "returned the score None"),
-    ],
-)
-def test_failed_score_is_nan_with_its_reason(returned, told, tmp_path):
-    answer = answer_of(returning(tmp_path, returned), ["a", "b"])
-    assert answer.scores[0] == 1.0
-    assert math.isnan(answer.scores[1])
-    assert answer.error.startswith(told)
-
-
-@pytest.mark.parametrize(
     "returned",
     [
         "(1, True)",
@@ -411,18 +365,46 @@ def test_failed_score_is_nan_with_its_reason(returned, told, tmp_path):
         "[torch.tensor(1), torch.ones(1)]",
     ],
 )
-def test_numbers_of_any_kind_become_floats(returned, tmp_path):
+def test_call_makes_floats_of_numbers_of_any_kind(returned, tmp_path):
     scores = score(returning(tmp_path, returned), ["a", "b"])
     assert scores == [1.0, 1.0]
     assert all(type(value) is float for value in scores)
 
 
-def test_wanted_columns_are_those_that_neither_call_nor_config_gives(tmp_path):
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [  # no list of scores, or a failed one beside another
+        ("None", "returned NoneType instead of a list, for 2 completions"),
+        ("torch.tensor(1.0)", "returned float instead of a list"),
+        ("numpy.ones((2, 2))", "the score [1.0, 1.0]"),
+        ("[torch.ones(2)] * 2", "the score tensor([1., 1.])"),
+        ("[1.0]", "1 scores for 2 completions"),
+        ("[1.0, '1']", "the score '1'"),
+        ("[1.0, float('nan')]", "returned the score nan"),
+        ("[1.0, -math.inf]", "returned the score -inf"),
+        ("[1.0, 10**400]", "returned the score 10000000"),
+        ("[1.0, KeyError('a')]", "returned KeyError: 'a'"),
+        ("numpy.array([1.0, None])", "returned the score None"),
+    ],
+)
+def test_call_tells_what_is_no_number_for_a_completion(returned, told, tmp_path):
+    name = returning(tmp_path, returned)
+    if told.startswith(("returned the", "returned Key")):
+        answer = answer_of(name, ["a", "b"])
+        assert answer.scores == pytest.approx([1.0, math.nan], nan_ok=True)
+        assert answer.error.startswith(told)
+    else:
+        with pytest.raises(NoScores) as refused:
+            score(name, ["a", "b"])
+        assert told in str(refused.value)
+
+
+def test_wanted_columns_are_given_by_nobody_else(tmp_path):
     name = write(tmp_path, "def reward(completions, prompts, a, b, c=1, *, d, **rest): ...")
     assert load_function(RewardFunction(name=name, arguments={"b": 1})).wanted_columns == ["a", "d"]
 
 
-def test_a_process_of_functions_starts_without_what_they_make_no_use_of():
+def test_worker_imports_nothing_heavy():
     heavy = ("sympy", "pyarrow", "numpy", "torch", "transformers")
     code = (
         "import megatron_grpo.rewards.worker, megatron_grpo.rewards.builtin, sys\n"

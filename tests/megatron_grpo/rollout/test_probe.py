@@ -15,11 +15,11 @@ from helpers.engines.live import running_engine, served_model
 from helpers.models.tiny import tiny_model
 from helpers.oracle.policies import LENGTHS, random_sequences, sequence_logprobs, tiny_config
 from helpers.ranks.processes import run_ranks
+from helpers.runs.rewards import sample_of
 from helpers.runs.train import finish_run
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.data.samples import Sample
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.rollout.probe import probe_logprobs
 from parallel import ParallelDims
@@ -38,17 +38,9 @@ def experience(logprobs: list[torch.Tensor], gap: float) -> Experience:
         signs = torch.tensor([1.0, -1.0]).repeat(len(exact))[: len(exact)]
         told = exact + gap * signs if i == LONGEST else exact
         prompt, completion = sequence.tokens.tensor_split([sequence.num_prompt_tokens])
-        samples.append(
-            Sample(
-                prompt=Prompt(index=i, token_ids=tuple(prompt.tolist()), text="", row={}),
-                sample_index=0,
-                completion_ids=tuple(completion.tolist()),
-                logprobs=tuple(told.tolist()),
-                finish_reason="stop",
-                text="",
-                policy_version=0,
-            )
-        )
+        prompt = Prompt(index=i, token_ids=tuple(prompt.tolist()), text="", row={})
+        tokens = {"completion_ids": completion.tolist(), "logprobs": told.tolist()}
+        samples.append(sample_of("", {}, prompt=prompt, **tokens))
     nothing = torch.zeros(len(samples), dtype=torch.float64)
     return Experience(samples, [], nothing, nothing.long(), nothing)
 
@@ -74,7 +66,7 @@ def probes(
     return found
 
 
-def test_probe_logprobs_refuses_a_mean_over_all_ranks_beyond_what_rounding_explains(tmp_path):
+def test_probe_logprobs_refuses_more_than_rounding(tmp_path):
     """To bfloat16 the bound is for gaps beside its own rounding, of a hundredth or so."""
     folder = tiny_model(tmp_path, "qwen3")
     with torch.no_grad():
@@ -95,7 +87,7 @@ def test_probe_logprobs_refuses_a_mean_over_all_ranks_beyond_what_rounding_expla
     assert "differ by 0.0126 on average, and rounding in float32 explains at most 0.01" in first[2]
 
 
-def test_probe_logprobs_of_quantised_engines_quantises_its_weights_alike(tmp_path):
+def test_probe_logprobs_quantises_weights_as_engines(tmp_path):
     folder = tiny_model(tmp_path, "qwen3")
     tensors = dict(quantized_tensors(folder, "fp8_channel"))
     with torch.no_grad():
@@ -121,9 +113,7 @@ def test_probe_logprobs_of_quantised_engines_quantises_its_weights_alike(tmp_pat
 
 
 @pytest.mark.slow
-def test_an_engine_that_turns_heads_otherwise_is_refused_before_the_first_rollout(
-    tied_model, tmp_path
-):
+def test_run_refuses_an_engine_that_turns_heads_otherwise(tied_model, tmp_path):
     """Its weights are right to the bit, and its log-probabilities are wrong."""
     other = served_model(tmp_path / "model", "qwen3", tied=True)
     config = json.loads((other / "config.json").read_text())

@@ -10,9 +10,10 @@ import torch
 from checkpoint_convert import read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
 from helpers.oracle.policies import tiny_config
+from helpers.runs.rewards import sample_of
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import Config
-from megatron_grpo.data.samples import Sample
+from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.rollout.generation import RolloutBatch
 from megatron_grpo.rollout.replay import Replay, check_replay, write_generation
@@ -26,10 +27,11 @@ SIZES = ("grpo.generation_batch_size=4", "grpo.num_generations=2", "train.num_st
 
 @pytest.fixture
 def config(tied_model: Path, tmp_path: Path):
-    """A run on six rows in `dumped`, with overrides."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{i}", "answer": ""}) + "\n" for i in range(6)))
-    paths = f"data.path={rows}", f"train.run_dir={tmp_path / 'dumped'}"
+    """A run on six rows in `dumped`, with overrides; the second has no number as its answer."""
+    answers = ["1", "####", *["1"] * 4]
+    rows = [{"prompt": f"{i}", "answer": answer} for i, answer in enumerate(answers)]
+    (path := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = f"data.path={path}", f"train.run_dir={tmp_path / 'dumped'}"
 
     def make(*overrides: str) -> Config:
         return tiny_config(tied_model, ParallelDims(), *paths, *SIZES, *overrides)
@@ -37,17 +39,26 @@ def config(tied_model: Path, tmp_path: Path):
     return make
 
 
+def stream_of(cfg: Config) -> PromptStream:
+    return load_stream(cfg, read_shape(cfg.model.path), load_tokenizer(cfg.model.path))
+
+
+def test_load_stream_leaves_out_rows_that_rewards_cannot_read(config) -> None:
+    stream = stream_of(config("reward.functions=[math_answer]", "data.on_invalid=skip"))
+    assert [prompt.index for prompt in stream.prompts] == [0, 2, 3, 4, 5]
+
+
 def write(cfg: Config, *generations: int) -> Experience:
     """Write generations of samples that nobody has made; return them."""
-    stream = load_stream(cfg, read_shape(cfg.model.path), load_tokenizer(cfg.model.path))
+    stream = stream_of(cfg)
     samples = [
-        Sample(
+        sample_of(
+            "żółw",
+            {},
+            number=i,
             prompt=prompt,
-            sample_index=i,
             completion_ids=(5, 6 + i),
             logprobs=(-0.1, -1 / 3),
-            finish_reason="stop",
-            text="żółw",
             policy_version=7,
         )
         for prompt in stream.prompts[:2]
@@ -67,7 +78,7 @@ def replayed(config: Callable[..., Config], generation: int, *overrides: str) ->
     return replay.finish(generation, PhaseTimer(lambda phase: None))
 
 
-def test_a_generation_is_read_as_it_was_made(config) -> None:
+def test_replay_reads_a_generation_as_it_was_made(config) -> None:
     written, read = write(config(), 0, 1), replayed(config, 1)
     assert read.metrics == METRICS
     assert read.experience.samples == written.samples
@@ -76,7 +87,7 @@ def test_a_generation_is_read_as_it_was_made(config) -> None:
         assert torch.equal(ours.nan_to_num(-1), theirs.nan_to_num(-1))
 
 
-def test_one_that_cannot_be_read_for_now_lets_all_ranks_save(config, monkeypatch) -> None:
+def test_replay_lets_ranks_save_where_reading_fails(config, monkeypatch) -> None:
     write(config(), 0)
 
     def unavailable(*_) -> Experience:
@@ -87,7 +98,7 @@ def test_one_that_cannot_be_read_for_now_lets_all_ranks_save(config, monkeypatch
         replayed(config, 0)
 
 
-def test_one_of_other_prompts_is_refused(config) -> None:
+def test_replay_refuses_other_prompts(config) -> None:
     write(config(), 0)
     with pytest.raises(ValueError, match=r"0 was drawn from 6 prompts .* now give 6 prompts of"):
         replayed(config, 0, "data.apply_chat_template=false")
@@ -105,9 +116,7 @@ CHOSEN = ("rollout.engine=sglang", "rollout.vllm={}", "rollout.indexer_replay=tr
         ((0,), CHOSEN, "'rollout.indexer_replay': True}: set them as they were"),
     ],
 )
-def test_too_few_generations_and_those_of_other_sizes_are_refused(
-    config, generations, overrides, told
-) -> None:
+def test_check_replay_refuses_too_few_and_other_sizes(config, generations, overrides, told) -> None:
     write(config(), *generations)
     source = f"train.replay={config().train.run_dir}"
     with pytest.raises(ValueError) as refused:
@@ -115,7 +124,7 @@ def test_too_few_generations_and_those_of_other_sizes_are_refused(
     assert told in str(refused.value)
 
 
-def test_enough_generations_are_no_mistake(config) -> None:
+def test_check_replay_takes_enough_generations(config) -> None:
     write(config(), 0, 1)
     check_replay(config(f"train.replay={config().train.run_dir}"))
     check_replay(config("train.num_steps=3"))

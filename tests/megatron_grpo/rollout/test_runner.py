@@ -142,7 +142,7 @@ def test_a_resumed_run_goes_on_with_whole_and_cut_samples_and_asks_for_none_agai
         wait_for(lambda: len(services.engine.asked) == num_left - num_whole)
         time.sleep(0.1)
         assert len(services.engine.asked) == num_left - num_whole
-        services.engine.answers.set()
+        services.engine.holds = False
         made = [resumed.finish(generation, TIMER) for generation in begun[1:] or (1,)]
     # The engine of the first run has answered, too.
     assert [batch.metrics["rollout/num_engines"] for batch in made] == num_engines
@@ -171,7 +171,7 @@ def test_groups_are_scored_while_others_are_at_the_engines(services):
         wait_for(lambda: num_open(runner, 0) == SIZE - 6)
         engine.first_held = PRIORITIES + 4  # of the next generation the first group has, too
         wait_for(lambda: score.num_scored == SIZE + 4)
-        engine.answers.set()
+        engine.holds = False
         made = [runner.finish(generation, TIMER) for generation in (0, 1)]
     assert score.num_scored == 2 * SIZE
     for generation, batch in enumerate(made):
@@ -182,7 +182,7 @@ def test_groups_are_scored_while_others_are_at_the_engines(services):
 
 def test_finish_of_a_generation_that_is_there_waits_0_seconds(services):
     timer = PhaseTimer(lambda phase: None)
-    services.engine.answers.set()
+    services.engine.holds = False
     with running(services) as runner:
         runner.resume(0)
         runner.begin(0, 0)
@@ -212,7 +212,7 @@ def test_finish_tells_the_failure_of_a_generation_for_what_it_is(
     services, error, is_preempted, told
 ):
     services.engine.version = 1
-    services.engine.answers.set()
+    services.engine.holds = False
     services.score.error = error("by fire")
     prefix = {RolloutAborted: "^generation 3 failed: by fire$", Preempted: None}
     with running(services, TrainerState(step=1), is_preempted) as runner:
@@ -224,7 +224,7 @@ def test_finish_tells_the_failure_of_a_generation_for_what_it_is(
 @with_options(OVER_SAMPLED)
 def test_finish_tells_a_failure_though_weights_were_pushed_since(services):
     services.score.error = RewardError("by fire")
-    services.engine.answers.set()
+    services.engine.holds = False
     with running(services) as runner:
         runner.resume(0)
         wait_for(lambda: runner._generations[0].failure)
@@ -237,7 +237,7 @@ def test_finish_tells_a_failure_though_weights_were_pushed_since(services):
 @with_options(OVER_SAMPLED)
 def test_groups_with_too_few_scores_stay_in_the_checkpoint_with_which_the_run_ends(services):
     services.score.value = math.nan
-    services.engine.answers.set()
+    services.engine.holds = False
     with running(services) as runner:
         runner.resume(0)
         with pytest.raises(RolloutAborted, match="have no score"):
@@ -270,7 +270,7 @@ def test_groups_that_were_scored_when_a_run_was_saved_are_not_scored_again(servi
         wait_for(lambda: runner._queue._complete)
         state, samples = read_back(tmp_path, runner, services)
     use(services, ScriptedEngine(version=0), "another")
-    services.engine.answers.set()
+    services.engine.holds = False
     with running(services) as resumed:
         resumed.restore(state.groups, samples)
         resumed.resume(0)
@@ -281,7 +281,7 @@ def test_groups_that_were_scored_when_a_run_was_saved_are_not_scored_again(servi
 
 
 def test_a_generation_of_which_a_checkpoint_has_all_samples_is_only_scored(services):
-    services.engine.answers.set()
+    services.engine.holds = False
     with running(services) as runner:
         runner.resume(0)
         runner.begin(0, 0)
@@ -318,7 +318,7 @@ def test_a_generation_continues_with_the_same_weights_and_begins_anew_with_other
                 runner.finish(3, TIMER)
         pool.finish_push([url])
         engine.broken_route = ""
-        engine.answers.set()
+        engine.holds = False
         runner.begin(3, 2)
         batch = runner.finish(3, TIMER)
     samples = batch.experience.samples
@@ -329,7 +329,7 @@ def test_a_generation_continues_with_the_same_weights_and_begins_anew_with_other
 
 @with_options(*SYNCHRONOUS, "grpo.dynamic_sample=true", "grpo.max_resample_times=2")
 def test_rounds_replace_groups_of_equal_rewards_by_prompts_that_the_rewards_decide(services):
-    services.engine.answers.set()
+    services.engine.holds = False
     made, equal = [], {prompt.index for prompt in services.stream.batch(0)[:3]}
     services.score.is_equal = lambda index: index in equal
     for _ in range(2):
@@ -381,7 +381,7 @@ def test_an_unreadable_image_of_a_group_that_replaces_a_rejected_one_is_told(ser
 
     use_images(services, read, first=6)
     services.score.value = 0.0  # no completion is better than another
-    services.engine.answers.set()
+    services.engine.holds = False
     with running(services) as runner:
         runner.resume(0)
         with pytest.raises(OSError, match="gone"):
