@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from demo.make_squares import write
 from helpers.engines.live import SGLANG_PYTHON, kernels_for, largest_logprob_error, running_engine
-from helpers.engines.sglang_sums import all_differ, own_checksums, push
+from helpers.engines.sglang_sums import check_pushes, push
 from helpers.models import towers
 from helpers.models.images import picture, prompts_with_images, tiny_vision_model
 from helpers.runs.train import TINY_CONFIG, finish_run, read_metrics
@@ -66,13 +66,10 @@ def test_both_towers_are_pushed_and_engines_see_what_transformers_sees(
     with running_engine(
         "sglang", folder, tmp_path / "logs", freeze_vision=False, **options
     ) as engine:
-        loaded = own_checksums(engine)
-        assert push(engine, others, dims, options=TRAINED) == ""
-        assert all_differ(loaded, own_checksums(engine))
-        before = engine.generate(prompts)
-        assert push(engine, folder, dims, options=TRAINED) == ""
-        assert own_checksums(engine) == loaded
+        check_pushes(engine, folder, others, dims, *TRAINED)
         after = engine.generate(prompts)
+        assert push(engine, others, dims, options=TRAINED) == ""
+        before = engine.generate(prompts)
     log = (tmp_path / "logs" / "engine_0.log").read_text()
     assert max(map(int, CACHED.findall(log))) >= len(prompts[1].token_ids) - 1
     assert largest_logprob_error(others, before) < 1e-4

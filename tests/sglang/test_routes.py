@@ -1,6 +1,5 @@
 """The experts that SGLang tells of each token, against the routers of transformers."""
 
-from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -10,14 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.engines.live import (
-    SGLANG_PYTHON,
-    random_prompts,
-    running_engine,
-    sampling_params,
-    wait_until,
-)
-from helpers.engines.sampling import Completions, routing
+from helpers.engines.live import SGLANG_PYTHON, random_prompts, running_engine, wait_until
+from helpers.engines.sampling import routing
 from helpers.models.tiny import servable_model
 from helpers.oracle.policies import start_policy
 from helpers.ranks.processes import run_ranks
@@ -91,12 +84,10 @@ def gaps_on_rank(
 @pytest.mark.slow
 def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(tmp_path):
     folders = [mixture(tmp_path / "old"), mixture(tmp_path / "new", seed=1)]
-    params = sampling_params(
-        num_generations=8, max_completion_length=300, stop_token_ids=(), router_replay=True
-    )
+    many = {"num_generations": 8, "max_completion_length": 300, "router_replay": True}
     with running_engine("sglang", folders[0], tmp_path, **ENGINE) as engine:
-        params = replace(params, policy_version=engine.push(folders[0]))
-        asked = Completions(random_prompts(2), params)
+        engine.push(folders[0])
+        asked = engine.ask(random_prompts(2), stop_token_ids=(), **many)
         with routing(engine.client(), str, streams=False) as router:
             answered = router.submit(asked)
             router.resume(engine.version)
@@ -104,9 +95,7 @@ def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(
             with router.aborted():  # as for a checkpoint
                 parts = asked.so_far()
             for folder in (folders[1], folders[0]):
-                engine.pause_after(400)
-                router.pause(engine.version + 1)
-                router.resume(engine.push(folder))
+                engine.push_in_flight(router, folder, 400, [answered])
             answered.result(timeout=300)
     assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
     samples = asked.samples()[::4]

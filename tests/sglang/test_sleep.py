@@ -7,14 +7,13 @@ import subprocess
 import pytest
 
 from helpers.engines.live import (
-    PACKAGES,
     SGLANG_PYTHON,
     largest_logprob_error,
     random_prompts,
     running_engine,
     served_model,
 )
-from megatron_grpo.engines.sglang import args
+from helpers.engines.sglang_sums import pose_as
 
 ASKED_TO_SLEEP = """
 import asyncio
@@ -44,7 +43,7 @@ for server.reset_prefix_cache in (busy, pushed):
 
 
 @pytest.mark.long  # SGLang is imported
-def test_an_engine_with_requests_or_a_push_under_way_does_not_sleep():
+def test_sleep_is_refused_with_requests_or_a_push_under_way():
     command = [SGLANG_PYTHON, "-P", "-c", ASKED_TO_SLEEP]
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
     told = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -55,9 +54,8 @@ def test_an_engine_with_requests_or_a_push_under_way_does_not_sleep():
 
 
 @pytest.mark.long
-def test_a_push_brings_back_all_that_an_engine_lost_asleep(monkeypatch, tmp_path):
-    monkeypatch.setattr(args, "SERVER", "helpers.engines.sglang_forgetful")
-    monkeypatch.setenv("PYTHONPATH", PACKAGES, prepend=os.pathsep)
+def test_push_brings_back_all_that_sleep_lost(monkeypatch, tmp_path):
+    pose_as(monkeypatch, "forgetful")
     folder = served_model(tmp_path / "model", "gemma3_text", tied=True)
     options = {"python": SGLANG_PYTHON, "enable_sleep_mode": True}
     with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:

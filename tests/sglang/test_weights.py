@@ -1,7 +1,6 @@
 """Pushes into a real SGLang: what its workers then hold is what SGLang loads itself."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.engines import Engines
 from demo.make_sums import sums as all_sums
 from helpers.engines.live import (
-    PACKAGES,
     SGLANG_PYTHON,
     kernels_for,
     largest_logprob_error,
@@ -23,7 +21,7 @@ from helpers.engines.live import (
     running_engine,
 )
 from helpers.engines.nodes import TOKEN, two_nodes
-from helpers.engines.sglang_sums import all_differ, own_checksums, push
+from helpers.engines.sglang_sums import check_pushes, own_checksums, pose_as, push
 from helpers.models import towers
 from helpers.models.mxfp4 import mxfp4_copies
 from helpers.models.quantized import FORMATS, dequantized_copy, quantized_copy, rounded_copy
@@ -39,7 +37,6 @@ from helpers.pushes.policies import export_quantized
 from helpers.ranks.processes import run_ranks
 from helpers.runs.train import finish_run, read_metrics
 from megatron_grpo.engines.http import EngineError
-from megatron_grpo.engines.sglang import args
 from parallel import ParallelDims
 
 FILE = "model.safetensors"
@@ -109,51 +106,57 @@ def tells_matrices_of_latents(told: list[dict[str, str]], folder: Path) -> bool:
 @pytest.fixture
 def tells_all(monkeypatch) -> None:
     """Engines tell the checksums of all bits, of what they make of parameters, too."""
-    monkeypatch.setattr(args, "SERVER", "helpers.engines.sglang_bits")
-    monkeypatch.setenv("PYTHONPATH", PACKAGES, prepend=os.pathsep)
+    pose_as(monkeypatch, "bits")
+
+
+LAYOUTS = [
+    # The workers of a group, groups, over how many workers whole experts are distributed if that
+    # is said, and the layout of the ranks.
+    ("deepseek_v3", 2, 1, 0, TP2_PP2),  # experts as those of qwen3_moe, and latents
+    ("qwen3_moe", 2, 1, 0, EP2),
+    ("llama", 2, 1, 0, TP2_PP2),
+    ("llama", 1, 1, 0, ParallelDims(tensor=2)),
+    ("qwen3", 1, 1, 0, TP2_PP2),
+    ("qwen3", 2, 1, 0, ParallelDims()),
+    ("qwen2", 2, 1, 0, TP2_PP2),
+    ("glm4_moe", 2, 1, 0, EP2),
+    ("deepseek_v3", 1, 1, 0, ParallelDims(tensor=2)),
+    (WHOLE_QUERIES, 2, 1, 0, EP2),
+    ("glm4_moe_lite", 2, 1, 0, EP2),
+    ("kimi_k2", 1, 1, 0, ParallelDims()),
+    ("gemma3_text", 2, 1, 0, TP2_PP2),
+    ("olmo3", 2, 1, 0, TP2_PP2),
+    ("gpt_oss", 2, 1, 0, EP2),
+    ("gemma3", 2, 1, 0, TP2_PP2),
+    ("mistral3", 1, 1, 0, ParallelDims(tensor=2)),
+    ("qwen2_5_vl", 1, 1, 0, TP2_PP2),
+    ("qwen3_vl", 2, 1, 0, TP2_PP2),
+    ("qwen3_vl_moe", 2, 1, 0, EP2),
+    ("deepseek_v3", 1, 2, 2, EP2),
+    ("qwen3_moe", 1, 2, 1, EP2),
+    ("qwen3_moe", 2, 1, 2, EP2),
+    ("glm4_moe", 1, 2, 1, EP2),
+    ("glm4_moe_lite", 1, 2, 2, EP2),
+    ("gpt_oss", 1, 2, 1, EP2),
+    ("kimi_k2", 1, 2, 1, EP2),
+]
 
 
 @pytest.mark.usefixtures("tells_all")
 @pytest.mark.parametrize(
-    ("family", "size", "dims"),
-    [
-        ("deepseek_v3", 2, TP2_PP2),  # experts as those of qwen3_moe, and latents
-        pytest.param("qwen3_moe", 2, EP2, marks=pytest.mark.slow),
-        pytest.param("llama", 2, TP2_PP2, marks=pytest.mark.slow),
-        pytest.param("llama", 1, ParallelDims(tensor=2), marks=pytest.mark.slow),
-        pytest.param("qwen3", 1, TP2_PP2, marks=pytest.mark.slow),
-        pytest.param("qwen3", 2, ParallelDims(), marks=pytest.mark.slow),
-        pytest.param("qwen2", 2, TP2_PP2, marks=pytest.mark.slow),
-        pytest.param("glm4_moe", 2, EP2, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", 1, ParallelDims(tensor=2), marks=pytest.mark.slow),
-        pytest.param(WHOLE_QUERIES, 2, EP2, marks=pytest.mark.slow),
-        pytest.param("glm4_moe_lite", 2, EP2, marks=pytest.mark.slow),
-        pytest.param("kimi_k2", 1, ParallelDims(), marks=pytest.mark.slow),
-        pytest.param("gemma3_text", 2, TP2_PP2, marks=pytest.mark.slow),
-        pytest.param("olmo3", 2, TP2_PP2, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", 2, EP2, marks=pytest.mark.slow),
-        pytest.param("gemma3", 2, TP2_PP2, marks=pytest.mark.slow),
-        pytest.param("mistral3", 1, ParallelDims(tensor=2), marks=pytest.mark.slow),
-        pytest.param("qwen2_5_vl", 1, TP2_PP2, marks=pytest.mark.slow),
-        pytest.param("qwen3_vl", 2, TP2_PP2, marks=pytest.mark.slow),
-        pytest.param("qwen3_vl_moe", 2, EP2, marks=pytest.mark.slow),
-    ],
+    ("family", "size", "groups", "ep_size", "dims"),
+    [LAYOUTS[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in LAYOUTS[1:])],
     ids=str,
 )
-def test_after_a_push_every_worker_holds_what_sglang_loads(tmp_path, family, size, dims):
+def test_push_gives_every_worker_what_sglang_loads(tmp_path, family, size, groups, ep_size, dims):
     folder, others = (model(tmp_path / str(seed), family, seed) for seed in range(2))
+    options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "data_parallel_size": groups}
+    options["sglang"] = {"ep_size": ep_size} if ep_size else {}
     memory = {*Path("/dev/shm").glob("sgl_shm_mq*")}
-    with running_engine(
-        "sglang", folder, tmp_path / "logs", python=SGLANG_PYTHON, tensor_parallel_size=size
-    ) as engine:
-        loaded = own_checksums(engine)
-        assert len(loaded) == size
-        assert tells_matrices_of_latents(loaded, folder)
-        assert push(engine, others, dims) == ""
-        assert all_differ(loaded, own_checksums(engine))
-        assert push(engine, folder, dims) == ""
-        assert own_checksums(engine) == loaded
-        samples = engine.generate(random_prompts(4))
+    with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:
+        assert tells_matrices_of_latents(own_checksums(engine), folder)
+        check_pushes(engine, folder, others, dims)
+        samples = engine.generate(random_prompts(5))  # of which one group has more
     if family == "kimi_k2":
         renamed(folder, "deepseek_v3")
     assert largest_logprob_error(folder, samples) < 1e-4
@@ -163,7 +166,7 @@ def test_after_a_push_every_worker_holds_what_sglang_loads(tmp_path, family, siz
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("killed", "ep_size"), [("python", 1), ("scheduler_TP1", 2)])
-def test_an_engine_over_two_nodes_is_one_engine_and_ends_on_both(tmp_path, killed, ep_size):
+def test_serve_over_two_nodes_is_one_engine_and_ends_on_both(tmp_path, killed, ep_size):
     """The head is killed, or a worker of the other node; workers have parts of experts, or whole
     ones."""
     folder, others = (model(tmp_path / str(seed), "qwen3_moe", seed) for seed in range(2))
@@ -175,52 +178,13 @@ def test_an_engine_over_two_nodes_is_one_engine_and_ends_on_both(tmp_path, kille
         two_nodes(tmp_path, f"model.path={folder}", *of_sglang) as (url, nodes),
         running_engine("sglang", folder, tmp_path, TOKEN, base_urls=(url,), **options) as engine,
     ):
-        loaded = own_checksums(engine)
-        assert len(loaded) == 2
-        assert push(engine, others, TP2_PP2) == ""
-        assert all_differ(loaded, own_checksums(engine))
-        assert push(engine, folder, ParallelDims()) == ""
-        assert own_checksums(engine) == loaded
+        check_pushes(engine, folder, others, TP2_PP2)
         assert largest_logprob_error(folder, engine.generate(random_prompts(4))) < 1e-4
         heads = [psutil.Process(node.process.pid) for node in nodes]
         processes = [each for head in heads for each in (head, *head.children(recursive=True))]
         next(each for each in processes if killed in each.cmdline()[0]).kill()
         assert all(node.end(within=10) for node in nodes)
         assert not psutil.wait_procs(processes, timeout=5)[1]
-
-
-@pytest.mark.usefixtures("tells_all")
-@pytest.mark.parametrize(
-    ("family", "groups", "size", "has_whole_experts"),
-    [
-        pytest.param("deepseek_v3", 2, 1, True, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", 2, 1, False, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", 1, 2, True, marks=pytest.mark.slow),
-        pytest.param("glm4_moe", 2, 1, False, marks=pytest.mark.slow),
-        pytest.param("glm4_moe_lite", 2, 1, True, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", 2, 1, False, marks=pytest.mark.slow),
-        pytest.param("kimi_k2", 2, 1, False, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_so_does_one_in_a_group_of_workers_or_with_whole_experts(
-    tmp_path, family, groups, size, has_whole_experts
-):
-    folder, others = (model(tmp_path / str(seed), family, seed) for seed in range(2))
-    options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "data_parallel_size": groups}
-    options["sglang"] = {"ep_size": groups * size if has_whole_experts else 1}
-    with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:
-        loaded = own_checksums(engine)
-        assert len(loaded) == groups * size
-        assert push(engine, others, EP2) == ""
-        assert all_differ(loaded, own_checksums(engine))
-        assert "differ from what was pushed" in push(engine, folder, EP2, num_flips=10**6)
-        assert push(engine, folder, EP2) == ""
-        assert own_checksums(engine) == loaded
-        samples = engine.generate(random_prompts(5))  # of which one group has more
-    if family == "kimi_k2":
-        renamed(folder, "deepseek_v3")
-    assert largest_logprob_error(folder, samples) < 1e-4
 
 
 def model(folder: Path, family: str, seed: int) -> Path:
@@ -262,11 +226,10 @@ def model(folder: Path, family: str, seed: int) -> Path:
     ],
     ids=str,
 )
-def test_so_does_one_with_linear_or_sparse_attention_which_only_gpus_compute(
+def test_push_fills_linear_and_sparse_attention_which_only_gpus_compute(
     monkeypatch, tmp_path, family, size, dims
 ):
-    monkeypatch.setattr(args, "SERVER", "helpers.engines.sglang_unkernelled")
-    monkeypatch.setenv("PYTHONPATH", PACKAGES, prepend=os.pathsep)
+    pose_as(monkeypatch, "bits", "unkernelled")
     folder, others = (model(tmp_path / str(seed), family, seed) for seed in range(2))
     # Its defaults are for GPUs, too, and as large a cache as fits.
     table = {"mamba_radix_cache_strategy": "no_buffer", "max_mamba_cache_size": 64}
@@ -277,10 +240,7 @@ def test_so_does_one_with_linear_or_sparse_attention_which_only_gpus_compute(
         loaded = own_checksums(engine)
         assert any(name.endswith(own) for name in loaded[0])
         assert tells_matrices_of_latents(loaded, folder)
-        assert push(engine, others, dims) == ""
-        assert all_differ(loaded, own_checksums(engine))
-        assert push(engine, folder, dims) == ""
-        assert own_checksums(engine) == loaded
+        check_pushes(engine, folder, others, dims)
         samples = engine.generate(random_prompts(4)) if family in INDEXED else []
     assert family not in INDEXED or largest_logprob_error(folder, samples) < 1e-4
 
@@ -332,7 +292,7 @@ def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
     run_ranks(dims.world_size, export_quantized, folder, dims, "fp8", exported, ignored)
     options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "dtype": "bfloat16"}
     with monkeypatch.context() as patched:
-        patched.setenv("SGLANG_BITS_AS_STORED", "1")
+        pose_as(patched, "bits", "as_stored")
         with running_engine("sglang", exported, tmp_path / "first", **options) as engine:
             loaded = own_checksums(engine)
     assert len(loaded) == size

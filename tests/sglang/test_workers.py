@@ -55,7 +55,7 @@ def test_every_worker_of_every_family_with_groups_loads_the_part_that_is_pushed_
     environment = sglang_environment(model, rollout, on_gpu=False) | WITHOUT_BROADCASTS
     subprocess.run(
         [SGLANG_PYTHON, "-P", "-m", "helpers.engines.sglang_workers", given, tmp_path / "out.json"],
-        env=os.environ | environment | {"PYTHONPATH": PACKAGES},
+        env=os.environ | environment | {"PYTHONPATH": PACKAGES, "ENGINE_POSES": "unkernelled"},
         check=True,
         timeout=250,
     )

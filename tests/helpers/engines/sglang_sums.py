@@ -1,17 +1,28 @@
-"""Checksums that a running SGLang tells of its parameters, before and after pushes of a policy."""
+"""Engines of SGLang that pose as others, and the checksums that they tell of their parameters,
+before and after pushes of a policy."""
 
+import os
 from pathlib import Path
 
 import httpx
+import pytest
 
-from helpers.engines.live import TestEngine
+from helpers.engines.live import PACKAGES, TestEngine
 from helpers.pushes.policies import push_policy, rollout_overrides
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.engines.sglang import args
 from megatron_grpo.launch.run_dir import bearer
 from parallel import ParallelDims
 
 OF_POSITIONS = ".rotary_emb.axis_map"
 """A constant of M-RoPE, of which SGLang tells a checksum, too."""
+
+
+def pose_as(patch: pytest.MonkeyPatch, *poses: str) -> None:
+    """Have engines that start from now on pose as those of `sglang_server`."""
+    patch.setattr(args, "SERVER", "helpers.engines.sglang_server")
+    patch.setenv("PYTHONPATH", PACKAGES, prepend=os.pathsep)
+    patch.setenv("ENGINE_POSES", " ".join(poses))
 
 
 def own_checksums(engine: TestEngine) -> list[dict[str, str]]:
@@ -26,6 +37,7 @@ def own_checksums(engine: TestEngine) -> list[dict[str, str]]:
     told = [worker["checksums"] for worker in answer.raise_for_status().json()["ranks"]]
     num_workers = engine.rollout.gpus_per_engine
     assert told == engine.rollout.data_parallel_size * told[:num_workers]
+    assert len(told) >= num_workers
     return told[:num_workers]
 
 
@@ -37,6 +49,20 @@ def all_differ(these: list[dict[str, str]], others: list[dict[str, str]]) -> boo
         for name in one
         if not name.endswith(OF_POSITIONS)
     )
+
+
+def check_pushes(
+    engine: TestEngine, folder: Path, others: Path, dims: ParallelDims, *options: str
+) -> None:
+    """Push other weights, flipped bits, and those that each worker has loaded from `folder`, which
+    it then holds again."""
+    loaded = own_checksums(engine)
+    assert push(engine, others, dims, options=options) == ""
+    assert all_differ(loaded, own_checksums(engine))
+    told = push(engine, folder, dims, num_flips=10**6, options=options)
+    assert "differ from what was pushed: " in told
+    assert push(engine, folder, dims, options=options) == ""
+    assert own_checksums(engine) == loaded
 
 
 def push(

@@ -1,6 +1,6 @@
 """Workers of SGLang without an engine: what each loads, as SGLang's own loader does it.
 
-    python -m helpers.engines.sglang_workers CASES.json OUT.json
+    ENGINE_POSES=unkernelled python -m helpers.engines.sglang_workers CASES.json OUT.json
 
 `CASES` has for each engine its server's arguments and its number of workers. `OUT` gets for each
 worker the shape and checksum of every parameter. Workers are made one after the other, each in a
@@ -28,7 +28,7 @@ from sglang.srt.server_args import prepare_server_args
 from torch.nn import Module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import helpers.engines.sglang_unkernelled  # noqa: F401  # lets models with sparse attention be made
+import helpers.engines.sglang_server  # noqa: F401  # lets models with sparse attention be made
 from engines_on_cpu.sglang_attention import attend_by_torch
 from megatron_grpo.engine_weights.protocol import pushable_parameters
 from parallel.checksum import whole_checksum
