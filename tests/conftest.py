@@ -3,6 +3,7 @@
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
@@ -27,6 +28,7 @@ FOLDERS = {
     "megatron_grpo/rollout": ["fast"],
     "megatron_grpo/watchdog": ["timed"],
     "checkpoint_convert/formats": ["fast"],
+    "gpu": ["gpu"],
     "parallel": ["fast"],
     "sglang": ["engines", "both_engines"],
 }
@@ -44,6 +46,9 @@ def pytest_itemcollected(item):
         if item.nodeid.startswith(f"tests/{folder}/"):
             for mark in marks:
                 item.add_marker(mark)
+            if "gpu" in marks:
+                item.add_marker(pytest.mark.timeout(900))  # kernels and vLLM compile
+                item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))
 
 
 def pytest_collection_modifyitems(config, items):

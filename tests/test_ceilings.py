@@ -42,7 +42,7 @@ LINES = {
 }
 
 
-def test_no_room_is_larger_than_its_ceiling() -> None:
+def test_no_room_is_larger_than_its_ceiling():
     found = lines_of_rooms(ROOT)
     assert found.keys() == LINES.keys(), "a new room needs a ceiling, and one that is gone has none"
     too_large = {room: (found[room], most) for room, most in LINES.items() if found[room] > most}
@@ -54,9 +54,7 @@ def test_no_room_is_larger_than_its_ceiling() -> None:
 @pytest.mark.parametrize(
     ("has_agents", "most_files", "most_functions"), [(False, 86, 436), (True, 96, 494)]
 )
-def test_a_step_enters_no_more_code_than_its_ceiling(
-    has_agents: bool, most_files: int, most_functions: int
-) -> None:
+def test_a_step_enters_no_more_code_than_its_ceiling(has_agents, most_files, most_functions):
     by_rank = trace_step(ROOT, has_agents=has_agents)
     entered = set().union(*by_rank.values())
     assert len({file for file, _ in entered}) <= most_files

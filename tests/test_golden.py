@@ -1,7 +1,6 @@
 """The code computes what it computed when the golden values were recorded (golden/record.py)."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from golden.record import (
 )
 from helpers.engines.live import TestEngine, running_engine, served_model
 from helpers.oracle.policies import layout_name
-from helpers.oracle.train_steps import Case, Run
+from helpers.oracle.train_steps import Case
 from parallel import ParallelDims
 
 pytestmark = pytest.mark.fast
@@ -42,9 +41,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     LAYOUTS,
     ids=lambda value: layout_name(value) if isinstance(value, ParallelDims) else None,
 )
-def test_loss_gradients_and_logprobs_are_those_recorded(
-    cases: dict[str, Case], family: str, dims: ParallelDims, recipes: list[Run]
-) -> None:
+def test_loss_gradients_and_logprobs_are_those_recorded(cases, family, dims, recipes):
     assert differences("layouts", layout_values(cases[family], family, dims, recipes), **STEP) == []
 
 
@@ -58,22 +55,18 @@ def recorded_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEn
 
 
 @pytest.mark.long
-def test_a_resumed_run_ends_with_the_recorded_weights_and_metrics(
-    recorded_engine: TestEngine, tmp_path: Path
-) -> None:
+def test_a_resumed_run_ends_with_the_recorded_weights_and_metrics(recorded_engine, tmp_path):
     assert differences("runs", synchronous_run(recorded_engine, tmp_path), **RUN) == []
 
 
 @pytest.mark.long
-def test_so_does_one_that_generates_while_it_trains_and_was_killed(
-    recorded_engine: TestEngine, tmp_path: Path
-) -> None:
+def test_so_does_one_that_generates_while_it_trains_and_was_killed(recorded_engine, tmp_path):
     assert differences("runs", asynchronous_run(recorded_engine, tmp_path), **RUN) == []
 
 
-def test_a_push_has_the_recorded_checksums(tmp_path: Path) -> None:
+def test_a_push_has_the_recorded_checksums(tmp_path):
     assert differences("push", push_values(tmp_path)) == []
 
 
-def test_the_config_has_the_recorded_keys_types_and_defaults() -> None:
+def test_the_config_has_the_recorded_keys_types_and_defaults():
     assert differences("config", config_values()) == []

@@ -47,13 +47,13 @@ def default_of(key: FieldInfo) -> str:
     return default + (f" or {others}" if others else "")
 
 
-def test_the_docs_explain_every_config_key() -> None:
+def test_the_docs_explain_every_config_key():
     docs = (ROOT / "docs" / "config.md").read_text()
     assert key_table() in docs, f"put this table into docs/config.md:\n{key_table()}"
 
 
 @pytest.mark.parametrize("python", ["3.12", "3.13"])
-def test_the_lock_holds_every_dependency_at_an_allowed_version(python: str) -> None:
+def test_the_lock_holds_every_dependency_at_an_allowed_version(python):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     locked_extras = ("cpu", "wandb", "tensorboard", "view", "demo", "test", "dev")
@@ -71,7 +71,7 @@ def locked_lines() -> list[str]:
     return [line for text in files for line in text.splitlines() if not line.startswith("#")]
 
 
-def test_the_page_of_versions_has_those_that_are_locked() -> None:
+def test_the_page_of_versions_has_those_that_are_locked():
     sglang = (ROOT / "requirements" / "sglang.txt").read_text().splitlines()
     on_gpus = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     locked = [*locked_lines(), *on_gpus["optional-dependencies"]["sglang"]]
@@ -92,7 +92,7 @@ def applying(lines: Iterable[str], python: str) -> list[Requirement]:
     return [r for r in found if not r.marker or r.marker.evaluate({"python_version": python})]
 
 
-def test_gpus_get_a_transformer_engine_that_this_megatron_core_takes() -> None:
+def test_gpus_get_a_transformer_engine_that_this_megatron_core_takes():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ours, theirs = (
         accepted_transformer_engines(lines)
@@ -115,7 +115,7 @@ def accepted_transformer_engines(lines: list[str]) -> set[str]:
 FOLDERS_OF_CORE = ("megatron_grpo", "megatron_grpo/rollout", "parallel", ".")
 
 
-def test_the_core_that_contributing_lists_stays_small() -> None:
+def test_the_core_that_contributing_lists_stays_small():
     core = (ROOT / "CONTRIBUTING.md").read_text().partition("**The core**")[2].partition("\n\n")[0]
     files = re.findall(r"`([\w/]+\.py)`", core)
     [*found] = (ROOT / folder / file for file in files for folder in FOLDERS_OF_CORE)
@@ -124,7 +124,7 @@ def test_the_core_that_contributing_lists_stays_small() -> None:
     assert sum(lines) <= 4200
 
 
-def test_files_have_at_most_400_lines_and_functions_at_most_60() -> None:
+def test_files_have_at_most_400_lines_and_functions_at_most_60():
     for file in product_files():
         text = file.read_text()
         assert len(text.splitlines()) <= 400, file
@@ -142,7 +142,7 @@ RIDDLES = re.compile(r"(That|Those|What|Which|Of|Whose|The same)\b")
 """A docstring's first words that stand in the place of the field's noun."""
 
 
-def test_docstrings_begin_with_a_verb_or_a_noun_of_the_field() -> None:
+def test_docstrings_begin_with_a_verb_or_a_noun_of_the_field():
     for file in product_files():
         name = str(file.relative_to(ROOT))
         for line, text in docstrings(file):

@@ -17,8 +17,7 @@ their counts to three digits."""
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in LARGER else ()) for n in NUM_PARAMETERS],
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in LARGER else ()) for n in NUM_PARAMETERS]
 )
 def test_published_models_have_the_published_number_of_parameters(name, tmp_path):
     shape = read_shape(write_config(tmp_path, name))

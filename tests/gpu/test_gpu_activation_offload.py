@@ -22,11 +22,6 @@ from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.policy.forward import compute_logprobs
 from parallel import ParallelDims
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.timeout(800),  # the first ranks compile kernels
-]
 LENGTHS = [[(5, 32), (3, 9), (20, 44)], [(7, 41)], [(9, 7), (9, 7)], [(6, 30)]]
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]

@@ -15,10 +15,6 @@ from parallel.weight_transfer import ChannelError, TransferInitInfo, WeightRecei
 from parallel.weight_transfer.local_channels import BLOCK_BYTES, CudaMemory, call_driver
 from parallel.weight_transfer.rendezvous import join, open_rendezvous
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
 BUCKET = 1 << 20
 SHAPE = (1000, 4096)
 TIMEOUT = timedelta(seconds=60)

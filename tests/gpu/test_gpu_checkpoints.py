@@ -6,11 +6,6 @@ import torch
 from megatron_grpo.checkpoints.shard_file import HostMemory
 from megatron_grpo.policy.export import check_finite
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
-
 
 def test_the_copies_are_right_while_the_memory_for_them_grows():
     memory = HostMemory()

@@ -1,14 +1,8 @@
 """What the doctor reads from real GPUs."""
 
-import pytest
 import torch
 
 from megatron_grpo.doctor.gpus import check_gpus, driver_version, find_gpus
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
 
 
 def test_every_gpu_is_seen_with_driver_and_nccl():

@@ -14,11 +14,6 @@ from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from parallel import ParallelDims
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.timeout(600),  # the first ranks compile kernels
-]
 LENGTHS = [[(5, 32), (3, 9), (20, 44)], [(7, 41)], [(9, 7), (9, 7)], [(6, 30)]]
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 EXPERTS = {"moe_intermediate_size": 128}

@@ -25,11 +25,6 @@ from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.router import with_own_layers
 from parallel import ParallelDims
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.timeout(600),
-]
 LENGTHS = [[(5, 90), (3, 60), (20, 44)], [(7, 41)]]
 MULTIPLE = 16
 SIMILAR = {"blockwise": 0.98, "tensorwise": 0.97}

@@ -6,10 +6,6 @@ import torch
 from parallel.logprobs import chosen_logprobs
 from parallel.rank_part import Predictions, prediction_targets
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
 NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE = 300, 5003, 64
 
 

@@ -14,11 +14,6 @@ from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy.forward import compute_logprobs
 from parallel import ParallelDims
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.timeout(600),  # the first ranks compile kernels
-]
 LENGTHS = [[(5, 32), (3, 9), (20, 44)], [(7, 41)]]
 # Head size 64, which every attention kernel supports, unless HEADS has others; for latents those of
 # DeepSeek-V3, as their kernels support few.

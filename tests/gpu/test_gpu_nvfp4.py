@@ -1,7 +1,5 @@
 """What a vLLM on a GPU computes of a folder in NVFP4."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -11,19 +9,12 @@ from checkpoint_convert.megatron_to_hf import export_checkpoint
 from helpers.models.tiny import tiny_model
 from parallel import ParallelDims
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.timeout(900),  # vLLM compiles
-]
 MOST_GAP = 0.02
 """Of bfloat16, in nats: weights are the same numbers."""
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_vllm_computes_with_the_weights_that_an_export_stands_for(
-    tmp_path: Path, family: str
-) -> None:
+def test_vllm_computes_with_the_weights_that_an_export_stands_for(tmp_path, family):
     from vllm import LLM, SamplingParams
 
     sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256}

@@ -22,11 +22,6 @@ from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.policy.optimizer_state import SplitFloats
 from parallel import ParallelDims
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.timeout(600),  # the first rank compiles kernels
-]
 ONE = ParallelDims()
 
 

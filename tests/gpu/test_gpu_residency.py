@@ -1,18 +1,12 @@
 """Training state that leaves a GPU: its memory is free, and what comes back is the same."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
-import pytest
 import torch
 
 from megatron_grpo.policy.residency import Residency, Room
 from parallel.page_locked import page_locked_bytes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
 SIZE = 256 << 20
 
 
@@ -35,7 +29,7 @@ class State:
         return Residency("optimizer", rooms, torch.device("cuda", 0))
 
 
-def test_what_leaves_is_free_and_comes_back_bit_for_bit(alone: Any) -> None:
+def test_what_leaves_is_free_and_comes_back_bit_for_bit(alone):
     state = State()
     residency, view = state.residency(), state.optimizer.view(torch.float32)[7:]
     before, content = torch.cuda.memory_reserved(), state.optimizer.cpu()
@@ -53,7 +47,7 @@ def test_what_leaves_is_free_and_comes_back_bit_for_bit(alone: Any) -> None:
     assert view.untyped_storage() is state.optimizer.untyped_storage()
 
 
-def test_it_leaves_in_the_middle_of_coming_back(alone: Any) -> None:
+def test_it_leaves_in_the_middle_of_coming_back(alone):
     state = State()
     residency, content = state.residency(), state.optimizer.cpu()
     for _ in range(5):

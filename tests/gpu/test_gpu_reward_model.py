@@ -1,7 +1,6 @@
 """A reward model that shares a GPU: the memory that it gives back, and its scores after that."""
 
 from contextlib import closing
-from pathlib import Path
 
 import httpx
 import pytest
@@ -14,17 +13,10 @@ from megatron_grpo.engines.reward_models import RewardModels
 from megatron_grpo.launch.run_dir import bearer
 from megatron_grpo.rewards.reward_model import _score, request_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.timeout(900),  # vLLM compiles
-]
 TEXTS = ["It is 4.", "First 2, then 8, so 12.", ""]
 
 
-def test_a_reward_model_gives_its_share_of_the_gpu_back_and_scores_the_same_again(
-    tmp_path: Path,
-) -> None:
+def test_a_reward_model_gives_its_share_of_the_gpu_back_and_scores_the_same_again(tmp_path):
     folder = reward_model_folder(tmp_path / "model", hidden_size=256)  # heads of 64
     vllm = {"dtype": "bfloat16", "max_model_len": 256, "gpu_memory_utilization": 0.3}
     arguments = {"path": str(folder), "share_gpus": True, "vllm": vllm}

@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -26,11 +27,6 @@ from helpers.runs.train import (
 )
 from megatron_grpo.engines.support import WITH_ROUTERS_OF_16_BITS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.timeout(900),  # vLLM compiles
-]
 COLOURS = TINY_CONFIG.parent / "learn_colours.yaml"
 MOST_GAP = 0.03
 """Largest mean gap of log-probabilities in bfloat16, in nats; 0.021 was seen on CPUs, with logits
@@ -71,32 +67,44 @@ def arguments(tmp_path: Path) -> list[str]:
     ]
 
 
-def test_on_one_gpu_a_run_trains_beside_its_engine_and_both_compute_the_same(
-    arguments: list[str], tmp_path: Path
-) -> None:
-    run = finish_run(*arguments, "optimizer.lr=1e-2", "train.num_steps=3", timeout=800)
-    assert run.exit_code == 0, run.output
-    assert "layers: Transformer Engine" in run.output
-    assert run.survivors == []
-    records = read_metrics(tmp_path / "run")
-    assert [record["step"] for record in records] == [1, 2, 3]
+@pytest.fixture
+def trained(arguments: list[str], tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
+    """Records of a run of three steps that ends well, whose gaps are below `most` after pushes,
+    too."""
+
+    def trained(
+        *more: str, most: float = MOST_GAP, learns: bool = True, told: str = ""
+    ) -> list[dict[str, float]]:
+        run = finish_run(*arguments, "train.num_steps=3", *more, timeout=800)
+        assert run.exit_code == 0 and told in run.output, run.output
+        assert run.survivors == []
+        records = read_metrics(tmp_path / "run")
+        print([record["rollout/logprob_gap_mean"] for record in records])
+        assert [record["step"] for record in records] == [1, 2, 3]
+        for record in records:
+            assert record["grad_norm"] > 0 or not learns
+            assert record["rollout/logprob_gap_mean"] < most
+        return records
+
+    return trained
+
+
+FAST, SLOW = "optimizer.lr=1e-2", "optimizer.lr=1e-3"
+SLEEPS = "rollout.enable_sleep_mode=true"
+
+
+def test_run_on_one_gpu_computes_what_its_engine_does(trained, tmp_path):
+    records = trained(FAST, told="layers: Transformer Engine")
     assert 0 < records[0]["probe/logprob_gap_mean"] < MOST_GAP
     for record in records:
-        assert record["grad_norm"] > 0 and record["skipped_steps"] == 0
+        assert record["skipped_steps"] == 0
         assert 0 < record["perf/max_memory_allocated_gb"] < record["perf/max_memory_reserved_gb"]
-        assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
     versions = [row["policy_version"] for row in read_completions(tmp_path / "run")]
     assert versions == [0] * 16 + [1] * 16 + [2] * 16
 
 
-def test_an_engine_that_sleeps_gives_its_memory_to_the_rank_and_computes_the_same_again(
-    arguments: list[str], tmp_path: Path
-) -> None:
-    sleeps = "rollout.enable_sleep_mode=true"
-    run = finish_run(*arguments, sleeps, "optimizer.lr=1e-2", "train.num_steps=3", timeout=800)
-    assert run.exit_code == 0, run.output
-    for record in read_metrics(tmp_path / "run"):
-        assert record["rollout/logprob_gap_mean"] < MOST_GAP  # from weights pushed after a sleep
+def test_run_has_the_memory_of_an_engine_that_sleeps(trained, tmp_path):
+    trained(SLEEPS, FAST, learns=False)  # from weights pushed after a sleep
     log = (tmp_path / "run" / "logs" / "engine_0.log").read_text()
     freed = [float(words) for words in re.findall(r"Sleep mode freed ([\d.]+) GiB memory", log)]
     total = torch.cuda.mem_get_info()[1] / 2**30
@@ -104,28 +112,19 @@ def test_an_engine_that_sleeps_gives_its_memory_to_the_rank_and_computes_the_sam
     assert len(freed) == 5 and min(freed) > 0.2 * total, log
 
 
-def test_a_mixture_is_trained_with_the_experts_that_vllm_chose(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def mixture_of(folder: Path) -> list[str]:
     """In a random model a token that takes another expert has another log-probability by far."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
-    model = tiny_model(tmp_path / "mixture", "qwen3_moe", num_experts=8, **sizes)
-    run = finish_run(
-        *arguments,
-        f"model.path={model}",
-        "rollout.router_replay=true",
-        "optimizer.lr=1e-2",
-        "train.num_steps=3",
-        timeout=800,
-    )
-    assert run.exit_code == 0, run.output
-    for record in read_metrics(tmp_path / "run"):
-        assert record["grad_norm"] > 0
-        assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
+    model = tiny_model(folder, "qwen3_moe", num_experts=8, **sizes)
+    return [f"model.path={model}", "rollout.router_replay=true"]
+
+
+def test_run_trains_a_mixture_with_the_experts_that_vllm_chose(trained, tmp_path):
+    for record in trained(*mixture_of(tmp_path / "mixture"), FAST):
         assert record["rollout/logprob_gap_max"] < MOST_GAP_OF_A_TOKEN
 
 
-def test_so_is_one_that_sees_images(tmp_path: Path) -> None:
+def test_run_trains_a_mixture_that_sees_images(tmp_path):
     pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     model, rows = tiny_vision_model(tmp_path / "model", "qwen3_vl_moe"), write(tmp_path / "squares")
     run = finish_run(
@@ -145,77 +144,21 @@ def test_so_is_one_that_sees_images(tmp_path: Path) -> None:
         assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
 
 
-def test_adapters_alone_are_pushed_to_an_engine_that_holds_the_model(
-    arguments: list[str], tmp_path: Path
-) -> None:
-    adapters = ["lora.r=8", "optimizer.lr=1e-2", "train.num_steps=3"]
-    run = finish_run(*arguments, *adapters, timeout=800)
-    assert run.exit_code == 0, run.output
-    records = read_metrics(tmp_path / "run")
-    assert [record["step"] for record in records] == [1, 2, 3]
-    for record in records:
-        assert record["grad_norm"] > 0
-        assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
+def test_run_pushes_adapters_alone(trained):
+    trained("lora.r=8", FAST)
 
 
+CORRECTED = "grpo.rollout_importance_sampling_mode=token_truncate"
 MAMBA = {"mamba_head_dim": 64, "ssm_state_size": 128, "num_hidden_layers": 4}
 
 
-def test_vllm_computes_mamba_and_experts_without_gates(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_vllm_computes_mamba_and_experts_without_gates(trained, tmp_path):
     if torch.cuda.get_device_capability()[0] not in WITH_ROUTERS_OF_16_BITS:
         pytest.skip("vLLM has routers in float32 on this GPU, which the run refuses")
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64} | MAMBA
     model = tiny_model(tmp_path / "mamba", "nemotron_h", **sizes)
-    run = finish_run(
-        *arguments,
-        f"model.path={model}",
-        "optimizer.lr=1e-3",
-        "train.num_steps=3",
-        timeout=800,
-    )
-    assert run.exit_code == 0, run.output
-    for record in read_metrics(tmp_path / "run"):
-        assert record["grad_norm"] > 0
-        # Also after a push; some tokens take other experts.
-        assert record["rollout/logprob_gap_mean"] < MOST_GAP_OF_8_BITS
-
-
-@pytest.mark.parametrize(
-    ("family", "quantization", "aware"),
-    [
-        *(("qwen3", quantization, False) for quantization in ("fp8", "fp8_channel", "int8")),
-        *(("qwen3_moe", quantization, False) for quantization in ("fp8", "fp8_channel", "int8")),
-        ("deepseek_v3", "fp8", False),
-        ("qwen3", "fp8", True),
-    ],
-)
-def test_an_engine_of_8_bits_multiplies_by_what_the_ranks_quantised(
-    arguments: list[str], tmp_path: Path, family: str, quantization: str, aware: bool
-) -> None:
-    check_run_of_8_bits(
-        *arguments,
-        *of_mixture(tmp_path / "mixture", family),
-        f"rollout.quantization={quantization}",
-        f"rollout.quantization_aware={aware}",
-        run_dir=tmp_path / "run",
-    )
-
-
-@pytest.mark.parametrize(
-    ("family", "quantization"), [("qwen3", "fp8"), ("qwen3", "int8"), ("deepseek_v3", "fp8")]
-)
-def test_so_does_one_that_sleeps_between_generations(
-    arguments: list[str], tmp_path: Path, family: str, quantization: str
-) -> None:
-    check_run_of_8_bits(
-        *arguments,
-        *of_mixture(tmp_path / "mixture", family),
-        f"rollout.quantization={quantization}",
-        "rollout.enable_sleep_mode=true",
-        run_dir=tmp_path / "run",
-    )
+    # Some tokens take other experts.
+    trained(f"model.path={model}", SLOW, most=MOST_GAP_OF_8_BITS)
 
 
 OF_SGLANG = (
@@ -227,18 +170,30 @@ OF_SGLANG = (
 with_sglang = pytest.mark.skipif(
     not SGLANG_PYTHON.exists(), reason="needs .venv-sglang, with SGLang for GPUs"
 )
+AWARE = "rollout.quantization_aware=true"
+OF_8_BITS = [
+    *((family, x, ()) for family in ("qwen3", "qwen3_moe") for x in ("fp8", "fp8_channel", "int8")),
+    ("deepseek_v3", "fp8", ()),
+    ("qwen3", "fp8", (AWARE,)),
+    # Engines that sleep between generations.
+    ("qwen3", "fp8", (SLEEPS,)),
+    ("qwen3", "int8", (SLEEPS,)),
+    ("deepseek_v3", "fp8", (SLEEPS,)),
+    *(
+        pytest.param(family, "fp8", OF_SGLANG, marks=with_sglang)
+        for family in ("qwen3", "qwen3_moe", "deepseek_v3")
+    ),
+]
 
 
-@with_sglang
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
-def test_so_does_one_of_sglang(arguments: list[str], tmp_path: Path, family: str) -> None:
-    check_run_of_8_bits(
-        *arguments,
-        *of_mixture(tmp_path / "mixture", family),
-        *OF_SGLANG,
-        "rollout.quantization=fp8",
-        run_dir=tmp_path / "run",
-    )
+@pytest.mark.parametrize(("family", "quantization", "options"), OF_8_BITS)
+def test_engine_of_8_bits_multiplies_by_what_the_ranks_quantised(
+    trained, tmp_path, family, quantization, options
+):
+    model = of_mixture(tmp_path / "mixture", family)
+    bits = f"rollout.quantization={quantization}", CORRECTED, *options
+    for record in trained(*model, *bits, SLOW, most=MOST_GAP_OF_8_BITS):
+        assert record["rollout/logprob_gap_mean"] > 0
 
 
 def of_mixture(folder: Path, family: str) -> list[str]:
@@ -281,22 +236,15 @@ SERVED_BY_SGLANG = {
 
 @with_sglang
 @pytest.mark.parametrize("family", SERVED_BY_SGLANG)
-def test_sglang_computes_windows_sinks_linear_and_sparse_attention(
-    arguments: list[str], tmp_path: Path, family: str
-) -> None:
+def test_sglang_computes_windows_sinks_linear_and_sparse_attention(trained, tmp_path, family):
     sizes = {"hidden_size": 256, "head_dim": 64} | SERVED_BY_SGLANG[family]
     folder = tiny_model(tmp_path / family, family, **sizes)
     # Some layers of SGLang have the dtype that config.json names, whatever model.dtype is.
     config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
-    options = [f"model.path={folder}", "optimizer.lr=1e-3", "train.num_steps=3"]
-    if family in INDEXED:
-        options += with_long_prompts(tmp_path / "long.jsonl")
-    run = finish_run(*arguments, *OF_SGLANG, *options, timeout=800)
-    assert run.exit_code == 0, run.output
+    options = with_long_prompts(tmp_path / "long.jsonl") if family in INDEXED else []
     most = MOST_GAP_OF_CHOICES if family in INDEXED else MOST_GAP_OF_KINDS
-    for record in read_metrics(tmp_path / "run"):
-        assert record["rollout/logprob_gap_mean"] < most  # also after a push
+    trained(*OF_SGLANG, f"model.path={folder}", SLOW, *options, most=most, learns=False)
 
 
 def with_long_prompts(data: Path) -> list[str]:
@@ -313,61 +261,36 @@ def with_long_prompts(data: Path) -> list[str]:
 
 
 @with_sglang
-def test_an_engine_of_sglang_gives_its_memory_back_while_it_sleeps(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_run_has_the_memory_of_an_engine_of_sglang_that_sleeps(trained, tmp_path):
     (_, total), free = torch.cuda.mem_get_info(), []
 
     def watch() -> None:  # until the run is complete, when all memory is free
-        while not (run_dir / "hf").exists() and not is_over.wait(0.05):
+        while not (tmp_path / "run" / "hf").exists() and not is_over.wait(0.05):
             free.append(torch.cuda.mem_get_info()[0])
 
-    run_dir, is_over = tmp_path / "run", threading.Event()
+    is_over = threading.Event()
     watching = threading.Thread(target=watch)
     watching.start()
-    sleeps = "rollout.enable_sleep_mode=true"
-    run = finish_run(*arguments, *OF_SGLANG, sleeps, "train.num_steps=3", timeout=800)
-    is_over.set()
-    watching.join()
-    assert run.exit_code == 0, run.output
-    for record in read_metrics(run_dir):
-        assert record["rollout/logprob_gap_mean"] < MOST_GAP  # from weights pushed after a sleep
+    try:
+        trained(*OF_SGLANG, SLEEPS, learns=False)  # from weights pushed after a sleep
+    finally:
+        is_over.set()
+        watching.join()
     awake = min(free)
     assert max(free[free.index(awake) :]) - awake > 0.2 * total  # of a share of 0.3
 
 
-def check_run_of_8_bits(*arguments: str, run_dir: Path) -> None:
-    run = finish_run(
-        *arguments,
-        "grpo.rollout_importance_sampling_mode=token_truncate",
-        "optimizer.lr=1e-3",
-        "train.num_steps=3",
-        timeout=800,
-    )
-    assert run.exit_code == 0, run.output
-    records = read_metrics(run_dir)
-    print(run_dir, [record["rollout/logprob_gap_mean"] for record in records])
-    assert [record["step"] for record in records] == [1, 2, 3]
-    for record in records:
-        assert record["grad_norm"] > 0
-        assert 0 < record["rollout/logprob_gap_mean"] < MOST_GAP_OF_8_BITS  # also after a push
-
-
 @pytest.mark.parametrize("replays", [False, True])
-def test_weights_are_pushed_while_the_engine_generates(
-    arguments: list[str], tmp_path: Path, replays: bool
-) -> None:
+def test_weights_are_pushed_while_the_engine_generates(arguments, tmp_path, replays):
     if replays:  # completions that a push has interrupted have the experts of all their tokens
-        sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
-        model = tiny_model(tmp_path / "mixture", "qwen3_moe", num_experts=8, **sizes)
-        arguments = [*arguments, f"model.path={model}", "rollout.router_replay=true"]
+        arguments = [*arguments, *mixture_of(tmp_path / "mixture")]
     run = finish_run(
         *arguments,
         "rollout.in_flight_updates=true",
         "rollout.max_staleness=3",
         "rollout.max_completion_length=200",
         "optimizer.lr=1e-6",  # versions compute nearly the same
-        "grpo.rollout_importance_sampling_mode=token_truncate",
+        CORRECTED,
         "train.num_steps=6",
         timeout=800,
     )
@@ -384,8 +307,8 @@ def test_weights_are_pushed_while_the_engine_generates(
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize(("end", "seconds"), [(signal.SIGKILL, 20), (signal.SIGSTOP, 90)])
 def test_a_rank_that_ends_or_stops_in_a_collective_of_nccl_ends_the_run(
-    arguments: list[str], tmp_path: Path, end: signal.Signals, seconds: float
-) -> None:
+    arguments, tmp_path, end, seconds
+):
     mark, metrics = uuid.uuid4().hex, tmp_path / "run" / "metrics.jsonl"
     run = start_run(
         *arguments,

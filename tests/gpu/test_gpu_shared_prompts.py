@@ -14,10 +14,6 @@ from parallel.attention import block_mask, flex, packed_attention
 from parallel.packing import TokenSequence, pack
 from parallel.rank_part import context_indices
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 

@@ -12,11 +12,6 @@ from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.train_step import accumulate_gradient
 from parallel import ParallelDims
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.timeout(600),  # the first ranks compile kernels
-]
 LENGTHS = [[(5, 32), (3, 9)], [(20, 44)], [(7, 41)], [(9, 7), (9, 7)]]
 """As many microbatches as a pipeline with interleaved stages takes: a multiple of its size."""
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -68,7 +63,7 @@ def step_without_waiting(rank: int, folder: Path, dims: ParallelDims, *overrides
     ],
     ids=str,
 )
-def test_a_microbatch_never_waits(tmp_path: Path, dims: ParallelDims, overrides: list[str]) -> None:
+def test_a_microbatch_never_waits(tmp_path, dims, overrides):
     if torch.cuda.device_count() < dims.world_size:
         pytest.skip(f"needs {dims.world_size} GPUs")
     folder = tiny_model(tmp_path, "qwen3", **SHAPE)

@@ -64,22 +64,22 @@ def times_of(program: str, *, stop: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("program", [IDLE, TIMERS], ids=["idle", "waits with a limit"])
-def test_time_in_which_a_process_was_stopped_does_not_count(program: str) -> None:
+def test_time_in_which_a_process_was_stopped_does_not_count(program):
     stopped, passed, _ = times_of(program, stop=True)
     assert passed > STOPPED_SECONDS
     assert STOPPED_SECONDS - 1.1 < stopped <= passed - 0.5, (stopped, passed)
 
 
-def test_computing_counts_though_no_other_thread_can_look_at_the_time() -> None:
+def test_computing_counts_though_no_other_thread_can_look_at_the_time():
     stopped, passed, computed = times_of(BUSY, stop=False)
     assert passed - stopped > 0.9 * computed
 
 
-def test_time_counts_in_a_forked_process() -> None:
+def test_time_counts_in_a_forked_process():
     assert times_of(CHILD, stop=False)
 
 
-def test_other_threads_that_computed_before_a_stop_do_not_make_it_count() -> None:
+def test_other_threads_that_computed_before_a_stop_do_not_make_it_count():
     def compute() -> None:
         while time.thread_time() < MOST + 1:
             sha256(bytes(1 << 20))
@@ -90,7 +90,7 @@ def test_other_threads_that_computed_before_a_stop_do_not_make_it_count() -> Non
     assert clock.now() < MOST + 0.5
 
 
-def test_a_result_that_is_a_time_out_comes_at_once() -> None:
+def test_a_result_that_is_a_time_out_comes_at_once():
     future: Future[None] = Future()
     future.set_exception(TimeoutError("its own"))
     begun = time.monotonic()

@@ -81,8 +81,7 @@ def test_importing_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("0-3,8-11\n", {0, 1, 2, 3, 8, 9, 10, 11}), ("5\n", {5}), ("\n", set())],
+    ("text", "expected"), [("0-3,8-11\n", {0, 1, 2, 3, 8, 9, 10, 11}), ("5\n", {5}), ("\n", set())]
 )
 def test_the_kernel_tells_the_cores_at_a_device(tmp_path, text, expected):
     (tmp_path / "0000:1b:00.0").mkdir()

@@ -42,8 +42,7 @@ def inputs():
 def by_token(query, key, value, decay, strength):
     outputs, memories = [], []
     for parts in zip(
-        *(x.split(LENGTHS) for x in (query, key, value, decay, strength)),
-        strict=True,
+        *(x.split(LENGTHS) for x in (query, key, value, decay, strength)), strict=True
     ):
         memory = torch.zeros(HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64)
         for q, k, v, g, b in zip(*parts, strict=True):

@@ -22,38 +22,31 @@ EXPERT_MESHES = [
 ]
 
 
+def rank_generator(dims, **sizes):
+    given = {"ep": 1, "pp": dims.pipeline, "order": "tp-cp-ep-dp-pp"} | sizes
+    return RankGenerator(**given)
+
+
 @pytest.mark.parametrize("dims", MESHES, ids=str)
-def test_the_ranks_along_an_axis_are_a_group_of_megatron_in_order(dims: ParallelDims) -> None:
-    generator = RankGenerator(
-        tp=dims.tensor,
-        ep=1,
-        dp=dims.data,
-        pp=dims.pipeline,
-        cp=dims.context,
-        order="tp-cp-ep-dp-pp",
-    )
+def test_coordinates_along_an_axis_are_a_group_of_megatron_in_order(dims):
+    generator = rank_generator(dims, tp=dims.tensor, dp=dims.data, cp=dims.context)
     for token, axis in {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}.items():
         for ranks in generator.get_ranks(token):
             places = [vars(dims.coordinates(rank)) for rank in ranks]
             assert places == [{**places[0], axis: i} for i in range(len(ranks))]
             assert [dims.rank(dims.coordinates(rank)) for rank in ranks] == list(ranks)
+    replicas = [dims.replica_ranks(data) for data in range(dims.data)]
+    assert sorted(itertools.chain(*replicas)) == list(range(dims.world_size))
+    for data, ranks in enumerate(replicas):
+        assert {dims.coordinates(rank).data for rank in ranks} == {data}
 
 
 @pytest.mark.parametrize(
     "dims", EXPERT_MESHES, ids=lambda d: f"{d} etp({d.expert_tensor}) ep({d.expert})"
 )
-def test_the_ranks_along_an_expert_axis_are_a_group_of_megatron_in_order(
-    dims: ParallelDims,
-) -> None:
+def test_expert_place_along_an_axis_is_a_group_of_megatron_in_order(dims):
     copies = dims.stage_size // (dims.expert_tensor * dims.expert)
-    generator = RankGenerator(
-        tp=dims.expert_tensor,
-        ep=dims.expert,
-        dp=copies,
-        pp=dims.pipeline,
-        cp=1,
-        order="tp-cp-ep-dp-pp",
-    )
+    generator = rank_generator(dims, tp=dims.expert_tensor, ep=dims.expert, dp=copies, cp=1)
     for token, axis in {"tp": "tensor", "ep": "expert", "dp": "data"}.items():
         groups = generator.get_ranks(token)
         assert sorted(itertools.chain(*groups)) == list(range(dims.world_size))
@@ -62,19 +55,11 @@ def test_the_ranks_along_an_expert_axis_are_a_group_of_megatron_in_order(
             assert places == [{**places[0], axis: i} for i in range(len(ranks))]
 
 
-def test_experts_have_the_tensor_ranks_of_the_model_unless_said_otherwise() -> None:
+def test_expert_tensor_is_that_of_the_model_by_default():
     assert ParallelDims(tensor=4, data=2, expert=2).expert_tensor == 4
 
 
-@pytest.mark.parametrize("dims", MESHES, ids=str)
-def test_model_replicas_split_the_world(dims: ParallelDims) -> None:
-    replicas = [dims.replica_ranks(data) for data in range(dims.data)]
-    assert sorted(itertools.chain(*replicas)) == list(range(dims.world_size))
-    for data, ranks in enumerate(replicas):
-        assert {dims.coordinates(rank).data for rank in ranks} == {data}
-
-
-def test_a_mesh_that_does_not_fill_the_world_names_every_factor_and_a_legal_value() -> None:
+def test_check_world_size_names_every_factor_and_a_legal_value():
     dims = ParallelDims(tensor=2, pipeline=2, data=3)
     factors = r"tp\(2\) \* pp\(2\) \* cp\(1\) \* dp\(3\) = 12 != world"
     with pytest.raises(ValueError, match=factors + ".*data parallel size 2 would fill them"):
@@ -99,18 +84,14 @@ def test_a_mesh_that_does_not_fill_the_world_names_every_factor_and_a_legal_valu
         ),
     ],
 )
-def test_impossible_sizes_are_refused_with_a_legal_value(
-    sizes: dict[str, int], message: str
-) -> None:
+def test_parallel_dims_refuse_impossible_sizes_with_a_legal_one(sizes, message):
     with pytest.raises(ValueError, match=message):
         ParallelDims(**sizes)
 
 
 @pytest.mark.parametrize("num_layers", [4, 5, 6, 7, 30, 80, 126])
 @pytest.mark.parametrize(("pipeline", "virtual"), [(1, 1), (2, 1), (4, 1), (2, 2)])
-def test_every_layer_has_one_stage_and_stages_differ_by_one_layer(
-    num_layers: int, pipeline: int, virtual: int
-) -> None:
+def test_pipeline_layers_of_stages_differ_by_one(num_layers, pipeline, virtual):
     dims = ParallelDims(pipeline=pipeline, virtual_pipeline=virtual)
     stages = pipeline_layers(num_layers, dims)
     in_order = [stages[p][v] for v in range(virtual) for p in range(pipeline)]
@@ -127,9 +108,7 @@ def test_every_layer_has_one_stage_and_stages_differ_by_one_layer(
         (61, {"first": 4}, [4, 9, 8, 8, 8, 8, 8, 8]),
     ],
 )
-def test_the_first_and_last_stage_hold_the_layers_that_are_set(
-    num_layers: int, sizes: dict[str, int], stages: list[int]
-) -> None:
+def test_pipeline_layers_of_ends_are_those_that_are_set(num_layers, sizes, stages):
     given = {f"num_layers_in_{end}_pipeline_stage": layers for end, layers in sizes.items()}
     chunks = pipeline_layers(num_layers, ParallelDims(pipeline=8, **given))
     assert [[len(layers) for layers in of_stage] for of_stage in chunks] == [[n] for n in stages]
@@ -147,13 +126,8 @@ def test_the_first_and_last_stage_hold_the_layers_that_are_set(
         (5, 2, 1, 2, 3),
     ],
 )
-def test_set_stages_hold_the_layers_that_megatron_itself_gives_them(
-    num_layers: int, pipeline: int, virtual: int, first: int | None, last: int | None
-) -> None:
-    ends = {
-        "num_layers_in_first_pipeline_stage": first,
-        "num_layers_in_last_pipeline_stage": last,
-    }
+def test_pipeline_layers_of_set_ends_are_megatrons(num_layers, pipeline, virtual, first, last):
+    ends = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
     config = TransformerConfig(
         num_layers=num_layers,
         hidden_size=8,
@@ -175,7 +149,7 @@ def test_set_stages_hold_the_layers_that_megatron_itself_gives_them(
     ]
 
 
-def test_the_chunks_of_a_set_stage_share_its_layers() -> None:
+def test_pipeline_layers_of_a_set_stage_are_shared_by_its_chunks():
     dims = ParallelDims(pipeline=2, virtual_pipeline=2, num_layers_in_last_pipeline_stage=3)
     assert pipeline_layers(5, dims) == [[range(1), range(3, 4)], [range(1, 3), range(4, 5)]]
 
@@ -194,14 +168,12 @@ def test_the_chunks_of_a_set_stage_share_its_layers() -> None:
         ),
     ],
 )
-def test_ends_that_leave_a_chunk_or_a_layer_over_are_refused_with_a_legal_split(
-    sizes: dict[str, int], virtual: int, message: str
-) -> None:
+def test_pipeline_layers_refuse_ends_with_a_legal_split(sizes, virtual, message):
     given = {f"num_layers_in_{end}_pipeline_stage": layers for end, layers in sizes.items()}
     with pytest.raises(ValueError, match=message):
         pipeline_layers(4, ParallelDims(pipeline=2, virtual_pipeline=virtual, **given))
 
 
-def test_more_stages_than_layers_are_refused_with_the_numbers() -> None:
+def test_pipeline_layers_refuse_more_stages_than_layers():
     with pytest.raises(ValueError, match=r"3 layers cannot fill .* = 4 stages: use at most 3"):
         pipeline_layers(3, ParallelDims(pipeline=2, virtual_pipeline=2))

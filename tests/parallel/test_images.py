@@ -2,12 +2,7 @@
 
 import torch
 
-from helpers.models.images import (
-    IMAGE,
-    sequence_with_images,
-    with_completion,
-    with_other_pixels,
-)
+from helpers.models.images import IMAGE, sequence_with_images, with_completion, with_other_pixels
 from parallel.alignment import Alignment
 from parallel.images import prompt_positions
 from parallel.packing import by_prompt, pack

@@ -31,7 +31,7 @@ def names_of_groups(rank: int, dims: ParallelDims) -> list[str]:
     [ParallelDims(tensor=2, pipeline=2), ParallelDims(context=4), ParallelDims(expert=2, data=4)],
     ids=str,
 )
-def test_ranks_never_wait_for_each_other_in_a_circle(dims: ParallelDims) -> None:
+def test_ranks_never_wait_for_each_other_in_a_circle(dims):
     of_ranks = run_ranks(4, names_of_groups, dims)
     assert len(set.intersection(*map(set, of_ranks))) > 1 and all(map(len, of_ranks))
     order: TopologicalSorter[str] = TopologicalSorter()
@@ -42,7 +42,7 @@ def test_ranks_never_wait_for_each_other_in_a_circle(dims: ParallelDims) -> None
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL")
-def test_what_nccl_refuses_is_told_in_its_words() -> None:
+def test_what_nccl_refuses_is_told_in_its_words():
     """It needs no GPU to see that a communicator is missing."""
     for name, options in (("ncclCommSuspend", [SUSPEND_MEM]), ("ncclCommResume", [])):
         with pytest.raises(dist.DistBackendError, match=f"{name}: invalid argument.*{name}.*NULL"):

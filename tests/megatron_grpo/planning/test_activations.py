@@ -1,7 +1,7 @@
 """The planner's activation memory of layers, compared with what autograd really saves."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -21,7 +21,6 @@ from megatron_grpo.planning.activations import (
     forward_bytes,
     head_bytes,
     layer_bytes,
-    mtp_activations,
     stage_activations,
 )
 from megatron_grpo.planning.layer_kinds import layer_kinds
@@ -223,18 +222,6 @@ def test_norms_that_are_fused_into_a_linear_are_not_recomputed(
     saved = layer_bytes(plain, kind).kept - layer_bytes(again, kind).kept
     assert saved == outputs * 2 * shape.hidden_size
     assert layer_bytes(again, kind).recomputed == saved
-
-
-@pytest.mark.parametrize("method", ["uniform", "block"])
-def test_a_layer_to_draft_with_is_recomputed_by_itself(method, tmp_path):
-    folder = write_config(tmp_path, "DeepSeek-V3")
-    full = [FULL[0], f"recompute_method: {method}", "recompute_num_layers: 2"]
-    shape = replace(read_shape(folder), trains_mtp=True)
-    plain, again = (
-        mtp_activations(Run(megatron=megatron).config(folder), shape, stage=0)
-        for megatron in ([], full)
-    )
-    assert again == plain + TOKENS * 2 * shape.hidden_size  # what goes into it
 
 
 def test_transformer_engine_keeps_every_heads_keys_and_values_and_whole_latents(tmp_path):

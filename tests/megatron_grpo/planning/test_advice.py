@@ -15,10 +15,13 @@ from megatron_grpo.planning.command import print_plan, print_suggestions
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FEW = "grpo.generation_batch_size=512"
-SYNCHRONOUS = ("rollout.max_staleness=0", "rollout.in_flight_updates=false")
-NEMO_RL = ("parallel.tensor_parallel_size=4", "parallel.data_parallel_size=4")
-ASLEEP = (*NEMO_RL, "rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.8")
-ON_HOST = ("optimizer.optimizer_cpu_offload=true", "grpo.beta=0.04")
+SYNCHRONOUS = "rollout.max_staleness=0 rollout.in_flight_updates=false"
+NEMO_RL = "parallel.tensor_parallel_size=4 parallel.data_parallel_size=4"
+SLEEPS, SHARE = "rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization="
+ASLEEP = f"{NEMO_RL} {SLEEPS} {SHARE}0.8"
+ON_HOST = "optimizer.optimizer_cpu_offload=true grpo.beta=0.04"
+ALL = "train.offload=all"
+LONG = "train.max_tokens_per_microbatch=65536"
 
 
 @dataclass(frozen=True)
@@ -69,76 +72,52 @@ def refused(tmp_path, monkeypatch):
 LLAMA_70B, LLAMA_8B = ("70b", "Llama-3.3-70B"), ("8b", "Llama-3.1-8B")
 
 
-@pytest.mark.parametrize(
-    ("job", "overrides", "options", "expected"),
-    [
-        (LLAMA_70B, NEMO_RL, {}, "layout that fits"),
-        (LLAMA_70B, (*NEMO_RL, *ON_HOST), {}, "layout that fits"),
-        (LLAMA_70B, ASLEEP, {}, "it fits with train.offload=all"),
-        (LLAMA_70B, (*ASLEEP, "grpo.beta=0.04"), {}, "it fits with train.offload=all"),
-        # The optimizer's state is on the host already; pushes need quantised weights' maxima.
-        (LLAMA_70B, (*ASLEEP, *ON_HOST), {}, "no layout fits on 64 GPUs: use more GPUs"),
-        (
-            LLAMA_70B,
-            (*ASLEEP, "rollout.quantization=fp8"),
-            {},
-            "fits: train.offload=opti",
-        ),
-        (
-            LLAMA_70B,
-            (*ASLEEP, "train.offload=all"),
-            {"host_memory": 300 * 10**9},
-            "270.0: 181.6 for train.offload, 181.6 for a checkpoint",
-        ),
-        (
-            LLAMA_70B,
-            (
-                *(*ASLEEP, "rollout.vllm.gpu_memory_utilization=0.35"),
-                *("train.offload=all", "train.offload_communicators=true"),
-            ),
-            {"host_memory": 330 * 10**9},
-            "it fits with train.offload=optimizer train.offload_communicators=false",
-        ),
-        (
-            LLAMA_70B,
-            (*NEMO_RL, *ON_HOST),
-            {"host_memory": 100 * 10**9},
-            "for optimizer.optimizer_cpu_offload",
-        ),
-        (
-            ("70b_lora", "Llama-3.3-70B"),
-            ("rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.5"),
-            {"host_memory": 150 * 10**9},
-            "for engines that sleep with lora.sync adapter.* fits with lora.sync=merged",
-        ),
-        (LLAMA_70B, (), {"num_gpus": 32}, "use --gpus 64 or more"),
-        (LLAMA_70B, ["rollout.vllm.gpu_memory_utilization=0.2"], {}, "0.2 leaves nothing"),
-        (LLAMA_8B, ["train.max_tokens_per_microbatch=65536"], {}, "layout that fits"),
-        (LLAMA_8B, ["parallel.tensor_parallel_size=8"], {"num_gpus": 1}, "use --gpus 24 or more"),
-        (LLAMA_8B, ["rollout.tensor_parallel_size=8"], {"num_gpus": 8}, "use --gpus 40 or more"),
-        (
-            LLAMA_8B,
-            ["rollout.tensor_parallel_size=8"],
-            {"num_gpus": 8, "show": print_suggestions},
-            "use --gpus 9 or more",
-        ),
-        (
-            LLAMA_8B,
-            [*SYNCHRONOUS, "rollout.num_engines=1", "rollout.tensor_parallel_size=8"],
-            {"num_gpus": 8},
-            "use --gpus 9 or more, or smaller engines",
-        ),
-        (
-            ("30b_a3b", "Qwen3-30B-A3B"),
-            ["parallel.expert_parallel_size=1", "train.max_tokens_per_microbatch=65536"],
-            {},
-            "layout that fits",
-        ),
-    ],
-)
-def test_advice_is_accepted_and_what_is_said_to_fit_does(
-    refused, job, overrides, options, expected
-):
+def on_hosts(gigabytes):
+    return {"host_memory": gigabytes * 10**9}
+
+
+ENGINE_OF_8 = "rollout.tensor_parallel_size=8"
+ADVISED = [
+    (LLAMA_70B, NEMO_RL, {}, "layout that fits"),
+    (LLAMA_70B, f"{NEMO_RL} {ON_HOST}", {}, "layout that fits"),
+    (LLAMA_70B, ASLEEP, {}, "it fits with train.offload=all"),
+    (LLAMA_70B, f"{ASLEEP} grpo.beta=0.04", {}, "it fits with train.offload=all"),
+    # The optimizer's state is on the host already; pushes need quantised weights' maxima.
+    (LLAMA_70B, f"{ASLEEP} {ON_HOST}", {}, "no layout fits on 64 GPUs: use more GPUs"),
+    (LLAMA_70B, f"{ASLEEP} rollout.quantization=fp8", {}, "fits: train.offload=opti"),
+    (
+        *(LLAMA_70B, f"{ASLEEP} {ALL}", on_hosts(300)),
+        "270.0: 181.6 for train.offload, 181.6 for a checkpoint",
+    ),
+    (
+        *(LLAMA_70B, f"{ASLEEP} {SHARE}0.35 {ALL} train.offload_communicators=true", on_hosts(330)),
+        "it fits with train.offload=optimizer train.offload_communicators=false",
+    ),
+    (LLAMA_70B, f"{NEMO_RL} {ON_HOST}", on_hosts(100), "for optimizer.optimizer_cpu_offload"),
+    (
+        *(("70b_lora", "Llama-3.3-70B"), f"{SLEEPS} {SHARE}0.5", on_hosts(150)),
+        "for engines that sleep with lora.sync adapter.* fits with lora.sync=merged",
+    ),
+    (LLAMA_70B, "", {"num_gpus": 32}, "use --gpus 64 or more"),
+    (LLAMA_70B, f"{SHARE}0.2", {}, "0.2 leaves nothing"),
+    (LLAMA_8B, LONG, {}, "layout that fits"),
+    (LLAMA_8B, "parallel.tensor_parallel_size=8", {"num_gpus": 1}, "use --gpus 24 or more"),
+    (LLAMA_8B, ENGINE_OF_8, {"num_gpus": 8}, "use --gpus 40 or more"),
+    (LLAMA_8B, ENGINE_OF_8, {"num_gpus": 8, "show": print_suggestions}, "use --gpus 9 or more"),
+    (
+        *(LLAMA_8B, f"{SYNCHRONOUS} rollout.num_engines=1 {ENGINE_OF_8}", {"num_gpus": 8}),
+        "use --gpus 9 or more, or smaller engines",
+    ),
+    (
+        *(("30b_a3b", "Qwen3-30B-A3B"), f"parallel.expert_parallel_size=1 {LONG}", {}),
+        "layout that fits",
+    ),
+]
+
+
+@pytest.mark.parametrize(("job", "words", "options", "expected"), ADVISED)
+def test_advice_is_accepted_and_fits_where_it_says_so(refused, job, words, options, expected):
+    overrides = words.split()
     message = refused(*job, *overrides, **options)
     assert re.search(expected, message)
     for hint in hints(message):

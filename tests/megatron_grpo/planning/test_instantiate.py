@@ -13,10 +13,10 @@ from helpers.models.images import PATCH_SIZES, tiny_vision_model
 from helpers.models.published import write_config
 from helpers.models.tiny import tiny_model
 from helpers.models.towers import tiny_multimodal
+from helpers.oracle.policies import tiny_config
 from helpers.ranks.processes import run_ranks
 from helpers.runs.train import TINY_CONFIG
 from megatron_grpo import cli
-from megatron_grpo.config.file import load_config
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.planning import instantiate as built_rank
 from megatron_grpo.planning.instantiate import BuiltRank, build_ranks, distinct_ranks, instantiate
@@ -26,32 +26,16 @@ from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 
-ON_512 = {
-    "parallel.tensor_parallel_size": 8,
-    "parallel.pipeline_parallel_size": 16,
-    "parallel.virtual_pipeline_parallel_size": 2,
-    "parallel.data_parallel_size": 4,
-    "rollout.tensor_parallel_size": 16,
-}
-ONE_RANK = {"parallel.tensor_parallel_size": 1, "parallel.pipeline_parallel_size": 1}
 
-
-def config(folder, **values):
-    """The tiny config with the model in `folder`, bfloat16 and one rank, except for `values`."""
-    values = {
-        "model.path": folder,
-        "model.dtype": "bfloat16",
-        "parallel.context_parallel_size": 1,
-        **ONE_RANK,
-        **values,
-    }
-    return load_config(TINY_CONFIG, [f"{key}={value}" for key, value in values.items()])
+def config(folder, *overrides, **sizes):
+    return tiny_config(folder, ParallelDims(**sizes), "model.dtype=bfloat16", *overrides)
 
 
 @pytest.mark.slow
-def test_405b_on_512_ranks_is_as_planned(elsewhere, tmp_path):
+def test_instantiate_405b_on_512_ranks_as_planned(elsewhere, tmp_path):
     folder = write_config(tmp_path, "Llama-3.1-405B")
-    found = elsewhere(instantiate, config(folder, **ON_512))
+    sizes = {"tensor": 8, "pipeline": 16, "virtual_pipeline": 2, "data": 4}
+    found = elsewhere(instantiate, config(folder, "rollout.tensor_parallel_size=16", **sizes))
     assert found.faults == []
     table = found.table
     assert "llama, 405.85 B parameters in bfloat16, on 512 ranks" in table
@@ -88,11 +72,7 @@ ODD = [
     ),
     ("deepseek_v3", {}, {"tensor": 2, "data": 2, "expert": 4, "expert_tensor": 1, "pipeline": 3}),
     # A module in each layer: the last chunk has no experts.
-    (
-        "nemotron_h",
-        {},
-        {"tensor": 2, "data": 2, "expert": 4, "expert_tensor": 1, "pipeline": 2},
-    ),
+    ("nemotron_h", {}, {"tensor": 2, "data": 2, "expert": 4, "expert_tensor": 1, "pipeline": 2}),
     # Indexers, which are not trained, and have a norm in float32.
     ("deepseek_v32", {}, {"tensor": 2, "data": 2, "expert": 4, "expert_tensor": 1}),
     # A layer for multi-token prediction, which is trained; with one stage, and with two.
@@ -103,29 +83,23 @@ ODD = [
 
 
 @pytest.mark.parametrize(("family", "own", "sizes"), ODD, ids=str)
-def test_odd_layouts_of_every_family_are_as_planned(elsewhere, tmp_path, family, own, sizes):
+def test_instantiate_odd_layouts_of_every_family_as_planned(
+    elsewhere, tmp_path, family, own, sizes
+):
     make = tiny_multimodal if family in MULTIMODAL else tiny_model
-    folder = make(tmp_path, family, **own)
-    values = {
-        f"parallel.{name}" if name.startswith("num_") else f"parallel.{name}_parallel_size": value
-        for name, value in sizes.items()
-    }
-    values["model.freeze_moe_router"] = family == "mixtral"
-    values["model.mtp_num_layers"] = own.get(MTP_LAYERS, 0)
-    assert elsewhere(instantiate, config(folder, **values)).faults == []
+    options = [f"model.mtp_num_layers={own.get(MTP_LAYERS, 0)}"]
+    if family == "mixtral":
+        options.append("model.freeze_moe_router=true")
+    cfg = config(make(tmp_path, family, **own), *options, **sizes)
+    assert elsewhere(instantiate, cfg).faults == []
 
 
 @pytest.mark.parametrize("family", PATCH_SIZES)
-def test_a_vision_tower_that_is_trained_is_as_planned(elsewhere, tmp_path, family):
+def test_build_ranks_with_a_vision_tower_as_planned(elsewhere, tmp_path, family):
     folder = tiny_vision_model(tmp_path / "model", family)
-    sizes = {"tensor": 2, "pipeline": 2, "data": 3}
-    values = {f"parallel.{axis}_parallel_size": size for axis, size in sizes.items()} | {
-        "parallel.num_layers_in_last_pipeline_stage": 1,
-        "model.freeze_vision": False,
-        "data.image_column": "image",
-        "optimizer.optimizer": "muon",
-    }
-    cfg = config(folder, **values)
+    trained = "model.freeze_vision=false", "data.image_column=image", "optimizer.optimizer=muon"
+    last = {"num_layers_in_last_pipeline_stage": 1}
+    cfg = config(folder, *trained, tensor=2, pipeline=2, data=3, **last)
     for rank in elsewhere(fake_ranks, cfg):
         planned = state_bytes(cfg, trained_shape(cfg), rank.sender.rank)
         assert rank.faults == () and (planned.weights, planned.gradients, planned.optimizer) == (
@@ -146,10 +120,9 @@ def fake_ranks(cfg) -> list[BuiltRank]:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_bytes_are_those_of_real_ranks_and_of_the_plan(elsewhere, tmp_path, optimizer):
+def test_build_ranks_with_the_bytes_of_real_ones_and_of_the_plan(elsewhere, tmp_path, optimizer):
     folder = tiny_model(tmp_path, "qwen3", tied=True)
-    values = {"parallel.tensor_parallel_size": 2, "parallel.pipeline_parallel_size": 2}
-    cfg = config(folder, **values, **{"optimizer.optimizer": optimizer})
+    cfg = config(folder, f"optimizer.optimizer={optimizer}", tensor=2, pipeline=2)
     built = elsewhere(fake_ranks, cfg)
     assert [rank.sender.rank for rank in built] == [0, 1, 2, 3]
     real = run_ranks(4, real_bytes, cfg)
@@ -182,17 +155,16 @@ IN_BUCKETS = [
 
 
 @pytest.mark.parametrize(("name", "own", "sizes"), IN_BUCKETS, ids=str)
-def test_bytes_of_gradients_in_buckets_are_as_planned(elsewhere, tmp_path, name, own, sizes):
+def test_build_ranks_with_gradients_in_buckets_as_planned(elsewhere, tmp_path, name, own, sizes):
     folder = write_config(tmp_path, name, **own)
-    values = {f"parallel.{axis}_parallel_size": size for axis, size in sizes.items()}
-    cfg = config(folder, **values, **{"parallel.overlap_grad_reduce": True})
+    cfg = config(folder, "parallel.overlap_grad_reduce=true", **sizes)
     for rank in elsewhere(fake_ranks, cfg):
         planned = state_bytes(cfg, read_shape(folder), rank.sender.rank)
         assert planned.gradients == rank.gradient_bytes
         assert planned.optimizer == rank.optimizer_bytes
 
 
-def test_only_copies_are_left_out():
+def test_distinct_ranks_leave_out_copies_alone():
     assert distinct_ranks(ParallelDims(tensor=2, data=3, pipeline=2)) == [0, 1, 6, 7]
     assert distinct_ranks(ParallelDims(tensor=2, context=2, data=3)) == [0, 1, 2, 3]
     # Experts differ between data ranks 0 and 1, and are copies on 2 and 3.
@@ -231,8 +203,10 @@ def instantiate_with(layout_function, cfg) -> list[str]:
     ],
     ids=["place", "shape"],
 )
-def test_parameters_of_another_place_or_shape_are_told(elsewhere, layout_function, told, tmp_path):
-    cfg = config(tiny_model(tmp_path, "qwen3"), **{"parallel.tensor_parallel_size": 2})
+def test_instantiate_tells_parameters_of_another_place_or_shape(
+    elsewhere, layout_function, told, tmp_path
+):
+    cfg = config(tiny_model(tmp_path, "qwen3"), tensor=2)
     faults = elsewhere(instantiate_with, layout_function, cfg)
     assert told in faults
     assert not any("layernorm" in fault for fault in faults)  # what is not split is right
@@ -246,8 +220,8 @@ def instantiate_without_the_last_rank(cfg) -> list[str]:
         return instantiate(cfg).faults
 
 
-def test_what_no_rank_holds_is_told(elsewhere, tmp_path):
-    cfg = config(tiny_model(tmp_path, "qwen3"), **{"parallel.tensor_parallel_size": 2})
+def test_instantiate_tells_what_no_rank_holds(elsewhere, tmp_path):
+    cfg = config(tiny_model(tmp_path, "qwen3"), tensor=2)
     (fault,) = elsewhere(instantiate_without_the_last_rank, cfg)
     assert "model.layers.1.mlp.down_proj.weight: 3072 of 6144 elements are in no piece" in fault
 
@@ -259,7 +233,7 @@ def run_plan(layout_function, *arguments):
     return ended.exit_code, ended.stdout, ended.stderr
 
 
-def test_the_command_prints_a_table_and_its_exit_code_tells_faults(elsewhere, tmp_path):
+def test_plan_instantiate_prints_a_table_or_faults(elsewhere, tmp_path):
     path = f"model.path={tiny_model(tmp_path, 'qwen3')}"
     exit_code, stdout, stderr = elsewhere(run_plan, megatron_layout, path)
     assert (exit_code, stderr) == (0, "")

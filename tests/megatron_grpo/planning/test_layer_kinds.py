@@ -37,11 +37,7 @@ def test_a_token_is_multiplied_with_the_matrices_of_the_weight_files(name, tmp_p
         # Queries with keys and weights with values: 32 heads of 128.
         ("Llama-3.1-8B", Attention, {"core_attn": 2 * 32 * (128 + 128) * PAIRS}),
         # A window of 4,096 tokens in 24 of 32 layers.
-        (
-            "OLMo-3-7B",
-            Attention,
-            {"core_attn": 2 * 4096 * 2 * (PAIRS / 4 + 4096 * TOKENS * 3 / 4)},
-        ),
+        ("OLMo-3-7B", Attention, {"core_attn": 2 * 4096 * 2 * (PAIRS / 4 + 4096 * TOKENS * 3 / 4)}),
         ("DeepSeek-V3", LatentAttention, {"core_attn": 2 * 128 * (192 + 128) * PAIRS}),
         (
             "DeepSeek-V3.2",

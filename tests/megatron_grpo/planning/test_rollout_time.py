@@ -1,50 +1,33 @@
 """The least time of a generation, by hand."""
 
-from dataclasses import replace
 from math import comb, prod
 
 import pytest
 
-from checkpoint_convert import read_shape
 from checkpoint_convert.vllm import engine_parameters
-from helpers.models.published import write_config
-from helpers.oracle.policies import tiny_config
-from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.engine_memory import engine_bytes
 from megatron_grpo.planning.rollout_time import rollout_time
-from megatron_grpo.planning.workload import Job
-from parallel import ParallelDims
 
-H100 = CARDS["h100"]
 FEWER = {"DeepSeek-V3": {"num_hidden_layers": 9}}
 """What is proportional to the number of layers needs no 61 of them."""
 GROUPS = "grpo={num_generations: 4, generation_batch_size: 16, beta: 0.0}"
 
 
 @pytest.fixture
-def time_of(tmp_path):
-    """`rollout_time` of a published model in bfloat16, with prompts of 100 tokens."""
+def time_of(job_of):
+    """`rollout_time` of a published model, with prompts of 100 tokens."""
 
-    def rollout(name, lengths, *overrides, card=H100):
-        folder = write_config(tmp_path, name, **FEWER.get(name, {}))
-        cfg = tiny_config(
-            folder,
-            ParallelDims(),
-            "model.dtype=bfloat16",
-            "train.max_tokens_per_microbatch=8192",
-            "data.max_prompt_length=100",
-            "rollout.max_completion_length=8000",
-            GROUPS,
-            *overrides,
-        )
-        shape = read_shape(folder)
-        job = Job(cfg, shape, card, lengths)
-        return rollout_time(job, engine_bytes(cfg, shape, card)), shape
+    def time_of(name, lengths, *overrides):
+        length = "data.max_prompt_length=100", "rollout.max_completion_length=8000"
+        room = "train.max_tokens_per_microbatch=8192"
+        options = [room, *length, GROUPS, *overrides]
+        job = job_of(name, *options, lengths=lengths, **FEWER.get(name, {}))
+        return rollout_time(job, engine_bytes(job.cfg, job.shape, job.card)), job.shape
 
-    return rollout
+    return time_of
 
 
-def test_each_token_of_the_longest_completion_reads_the_weights_and_all_read_their_cache(time_of):
+def test_rollout_time_reads_weights_for_each_token_and_all_caches(time_of):
     time, shape = time_of("Llama-3.1-8B", [600, 1100], "rollout.num_engines=2")
     # An engine has 8 of 16 completions: half of 500 tokens, half of 1,000.
     assert (time.completions, time.tokens, time.passes) == (16, 8 * 500 + 8 * 1000, 1000)
@@ -55,11 +38,11 @@ def test_each_token_of_the_longest_completion_reads_the_weights_and_all_read_the
     assert time.seconds == pytest.approx((1000 * weights + read * token) / 3.35e12)
 
 
-def test_without_a_length_of_prompts_nothing_is_said(time_of):
+def test_rollout_time_needs_a_length_of_prompts(time_of):
     assert time_of("Llama-3.1-8B", [1100], "data.max_prompt_length=null")[0] is None
 
 
-def test_tensor_ranks_of_an_engine_share_weights_and_cache(time_of):
+def test_rollout_time_shares_weights_and_cache_between_ranks(time_of):
     whole, _ = time_of("Llama-3.1-8B", [1100])
     split, _ = time_of("Llama-3.1-8B", [1100], "rollout.tensor_parallel_size=4")
     assert split.memory_seconds == pytest.approx(whole.memory_seconds / 4, rel=1e-3)
@@ -71,7 +54,7 @@ def test_tensor_ranks_of_an_engine_share_weights_and_cache(time_of):
     ("name", "num_nodes", "layers", "hidden"),
     [("Llama-3.1-8B", 2, 32, 4096), ("DeepSeek-V3", 4, 9, 7168)],
 )
-def test_nodes_of_an_engine_add_up_hidden_states_twice_in_a_layer(
+def test_rollout_time_adds_hidden_states_of_nodes_twice_in_a_layer(
     name, num_nodes, layers, hidden, time_of
 ):
     engine = "rollout.num_engines=2", f"rollout.tensor_parallel_size={8 * num_nodes}"
@@ -83,7 +66,7 @@ def test_nodes_of_an_engine_add_up_hidden_states_twice_in_a_layer(
     assert time.seconds == time.memory_seconds + time.network_seconds
 
 
-def test_groups_of_an_engine_share_experts_and_completions(time_of):
+def test_rollout_time_shares_experts_and_completions_of_groups(time_of):
     """Each of 32 groups keeps an eighth of the experts on each of 4 nodes, and its own latents."""
     groups = "rollout.data_parallel_size=32", "rollout.vllm.enable_expert_parallel=true"
     split, shape = time_of("DeepSeek-V3", [600, 1100], "rollout.tensor_parallel_size=32")
@@ -122,7 +105,7 @@ WHOLE = "rollout.vllm.enable_expert_parallel=true"
     ],
     ids=str,
 )
-def test_nodes_send_tokens_to_those_with_their_experts(engine, sums, time_of):
+def test_rollout_time_sends_tokens_to_nodes_with_their_experts(engine, sums, time_of):
     tensor, groups, *more = engine
     sizes = f"rollout.tensor_parallel_size={tensor}", f"rollout.data_parallel_size={groups}"
     time, shape = time_of("Qwen3-235B-A22B", [600, 1100], *sizes, *more)
@@ -134,35 +117,23 @@ def test_nodes_send_tokens_to_those_with_their_experts(engine, sums, time_of):
 @pytest.mark.parametrize(
     "limit", ["max_num_seqs: 4", "kv_cache_memory_bytes: 286261248"], ids=["requests", "cache"]
 )
-def test_completions_that_do_not_all_run_at_once_take_more_passes(limit, time_of):
+def test_rollout_time_has_more_passes_where_not_all_run_at_once(limit, time_of):
     # 16 completions of 1,000 tokens: four at once. Or as many as 2,184 tokens of 131,072 bytes
     # hold, where a completion has a quarter of its prompt and on average half of itself.
     time, _ = time_of("Llama-3.1-8B", [1100], f"rollout.vllm={{{limit}}}")
     assert time.passes == {"m": 4000, "k": -(-16 * (25 + 500) * 1000 // 2184)}[limit[0]]
 
 
-def test_each_token_reads_and_writes_what_linear_attention_remembers(time_of):
-    # 16 completions of 1,000 tokens; 8 of 32 layers have 4 heads of keys and values of 256.
-    time, shape = time_of("Qwen3.5-9B", [1100])
-    matrices = 8_953_803_264 - 2 * shape.vocab_size * shape.hidden_size
-    head = shape.vocab_size * shape.hidden_size
-    read, token = 16 * (100 * 1000 + 1000**2 / 2), 8 * 2 * 4 * 256 * 2
-    memory = 24 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
-    num_bytes = 1000 * 2 * (matrices + head) + read * token + 2 * 16_000 * memory
-    assert time.memory_seconds == pytest.approx(num_bytes / 3.35e12, rel=1e-4)
-    # Generated as if in chunks of one token, prompts in those of 64.
-    heads, products = 24 * 32, 6 * 128 * 128
-    rule = heads * (16_000 * (8 * 128 + products) + 400 * (64 * 8 * 128 + products))
-    flops = 2 * (matrices * (16_000 + 400) + head * 16_000) + rule
-    flops += 8 * 16 * 4 * 256 * read
-    assert time.compute_seconds == pytest.approx(flops / 989e12, rel=1e-4)
-    # A cache for 20,000 tokens, of which each memory takes the place of some.
-    few, _ = time_of("Qwen3.5-9B", [1100], f"rollout.vllm.kv_cache_memory_bytes={20_000 * token}")
-    cached = 25 + 500 + memory / token
-    assert few.passes == -(-16 * cached * 1000 // 20_000)
+def test_rollout_time_counts_memories_of_linear_attention_as_cached(time_of):
+    # 8 of 32 layers have 4 heads of keys and values of 256. A cache for 20,000 tokens, of which
+    # each memory takes the place of some.
+    token, memory = 8 * 2 * 4 * 256 * 2, 24 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
+    limit = f"rollout.vllm.kv_cache_memory_bytes={20_000 * token}"
+    few, _ = time_of("Qwen3.5-9B", [1100], limit)
+    assert few.passes == -(-16 * (25 + 500 + memory / token) * 1000 // 20_000)
 
 
-def test_multiplying_is_what_takes_longest_where_very_many_run_at_once(time_of):
+def test_rollout_time_is_of_products_where_very_many_run_at_once(time_of):
     many = "grpo={num_generations: 4, generation_batch_size: 4096, beta: 0.0}"
     time, shape = time_of("Llama-3.1-8B", [110], many)
     matrices = 8_030_261_248 - 2 * shape.vocab_size * shape.hidden_size
@@ -171,45 +142,3 @@ def test_multiplying_is_what_takes_longest_where_very_many_run_at_once(time_of):
     attention = 4 * 32 * 128 * 32 * 4096 * (100 * 10 + 10**2 / 2)
     flops = 2 * matrices * (tokens + prompts) + 2 * head * tokens + attention
     assert time.seconds == time.compute_seconds == pytest.approx(flops / 989e12, rel=1e-3)
-
-
-def test_every_pass_reads_the_shared_expert_and_the_routers_in_float32(time_of):
-    engines = "rollout.num_engines=16", "rollout.tensor_parallel_size=8"
-    alone, _ = time_of("GLM-4.5-Air", [1100], *engines)
-    attention = 4096 * 128 * (96 + 8 + 8 + 96)
-    dense = 3 * 4096 * 10944
-    shared = expert = 3 * 4096 * 1408
-    split = 46 * attention + dense + 45 * (shared + 8 * expert) + 151552 * 4096
-    routers, norms = 45 * 128 * (4096 + 1), (2 * 46 + 1) * 4096
-    read = 4 * 46 * 128 * (100 * 1000 + 1000**2 / 2)  # one of 8 key-value heads
-    expected = (1000 * (2 * split / 8 + 4 * routers + 2 * norms) + read) / 3.35e12
-    assert alone.memory_seconds == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("num_completions", [2, 4096])
-def test_of_latents_every_worker_reads_all_and_multiplies_them_with_queries_of_its_heads(
-    num_completions, time_of
-):
-    engines = "rollout.tensor_parallel_size=8", "rollout.num_engines=16"
-    size = 16 * num_completions
-    groups = f"grpo={{num_generations: 2, generation_batch_size: {size}, beta: 0.0}}"
-    card = replace(CARDS["b200"], memory=10**13)  # enough for all at once
-    time, _ = time_of("DeepSeek-V3", [1100], *engines, groups, card=card)
-    attention = 1536 * 128 * 192 + 512 * 128 * (128 + 128) + 128 * 128 * 7168
-    down = 7168 * (1536 + 512 + 64)
-    expert = 3 * 7168 * 2048
-    mlps = 3 * 3 * 7168 * 18432 + 6 * expert
-    head = 129280 * 7168
-    reached = 1 - (1 - 8 / 256) ** num_completions
-    split = 9 * attention + mlps + 6 * 256 * reached * expert + head
-    whole = 9 * down + 6 * 256 * 7168
-    cached = num_completions * (100 * 1000 + 1000**2 / 2)
-    read = 1000 * 2 * (split / 8 + whole) + cached * 2 * 9 * (512 + 64)
-    assert time.memory_seconds == pytest.approx(read / 8e12, rel=1e-3)
-    # Each token and head: a query with the latent and the rotated part of a key; a weight with the
-    # latent. The projection up to keys and values is applied to queries and to outputs instead.
-    active = 9 * (attention + down) + mlps + 6 * (8 * expert + 256 * 7168)
-    tokens, prompts = 1000 * num_completions, 100 * num_completions / 2
-    flops = 2 * active * (tokens + prompts) + 2 * head * tokens
-    flops += cached * 9 * 128 * 2 * (512 + 64 + 512)
-    assert time.compute_seconds == pytest.approx(flops / 8 / 2250e12, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer of a rank, by the planner.
+"""Weights, gradients and optimizer of a rank, by the planner and by real ranks.
 
 `test_instantiate.py` compares them with Megatron-Core's own, in every family.
 """
@@ -8,18 +8,34 @@ from math import prod
 import pytest
 
 from checkpoint_convert import hf_tensors, megatron_layout, read_shape
-from helpers.models.published import write_config
+from helpers.models.tiny import tiny_model
+from helpers.oracle.optimizers import BFLOAT16, KINDS, bytes_kept
 from helpers.oracle.policies import tiny_config
-from megatron_grpo.planning.state import StateBytes, stage_states, state_bytes
+from helpers.ranks.processes import run_ranks
+from megatron_grpo.planning.state import stage_states, state_bytes
+from megatron_grpo.policy.matrices import MAX_EXCHANGED
 from parallel import ParallelDims
 
+LLAMA, AIR = "Llama-3.1-8B", "GLM-4.5-Air"
+OF_LLAMA = 8_030_261_248
 
-def test_70b_on_64_ranks_by_hand(tmp_path):
-    folder = write_config(tmp_path, "Llama-3.3-70B")
-    shape, dims = read_shape(folder), ParallelDims(tensor=8, pipeline=4, data=2)
-    cfg = tiny_config(folder, dims, "model.dtype=bfloat16", "grpo.beta=0.04")
-    first = next(stage_states(cfg, shape))
-    layout = megatron_layout(shape, dims, dims.coordinates(0), transformer_engine=True)
+
+@pytest.fixture
+def state_of(job_of):
+    """What the first rank of a job has."""
+
+    def state_of(name, *overrides, **sizes):
+        job = job_of(name, *overrides, dims=ParallelDims(**sizes))
+        return state_bytes(job.cfg, job.shape, 0)
+
+    return state_of
+
+
+def test_stage_states_of_70b_on_64_ranks_by_hand(job_of):
+    dims = ParallelDims(tensor=8, pipeline=4, data=2)
+    job = job_of("Llama-3.3-70B", "grpo.beta=0.04", dims=dims)
+    first = next(stage_states(job.cfg, job.shape))
+    layout = megatron_layout(job.shape, dims, dims.coordinates(0), transformer_engine=True)
     # 20 layers of 8192 * (8192 + 2048 + 8192 + 3 * 28672) / 8 and two norms; an eighth of the
     # embedding.
     parameters = 20 * (8192 * (18432 + 3 * 28672) // 8 + 2 * 8192) + 8192 * 128256 // 8
@@ -30,54 +46,120 @@ def test_70b_on_64_ranks_by_hand(tmp_path):
     assert first.total == pytest.approx(27.25e9 + 4.54e9, rel=1e-3)
 
 
-def test_a_reference_that_follows_the_policy_has_its_float32_mixture_beside_it(tmp_path):
-    folder = write_config(tmp_path, "Llama-3.1-8B")
-    shape, dims = read_shape(folder), ParallelDims()
-
-    def bytes_per_weight(dtype: str, *overrides: str) -> float:
-        cfg = tiny_config(folder, dims, f"model.dtype={dtype}", *overrides)
-        state = state_bytes(cfg, shape, 0)
-        return 4 * state.reference / state.gradients
-
-    follows, refresh = "grpo.sync_ref_model=true", "grpo.ref_model_mixup_alpha=1.0"
-    assert bytes_per_weight("bfloat16") == pytest.approx(2)
-    assert bytes_per_weight("bfloat16", follows) == pytest.approx(2 + 4)
-    assert bytes_per_weight("bfloat16", follows, refresh) == pytest.approx(2)
-    assert bytes_per_weight("float32", follows) == pytest.approx(4)
+FOLLOWS, REFRESH = "grpo.sync_ref_model=true", "grpo.ref_model_mixup_alpha=1.0"
 
 
-def test_biases_of_routers_are_float32_and_not_trained_nor_are_frozen_routers(tmp_path):
-    folder = write_config(tmp_path, "GLM-4.5-Air")
-    shape = read_shape(folder)
-    biases = 45 * 128
-    trained = sum(map(prod, hf_tensors(shape).values())) - biases
+@pytest.mark.parametrize(
+    ("overrides", "per_weight"),
+    [
+        ([], 2),
+        ([FOLLOWS], 2 + 4),  # its float32 mixture is beside it
+        ([FOLLOWS, REFRESH], 2),
+        ([FOLLOWS, "model.dtype=float32"], 4),
+    ],
+)
+def test_state_bytes_of_a_reference_that_follows_the_policy(state_of, overrides, per_weight):
+    state = state_of(LLAMA, "grpo.beta=0.04", *overrides)
+    assert 4 * state.reference / state.gradients == pytest.approx(per_weight)
 
-    def state(dtype: str, *overrides: str) -> StateBytes:
-        cfg = tiny_config(folder, ParallelDims(), f"model.dtype={dtype}", *overrides)
-        return state_bytes(cfg, shape, 0)
 
-    follows = "grpo.beta=0.04", "grpo.sync_ref_model=true"
-    half, full = state("bfloat16", *follows), state("float32", *follows)
+def test_state_bytes_of_routers(state_of, job_of):
+    """Their biases are in float32 and not trained, nor are frozen routers."""
+    biases, routers = 45 * 128, 45 * 128 * 4096
+    trained = sum(map(prod, hf_tensors(job_of(AIR).shape).values())) - biases
+    follows = "grpo.beta=0.04", FOLLOWS
+    half, full = (state_of(AIR, *follows, f"model.dtype={x}") for x in ("bfloat16", "float32"))
     assert half.weights == 2 * trained + 4 * biases
     assert half.reference == 2 * trained + 4 * trained + 4 * biases  # with its mixture
-    assert half.gradients == 4 * trained
-    assert half.optimizer == 12 * trained
+    assert (half.gradients, half.optimizer) == (4 * trained, 12 * trained)
     assert (full.weights, full.reference) == (4 * (trained + biases), 4 * (trained + biases))
     assert full.optimizer == 8 * trained
-    routers = 45 * 128 * 4096
-    frozen = state("bfloat16", *follows, "model.freeze_moe_router=true")
+    frozen = state_of(AIR, *follows, "model.freeze_moe_router=true")
     assert (frozen.weights, frozen.reference) == (half.weights, half.reference)
     assert frozen.gradients == 4 * (trained - routers)
     assert frozen.optimizer == 12 * (trained - routers)
 
 
-def test_a_stage_is_not_taken_for_one_with_other_layers(tmp_path):
-    folder = write_config(tmp_path, "GLM-4.5-Air", num_hidden_layers=24, first_k_dense_replace=7)
-    shape, dims = read_shape(folder), ParallelDims(pipeline=4, expert=4, data=4)
-    cfg = tiny_config(folder, dims, "model.dtype=bfloat16")
-    states = list(stage_states(cfg, shape))
-    assert states == [state_bytes(cfg, shape, 4 * stage) for stage in range(4)]
+def test_stage_states_know_stages_with_other_layers(job_of):
+    dims, model = ParallelDims(pipeline=4, expert=4, data=4), {"num_hidden_layers": 24}
+    job = job_of(AIR, dims=dims, **model, first_k_dense_replace=7)
+    states = list(stage_states(job.cfg, job.shape))
+    assert states == [state_bytes(job.cfg, job.shape, 4 * stage) for stage in range(4)]
     # Six layers each: all of the first are dense, one of the second, none of the third.
-    assert [state.expert_weights for state in states] == [
-        2 * layers * 32 * 3 * 4096 * 1408 for layers in (0, 5, 6, 6)
-    ]
+    of_layer = 2 * 32 * 3 * 4096 * 1408
+    assert [each.expert_weights for each in states] == [n * of_layer for n in (0, 5, 6, 6)]
+
+
+# Optimizers
+
+# Bytes per element of an optimizer that one rank has alone: on the GPU, and more during an update;
+# of gradients; and of the optimizer on the host.
+PER_ELEMENT = {
+    "float32": (12, 0, 4, 0),
+    "short gradients": (12, 4, 2, 0),
+    "precise": (2 + 8, 0, 4, 0),
+    "precise, short gradients": (2 + 8, 0, 2, 0),
+    "precise, short moments": (2 + 4, 0, 2, 0),
+    "host": (0, 0, 4, 12 + 4),
+}
+
+
+@pytest.mark.parametrize("kind", PER_ELEMENT)
+def test_state_bytes_of_an_optimizer_by_hand(state_of, kind):
+    state = state_of(LLAMA, "grpo.beta=0.04", *KINDS[kind])
+    *of_gpu, host = PER_ELEMENT[kind]
+    found = state.optimizer, state.update, state.gradients
+    assert [size / OF_LLAMA for size in found] == of_gpu
+    # Gradients on the host are page-locked, and torch takes powers of two for each.
+    assert host <= state.host / OF_LLAMA <= 1.25 * host
+    assert state.total == state.weights + state.optimizer + state.gradients + state.reference
+
+
+def test_state_bytes_copy_moments_of_two_dtypes_in_an_update(state_of):
+    state = state_of(LLAMA, *KINDS["precise"], "optimizer.exp_avg_dtype=bfloat16")
+    assert (state.optimizer, state.update) == (8 * OF_LLAMA, 4 * OF_LLAMA)
+
+
+def test_state_bytes_of_muon_keep_one_moment_and_send_parts_of_split_matrices(state_of):
+    matrices = 32 * 4096 * (4096 + 1024 + 1024 + 4096 + 3 * 14336)
+    one, two = (state_of(LLAMA, "optimizer.optimizer=muon", tensor=n) for n in (1, 2))
+    assert (one.optimizer, one.exchanged) == (12 * OF_LLAMA - 4 * matrices, 0)
+    assert two.exchanged == 4 * matrices // 2 // 2
+    # Of gate and up, which Megatron-Core fuses, each is a matrix.
+    assert one.update == two.update == 2 * 4 * MAX_EXCHANGED + 16 * 4096 * 14336
+
+
+MODELS = [
+    ("qwen3", ParallelDims(tensor=2, pipeline=2)),  # its embedding is tied over stages
+    ("qwen3_moe", ParallelDims(data=2, expert=2)),
+    ("qwen2", ParallelDims(pipeline=2, virtual_pipeline=2)),
+    ("deepseek_v3", ParallelDims(data=2, expert=2)),
+]
+OF_OTHERS = ("float32", "half on the host")
+"""Kinds that the last two models are tried with: a kind knows of no layers, so others are slow."""
+CASES = [
+    pytest.param(
+        kind,
+        *model,
+        marks=[pytest.mark.slow] if model in MODELS[2:] and kind not in OF_OTHERS else [],
+    )
+    for model in MODELS
+    for kind in KINDS
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "family", "dims"), CASES, ids=str)
+def test_state_bytes_are_those_of_real_ranks(tmp_path, kind, family, dims):
+    folder = tiny_model(tmp_path, family, tied=family == "qwen3", num_hidden_layers=4)
+    cfg = tiny_config(folder, dims, *BFLOAT16, *KINDS[kind])
+    planned = [state_bytes(cfg, read_shape(folder), rank) for rank in range(dims.world_size)]
+    kept = run_ranks(dims.world_size, bytes_kept, folder, dims, kind)
+    if "half" not in kind:
+        assert kept == [(each.optimizer, each.host, each.gradients) for each in planned]
+        return
+    for (on_gpu, on_host, gradients), state in zip(kept, planned, strict=True):
+        assert gradients == state.gradients
+        # Each is at most as planned, which is within one parameter: here, an embedding.
+        assert on_gpu <= state.optimizer and on_host <= state.host
+        assert on_gpu > 0.5 * state.optimizer and on_host > 0.4 * state.host

@@ -2,27 +2,26 @@
 
 import pytest
 
-from checkpoint_convert import read_shape
-from helpers.models.published import write_config
-from helpers.oracle.policies import tiny_config
-from megatron_grpo.planning.workload import (
-    Computed,
-    Workload,
-    longest_sequence,
-    read_lengths,
-    workload,
-)
+from megatron_grpo.planning.workload import Computed, longest_sequence, read_lengths, workload
 from parallel import ParallelDims
+
+SHARED = "grpo.shared_prompts=true"
 
 
 @pytest.fixture
-def folder(tmp_path):
-    return write_config(tmp_path, "Llama-3.1-8B")
+def work_of(job_of):
+    """The workload of Llama-3.1-8B with so much room in a microbatch."""
+
+    def work_of(room, lengths, *overrides, **dims):
+        most = f"train.max_tokens_per_microbatch={room}"
+        job = job_of("Llama-3.1-8B", most, *overrides, dims=ParallelDims(**dims))
+        return workload(job.cfg, job.shape, lengths)
+
+    return work_of
 
 
-def test_a_step_has_lengths_like_those_of_the_file(folder):
-    cfg = tiny_config(folder, ParallelDims(data=2), "train.max_tokens_per_microbatch=100")
-    work = workload(cfg, read_shape(folder), [*range(1, 33), 100])
+def test_workload_has_lengths_like_those_of_the_file(work_of):
+    work = work_of(100, [*range(1, 33), 100], data=2)
     assert len(work.lengths) == 16  # grpo.generation_batch_size
     assert work.lengths[-1] == 100  # the longest decides what must fit
     assert sorted(work.lengths) == list(work.lengths)
@@ -30,28 +29,22 @@ def test_a_step_has_lengths_like_those_of_the_file(folder):
     assert work.room == 2 * 2 * 100
 
 
-def test_padding_is_what_alignment_forces(folder):
-    dims = ParallelDims(context=2, tensor=2)
-    cfg = tiny_config(folder, dims, "train.max_tokens_per_microbatch=64")
-    work = workload(cfg, read_shape(folder), [13])
+def test_workload_pads_what_alignment_forces(work_of):
     # Each of 16 sequences fills 16 tokens: a multiple of 2 * cp; four of them a microbatch.
+    work = work_of(64, [13], context=2, tensor=2)
     assert (work.microbatches, work.padding) == (4, 16 * 3)
+    # Each group has 9 tokens and four times 1 + 3, all in multiples of 4; one of 28 tokens.
+    groups = "grpo.num_generations=4", "data.max_prompt_length=10"
+    work = work_of(64, [13], SHARED, *groups, context=2, tensor=2)
+    assert work.computed.tokens == 4 * (9 + 4 * 4)
+    assert work.padding == 4 * 3
 
 
-def test_shared_prompts_are_counted_once_for_each_part_of_a_group_that_fits(folder):
-    shape, lengths = read_shape(folder), [2048 + 1024] * 32
-    options = ["grpo.generation_batch_size=32", "grpo.num_generations=16"]
-
-    def planned(room: int, *others: str) -> Workload:
-        room_option = f"train.max_tokens_per_microbatch={room}"
-        sharing = "grpo.shared_prompts=true", room_option
-        return workload(
-            tiny_config(folder, ParallelDims(), *options, *sharing, *others), shape, lengths
-        )
-
-    length = "data.max_prompt_length=2048"
+def test_workload_counts_a_shared_prompt_for_each_part_of_a_group_that_fits(work_of):
+    lengths, known = [2048 + 1024] * 32, "data.max_prompt_length=2048"
+    groups = SHARED, "grpo.generation_batch_size=32", "grpo.num_generations=16"
     # All of the prompt but its last token, and that with each completion.
-    whole, halves = planned(20_000, length), planned(11_000, length)
+    whole, halves = (work_of(room, lengths, *groups, known) for room in (20_000, 11_000))
     assert whole.filled == whole.computed.tokens == 2 * (2047 + 16 * 1025)
     assert halves.filled == halves.computed.tokens == 2 * (2 * 2047 + 16 * 1025)
     assert (whole.microbatches, halves.microbatches) == (2, 4)
@@ -59,43 +52,20 @@ def test_shared_prompts_are_counted_once_for_each_part_of_a_group_that_fits(fold
     one, apart = 1024 * 2048 + 1024**2 / 2, 2048**2 / 2
     assert whole.computed.pairs == 2 * (apart + 16 * one)
     assert halves.computed.pairs == 2 * (2 * apart + 16 * one)
-    for alone in (planned(3072, length), planned(20_000)):  # one per microbatch; length unknown
-        assert alone.computed == Computed.of(lengths)
+    for room, more in (3072, [known]), (20_000, []):  # one per microbatch; length unknown
+        assert work_of(room, lengths, *groups, *more).computed == Computed.of(lengths)
 
 
-def test_a_short_sequence_shortens_the_prompt_of_its_own_group_only(folder):
-    cfg = tiny_config(
-        folder,
-        ParallelDims(context=2),
-        "grpo.shared_prompts=true",
-        "grpo.num_generations=4",
-        "data.max_prompt_length=100",
-        "train.max_tokens_per_microbatch=1024",
-    )
-    work = workload(cfg, read_shape(folder), [3, *[120] * 15])
+def test_workload_shortens_the_prompt_of_a_short_sequences_own_group_only(work_of):
+    groups = SHARED, "grpo.num_generations=4", "data.max_prompt_length=100"
+    work = work_of(1024, [3, *[120] * 15], *groups, context=2)
     # What is not shared, as alignment to four tokens would cost more, counts for each.
     assert work.computed.tokens == 3 + 3 * 120 + 3 * (99 + 4 * 21)
 
 
-def test_padding_of_shared_prompts_is_what_alignment_forces(folder):
-    cfg = tiny_config(
-        folder,
-        ParallelDims(context=2, tensor=2),
-        "grpo.shared_prompts=true",
-        "grpo.num_generations=4",
-        "data.max_prompt_length=10",
-        "train.max_tokens_per_microbatch=64",
-    )
-    work = workload(cfg, read_shape(folder), [13])
-    # Each group has 9 tokens and four times 1 + 3, all in multiples of 4; one of 28 tokens.
-    assert work.computed.tokens == 4 * (9 + 4 * 4)
-    assert work.padding == 4 * 3
-
-
-def test_what_does_not_fit_is_refused_with_the_numbers(folder):
-    cfg = tiny_config(folder, ParallelDims(), "train.max_tokens_per_microbatch=64")
+def test_workload_refuses_what_does_not_fit(work_of):
     with pytest.raises(ValueError, match=r"65 tokens.*set it to 65 or more"):
-        workload(cfg, read_shape(folder), [5, 65])
+        work_of(64, [5, 65])
 
 
 @pytest.mark.parametrize(
@@ -106,12 +76,12 @@ def test_what_does_not_fit_is_refused_with_the_numbers(folder):
         ("data.shuffle=true", 512),  # train.max_tokens_per_microbatch
     ],
 )
-def test_the_longest_sequence_is_what_the_config_allows(folder, override, longest):
-    cfg = tiny_config(folder, ParallelDims(), override)
-    assert longest_sequence(cfg, read_shape(folder)) == longest
+def test_longest_sequence_is_what_the_config_allows(job_of, override, longest):
+    job = job_of("Llama-3.1-8B", override, lengths=(512,))
+    assert longest_sequence(job.cfg, job.shape) == longest
 
 
-def test_a_file_of_lengths_is_read_and_a_mistake_in_it_named(tmp_path):
+def test_read_lengths_names_a_mistake(tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("300\n20\n\n7\n")
     assert read_lengths(file) == [7, 20, 300]

@@ -8,11 +8,7 @@ from functools import partial
 import pytest
 
 from parallel.weight_transfer.channels import ChannelError
-from parallel.weight_transfer.rendezvous import (
-    join,
-    local_address,
-    open_rendezvous,
-)
+from parallel.weight_transfer.rendezvous import join, local_address, open_rendezvous
 
 SECOND = timedelta(seconds=1)
 TIMEOUT = timedelta(seconds=60)
