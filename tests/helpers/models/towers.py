@@ -94,66 +94,20 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
     "qwen3_vl": OF_QWEN3_VL,
     "qwen3_vl_moe": OWN_FIELDS["qwen3_moe"] | OF_QWEN3_VL,
 }
+SIZES = {"hidden_size": 32, "intermediate_size": 64}
+ONE_LAYER = SIZES | {"num_hidden_layers": 1, "num_attention_heads": 2}
+OF_QWEN = SIZES | {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
+POSITIONS = OF_QWEN | {"num_position_embeddings": 16}
 # Three levels: both stages of a pipeline, of two of four layers each, add some.
-DEEPSTACK = {
-    "depth": 4,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0, 1, 3],
-}
+DEEPSTACK = POSITIONS | {"depth": 4, "deepstack_visual_indexes": [0, 1, 3]}
+PATCHES = {"image_size": 28, "patch_size": 14}
 VISION: dict[str, dict[str, Any]] = {
-    "gemma3": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    },
-    "kimi_k25": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    },
-    "mistral3": {
-        "model_type": "pixtral",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 16,
-        "image_size": 28,
-        "patch_size": 14,
-    },
-    "qwen2_5_vl": {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "out_hidden_size": 128,
-        "fullatt_block_indexes": [0],
-    },
-    "qwen3_5": {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [],
-    },
-    "qwen3_5_moe": {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 16,
-    },
+    "gemma3": ONE_LAYER | PATCHES,
+    "kimi_k25": ONE_LAYER,
+    "mistral3": ONE_LAYER | PATCHES | {"model_type": "pixtral", "head_dim": 16},
+    "qwen2_5_vl": OF_QWEN | {"out_hidden_size": 128, "fullatt_block_indexes": [0]},
+    "qwen3_5": POSITIONS | {"deepstack_visual_indexes": []},
+    "qwen3_5_moe": POSITIONS,
     "qwen3_vl": DEEPSTACK,
     "qwen3_vl_moe": DEEPSTACK,
 }

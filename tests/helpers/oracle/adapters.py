@@ -1,6 +1,7 @@
 """Policies with adapters, and the same computed plainly in float64 on a model of transformers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -9,18 +10,28 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from checkpoint_convert import read_shape
 from helpers.oracle.grpo import oracle_logprobs
 from helpers.oracle.policies import (
     LENGTHS,
     LOSS_WEIGHT,
-    accumulate,
+    OracleCase,
+    assert_equal_tensors,
+    boxes_of,
+    check_logprobs,
     load_oracle,
-    pack_all,
+    logprobs_of,
+    numbers_of,
     random_sequences,
+    tiny_config,
+    whole,
 )
+from helpers.oracle.rows import Kind, Row, Worlds
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.model import Policy
-from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
-from parallel import Box
+from megatron_grpo.policy.reference import reference_of
+from parallel import ParallelDims
 from parallel.groups import Groups
 
 ATTENTION = "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
@@ -43,7 +54,8 @@ STEPS = ("optimizer.lr=1e-2", "optimizer.adam_eps=1e-3", "optimizer.lr_warmup_st
 
 
 def options(family: str) -> list[str]:
-    return ["lora.r=3", "lora.lora_alpha=6", TARGETS[family], "grpo.beta=0.1", *STEPS]
+    targets = TARGETS.get(family, ATTENTION)
+    return ["lora.r=3", "lora.lora_alpha=6", targets, "grpo.beta=0.1", *STEPS]
 
 
 def set_b(policy: Policy) -> None:
@@ -62,42 +74,16 @@ def b_values(name: str, shape: tuple[int, ...]) -> Tensor:
     return 0.1 * torch.randn(shape, generator=generator)
 
 
-Boxes = list[tuple[str, Box, Tensor]]
-
-
-def boxes_of(policy: Policy, tensors: dict[str, Tensor]) -> Boxes:
-    assert policy.adapters
-    return [
-        (piece.tensor, piece.box, tensors[piece.local].detach()[piece.local_box.slices].clone())
-        for piece in policy.adapters.layout.pieces
-        if not piece.is_replica
-    ]
-
-
-def gathered_gradients(policy: Policy) -> dict[str, Tensor]:
-    for chunk in policy.chunks:
-        for buffer in chunk.buffers:
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-    return {name: p.main_grad for name, p in policy.adapters.parameters().items()}
-
-
-def whole(boxes: list[Boxes]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, box, values in (each for of_rank in boxes for each in of_rank):
-        if name not in tensors:
-            ends = [b.end for of in boxes for n, b, _ in of if n == name]
-            tensors[name] = torch.full([*map(max, zip(*ends, strict=True))], torch.nan)
-        tensors[name][box.slices] = values
-    return tensors
+Answer = tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]
+"""Log-probabilities with and without adapters, gradients, and merged weights."""
+SCALE = 2.0
+"""Of `options`."""
 
 
 def oracle(
     folder: Path, values: dict[str, Tensor], scale: float, rounded: Mapping[str, Tensor] = NOTHING
-) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Log-probabilities with and without adapters, gradients, and merged weights, in float64.
+) -> Answer:
+    """The same in float64 on a model of transformers.
 
     Some merged weights are `rounded` to these, through which gradients go straight.
     """
@@ -127,10 +113,51 @@ def oracle(
     with torch.no_grad():
         plain = oracle_logprobs(model, prompts, completions)
     gradients = {name: leaf.grad for name, leaf in leaves.items()}
+    merged = {name: weight.detach() for name, weight in merged.items()}
     return [x.detach() for x in logprobs], plain, gradients, merged
 
 
-def take_step(policy: Policy, groups: Groups) -> None:
-    share = pack_all(LENGTHS, groups.dims)[groups.coordinates.data :: groups.dims.data]
-    accumulate(policy, groups, share)
-    apply_gradient(policy.optimizer, gradient_norm(policy.optimizer))
+class Adapted(Kind):
+    """Adapters are trained: W + s B A on a model of transformers.
+
+    Reference and served weights, too. The bits of these do not depend on the layout.
+    """
+
+    name = "lora"
+
+    def config(self, row: Row, folder: Path, dims: ParallelDims) -> Config:
+        given = options(read_shape(folder).family)
+        return tiny_config(folder, dims, *given, *self.overrides, *row.overrides)
+
+    def found(self, row: Row, folder: Path, groups: Groups) -> dict[str, Any]:
+        cfg = self.config(row, folder, groups.dims)
+        policy, share = self.policy(cfg, groups), self.pack(cfg, groups)
+        set_b(policy)
+        found: dict[str, Any] = {
+            "reference": logprobs_of(reference_of(policy, cfg, groups), groups, share)
+        }
+        found["numbers"] = numbers_of(policy, groups, share)
+        found["values"] = boxes_of(policy.adapters, policy.adapters.parameters())
+        served = policy.served(LoraConfig(sync="merged"))
+        found["served"] = boxes_of(policy, {n: served[n] for n in policy.parameters()})
+        frozen = [*policy.parameters().values()]
+        assert not any(p.requires_grad or hasattr(p, "main_grad") for p in frozen)
+        return found | {"base": policy.adapters.base}
+
+    def check(self, row: Row, worlds: Worlds, ranks: Sequence[Any]) -> None:
+        values, served = (whole([rank[key] for rank in ranks]) for key in ("values", "served"))
+        logprobs, plain, gradients, merged = self.answer(row, worlds, values, served)
+        assert max((a - b).abs().max() for a, b in zip(logprobs, plain, strict=True)) > 1e-2
+        check_logprobs([rank["reference"] for rank in ranks], plain)
+        OracleCase(Path(), logprobs, gradients).check([rank["numbers"] for rank in ranks])
+        for name, weight in merged.items():
+            torch.testing.assert_close(served[name].double(), weight, atol=1e-6, rtol=1e-6)
+        one = worlds.ranks(replace(row, layout="", overrides=()))[0]
+        assert_equal_tensors(served, whole([one["served"]]))
+        assert {rank["base"] for rank in ranks} == {one["base"]}
+
+    def answer(
+        self, row: Row, worlds: Worlds, values: dict[str, Tensor], served: dict[str, Tensor]
+    ) -> Answer:
+        """What the oracle says of adapters with these values."""
+        return oracle(worlds.folder(row.model), values, SCALE)

@@ -25,7 +25,7 @@ for module in (
     *("megatron_grpo.train", "transformers", "datasets", "matplotlib.pyplot", "pytest"),
     *(
         f"helpers.{name}"
-        for name in ("models.tiny", "oracle.policies", "pushes.policies", "engines.live")
+        for name in ("oracle.images", "oracle.mtp", "pushes.policies", "engines.live")
     ),
 ):
     __import__(module)

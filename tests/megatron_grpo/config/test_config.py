@@ -278,7 +278,7 @@ IN_ONE_LINE = [
     ("grpo.kl_loss_type=1", "here it is grpo.kl_estimator"),
     ("train.learning_rate=1", "'train.learning_rate': here it is optimizer.lr"),
     ("actor_rollout_ref.actor.optim.lr=1", "did you mean 'optimizer.lr'?"),
-    ("trainer.nnodes=1", "docs/recipes.md has names of other trainers"),
+    ("trainer.nnodes=1", "docs/coming-from.md has names of other trainers"),
     # Wrong values, and what is expected.
     ("optimizer.lr=fast", "optimizer.lr", "'fast'", "valid number"),
     ("train.num_steps=0", "train.num_steps", "0", "greater than 0"),

@@ -1,4 +1,7 @@
-"""Adapters against a plain formulation in float64: W + s B A on a model of transformers."""
+"""Adapters: their files, checkpoints and starts, the reference that follows them, and inputs.
+
+Their log-probabilities and gradients are rows of test_model.py.
+"""
 
 import json
 import os
@@ -8,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from checkpoint_convert import hf_tensors, read_shape
@@ -16,194 +21,111 @@ from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.merge import merge_adapter
 from checkpoint_convert.peft import adapter_tensors, tensor_in_whole
 from checkpoint_convert.verify import verify_weights
+from helpers.models.quantized import FORMATS, dequantized_copy, quantized_copy
 from helpers.models.tiny import tiny_model
 from helpers.models.towers import tiny_multimodal
-from helpers.oracle.adapters import (
-    TARGETS,
-    Boxes,
-    boxes_of,
-    gathered_gradients,
-    options,
-    oracle,
-    set_b,
-    take_step,
-    whole,
-)
+from helpers.oracle.adapters import SCALE, TARGETS, options, oracle, set_b
 from helpers.oracle.grpo import oracle_logprobs
 from helpers.oracle.policies import (
     LENGTHS,
+    Boxes,
     accumulate,
+    assert_equal_tensors,
+    boxes_of,
+    check_logprobs,
     checkpoints_of,
-    layout_name,
+    gradient_boxes,
+    layout,
     load_oracle,
     logprobs_of,
     pack_all,
     random_sequences,
     save_checkpoint,
     start_policy,
+    take_step,
     tiny_config,
+    whole,
 )
+from helpers.oracle.train_steps import BETA, BUDGETS, CLIPS, Case, OffPolicy, batches_of, config
 from helpers.ranks.processes import run_ranks
 from megatron_grpo.checkpoints import manifest
+from megatron_grpo.checkpoints.state import REFERENCE
+from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
+from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.lora_targets import starting_adapter
-from megatron_grpo.policy.model import unwrapped
-from megatron_grpo.policy.optimizer import gradient_norm
-from megatron_grpo.policy.reference import reference_of
+from megatron_grpo.policy.model import Policy, build_policy, unwrapped
+from megatron_grpo.policy.reference import Reference, reference_of
 from megatron_grpo.policy.skipped_steps import name_nonfinite
+from megatron_grpo.train_step import accumulate_gradient
 from parallel import ParallelDims
+from parallel.cpu_device import setup_device
+from parallel.groups import Groups, init_groups
 
-DENSE = [
-    ParallelDims(),
-    ParallelDims(tensor=4),  # more ranks than key-value heads
-    ParallelDims(pipeline=2, data=2, num_layers_in_last_pipeline_stage=1),
-    ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2, context=2),
-]
-EXPERTS = [ParallelDims(tensor=2, expert_tensor=1, expert=2), ParallelDims(data=2, expert=2)]
-CASES = [
-    *(
-        pytest.param("llama", dims, marks=[pytest.mark.slow] if dims.tensor == 4 else [])
-        for dims in DENSE
-    ),
-    ("phi3", ParallelDims(tensor=2)),  # one adapter of queries, keys and values together
-    ("qwen3_moe", EXPERTS[1]),
-    ("deepseek_v3", EXPERTS[0]),
-    ("deepseek_v32", EXPERTS[0]),  # indexers, which have none
-    ("gpt_oss", EXPERTS[0]),  # biases, beside which adapters are
-    ("qwen3_5_text", ParallelDims(tensor=2, context=2)),  # linear attention
-    *(
-        pytest.param(family, dims, marks=pytest.mark.slow)
-        for family, dims in (("qwen3_moe", EXPERTS[0]), ("deepseek_v3", EXPERTS[1]))
-    ),
-]
-RECOMPUTED = [
-    f"model.megatron.recompute_{name}"
-    for name in ("granularity=full", "method=uniform", "num_layers=1")
-]
+GIVEN = options("llama")
+ONE, TENSOR, STAGES = ParallelDims(), ParallelDims(tensor=2), ParallelDims(pipeline=2)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
-    return {
-        family: tiny_model(
-            tmp_path_factory.mktemp(family), family, tied=family == "llama", num_hidden_layers=4
-        )
-        for family in TARGETS
-    }
+def llama(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("llama"), "llama", tied=True, num_hidden_layers=4)
 
 
-def numbers(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> dict[str, Any]:
-    policy, groups = start_policy(rank, folder, dims, *overrides)
-    set_b(policy)
-    share = pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data]
-    reference = reference_of(policy, tiny_config(folder, dims, *overrides), groups)
-    found: dict[str, Any] = {"reference": logprobs_of(reference, groups, share)}
-    found["logprobs"] = logprobs_of(policy, groups, share)
-    accumulate(policy, groups, share)
-    found["norm"] = gradient_norm(policy.optimizer)
-    found["gradients"] = boxes_of(policy, gathered_gradients(policy))
-    found["values"] = boxes_of(policy, policy.adapters.parameters())
-    served = policy.served(LoraConfig(sync="merged"))
-    found["served"] = [
-        (piece.tensor, piece.box, served[piece.local].detach()[piece.local_box.slices].clone())
-        for piece in policy.layout.pieces
-        if not piece.is_replica
-    ]
-    frozen = [*policy.parameters().values()]
-    assert not any(p.requires_grad or hasattr(p, "main_grad") for p in frozen)
-    states = [p for part in policy.optimizer.chained_optimizers for p in part.get_parameters()]
-    found["trained"] = sum(p.numel() for p in states)
-    found["base"] = policy.adapters.base
-    return found
+def adapters_of(policy: Policy) -> Boxes:
+    return boxes_of(policy.adapters, policy.adapters.parameters())
 
 
-@pytest.mark.parametrize(
-    ("family", "dims"), CASES, ids=lambda v: v if isinstance(v, str) else layout_name(v)
-)
-def test_everything_equals_a_plain_formulation(folders, family, dims):
-    overrides = options(family) + (RECOMPUTED if dims.pipeline > 1 else [])
-    ranks = run_ranks(dims.world_size, numbers, folders[family], dims, *overrides)
-    values = whole([rank["values"] for rank in ranks])
-    logprobs, plain, gradients, merged = oracle(folders[family], values, scale=2.0)
-    assert max((a - b).abs().max() for a, b in zip(logprobs, plain, strict=True)) > 1e-2
-    for key, expected in {"logprobs": logprobs, "reference": plain}.items():
-        seen = [item for rank in ranks for item in rank[key].items()]
-        assert {index for index, _ in seen} == set(range(len(expected)))
-        for index, found in seen:
-            torch.testing.assert_close(found.double(), expected[index], atol=1e-5, rtol=0)
-    found = whole([rank["gradients"] for rank in ranks])
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        assert float((found[name] - gradient).norm() / gradient.norm()) < 1e-5, name
-    norm = float(torch.cat([g.flatten() for g in gradients.values()]).norm())
-    assert [rank["norm"] for rank in ranks] == pytest.approx([norm] * len(ranks), rel=1e-5)
-    served = whole([rank["served"] for rank in ranks])
-    for name, weight in merged.items():
-        torch.testing.assert_close(served[name].double(), weight.detach(), atol=1e-6, rtol=1e-6)
-    one = run_ranks(1, numbers, folders[family], ParallelDims(), *options(family))[0]
-    same = whole([one["served"]])
-    assert all(torch.equal(values, same[name]) for name, values in served.items())
-    assert {rank["base"] for rank in ranks} == {one["base"]}
-
-
-def train(rank: int, folder: Path, dims: ParallelDims, run: Path, *overrides: str) -> list[Boxes]:
+def train(rank: int, folder: Path, dims: ParallelDims, run: Path) -> list[Boxes]:
     """Adapters after two steps, which are saved and exported, and after one more."""
-    policy, groups = start_policy(rank, folder, dims, *overrides)
+    policy, groups = start_policy(rank, folder, dims, *GIVEN)
     take_step(policy, groups)
     take_step(policy, groups)
     save_checkpoint(run, 2, policy, folder, dims)
-    export_model(run / "hf", policy, tiny_config(folder, dims, *overrides), groups)
-    saved = boxes_of(policy, policy.adapters.parameters())
+    export_model(run / "hf", policy, tiny_config(folder, dims, *GIVEN), groups)
+    saved = adapters_of(policy)
     take_step(policy, groups)
-    return [saved, boxes_of(policy, policy.adapters.parameters())]
+    return [saved, adapters_of(policy)]
 
 
-def resume(rank: int, folder: Path, dims: ParallelDims, run: Path, *overrides: str) -> list[Boxes]:
-    policy, groups = start_policy(rank, folder, dims, *overrides)
+def resume(rank: int, folder: Path, dims: ParallelDims, run: Path) -> list[Boxes]:
+    policy, groups = start_policy(rank, folder, dims, *GIVEN)
     assert checkpoints_of(run, policy, folder, dims).load().step == 2
-    export_model(run / f"hf {dims}", policy, tiny_config(folder, dims, *overrides), groups)
-    loaded = boxes_of(policy, policy.adapters.parameters())
+    export_model(run / f"hf {dims}", policy, tiny_config(folder, dims, *GIVEN), groups)
+    loaded = adapters_of(policy)
     take_step(policy, groups)
-    return [loaded, boxes_of(policy, policy.adapters.parameters())]
+    return [loaded, adapters_of(policy)]
+
+
+def wholes(ranks: list[list[Boxes]]) -> list[dict[str, Tensor]]:
+    """The adapters of each of the states that every rank returned its parts of."""
+    return [whole(list(each)) for each in zip(*ranks, strict=True)]
 
 
 @pytest.mark.long
-def test_a_run_resumes_with_the_same_bits_and_over_layouts(folders, tmp_path):
-    folder, dims = folders["llama"], ParallelDims(tensor=2, data=2)
-    given = options("llama")
-    saved, later = map(list, zip(*run_ranks(4, train, folder, dims, tmp_path, *given), strict=True))
-    same = run_ranks(4, resume, folder, dims, tmp_path, *given)
-    for found, expected in zip(zip(*same, strict=True), (saved, later), strict=True):
-        for ours, theirs in zip(found, expected, strict=True):
-            assert all(torch.equal(a[2], b[2]) for a, b in zip(ours, theirs, strict=True))
-    other = ParallelDims(pipeline=2)
-    loaded, after = map(
-        list, zip(*run_ranks(2, resume, folder, other, tmp_path, *given), strict=True)
-    )
-    expected = whole(saved)
-    assert all(torch.equal(values, expected[name]) for name, values in whole(loaded).items())
-    for name, values in whole(after).items():
-        torch.testing.assert_close(values, whole(later)[name], atol=1e-5, rtol=1e-4)
-    files = [tmp_path / name / "adapter_model.safetensors" for name in ("hf", f"hf {other}")]
+def test_checkpoint_resumes_with_the_same_bits_and_over_layouts(llama, tmp_path):
+    dims = layout("tp2 dp2")
+    saved, later = wholes(run_ranks(4, train, llama, dims, tmp_path))
+    loaded, after = wholes(run_ranks(4, resume, llama, dims, tmp_path))
+    assert_equal_tensors(loaded, saved)
+    assert_equal_tensors(after, later)
+    loaded, after = wholes(run_ranks(2, resume, llama, STAGES, tmp_path))
+    assert_equal_tensors(loaded, saved)
+    for name, values in after.items():
+        torch.testing.assert_close(values, later[name], atol=1e-5, rtol=1e-4)
+    files = [tmp_path / name / "adapter_model.safetensors" for name in ("hf", f"hf {STAGES}")]
     assert files[0].read_bytes() == files[1].read_bytes()
     stored = load_file(files[0])
-    assert all(torch.equal(values, expected[name]) for name, values in stored.items())
+    assert_equal_tensors(stored, saved)
     keys = read_chunks(tmp_path / "checkpoints/step_2").shapes
-    states = (
-        "",
-        "optimizer.state.param.",
-        "optimizer.state.exp_avg.",
-        "optimizer.state.exp_avg_sq.",
-    )
+    states = ("", *(f"optimizer.state.{each}." for each in ("param", "exp_avg", "exp_avg_sq")))
     assert keys.keys() == {state + name for state in states for name in stored}
 
 
-def die_in_the_save(
-    rank: int, folder: Path, dims: ParallelDims, run: Path, *overrides: str
-) -> None:
+def die_in_the_save(rank: int, folder: Path, dims: ParallelDims, run: Path) -> None:
     """A step after what `train` has saved, one rank is killed as it has written its file."""
-    policy, groups = start_policy(rank, folder, dims, *overrides)
+    policy, groups = start_policy(rank, folder, dims, *GIVEN)
     assert checkpoints_of(run, policy, folder, dims).load().step == 2
     take_step(policy, groups)
     write = manifest.write_hashed
@@ -218,34 +140,41 @@ def die_in_the_save(
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_in_a_save_leaves_the_adapters_before(folders, tmp_path):
-    folder, dims, given = folders["llama"], ParallelDims(tensor=2), options("llama")
-    before = run_ranks(2, train, folder, dims, tmp_path, *given)
+def test_checkpoint_stays_if_a_rank_is_killed_in_the_next(llama, tmp_path):
+    before = wholes(run_ranks(2, train, llama, TENSOR, tmp_path))
     with pytest.raises(AssertionError, match="rank"):
-        run_ranks(2, die_in_the_save, folder, dims, tmp_path, *given)
+        run_ranks(2, die_in_the_save, llama, TENSOR, tmp_path)
     assert (tmp_path / "checkpoints/step_3.partial/__1_0.distcp").exists()
-    after = run_ranks(2, resume, folder, dims, tmp_path, *given)
-    for found, expected in zip(after, before, strict=True):
-        for ours, theirs in zip(found, expected, strict=True):
-            assert all(torch.equal(a[2], b[2]) for a, b in zip(ours, theirs, strict=True))
+    for after, state in zip(
+        wholes(run_ranks(2, resume, llama, TENSOR, tmp_path)), before, strict=True
+    ):
+        assert_equal_tensors(after, state)
     assert not (tmp_path / "checkpoints/step_3.partial").exists()
 
 
-def start(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> Boxes:
-    policy, _ = start_policy(rank, folder, dims, *overrides)
-    return boxes_of(policy, policy.adapters.parameters())
+def start(rank: int, folder: Path, dims: ParallelDims, path: Path) -> Boxes:
+    policy, _ = start_policy(rank, folder, dims, *GIVEN, f"lora.adapter_path={path}")
+    return adapters_of(policy)
 
 
-def test_a_run_starts_from_a_folder_of_another_at_any_layout(folders, tmp_path):
-    folder, given = folders["llama"], options("llama")
-    run_ranks(1, train, folder, ParallelDims(), tmp_path, *given)
-    path, dims = tmp_path / "hf", ParallelDims(tensor=2, pipeline=2)
-    found = whole(run_ranks(4, start, folder, dims, *given, f"lora.adapter_path={path}"))
-    stored = load_file(path / "adapter_model.safetensors")
-    assert found.keys() == stored.keys()
-    assert all(torch.equal(values, stored[name]) for name, values in found.items())
+@pytest.fixture(scope="module")
+def trained(llama, tmp_path_factory) -> Path:
+    """A folder of PEFT's, exported by a run."""
+    run = tmp_path_factory.mktemp("run")
+    run_ranks(1, train, llama, ONE, run)
+    return run / "hf"
+
+
+def test_starting_adapter_is_the_folder_of_another_run_at_any_layout(llama, trained):
+    found = whole(run_ranks(4, start, llama, layout("tp2 pp2"), trained))
+    stored = load_file(trained / "adapter_model.safetensors")
+    assert_equal_tensors(found, stored)
     assert any(values.any() for name, values in stored.items() if ".lora_B." in name)
-    for given, told in (
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
         ({"r": 4}, "of rank 3, and lora.r is 4: set lora.r=3"),
         ({"lora_alpha": 9.0}, "that of lora.lora_alpha 9 is 3: set lora.lora_alpha=6"),
         (
@@ -256,14 +185,17 @@ def test_a_run_starts_from_a_folder_of_another_at_any_layout(folders, tmp_path):
             {"target_modules": ("q_proj",)},
             r"mlp.down_proj: set lora.target_modules=\[.*down_proj\]$",
         ),
-    ):
-        lora = LoraConfig(**{"r": 3, "lora_alpha": 6.0, "adapter_path": path} | given)
-        with pytest.raises(ValueError, match=told):
-            starting_adapter(lora, read_shape(folder))
+    ],
+    ids=["r", "lora_alpha", "exclude_modules", "target_modules"],
+)
+def test_starting_adapter_of_other_options_is_refused(llama, trained, given, told):
+    lora = LoraConfig(**{"r": 3, "lora_alpha": 6.0, "adapter_path": trained} | given)
+    with pytest.raises(ValueError, match=told):
+        starting_adapter(lora, read_shape(llama))
 
 
-def test_what_target_modules_cannot_say_of_an_adapter_is_not_advised(folders, tmp_path):
-    shape = read_shape(folders["llama"])
+def test_starting_adapter_advises_nothing_that_options_cannot_say(llama, tmp_path):
+    shape = read_shape(llama)
     module = "model.layers.0.self_attn.q_proj"  # and no other layer, as its config says
     tensors = adapter_tensors([module], 3, hf_tensors(shape))
     values = {name: torch.ones(size) for name, size in tensors.items()}
@@ -276,46 +208,43 @@ def test_what_target_modules_cannot_say_of_an_adapter_is_not_advised(folders, tm
         starting_adapter(lora, shape)
 
 
-def test_peft_loads_the_folder(folders, tmp_path):
+def test_export_is_a_folder_that_peft_loads(llama, trained):
     peft = pytest.importorskip("peft")
-    given = options("llama")
-    run_ranks(1, train, folders["llama"], ParallelDims(), tmp_path, *given)
     sequences = random_sequences(LENGTHS)
     prompts = [s.tokens[: s.num_prompt_tokens].tolist() for s in sequences]
     completions = [s.tokens[s.num_prompt_tokens :].tolist() for s in sequences]
-    model = peft.PeftModel.from_pretrained(load_oracle(folders["llama"]), tmp_path / "hf").double()
+    model = peft.PeftModel.from_pretrained(load_oracle(llama), trained).double()
     with torch.no_grad():
         theirs = oracle_logprobs(model, prompts, completions)
-    ours, *_ = oracle(folders["llama"], load_file(tmp_path / "hf/adapter_model.safetensors"), 2.0)
+    ours, *_ = oracle(llama, load_file(trained / "adapter_model.safetensors"), SCALE)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
 
 
 @pytest.mark.long
-def test_the_folder_of_a_text_tower_fits_transformers_whole_model(tmp_path):
+def test_export_of_a_text_tower_fits_transformers_whole_model(tmp_path):
     peft = pytest.importorskip("peft")
     folder, hf = tiny_multimodal(tmp_path / "model", "qwen2_5_vl"), tmp_path / "hf"
-    given = options("llama")
-    run_ranks(2, train, folder, ParallelDims(pipeline=2), tmp_path, *given)
+    run_ranks(2, train, folder, STAGES, tmp_path)
     stored = load_file(hf / "adapter_model.safetensors")
     whole_model = AutoModelForImageTextToText.from_pretrained(folder)
     model = peft.PeftModel.from_pretrained(whole_model, hf)
-    loaded = peft.get_peft_model_state_dict(model)
-    assert loaded.keys() == stored.keys()
-    assert all(torch.equal(values, stored[name]) for name, values in loaded.items())
+    assert_equal_tensors(peft.get_peft_model_state_dict(model), stored)
     merge_adapter(folder, hf, tmp_path / "ours")
     model.merge_and_unload().save_pretrained(tmp_path / "peft")
     assert verify_weights(tmp_path / "ours", tmp_path / "peft", tolerance=1e-6) == []
     changed = {each.tensor for each in verify_weights(tmp_path / "ours", folder)}
     assert len(changed) == len(stored) / 2
-    found = whole(run_ranks(1, start, folder, ParallelDims(), *given, f"lora.adapter_path={hf}"))
-    assert {tensor_in_whole(name) for name in found} == stored.keys()
-    assert all(torch.equal(values, stored[tensor_in_whole(n)]) for n, values in found.items())
+    found = whole(run_ranks(1, start, folder, ONE, hf))
+    assert_equal_tensors({tensor_in_whole(name): each for name, each in found.items()}, stored)
+
+
+# Each layer, in float64.
 
 
 def compare_in_float64(rank: int, folder: Path, *overrides: str) -> dict[str, float]:
     """The largest error of each linear layer's output and gradients, against the definition."""
-    policy, _ = start_policy(rank, folder, ParallelDims(), *overrides)
+    policy, _ = start_policy(rank, folder, ONE, *overrides)
     set_b(policy)
     errors = {}
     for name, adapter in policy.adapters.modules.items():
@@ -347,20 +276,193 @@ def compare_in_float64(rank: int, folder: Path, *overrides: str) -> dict[str, fl
 
 
 @pytest.mark.parametrize("family", TARGETS)
-def test_each_layer_is_exact_in_float64(folders, family):
-    (errors,) = run_ranks(1, compare_in_float64, folders[family], *options(family))
+def test_adapter_of_each_layer_is_exact_in_float64(tmp_path, family):
+    folder = tiny_model(tmp_path, family, tied=family == "llama", num_hidden_layers=4)
+    (errors,) = run_ranks(1, compare_in_float64, folder, *options(family))
     assert len(errors) >= 8 and max(errors.values()) < 1e-10, errors
 
 
-def broken(rank: int, folder: Path, *overrides: str) -> str:
-    policy, groups = start_policy(rank, folder, ParallelDims(), *overrides)
-    accumulate(policy, groups, pack_all(LENGTHS, ParallelDims()))
+def broken(rank: int, folder: Path) -> str:
+    policy, groups = start_policy(rank, folder, ONE, *GIVEN)
+    accumulate(policy, groups, pack_all(LENGTHS, ONE))
     policy.adapters.parameters()["0.decoder.layers.1.mlp.linear_fc1.lora.b"].main_grad[-1] = (
         torch.nan
     )
     return name_nonfinite(policy, [], torch.device("cpu"))
 
 
-def test_a_broken_gradient_is_named(folders):
-    (told,) = run_ranks(1, broken, folders["llama"], *options("llama"))
+def test_name_nonfinite_names_an_adapter(llama):
+    (told,) = run_ranks(1, broken, llama)
     assert "the gradient of base_model.model.model.layers.1.mlp.up_proj.lora_B.weight" in told
+
+
+# Inputs: shared prompts, layers with a norm, a base in FP8.
+
+
+def step_of_each(
+    rank: int, configs: dict[str, Config], experience: OffPolicy
+) -> dict[str, tuple[int, float, Boxes]]:
+    """Number of tokens, loss and gradients by config."""
+    setup_device(rank)
+    found, groups = {}, init_groups(TENSOR)
+    for name, cfg in configs.items():
+        policy = build_policy(cfg, read_shape(cfg.model.path), groups)
+        set_b(policy)
+        batches = batches_of(policy, experience, cfg, groups)
+        metrics = accumulate_gradient(policy, batches, cfg, groups, BETA)
+        tokens, loss = sum(len(each.tokens) for each in batches), sum(map(float, metrics.losses))
+        found[name] = tokens, loss, gradient_boxes(policy)
+    return found
+
+
+@pytest.mark.long
+def test_shared_prompts_change_neither_loss_nor_gradients_of_adapters(tmp_path):
+    case = Case(tiny_model(tmp_path, "llama", tied=True), {}, {23: 4, 1: 2, 2: 2, 40: 4})
+    recipe = {"loss_type": "dapo", **CLIPS}
+    configs = {
+        flag: config(
+            case.folder, TENSOR, recipe, BUDGETS[-1], *GIVEN, f"grpo.shared_prompts={flag}"
+        )
+        for flag in ("true", "false")
+    }
+    ranks = run_ranks(2, step_of_each, configs, case.experience())
+    for rank in ranks:
+        (fewer, loss, _), (tokens, expected, _) = rank["true"], rank["false"]
+        assert fewer < 0.9 * tokens
+        assert loss == pytest.approx(expected, rel=1e-5)
+    shared, gradients = (whole([rank[flag][2] for rank in ranks]) for flag in ("true", "false"))
+    for name, gradient in gradients.items():
+        assert float((shared[name] - gradient).norm() / gradient.norm()) < 1e-5, name
+
+
+def logprobs_of_fused(rank: int, folder: Path) -> list[dict[int, Tensor]]:
+    """Before and after norms move into the layers behind them, as in Transformer Engine."""
+    policy, groups = start_policy(rank, folder, ONE, *options("gemma3_text"))
+    set_b(policy)
+    batches = pack_all(LENGTHS, ONE)
+    found = [logprobs_of(policy, groups, batches)]
+    for layer in unwrapped(policy.chunks[0]).decoder.layers:
+        norm, qkv = layer.input_layernorm, layer.self_attention.linear_qkv
+        layer.input_layernorm = IdentityOp()
+        qkv.layer_norm_weight, qkv.eps = norm.weight, norm.eps
+        qkv.zero_centered_gamma = norm.is_zero_centered
+        qkv.forward = lambda x, norm=norm, multiply=qkv.forward: multiply(norm(x))
+    return [*found, logprobs_of(policy, groups, batches)]
+
+
+def test_adapters_of_layers_with_a_norm_multiply_what_it_returns(tmp_path):
+    """Its weights are 1 + those that are stored."""
+    folder = tiny_model(tmp_path, "gemma3_text")
+    ((apart, fused),) = run_ranks(1, logprobs_of_fused, folder)
+    assert all(torch.equal(fused[index], logprobs) for index, logprobs in apart.items())
+
+
+def numbers(rank: int, folder: Path) -> tuple[str, dict[int, Tensor], Boxes]:
+    """Digest of the base, log-probabilities, and the adapters after a step."""
+    policy, groups = start_policy(rank, folder, TENSOR, *GIVEN)
+    set_b(policy)
+    logprobs = logprobs_of(policy, groups, pack_all(LENGTHS, TENSOR))
+    take_step(policy, groups)
+    return policy.adapters.base, logprobs, adapters_of(policy)
+
+
+@pytest.mark.long
+def test_base_in_fp8_is_its_dequantised_copy(tmp_path):
+    """Tensor ranks cut inside of its blocks."""
+    form = FORMATS["DeepSeek"]
+    quantized = quantized_copy(tiny_model(tmp_path / "model", "llama"), tmp_path / "fp8", form)
+    plain = dequantized_copy(quantized, tmp_path / "plain", form)
+    found, expected = (run_ranks(2, numbers, folder) for folder in (quantized, plain))
+    for (base, ours, _), (own_base, theirs, _) in zip(found, expected, strict=True):
+        assert base == own_base
+        assert_equal_tensors(ours, theirs)
+    assert_equal_tensors(*(whole([boxes for *_, boxes in each]) for each in (found, expected)))
+
+
+# The reference that follows a policy: the base with a copy of its adapters.
+
+FOLLOWS = (*GIVEN, "grpo.sync_ref_model=true", "grpo.ref_model_sync_steps=2")
+HALF = (*FOLLOWS, "model.dtype=bfloat16")
+
+
+def start_both(
+    rank: int, folder: Path, dims: ParallelDims, *overrides: str
+) -> tuple[Policy, Reference, Groups]:
+    policy, groups = start_policy(rank, folder, dims, *overrides)
+    set_b(policy)
+    return policy, reference_of(policy, tiny_config(folder, dims, *overrides), groups), groups
+
+
+def follow(rank: int, folder: Path, alpha: float) -> dict[str, Any]:
+    """The adapters of four steps, and what both models compute after them."""
+    option = f"grpo.ref_model_mixup_alpha={alpha}"
+    policy, reference, groups = start_both(rank, folder, TENSOR, *FOLLOWS, option)
+    values = [adapters_of(policy)]
+    for step in range(1, 5):
+        take_step(policy, groups)
+        reference.follow(policy, step)
+        values.append(adapters_of(policy))
+    batches = pack_all(LENGTHS, TENSOR)
+    return {
+        "values": values,
+        "reference": logprobs_of(reference, groups, batches),
+        "policy": logprobs_of(policy, groups, batches),
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+def test_reference_computes_with_the_mixture_of_every_second_step(llama, alpha):
+    ranks = run_ranks(2, follow, llama, alpha)
+    first, _, second, _, last = wholes([rank["values"] for rank in ranks])
+    mixed = {name: values.double() for name, values in first.items()}
+    for trained in (second, last):
+        mixed = {name: alpha * trained[name] + (1 - alpha) * mixed[name] for name in mixed}
+    for model, values in (("reference", mixed), ("policy", last)):
+        expected, base, *_ = oracle(llama, values, SCALE)
+        assert max((a - b).abs().max() for a, b in zip(expected, base, strict=True)) > 1e-2
+        check_logprobs([rank[model] for rank in ranks], expected)
+
+
+def state(policy: Policy, reference: Reference) -> list[Boxes]:
+    """Adapters of both."""
+    return [adapters_of(policy), boxes_of(policy.adapters, reference.averaged_weights)]
+
+
+def two_steps(policy: Policy, reference: Reference, groups: Groups, first: int) -> list[Boxes]:
+    for step in (first, first + 1):
+        take_step(policy, groups)
+        reference.follow(policy, step)
+    return state(policy, reference)
+
+
+def save(rank: int, folder: Path, dims: ParallelDims, run: Path) -> list[Boxes]:
+    """State of both when they are saved, and two steps later."""
+    policy, reference, groups = start_both(rank, folder, dims, *HALF)
+    averaged = reference.averaged_weights.values()
+    assert {each.dtype for each in averaged} == {torch.float32}
+    planned = state_bytes(tiny_config(folder, dims, *HALF), policy.shape, rank).reference
+    assert planned == sum(each.nbytes for each in averaged)
+    saved = two_steps(policy, reference, groups, 1)
+    checkpoints = checkpoints_of(run, policy, folder, dims, reference=reference)
+    checkpoints.save(TrainerState(step=2), {})
+    checkpoints.wait()
+    return [*saved, *two_steps(policy, reference, groups, 3)]
+
+
+def load(rank: int, folder: Path, dims: ParallelDims, run: Path) -> list[Boxes]:
+    policy, reference, groups = start_both(rank, folder, dims, *HALF)
+    assert checkpoints_of(run, policy, folder, dims, reference=reference).load().step == 2
+    return [*state(policy, reference), *two_steps(policy, reference, groups, 3)]
+
+
+@pytest.mark.long
+def test_reference_resumes_with_the_same_bits_and_over_layouts(llama, tmp_path):
+    saved = wholes(run_ranks(2, save, llama, TENSOR, tmp_path))
+    assert any(not torch.equal(values, saved[3][name]) for name, values in saved[1].items())
+    loaded = wholes(run_ranks(2, load, llama, TENSOR, tmp_path))
+    elsewhere = wholes(run_ranks(2, load, llama, STAGES, tmp_path))
+    for found, expected in zip([*loaded, *elsewhere[:2]], [*saved, *saved[:2]], strict=True):
+        assert_equal_tensors(found, expected)
+    keys = read_chunks(tmp_path / "checkpoints/step_2").shapes.keys()
+    assert {REFERENCE + name for name in saved[1]} == {x for x in keys if x.startswith(REFERENCE)}

@@ -14,9 +14,12 @@ from helpers.models.tiny import tiny_model
 from helpers.oracle.policies import (
     LENGTHS,
     LOSS_WEIGHT,
+    Boxes,
     accumulate,
+    boxes_of,
     checkpoints_of,
     load_oracle,
+    own_share,
     pack_all,
     save_checkpoint,
     sequence_logprobs,
@@ -24,9 +27,10 @@ from helpers.oracle.policies import (
     unstacked,
 )
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.muon import QUINTIC, newton_schulz
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
-from parallel import Box, ParallelDims
+from parallel import ParallelDims
 
 LR, WEIGHT_DECAY, MOMENTUM, SCALE, EPSILON = 1e-3, 0.1, 0.9, 0.3, 1e-3
 MUON = [
@@ -39,8 +43,11 @@ MUON = [
 ]
 BFLOAT16 = "model.dtype=bfloat16", "optimizer.grad_reduce_in_fp32=false"
 EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
-Boxes = list[tuple[str, Box, Tensor]]
-"""Name of a tensor of the weight files, box, and values."""
+
+
+def trained_boxes(policy: Policy) -> Boxes:
+    weights = {name: p for name, p in policy.parameters().items() if p.requires_grad}
+    return boxes_of(policy, weights, replicas=True)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
@@ -53,7 +60,7 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (9, 4), (1, 6)])
-def test_singular_values_go_through_the_quintics(shape):
+def test_newton_schulz_maps_singular_values_by_the_quintics(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     expected = orthogonalized(matrix).float()
     torch.testing.assert_close(newton_schulz(matrix), expected, atol=1e-5, rtol=1e-5)
@@ -91,10 +98,7 @@ def weights_after(
         policy.scheduler.step(increment=1)
     if start is None:
         save_checkpoint(folder, 1, policy, folder, dims)
-    parameters = policy.parameters()
-    return [
-        (p.tensor, p.box, parameters[p.local][p.local_box.slices].detach().clone()) for p in pieces
-    ]
+    return trained_boxes(policy)
 
 
 def updated(name: str, weight: Tensor, steps: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -150,16 +154,16 @@ def assert_whole_updates(
         ("deepseek_v3", ParallelDims(tensor=2, data=2, expert=4, expert_tensor=1)),
     ],
 )
-def test_updates_have_the_same_bits_at_every_layout(family, dims, tmp_path):
+def test_muon_updates_have_the_same_bits_at_every_layout(family, dims, tmp_path):
     assert_whole_updates(tiny_model(tmp_path, family), dims)
 
 
-def test_bfloat16_weights_and_gradients_are_updated_in_float32(tmp_path):
+def test_muon_updates_bfloat16_weights_in_float32(tmp_path):
     folder = tiny_model(tmp_path, "qwen3")
     assert_whole_updates(folder, ParallelDims(tensor=2, data=2), dtype=torch.bfloat16)
 
 
-def test_momenta_come_back_from_another_layout(tmp_path):
+def test_muon_momenta_come_back_from_another_layout(tmp_path):
     folder = tiny_model(tmp_path, "qwen3_moe")
     assert_whole_updates(folder, ParallelDims(tensor=2, data=2, expert=2), steps=(0,))
     others = ParallelDims(pipeline=2)
@@ -170,14 +174,9 @@ def weights_trained(rank: int, folder: Path, dims: ParallelDims) -> Boxes:
     """This rank's boxes of the weights after three steps of real gradients, which are clipped."""
     policy, groups = start_policy(rank, folder, dims, *MUON, "optimizer.max_grad_norm=1.0")
     for _ in range(3):
-        share = pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data]
-        accumulate(policy, groups, share)
+        accumulate(policy, groups, own_share(pack_all(LENGTHS, dims), groups))
         apply_gradient(policy.optimizer, gradient_norm(policy.optimizer))
-    parameters = policy.parameters()
-    return [
-        (p.tensor, p.box, parameters[p.local][p.local_box.slices].detach().clone())
-        for p in policy.layout.pieces
-    ]
+    return trained_boxes(policy)
 
 
 def weights_by_oracle(folder: Path) -> dict[str, Tensor]:
@@ -213,7 +212,7 @@ def weights_by_oracle(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "dims", [ParallelDims(tensor=2, pipeline=2), ParallelDims(context=2, data=2)], ids=str
 )
-def test_steps_equal_those_of_the_oracle(dims, tmp_path):
+def test_muon_steps_equal_those_of_the_oracle(dims, tmp_path):
     folder = tiny_model(tmp_path, "qwen3")
     want = weights_by_oracle(folder)
     for of_rank in run_ranks(dims.world_size, weights_trained, folder, dims):

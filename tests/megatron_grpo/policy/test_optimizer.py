@@ -13,18 +13,22 @@ from helpers.models.tiny import tiny_model
 from helpers.oracle.policies import (
     LENGTHS,
     LOSS_WEIGHT,
+    Boxes,
     accumulate,
+    boxes_of,
+    own_share,
     pack_all,
     sequence_logprobs,
     start_policy,
     tiny_config,
+    whole,
 )
 from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm, make_scheduler
 from megatron_grpo.policy.optimizer_state import make_loadable, set_steps_taken, steps_taken
-from parallel import Box, ParallelDims
+from parallel import ParallelDims
 
 NUM_STEPS = 3
 LR, BETA1, BETA2, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, 0.8, 0.9, 0.1, 1.0
@@ -47,24 +51,16 @@ def folder(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", tied=True, num_hidden_layers=5)
 
 
-def trained_weights(
-    rank: int, folder: Path, dims: ParallelDims
-) -> tuple[list[float], list[tuple[str, Box, Tensor]]]:
+def trained_weights(rank: int, folder: Path, dims: ParallelDims) -> tuple[list[float], Boxes]:
     """Gradient norms of the steps, and what this rank owns of the weights after them."""
     policy, groups = start_policy(rank, folder, dims, *ADAMW)
-    share = pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data]
-    norms = []
+    share, norms = own_share(pack_all(LENGTHS, dims), groups), []
     for _ in range(NUM_STEPS):
         accumulate(policy, groups, share)
         norms.append(gradient_norm(policy.optimizer))
         apply_gradient(policy.optimizer, norms[-1])
         policy.scheduler.step(increment=1)
-    parameters = policy.parameters()
-    return norms, [
-        (piece.tensor, piece.box, parameters[piece.local][piece.local_box.slices].detach().clone())
-        for piece in policy.layout.pieces
-        if not piece.is_replica
-    ]
+    return norms, boxes_of(policy, policy.parameters())
 
 
 def weights_by_torch(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
@@ -98,26 +94,24 @@ def weights_by_torch(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
     [ParallelDims(tensor=2, virtual_pipeline=2, pipeline=2), ParallelDims(pipeline=2, data=2)],
     ids=str,
 )
-def test_steps_equal_torch_adamw_on_transformers(folder, dims):
+def test_apply_gradient_equals_torch_adamw_on_transformers(folder, dims):
     want_norms, want = weights_by_torch(folder)
     before = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
-    seen = set()
-    for norms, pieces in run_ranks(dims.world_size, trained_weights, folder, dims):
-        assert norms == pytest.approx(want_norms, rel=1e-4)
-        for name, box, values in pieces:
-            seen.add(name)
-            change = values - before[name][box.slices]
-            want_change = want[name][box.slices] - before[name][box.slices]
-            error = float((change - want_change).abs().max())
-            assert error < 0.01 * LR, f"{name}: {error:.1e}"
-    assert seen == set(want)
+    ranks = run_ranks(dims.world_size, trained_weights, folder, dims)
+    assert [norms for norms, _ in ranks] == [pytest.approx(want_norms, rel=1e-4)] * len(ranks)
+    found = whole([boxes for _, boxes in ranks])
+    assert found.keys() == want.keys()
+    for name, values in found.items():
+        change, want_change = values - before[name], want[name] - before[name]
+        error = float((change - want_change).abs().max())
+        assert error < 0.01 * LR, f"{name}: {error:.1e}"
 
 
 def first_step(rank: int, folder: Path, dims: ParallelDims, limit: float) -> float:
     """The norm of the first gradient, whose clipped elements must be each optimizer's moments."""
     limited = f"optimizer.max_grad_norm={limit}"
     policy, groups = start_policy(rank, folder, dims, *ADAMW, limited)
-    accumulate(policy, groups, pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data])
+    accumulate(policy, groups, own_share(pack_all(LENGTHS, dims), groups))
     norm = gradient_norm(policy.optimizer)
     parts = policy.optimizer.chained_optimizers
     gradients = [[p.grad.clone() for p in part.get_parameters()] for part in parts]
@@ -131,7 +125,7 @@ def first_step(rank: int, folder: Path, dims: ParallelDims, limit: float) -> flo
     return norm
 
 
-def test_gradients_of_experts_and_of_the_rest_are_clipped_by_one_norm(tmp_path):
+def test_apply_gradient_clips_experts_and_the_rest_by_one_norm(tmp_path):
     mixture, dims = tiny_model(tmp_path, "qwen3_moe"), ParallelDims(data=2, expert=2)
     norms = run_ranks(dims.world_size, first_step, mixture, dims, MAX_GRAD_NORM)
     assert min(norms) > 2 * MAX_GRAD_NORM
@@ -153,7 +147,7 @@ def learning_rates(rank: int, folder: Path, schedules: list[list[str]]) -> list[
     return rates
 
 
-def test_a_warm_up_begins_at_zero_and_a_decay_would_end_after_the_last_step(folder):
+def test_scheduler_warms_up_from_zero_and_decays_beyond_the_last_step(folder):
     expected = {
         ("constant", 0): [1, 1, 1, 1, 1, 1],
         ("constant", 2): [0, 0.5, 1, 1, 1, 1],
@@ -185,7 +179,7 @@ def test_a_warm_up_begins_at_zero_and_a_decay_would_end_after_the_last_step(fold
     }.items(),
 )
 @pytest.mark.parametrize("resumed_at", [0, 3])
-def test_wsd_stays_at_its_peak_until_the_last_steps_of_the_run(style, decay, resumed_at):
+def test_make_scheduler_of_wsd_stays_at_its_peak_until_the_last_steps(style, decay, resumed_at):
     cfg = OptimizerConfig(
         lr=1.0,
         min_lr=0.2,
@@ -216,7 +210,7 @@ class FusedAdam(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("adam", [torch.optim.AdamW, FusedAdam])
-def test_steps_are_restored_in_the_state_that_is_there(adam):
+def test_set_steps_taken_restores_into_the_state_that_is_there(adam):
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     inner = adam([{"params": [weight]} for weight in weights], lr=0.1)
     if adam is torch.optim.AdamW:

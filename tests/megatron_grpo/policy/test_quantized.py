@@ -1,5 +1,5 @@
-"""Which ranks send what of a quantised model: each worker of an engine gets its scales once. What
-they export in a format that is never pushed."""
+"""Quantised policies: each worker of an engine gets its scales once; exports; and training that
+rounds, whose numbers are rows of test_model.py."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +15,24 @@ from helpers.models.conversions import assert_same, weights_of
 from helpers.models.quantized import nvfp4_weights
 from helpers.models.shapes import DEEPSEEK_V3
 from helpers.models.tiny import tiny_model
-from helpers.oracle.policies import start_policy, tiny_config
+from helpers.oracle.policies import (
+    Boxes,
+    assert_equal_tensors,
+    boxes_of,
+    checkpoints_of,
+    save_checkpoint,
+    start_policy,
+    take_step,
+    tiny_config,
+    whole,
+)
+from helpers.oracle.quantization import Quantized, aware_policy
 from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.quantized import quantized_sender
 from parallel import ParallelDims, Sender
+from parallel.cpu_device import setup_device
+from parallel.groups import init_groups
 from parallel.reshard import check_push
 
 SHAPE = replace(
@@ -71,3 +84,29 @@ def test_ranks_export_the_nvfp4_of_compressed_tensors(tmp_path):
     run_ranks(dims.world_size, export, model, tmp_path / "out", dims)
     plain = {name: value.bfloat16() for name, value in weights_of(model).items()}
     assert_same(weights_of(tmp_path / "out"), nvfp4_weights(plain))
+
+
+def weights_in_run(rank: int, run: Path, folder: Path, dims: ParallelDims) -> tuple[Boxes, Boxes]:
+    """The weights after the first step, which may be loaded, and those it then computes with."""
+    setup_device(rank)
+    groups = init_groups(dims)
+    policy = aware_policy("int8", tiny_config(folder, dims, *Quantized.overrides), groups)
+    if run.exists():
+        checkpoints_of(run, policy, folder, dims).load()
+    else:
+        take_step(policy, groups)
+        save_checkpoint(run, 1, policy, folder, dims)
+    with policy.computing():
+        computed = boxes_of(policy, policy.parameters())
+    return boxes_of(policy, policy.parameters()), computed
+
+
+@pytest.mark.long
+def test_quantized_policy_resumes_at_another_layout_bit_for_bit(tmp_path):
+    folder = tiny_model(tmp_path / "model", "qwen3", tied=True)
+    saved, resumed = (
+        run_ranks(2, weights_in_run, tmp_path / "run", folder, dims)
+        for dims in (ParallelDims(tensor=2), ParallelDims(pipeline=2))
+    )
+    for before, after in zip(zip(*saved, strict=True), zip(*resumed, strict=True), strict=True):
+        assert_equal_tensors(whole(after), whole(before))

@@ -14,8 +14,12 @@ from helpers.models.conversions import read_checkpoint
 from helpers.models.tiny import tiny_model
 from helpers.oracle.policies import (
     LENGTHS,
+    Boxes,
     accumulate,
+    assert_equal_tensors,
+    boxes_of,
     checkpoints_of,
+    own_share,
     pack_all,
     start_policy,
     tiny_config,
@@ -28,7 +32,7 @@ from megatron_grpo.checkpoints.state import REFERENCE, num_bytes_saved
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.policy.model import Model, Policy
 from megatron_grpo.policy.reference import Reference, build_reference
-from parallel import Box, ParallelDims
+from parallel import ParallelDims
 
 NUM_STEPS = 4
 MOVES = ("grpo.sync_ref_model=true", "grpo.ref_model_sync_steps=2")
@@ -74,19 +78,12 @@ def weights_of(model: Model) -> dict[str, Tensor]:
 # What it is.
 
 
-def boxes_after_steps(
-    rank: int, folders: list[Path], dims: ParallelDims
-) -> list[tuple[str, Box, Tensor]]:
-    """(Hugging Face name, box, values) of what this rank has of the reference."""
+def boxes_after_steps(rank: int, folders: list[Path], dims: ParallelDims) -> Boxes:
     policy, reference = start_both(rank, folders[0], dims, *MOVES, "grpo.ref_model_mixup_alpha=0.3")
     for step, folder in enumerate(folders[1:], start=1):
         become(policy, folder)
         reference.follow(policy, step)
-    values = weights_of(reference)
-    return [
-        (piece.tensor, piece.box, values[piece.local][piece.local_box.slices])
-        for piece in reference.layout.pieces
-    ]
+    return boxes_of(reference, reference.parameters(), replicas=True)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +91,7 @@ def boxes_after_steps(
     [ParallelDims(pipeline=2), ParallelDims(data=2), ParallelDims(tensor=2, context=2)],
     ids=str,
 )
-def test_it_is_the_same_mixture_at_every_layout(folders, dims):
+def test_reference_is_the_same_mixture_at_every_layout(folders, dims):
     """Every second of four steps, at which the policy is the model of another seed."""
     expected: dict[str, Tensor] = {}
     for step, folder in enumerate(folders):
@@ -120,7 +117,7 @@ def follow_in_small_parts(rank: int, two: list[Path]) -> list[dict[str, Tensor]]
     return [begin, weights_of(policy), weights_of(reference)]
 
 
-def test_a_small_alpha_is_not_lost_in_bfloat16(two):
+def test_reference_keeps_a_small_alpha_in_bfloat16(two):
     """To bfloat16 alone a hundredth of two hundredths is nothing, however often it is added."""
     ((begin, policy, reference),) = run_ranks(1, follow_in_small_parts, two)
     for name, got in reference.items():
@@ -157,7 +154,7 @@ def refresh(rank: int, two: list[Path], dtype: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_refresh_is_a_copy_and_no_part_of_the_policy_and_a_frozen_one_stays(two, dtype):
+def test_reference_is_a_copy_and_a_frozen_one_stays(two, dtype):
     assert run_ranks(1, refresh, two, dtype) == [[True] * 4]
 
 
@@ -170,7 +167,7 @@ def save_moved(rank: int, two: list[Path], run: Path, dims: ParallelDims) -> int
     """The reported number of bytes that belong to this rank."""
     policy, groups = start_policy(rank, two[0], dims, *MIXED)
     reference = build_reference(tiny_config(two[0], dims, *MIXED), policy.shape, groups)
-    accumulate(policy, groups, pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data])
+    accumulate(policy, groups, own_share(pack_all(LENGTHS, dims), groups))
     policy.optimizer.step()
     become(policy, two[1])
     reference.follow(policy, 2)
@@ -208,7 +205,7 @@ def tensors_in(run: Path) -> dict[str, Tensor]:
     return {k: v[:250] if "embedding" in k or "output" in k else v for k, v in found.items()}
 
 
-def test_it_comes_back_from_a_checkpoint_at_another_layout_bit_for_bit(two, tmp_path):
+def test_reference_comes_back_at_another_layout_bit_for_bit(two, tmp_path):
     """With the policy in bfloat16, whose float32 masters and moments other ranks cut elsewhere."""
     dims, other = ParallelDims(tensor=2, data=2), ParallelDims(pipeline=2, context=2)
     told = run_ranks(4, save_moved, two, tmp_path / "run", dims)
@@ -220,9 +217,8 @@ def test_it_comes_back_from_a_checkpoint_at_another_layout_bit_for_bit(two, tmp_
     reference = {key for key in before if key.startswith(REFERENCE)}
     weights = {key.removeprefix(REFERENCE) for key in reference}
     assert {key for key, values in before.items() if values.dtype != torch.float32} == weights
-    assert before.keys() == after.keys()
+    assert_equal_tensors(after, before)
     assert len(before) == 5 * len(weights)  # and of each a master and two moments
-    assert all(torch.equal(after[key], values) for key, values in before.items())
 
 
 def save_and_load_otherwise(
@@ -248,9 +244,7 @@ def save_and_load_otherwise(
     ],
     ids=["wanted", "not wanted"],
 )
-def test_a_checkpoint_that_holds_another_kind_of_reference_is_told(
-    two, tmp_path, saves, loads, told
-):
+def test_checkpoint_of_another_kind_of_reference_is_told(two, tmp_path, saves, loads, told):
     [message] = run_ranks(1, save_and_load_otherwise, two, tmp_path, saves, loads)
     assert re.search(told, message), message
 
@@ -275,7 +269,7 @@ def start_from(rank: int, two: list[Path], run: Path, new: Path) -> tuple[bool, 
     )
 
 
-def test_a_run_that_starts_from_another_has_a_reference_of_its_own(two, tmp_path):
+def test_reference_is_its_own_in_a_run_that_starts_from_another(two, tmp_path):
     results = run_ranks(2, start_from, two, tmp_path / "run", tmp_path / "new")
     assert results == [(True, True)] * 2
 
@@ -293,7 +287,7 @@ def whole(runs: Runs) -> Path:
 
 
 @pytest.mark.long
-def test_it_is_used_from_the_next_generation_on(whole: Path, undisturbed: Path) -> None:
+def test_reference_is_used_from_the_next_generation_on(whole: Path, undisturbed: Path) -> None:
     """The other run has a frozen one."""
     ours, frozen = ([each["kl"] for each in read_metrics(run)] for run in (whole, undisturbed))
     assert ours[:2] == frozen[:2]
@@ -301,7 +295,7 @@ def test_it_is_used_from_the_next_generation_on(whole: Path, undisturbed: Path) 
 
 
 @pytest.mark.slow
-def test_a_run_resumed_inside_and_between_generations_is_the_one_that_was_not_interrupted(
+def test_reference_resumes_inside_and_between_generations(
     runs: Runs, whole: Path, tmp_path: Path
 ) -> None:
     """When it is resumed inside of one, the reference is no longer what that began with."""
@@ -318,7 +312,7 @@ def test_a_run_resumed_inside_and_between_generations_is_the_one_that_was_not_in
 
 
 @pytest.mark.slow
-def test_a_skipped_step_counts_as_one(runs: Runs, tmp_path: Path) -> None:
+def test_reference_counts_a_skipped_step(runs: Runs, tmp_path: Path) -> None:
     """And the step after it moves the policy before that is copied."""
     overrides = ("train.num_steps=2", *MOVES, "grpo.ref_model_mixup_alpha=1.0")
     with runs.start(tmp_path / "run", *overrides, sabotage=SpoilGradient(3, steps=(1,))) as job:

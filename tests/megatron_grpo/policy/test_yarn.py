@@ -1,4 +1,4 @@
-"""YaRN: the numbers of transformers and of vLLM, beyond the length that a model was trained on."""
+"""YaRN: the frequencies of transformers and of vLLM. Rows of test_model.py have whole models."""
 
 from itertools import product
 from pathlib import Path
@@ -12,26 +12,11 @@ from transformers.models.qwen3 import Qwen3Config
 from checkpoint_convert import read_shape
 from checkpoint_convert.vllm import EngineDims
 from helpers.engines.vllm_workers import read_in_workers
-from helpers.models.tiny import servable_model, tiny_model
-from helpers.oracle.policies import (
-    EXACT,
-    Lengths,
-    OracleCase,
-    exact_numbers_on_rank,
-    numbers_on_rank,
-)
-from helpers.ranks.processes import run_ranks
+from helpers.models.tiny import servable_model
 from megatron_grpo.policy.rope import yarn_frequencies
-from parallel import ParallelDims
 
 QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 SHORT = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-TINY = {
-    "max_position_embeddings": 256,
-    "rope_parameters": SHORT | {"rope_theta": 10_000.0},
-    "initializer_range": 0.2,  # attention is then sharp enough for its scale to matter
-}
-LENGTHS: Lengths = [[(100, 150), (5, 32)], [(20, 100)]]
 
 
 def plain_frequencies(head_dim: int, theta: float) -> Tensor:
@@ -54,7 +39,7 @@ def plain_frequencies(head_dim: int, theta: float) -> Tensor:
     ],
     ids=str,
 )
-def test_frequencies_equal_those_of_transformers(tmp_path, change, theta, head_dim):
+def test_yarn_frequencies_equal_those_of_transformers(tmp_path, change, theta, head_dim):
     length = 4  # below every factor * trained length
     config = Qwen3Config(
         head_dim=head_dim,
@@ -76,7 +61,7 @@ def cosines_and_sines(model: torch.nn.Module, folder: Path, dims: EngineDims) ->
 
 
 @pytest.mark.slow
-def test_vllm_rotates_and_scales_by_the_same_numbers(tmp_path):
+def test_yarn_frequencies_are_those_of_vllm(tmp_path):
     changes = [
         {},
         {"factor": 2.5, "attention_factor": 1.5},
@@ -103,20 +88,3 @@ def test_vllm_rotates_and_scales_by_the_same_numbers(tmp_path):
         angles = torch.arange(len(table))[:, None] * frequencies
         expected = scaling["attention_factor"] * torch.cat([angles.cos(), angles.sin()], dim=-1)
         torch.testing.assert_close(table, expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("family", "dims"),
-    [
-        ("qwen2", ParallelDims(pipeline=2)),
-        ("qwen3", ParallelDims(tensor=4, context=2)),  # more ranks than key-value heads
-    ],
-    ids=str,
-)
-def test_logprobs_and_gradients_equal_transformers(tmp_path, family, dims):
-    case = OracleCase.of(tiny_model(tmp_path / "yarn", family, **TINY), LENGTHS)
-    ranks = run_ranks(dims.world_size, numbers_on_rank, {"": case.folder}, dims, LENGTHS)
-    # float32 has fewer digits of the angles of later tokens.
-    case.check([rank[""] for rank in ranks], 5e-5)
-    (exact,) = run_ranks(1, exact_numbers_on_rank, {"": case.folder}, LENGTHS)
-    case.check([exact[""]], EXACT)
