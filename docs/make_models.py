@@ -26,7 +26,6 @@ from megatron_grpo.engines.support import check_attention, check_served
 from megatron_grpo.policy.lora_targets import check_lora
 from megatron_grpo.policy.transformer_engine import check_fp8_model
 from parallel import ParallelDims
-from tests.megatron_grpo.policy import test_model, test_moe
 
 PAGE = Path(__file__).with_name("models.md")
 HEAD = """# Models
@@ -51,12 +50,13 @@ prompts. That every vLLM worker holds what vLLM loads itself is tested for every
   size of 1.
 - **FP8**: whether sizes and attention allow `model.megatron.fp8`, [training in
   FP8](low-precision.md#training-in-fp8), or the tensor-parallel sizes at which they do; in brackets
-  for `mxfp8`, if that differs. No GPU has trained these models so.
+  for `mxfp8`, if that differs.
 - **SGLang**: `rollout.engine: sglang`, and `fp8` if it serves that as well, at a tensor-parallel
   size of 1, and pushes in it were compared for the family.
-- **numbers**: the file in `tests/megatron_grpo/policy/` that compares log-probabilities and all
-  gradients with those of transformers: in float64 on one rank, to 1e-12, and in float32 at every
-  kind of layout, to 1e-5.
+
+Log-probabilities and all gradients of every family equal those of transformers
+(`tests/megatron_grpo/policy/test_model.py`): in float64 on one rank to 1e-12, and in float32 at
+every kind of layout to 1e-5.
 
 Of a multimodal model the family and all numbers are those of its text tower. That of Kimi-K2.5 is
 `kimi_k2`, whose experts are published in INT4, which is refused: convert them to bfloat16 first.
@@ -158,12 +158,6 @@ RUN_WITH_SGLANG = (
 """Families of which tests/sglang compares pushed weights with loaded ones."""
 RUN_IN_FP8 = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3", "qwen3_moe")
 """Those of which it compares quantised ones, too."""
-TESTED = {
-    **dict.fromkeys(test_model.MODELS, "`test_model.py`"),
-    **{family: "`test_moe.py`" for name, (family, _) in test_moe.MODELS.items()},
-    test_moe.KIMI: "`test_moe.py`",
-}
-"""Where the numbers of each family are compared."""
 ATTENTION = (("o_proj",), ("o_proj", "out_proj"))
 """Modules that each layer has one of, as experts have no adapters."""
 SCHEMES = ("fp8", "fp8_channel", "int8")
@@ -259,7 +253,6 @@ def row(folder: Path) -> list[str]:
         ", ".join(schemes) or "no",
         trained_in_fp8(shape, sizes),
         sglang,
-        TESTED[shape.family],
     ]
 
 
@@ -267,9 +260,9 @@ def replay(shape: ModelShape) -> str:
     """What of an engine's choices can be trained with."""
     if shape.moe is None:
         return "-"
-    told = yes_if(check_served, rollout(router_replay=True), shape)
+    replays = yes_if(check_served, rollout(router_replay=True), shape)
     chosen = rollout(engine="sglang", indexer_replay=True)
-    return f"{told}, indexers" if is_accepted(check_served, chosen, shape) else told
+    return f"{replays}, indexers" if is_accepted(check_served, chosen, shape) else replays
 
 
 def page() -> str:
@@ -277,7 +270,7 @@ def page() -> str:
     rows = [
         [
             *("model", "family", "parameters", "trainer TP", "engine TP", "LoRA", "replay"),
-            *("shared prompts", "MTP", "8 bits", "FP8", "SGLang", "numbers"),
+            *("shared prompts", "MTP", "8 bits", "FP8", "SGLang"),
         ]
     ]
     rows.append(["---"] * len(rows[0]))

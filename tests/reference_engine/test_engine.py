@@ -90,7 +90,9 @@ def test_samples_tell_the_tokens_that_indexers_chose(tmp_path):
     topk = read_shape(folder).indexer.topk
     with running_engine("reference", folder, tmp_path, indexer_replay=True) as engine:
         engine.push(folder)
-        samples = engine.generate(random_prompts(2), [*range(20, 60)], index_topk=topk)
+        samples = engine.generate(
+            random_prompts(2), stop_token_ids=[*range(20, 60)], index_topk=topk
+        )
     for sample in samples:
         found, wanted = sample.routes, chosen_tokens(folder, sample)
         assert found.shape == wanted.shape and len(found) > topk
@@ -118,7 +120,9 @@ def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path, num_exp
     with running_engine("reference", folder, tmp_path, router_replay=True) as engine:
         engine.push(folder)
         # Some end early: the others go on as a smaller batch.
-        samples = engine.generate(random_prompts(2), [*range(20, 60)], router_replay=True)
+        samples = engine.generate(
+            random_prompts(2), stop_token_ids=[*range(20, 60)], router_replay=True
+        )
     assert len({len(sample.completion_ids) for sample in samples}) > 1
     for sample in samples:
         assert sample.routes.dtype == dtype

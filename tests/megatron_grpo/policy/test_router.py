@@ -218,6 +218,6 @@ def test_replay_follows_an_engine_whose_rounding_decides_between_experts(folders
 
 def test_router_replay_refuses_fewer_experts_than_a_token_has():
     replay = RouterReplay()
-    replay.routed_experts = torch.zeros(5, 0, dtype=torch.uint8)  # an engine told tokens alone
-    with pytest.raises(ValueError, match="told 0 experts of a token, but the model has 3"):
+    replay.routed_experts = torch.zeros(5, 0, dtype=torch.uint8)  # an engine gave tokens alone
+    with pytest.raises(ValueError, match="chose 0 experts of a token, but the model has 3"):
         replay.get_replay_topk(torch.rand(5, EXPERTS), TOPK, None, None, None)
