@@ -150,13 +150,10 @@ class RunLog:
 
     def finish(self, step: int) -> None:
         """Print where the model is; warn if the last step has no evaluation."""
-        self.bar.tell(
-            f"done: the model is {self.run_dir / 'hf'}; look into the run with `megatron-grpo view "
-            f"{self.run_dir}`"
-        )
-        self.warn_if_not_evaluated(
-            step, f"use megatron-grpo eval with model.path={self.run_dir}/hf"
-        )
+        model = self.run_dir / "hf"
+        look = f"look into the run with `megatron-grpo view {self.run_dir}`"
+        self.bar.tell(f"done: the model is {model}; {look}")
+        self.warn_if_not_evaluated(step, f"use `megatron-grpo eval CONFIG model.path={model}`")
 
     def warn_if_not_evaluated(self, step: int, advice: str) -> None:
         """Warn of an evaluation that no resumed run will make."""
