@@ -341,6 +341,8 @@ class Trainer:
         with suppress(Preempted, RolloutAborted):
             self.rollouts.finish_for_save(self.step, self.timer)
         self.rollouts.give_up()
+        if self.zero and self._is_within_generation() and self.step in self._due_steps:
+            self.zero.log.warn_if_not_evaluated(self.step, "its weights are in no checkpoint")
         while self._is_within_generation():  # the samples of which are in no checkpoint
             self.log(self.update(self.next_minibatch()))
             self.save()

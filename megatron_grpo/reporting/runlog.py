@@ -149,17 +149,17 @@ class RunLog:
         )
 
     def finish(self, step: int) -> None:
-        """Print where the model is; warn of a last evaluation that no resumed run will make."""
-        self.bar.tell(
-            f"done: the model is {self.run_dir / 'hf'}; look into the run with `megatron-grpo view "
-            f"{self.run_dir}`"
-        )
+        """Print where the model is; warn if the last step has no evaluation."""
+        model = self.run_dir / "hf"
+        look = f"look into the run with `megatron-grpo view {self.run_dir}`"
+        self.bar.tell(f"done: the model is {model}; {look}")
+        self.warn_if_not_evaluated(step, f"use `megatron-grpo eval CONFIG model.path={model}`")
+
+    def warn_if_not_evaluated(self, step: int, advice: str) -> None:
+        """Warn of an evaluation that no resumed run will make."""
         if not self.has_evaluation(step):
-            print(
-                f"step {step} was not evaluated, as the run was told to end or lost its engines: "
-                f"use `megatron-grpo eval CONFIG model.path={self.run_dir / 'hf'}`",
-                file=sys.stderr,
-            )
+            text = f"step {step} was not evaluated, as the run or its engines ended: {advice}"
+            print(text, file=sys.stderr)
 
     def close(self) -> None:
         """Finish the records and draw the curves; print failures: every step is on disk already,

@@ -135,12 +135,15 @@ def test_run_told_to_end_in_an_evaluation_makes_it_later(runs, evaluated, tmp_pa
 
 
 @pytest.mark.long
-def test_run_whose_last_evaluation_is_missing_says_so(runs, tmp_path):
+@pytest.mark.parametrize(("interval", "num_steps", "step", "code"), [(1, 1, 1, 0), (3, 6, 3, 75)])
+def test_run_that_makes_an_evaluation_never_says_so(
+    runs, tmp_path, interval, num_steps, step, code
+):
+    """After the last step, or amid a generation, whose other step is then trained and saved."""
     sabotage = InPhase(preempt, 0, "eval", nth=8)
-    arguments = [*SAMPLING, "eval.interval=1", "train.num_steps=1"]
-    ended = runs.finish(tmp_path / "run", *arguments, sabotage=sabotage)
-    assert "step 1 was not evaluated" in ended.output
-    assert f"model.path={tmp_path / 'run' / 'hf'}" in ended.output
+    options = [f"eval.interval={interval}", f"train.num_steps={num_steps}"]
+    ended = runs.finish(tmp_path / "run", *SAMPLING, *options, sabotage=sabotage, code=code)
+    assert f"step {step} was not evaluated" in ended.output
     assert list(evaluations(tmp_path / "run")) == [0]
 
 
