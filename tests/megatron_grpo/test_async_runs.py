@@ -12,7 +12,7 @@ import pytest
 
 from helpers.engines.live import TestEngine
 from helpers.runs.jobs import Runs, write_sums
-from helpers.runs.sabotage import InPhase, die
+from helpers.runs.sabotage import InCall, InPhase, die
 from helpers.runs.train import (
     read_completions,
     read_json_lines,
@@ -259,21 +259,22 @@ def test_rewards_that_fail_beside_the_training_lose_no_step(async_runs):
 
 
 def kill_an_engine() -> None:
-    """In the thread of rank 0 that generates, one engine is killed once that has begun."""
+    """Kill one engine of the run."""
     children = psutil.Process().children(recursive=True)
     engines = [c for c in children if "vllm.entrypoints.openai.api_server" in c.cmdline()]
     os.kill(engines[0].pid, signal.SIGKILL)
 
 
 OWN = "rollout.startup_timeout=120"
+DIES = InCall(kill_an_engine, 0, "megatron_grpo.rollout.runner", "features_of", 3)
+"""In the event loop, as the groups of the third generation are opened."""
 
 
 @pytest.mark.slow
 def test_engine_that_dies_beside_the_training_comes_back(async_runs, whole):
     """It is started again at the request of a thread that ends, and must not end with that."""
-    dies = InPhase(kill_an_engine, 0, "generate", 3)
     own = OWN, "rollout.num_engines=2"
-    ended = async_runs.finish("dies", *ASYNC, *own, engine=None, sabotage=dies)
+    ended = async_runs.finish("dies", *ASYNC, *own, engine=None, sabotage=DIES)
     assert ended.output.count("is lost: ended with signal SIGKILL") == 1
     assert versions(async_runs.folder / "dies") == versions(whole)
     names = "step", "prompt_index", "sample_index"
@@ -286,7 +287,6 @@ def test_engine_that_dies_beside_the_training_comes_back(async_runs, whole):
 
 @pytest.mark.slow
 def test_generation_whose_last_engine_is_lost_is_asked_again(async_runs):
-    dies = InPhase(kill_an_engine, 0, "generate", 3)
     own = OWN, "rollout.num_engines=1"
-    async_runs.finish("alone", *ASYNC, *own, engine=None, sabotage=dies)
+    async_runs.finish("alone", *ASYNC, *own, engine=None, sabotage=DIES)
     assert versions(async_runs.folder / "alone") == [0, 0, 2, 2, 3]

@@ -23,18 +23,18 @@ def tell_and_die() -> None:
 
 WAITS = ("megatron_grpo.policy.residency", "wait_for_all")
 LOOKS = ("megatron_grpo.policy.residency", "parts_away")
-# After the second step rank 1 dies between two generations, or when the second begins. In
-# each push ranks wait for each other when the optimizer has left, and when weights have; two
-# pushes, and two times that all has come back, are before the first step. It looks up what leaves
-# in each phase, and when it starts to copy ahead: ten times before the second step has ended.
+# Rank 1 dies after the fourth step, between two generations, when the second is saved; or after the
+# second. Ranks wait for each other twice in a push: when the optimizer has left, and when weights
+# have; three pushes come before. Rank 1 looks up what leaves in each phase, and when it starts to
+# copy ahead: sixteen times before the fourth step has ended.
 OPTIMIZER = "gradients optimizer reference"
 ALL = f"{OPTIMIZER} weights"
 MOVES = {
-    "the optimizer is copied": (InCall(tell_and_die, 1, *LOOKS, nth=12), "", "step_1"),
-    "weights are copied": (InCall(tell_and_die, 1, *LOOKS, nth=14), OPTIMIZER, "step_1"),
-    "the optimizer has left": (InCall(tell_and_die, 1, *WAITS, nth=5), OPTIMIZER, "step_1"),
-    "weights have left": (InCall(tell_and_die, 1, *WAITS, nth=6), ALL, "step_1"),
-    "all is away": (InPhase(tell_and_die, 1, "save", nth=2), ALL, "step_1"),
+    "the optimizer is copied": (InCall(tell_and_die, 1, *LOOKS, nth=18), "", "step_2"),
+    "weights are copied": (InCall(tell_and_die, 1, *LOOKS, nth=20), OPTIMIZER, "step_2"),
+    "the optimizer has left": (InCall(tell_and_die, 1, *WAITS, nth=7), OPTIMIZER, "step_2"),
+    "weights have left": (InCall(tell_and_die, 1, *WAITS, nth=8), ALL, "step_2"),
+    "all is away": (InPhase(tell_and_die, 1, "save", nth=4), ALL, "step_2"),
     "all comes back": (InPhase(tell_and_die, 1, "sleep", nth=3), ALL, "step_2"),
 }
 """Where rank 1 dies, the parts that have no memory then, and the newest checkpoint."""
