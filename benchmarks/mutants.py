@@ -68,6 +68,7 @@ EXCHANGED: dict[type[ast.AST], type[ast.AST]] = {
 }
 EXCHANGED_INDICES = {0: 1, 1: 0}
 SLOWER = 4
+TOO_LATE = "(none: took too long)"
 ENGINES = {"engine", "live_engine", "pair", "reference_engine", "shared_engine"}
 """Fixtures that start one."""
 LIBRARIES = ["hypothesis", "megatron.core", "torch", "transformers"]
@@ -118,7 +119,11 @@ def main() -> None:
                 print(f"\r{place}: {mutant.before} lives as {mutant.after}", flush=True)
     if options.by_test:
         print_by_test(tests, killers)
-    print(f"\r{sum(map(bool, killers))} of {len(chosen)} killed (seed {options.seed})")
+    late = sum(TOO_LATE in tests for tests in killers)
+    print(
+        f"\r{sum(map(bool, killers))} of {len(chosen)} killed, {late} of them by taking too long "
+        f"(seed {options.seed})"
+    )
 
 
 def print_by_test(tests: set[str], killers: list[set[str]]) -> None:
@@ -216,7 +221,9 @@ def killed_by(copy: Path, mutant: Mutant, limit: float, every: bool) -> set[str]
         ended, report = run_tests(copy, mutant.module, limit, every)
     finally:
         file.write_text(original, encoding="utf-8")
-    return {*report["failed"]} or ({"(all: not imported, or ended)"} if ended else set())
+    if report["failed"] or not ended:
+        return {*report["failed"]}
+    return {TOO_LATE if ended == -1 else "(none: the module or a test cannot be imported)"}
 
 
 def run_tests(
@@ -253,7 +260,14 @@ def run_pytest(copy: Path, tests: list[str], written: Path, every: bool) -> None
     silence = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(silence, descriptor)
-    options = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not long", *["-x"][every:]]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not long",
+        *([] if every else ["-x"]),
+    ]
     os._exit(pytest.main([*options, *tests], plugins=[WithoutEngines(), Report(written)]))
 
 

@@ -1,6 +1,6 @@
-"""Writes docs/cli.md: `--help` of every command.
+"""Writes docs/cli.md: `--help` of every command, 80 columns wide.
 
-python docs/make_cli.py
+PYTHONPATH=. python docs/make_cli.py
 """
 
 from pathlib import Path
@@ -38,7 +38,8 @@ def page() -> str:
 
 
 def section(app: Typer, *words: str) -> str:
-    shown = CliRunner().invoke(app, [*words[1:], "--help"], prog_name=words[0], color=False)
+    runner = CliRunner(env={"COLUMNS": "80"})
+    shown = runner.invoke(app, [*words[1:], "--help"], prog_name=words[0], color=False)
     assert shown.exit_code == 0
     level = "#" * (len(words) + 1)
     return f"{level} {' '.join(words)}\n\n```text\n{shown.output.strip()}\n```\n"

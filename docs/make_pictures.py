@@ -2,8 +2,14 @@
 
     PYTHONPATH=.:tests python docs/make_pictures.py [RUN_DIR]
 
-step.svg is a step of a run, from its timeline.json; without RUN_DIR it stays as it is. Colours
-follow the reader's choice of light or dark.
+step.svg is from the timeline.json of a run, such as
+
+    python tests/helpers/models/tiny.py models/tiny_qwen3
+    python -m demo.make_sums data/sums.jsonl
+    OMP_NUM_THREADS=1 megatron-grpo train configs/tiny_cpu.yaml data.path=data/sums.jsonl \\
+        train.num_steps=8 rollout.max_staleness=1 grpo.old_logprobs=rollout train.run_dir=RUN_DIR
+
+and stays as it is without RUN_DIR. Colours follow the reader's choice of light or dark.
 """
 
 import json

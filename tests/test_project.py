@@ -112,16 +112,11 @@ def accepted_transformer_engines(lines: list[str]) -> set[str]:
     return accepted
 
 
-FOLDERS_OF_CORE = ("megatron_grpo", "megatron_grpo/rollout", "parallel", ".")
-
-
 def test_the_core_that_contributing_lists_stays_small():
     core = (ROOT / "CONTRIBUTING.md").read_text().partition("**The core**")[2].partition("\n\n")[0]
     files = re.findall(r"`([\w/]+\.py)`", core)
-    [*found] = (ROOT / folder / file for file in files for folder in FOLDERS_OF_CORE)
-    lines = [len(file.read_text().splitlines()) for file in found if file.exists()]
-    assert len(lines) == len(files) == 17
-    assert sum(lines) <= 4200
+    assert len(files) == 14
+    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) < 3500
 
 
 def test_files_have_at_most_400_lines_and_functions_at_most_60():

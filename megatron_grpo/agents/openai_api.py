@@ -91,7 +91,7 @@ def _check_types(body: Json) -> None:
 
 
 def tools_of(body: Json) -> Any:
-    """Read the tools of a request; raises BadRequest if it would be forced to call one."""
+    """Tools of a request; raises BadRequest if the model would be forced to call one."""
     choice = body.get("tool_choice", "auto")
     if choice not in (None, "auto", "none"):
         raise BadRequest(
