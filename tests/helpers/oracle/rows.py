@@ -101,10 +101,10 @@ class Row:
     """In float64, which no run has."""
 
     def __str__(self) -> str:
-        told = [
+        short = [
             each.replace("model.megatron.", "").replace("parallel.", "") for each in self.overrides
         ]
-        parts = [self.model, str(self.kind), self.layout or "one rank", *told]
+        parts = [self.model, str(self.kind), self.layout or "one rank", *short]
         return " ".join([each for each in parts if each] + ["float64"] * self.is_exact)
 
     @property
