@@ -65,12 +65,13 @@ def main() -> None:
 
 def lines_of_rooms(checkout: Path) -> dict[str, int]:
     """Lines of Python by room: a folder of the packages with its subfolders, and a package's own
-    files."""
+    files. Comments are not counted: to explain hard code costs nothing."""
     lines: dict[str, int] = defaultdict(int)
     for package in PACKAGES:
         for file in sorted((checkout / package).rglob("*.py")):
             room = file.relative_to(checkout).parent.parts[:2]
-            lines["/".join(room)] += len(file.read_text(encoding="utf-8").splitlines())
+            text = file.read_text(encoding="utf-8").splitlines()
+            lines["/".join(room)] += sum(not line.lstrip().startswith("#") for line in text)
     return dict(lines)
 
 

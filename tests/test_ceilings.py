@@ -1,7 +1,8 @@
 """The product does not grow unseen: sizes of rooms, and what one training step enters.
 
-Every figure is a ceiling that may only fall. A change that raises one says so in the CHANGELOG, and
-why; one that lowers a figure by more than a few lines lowers its ceiling.
+Every figure is a ceiling that may only fall; comments are not counted. A change that raises one
+says so in the CHANGELOG, and why; one that lowers a figure by more than a few lines lowers its
+ceiling.
 """
 
 from pathlib import Path
@@ -12,33 +13,33 @@ from bench_code import lines_of_rooms, trace_step
 
 ROOT = Path(__file__).parents[1]
 LINES = {
-    "megatron_grpo": 2992,
-    "megatron_grpo/agents": 3246,
-    "megatron_grpo/algorithm": 659,
-    "megatron_grpo/batch": 1049,
-    "megatron_grpo/checkpoints": 1405,
-    "megatron_grpo/config": 3333,
-    "megatron_grpo/data": 1526,
-    "megatron_grpo/doctor": 943,
+    "megatron_grpo": 2970,
+    "megatron_grpo/agents": 3227,
+    "megatron_grpo/algorithm": 657,
+    "megatron_grpo/batch": 1041,
+    "megatron_grpo/checkpoints": 1399,
+    "megatron_grpo/config": 3299,
+    "megatron_grpo/data": 1508,
+    "megatron_grpo/doctor": 941,
     "megatron_grpo/engine_weights": 726,
-    "megatron_grpo/engines": 5923,
-    "megatron_grpo/evaluation": 330,
-    "megatron_grpo/integrations": 491,
-    "megatron_grpo/launch": 1111,
-    "megatron_grpo/planning": 5393,
-    "megatron_grpo/policy": 5623,
-    "megatron_grpo/reporting": 1787,
-    "megatron_grpo/rewards": 1894,
-    "megatron_grpo/rollout": 1476,
-    "megatron_grpo/viewer": 295,
-    "megatron_grpo/watchdog": 961,
-    "megatron_grpo/workers": 954,
-    "checkpoint_convert": 4925,
-    "checkpoint_convert/families": 2109,
-    "checkpoint_convert/formats": 1180,
-    "checkpoint_convert/quantized": 1336,
-    "parallel": 5317,
-    "parallel/weight_transfer": 1561,
+    "megatron_grpo/engines": 5804,
+    "megatron_grpo/evaluation": 327,
+    "megatron_grpo/integrations": 490,
+    "megatron_grpo/launch": 1097,
+    "megatron_grpo/planning": 5355,
+    "megatron_grpo/policy": 5536,
+    "megatron_grpo/reporting": 1779,
+    "megatron_grpo/rewards": 1867,
+    "megatron_grpo/rollout": 1448,
+    "megatron_grpo/viewer": 294,
+    "megatron_grpo/watchdog": 952,
+    "megatron_grpo/workers": 947,
+    "checkpoint_convert": 4874,
+    "checkpoint_convert/families": 2077,
+    "checkpoint_convert/formats": 1169,
+    "checkpoint_convert/quantized": 1331,
+    "parallel": 5262,
+    "parallel/weight_transfer": 1548,
 }
 
 
