@@ -166,7 +166,12 @@ def table() -> str:
     return f"{lines}\n\nFurther families: {others}.\n"
 
 
-if __name__ == "__main__":
-    page, found = TABLE.subn(lambda _: table(), PAGE.read_text(encoding="utf-8"))
+def page() -> str:
+    """The page as it is, with the table made again."""
+    text, found = TABLE.subn(lambda _: table(), PAGE.read_text(encoding="utf-8"))
     assert found == 1, f"{PAGE} has no table to replace"
-    PAGE.write_text(page, encoding="utf-8")
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

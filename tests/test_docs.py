@@ -319,8 +319,8 @@ def test_the_page_of_pieces_to_import_is_that_of_the_docstrings_and_its_examples
 
 
 def test_the_page_of_models_is_what_the_checks_say_of_them():
-    told = "run PYTHONPATH=.:tests python docs/make_models.py"
-    assert make_models.PAGE.read_text() == make_models.page(), told
+    command = "run PYTHONPATH=.:tests python docs/make_models.py"
+    assert make_models.PAGE.read_text() == make_models.page(), command
 
 
 def test_the_page_of_commands_is_their_help():
@@ -332,5 +332,5 @@ def test_the_readme_is_a_screen_and_a_half():
 
 
 def test_the_table_of_features_is_that_of_the_conflicts():
-    told = "run PYTHONPATH=. python docs/make_compatibility.py"
-    assert make_compatibility.PAGE.read_text() == make_compatibility.page(), told
+    command = "run PYTHONPATH=. python docs/make_compatibility.py"
+    assert make_compatibility.PAGE.read_text() == make_compatibility.page(), command
