@@ -25,6 +25,15 @@ def test_the_example_is_the_file_that_it_names():
     assert text == (ROOT / name.removeprefix("# ")).read_text()
 
 
+def test_files_of_the_recipes_exist():
+    recipes = (ROOT / "CONTRIBUTING.md").read_text().partition("### To add something")[2]
+    folders = ["", "megatron_grpo", "checkpoint_convert", "checkpoint_convert/families"]
+    places = [*folders, "tests/megatron_grpo", "megatron_grpo/planning"]
+    for name in re.findall(r"`([\w/]+\.(?:py|json|md))`", recipes.partition("## How it is")[0]):
+        if name not in ("policy/lion.py", "config.json"):
+            assert any((ROOT / place / name).exists() for place in places), name
+
+
 @pytest.mark.parametrize("name", MOST_FILES)
 def test_what_is_added_is_named_in_few_files_of_the_product(name):
     naming = [file for file in code(*PRODUCT) if name in words(ast.parse(file.read_text()))]
