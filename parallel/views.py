@@ -9,6 +9,7 @@ def as_whole(values: Tensor, axes: Axes) -> Tensor:
     """View a box of a local tensor in the dimensions of the whole tensor."""
     if not axes:
         return values
+    # A box has extent 1 along local dimensions outside `axes`: index 0 drops them.
     unnamed = [dim for dim in range(values.dim()) if dim not in axes]
     return values.permute(*unnamed, *axes)[(0,) * len(unnamed)]
 
