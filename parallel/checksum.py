@@ -180,7 +180,7 @@ def _joined(run: Sequence[BoxCopy]) -> BoxCopy:
     if len(run) == 1:
         return run[0]
     first, rows = run[0], _rows(run[0])
-    assert rows is not None, "others follow it"
+    assert rows is not None, "only boxes of consecutive rows are joined"
     column, width = first.box.start[-1], first.box.size[-1]
     num_rows = sum(prod(copy.box.size[:-1]) for copy in run)
     # The targets follow each other in memory, see `_follows`: one view spans them.

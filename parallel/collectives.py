@@ -73,9 +73,9 @@ def on_rank_0[Z, T](
     return result
 
 
-def any_rank(is_so: bool, device: torch.device | str = "cpu") -> bool:
-    """Whether `is_so` is true on any rank; collective over the default group."""
-    flag = torch.tensor(int(is_so), device=device)
+def any_rank(condition: bool, device: torch.device | str = "cpu") -> bool:
+    """Whether `condition` is true on any rank; collective over the default group."""
+    flag = torch.tensor(int(condition), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)
 

@@ -178,11 +178,11 @@ def gated_delta_rule(
     by_chunk = (fresh, carried, query * since, seen, since[..., -1:, :], key * until)
     outputs, ended, memory = [], [], memory[chunks.sequences]
     by_step = zip(*(chunks.by_step(x) for x in by_chunk), strict=True)
-    for new, recalled, asked, near, stays, added in by_step:
+    for new, recalled, far, near, stays, added in by_step:
         # Sequences that have ended are the last ones, see `Chunks`.
         memory, end = memory.split([len(new), len(memory) - len(new)])
         change = new - recalled @ memory
-        outputs.append(asked @ memory + near @ change)
+        outputs.append(far @ memory + near @ change)
         memory = memory * stays + added.transpose(-1, -2) @ change
         ended.append(end)
     # Outputs are in the order of steps. Shorter sequences ended earlier, and are sorted later.

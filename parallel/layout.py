@@ -165,7 +165,7 @@ class Layout:
             for name in {**shapes, **self.shapes}
             if shapes.get(name) != self.shapes.get(name)
         }
-        assert not differing, f"tensor: (its shape, its shape in the layout): {differing}"
+        assert not differing, f"{{name: (shape of the tensor, in the layout)}}: {differing}"
 
     def compose(self, outer: "Layout") -> "Layout":
         """Local tensors of `self` as boxes of the whole tensors of `outer`.

@@ -25,7 +25,7 @@ def has_kernels() -> bool:
         return False
     if found != RELEASE:
         raise ValueError(
-            f"fla-core {found} is installed, and linear attention has the kernels of {RELEASE}: "
+            f"fla-core {found} is installed, but linear attention needs release {RELEASE}: "
             "pip install -e '.[hybrid]', or compute in torch with "
             "model.megatron.transformer_impl=local"
         )

@@ -194,8 +194,8 @@ def _real_columns(
     if not (size - 1) * local_width < vocab_size <= size * local_width:
         raise ValueError(
             f"{size} tensor-parallel ranks with {local_width} columns each do not split a "
-            f"vocabulary of {vocab_size}: together they must hold all of it, and each at least "
-            "one column of it"
+            f"vocabulary of {vocab_size}: they must hold all of it together, and each at least one "
+            "column"
         )
     first = rank * local_width
     return first, min(local_width, vocab_size - first)

@@ -45,7 +45,7 @@ def fixed_turns(plan: Plan, context: int) -> list[list[Turn]]:
 def numbered(turns: Sequence[Turn], numbers: Sequence[int]) -> list[Turn]:
     """Replace index i of each sequence by ``numbers[i]``."""
     return [
-        replace(turn, microbatches=[[numbers[i] for i in of] for of in turn.microbatches])
+        replace(turn, microbatches=[[numbers[i] for i in each] for each in turn.microbatches])
         for turn in turns
     ]
 
@@ -181,10 +181,10 @@ def microbatch_capacity(lengths: Sequence[int], max_tokens: int, alignment: Alig
     longest = max(range(len(lengths)), key=lengths.__getitem__, default=-1)
     needed = round_up(lengths[longest], alignment.total) if lengths else alignment.total
     if needed > capacity:
-        what = f"sequence {longest} has {lengths[longest]} tokens" if lengths else "no sequence"
+        what = f"sequence {longest} has {lengths[longest]} tokens" if lengths else "no tokens"
         raise ValueError(
-            f"{what}, {needed} after alignment to a multiple of {alignment.total}, and a "
-            f"microbatch takes max_tokens_per_microbatch = {max_tokens}: set it to {needed} or more"
+            f"{what}, {needed} after alignment to a multiple of {alignment.total}, more than "
+            f"max_tokens_per_microbatch = {max_tokens}: set it to {needed} or more"
         )
     return capacity
 

@@ -243,7 +243,7 @@ class _Segment:
         routes = sequence.routes
         routes = None if routes is None else routes[part]
         images = sequence.images
-        assert images is None or isinstance(images, PromptImages), "read before they are packed"
+        assert images is None or isinstance(images, PromptImages), "read images before packing"
         return cls(tokens=sequence.tokens[part], routes=routes, images=images, **place)
 
 
@@ -252,10 +252,10 @@ def _segments(
 ) -> list[_Segment]:
     present = {*indices} if share_prompts else set[int]()
     # A sequence without its root in the microbatch is packed like any other.
-    first = [i for i in indices if sequences[i].root not in present]
-    groups = [[i] for i in first]
+    roots = [i for i in indices if sequences[i].root not in present]
+    groups = [[i] for i in roots]
     if share_prompts:
-        groups = [[first[i] for i in group] for group in by_prompt([sequences[i] for i in first])]
+        groups = [[roots[i] for i in group] for group in by_prompt([sequences[i] for i in roots])]
     segments: list[_Segment] = []
     for group in groups:
         num_prompt_tokens = sequences[group[0]].num_prompt_tokens
@@ -268,17 +268,17 @@ def _segments(
         # The longest routes: the engine never read the prompt of a dialogue that failed before its
         # first turn.
         routes = {i: sequences[i].routes for i in group}
-        seen = max(group, key=lambda i: 0 if (of := routes[i]) is None else len(of))
-        segments.append(_Segment.cut_from(sequences[seen], slice(position)))
-        own, at = slice(position, None), {"position": position, "prefix": prefix}
-        segments += [_Segment.cut_from(sequences[i], own, index=i, **at) for i in group]
+        longest = max(group, key=lambda i: 0 if (each := routes[i]) is None else len(each))
+        segments.append(_Segment.cut_from(sequences[longest], slice(position)))
+        own, place = slice(position, None), {"position": position, "prefix": prefix}
+        segments += [_Segment.cut_from(sequences[i], own, index=i, **place) for i in group]
     places = {segment.index: number for number, segment in enumerate(segments)}
     # Ascending: a root has a smaller index, so it already has its segment.
-    for i in sorted({*indices} - {*first}):
+    for i in sorted({*indices} - {*roots}):
         position, root = sequences[i].num_prompt_tokens - 1, sequences[i].root
         assert root is not None
-        at, places[i] = {"position": position, "prefix": places[root]}, len(segments)
-        segments.append(_Segment.cut_from(sequences[i], slice(position, None), index=i, **at))
+        place, places[i] = {"position": position, "prefix": places[root]}, len(segments)
+        segments.append(_Segment.cut_from(sequences[i], slice(position, None), index=i, **place))
     return segments
 
 

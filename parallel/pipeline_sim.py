@@ -119,8 +119,8 @@ def _schedule(count: int, pipeline: int, virtual_pipeline: int) -> _Schedule:
             wave[is_backward, part, i] = latest[stage] = len(operations)
         numbers |= wave  # after the loop: operations of one wave must not feed each other
         waves.append(slice(begin, len(operations)))
-    of, factor, previous, source_of = (np.array(field) for field in zip(*operations, strict=True))
-    return _Schedule(of, factor, previous, source_of, waves)
+    microbatch, factor, previous, sources = map(np.array, zip(*operations, strict=True))
+    return _Schedule(microbatch, factor, previous, sources, waves)
 
 
 def makespan(costs: np.ndarray, pipeline: int, virtual_pipeline: int = 1) -> np.ndarray:

@@ -203,9 +203,10 @@ def _time(
             [
                 cost.linear * cost.overhead
                 + sum(
-                    groups[number].cost(members, multiple, cost) for number, members in of.items()
+                    groups[number].cost(members, multiple, cost)
+                    for number, members in microbatch.items()
                 )
-                for of in rank
+                for microbatch in rank
             ]
             for rank in dealt
         ]

@@ -125,10 +125,10 @@ class _Planner:
             own = [i for i in members if self.size_of[i] == size]
             if own:
                 plan = self._filled(own, size, load[::size])
-                work = [sum(self.work[microbatch].sum() for microbatch in of) for of in plan]
+                work = [sum(self.work[each].sum() for each in block) for block in plan]
                 load += np.repeat(work, size) / size
                 turns += [
-                    Turn(context_size=size, microbatches=[sorted(of[n]) for of in plan])
+                    Turn(context_size=size, microbatches=[sorted(block[n]) for block in plan])
                     for n in range(len(plan[0]))
                 ]
         return turns
@@ -152,4 +152,4 @@ class _Planner:
         plan: list[list[list[int]]] = [[[] for _ in range(count)] for _ in load]
         for i, bin_ in zip(own, bins.tolist(), strict=True):
             plan[bin_ // count][bin_ % count].append(i)
-        return [sorted(block, key=lambda of: -self.work[of].sum()) for block in plan]
+        return [sorted(block, key=lambda each: -self.work[each].sum()) for block in plan]

@@ -42,8 +42,8 @@ class HostMemory:
             os.close(descriptor)
             if not isinstance(error, OSError):
                 raise
-            what = f"{num_bytes:,} bytes of shared memory for weights cannot be had"
-            raise OSError(error.errno, f"{what}: {error.strerror}") from error
+            fault = f"cannot allocate {num_bytes:,} bytes of shared memory for weights"
+            raise OSError(error.errno, f"{fault}: {error.strerror}") from error
 
     @classmethod
     def receive(cls, control: ControlSocket, num_bytes: int) -> "HostMemory":
@@ -78,8 +78,8 @@ def call_driver(device: torch.device, name: str, *arguments: Any) -> None:
     if code:
         text = ctypes.c_char_p()
         driver.cuGetErrorString(code, ctypes.byref(text))
-        said = (text.value or b"unknown").decode()
-        raise RuntimeError(f"{name}: {said} (CUDA driver error {code})")
+        message = (text.value or b"unknown").decode()
+        raise RuntimeError(f"{name}: {message} (CUDA driver error {code})")
 
 
 class _Handle(ctypes.Structure):
