@@ -50,7 +50,7 @@ def setup_device(local_rank: int) -> torch.device:
 def run_near(device: torch.device) -> None:
     """Keep this thread, and threads and processes that it starts later, on cores near the GPU.
 
-    The operating system would move it between sockets, which slows down launches of GPU kernels.
+    The operating system would move the thread between sockets, which slows launches of GPU kernels.
     """
     gpu: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks its address
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"

@@ -228,6 +228,7 @@ def stages(cu_seqlens: Tensor, prefixes: Tensor | None) -> list[Stage]:
         return [Stage(slice(None), lengths, cu_seqlens, None, is_followed=False)]
     bounds = cu_seqlens.tolist()
     parts = [[end for start, end in each if end > start] for each in prefixes.tolist()]
+    # Start of a segment -> end of the last part that it continues.
     continued = {start: ends[-1] for start, ends in zip(bounds, parts, strict=False) if ends}
     # A segment is cut where another one branches off: only ends of runs leave a memory.
     runs = [*pairwise(sorted({*bounds, *continued.values()}))]

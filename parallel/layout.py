@@ -236,7 +236,7 @@ def intersect(source: Layout, destination: Layout) -> list[Copy]:
 def overlaps(
     source: Iterable[ShardMapping], destinations: Sequence[Iterable[ShardMapping]]
 ) -> Iterator[tuple[int, ShardMapping, ShardMapping, Box]]:
-    """All pairs of pieces that overlap in a whole tensor, with the overlap.
+    """All pairs of pieces that overlap in a whole tensor, with the box of their overlap.
 
     Yields (number of the destination, source piece, destination piece, box), tensor by tensor.
     """
@@ -262,7 +262,7 @@ def _grouped[K: Hashable, H](items: Iterable[tuple[K, H]]) -> dict[K, list[H]]:
 def _overlaps[H, W](
     owned: Sequence[tuple[Box, H]], wanted: Sequence[tuple[Box, W]], dim: int = 0
 ) -> Iterator[tuple[H, W, Box]]:
-    """All pairs of overlapping boxes of one tensor, with the overlap.
+    """All pairs of overlapping boxes of one tensor, with the box of their overlap.
 
     Takes about n + m steps for n and m boxes if they are cut along one dimension, or are slices of
     a stack, with extent 1 along the leading dimensions.

@@ -48,11 +48,11 @@ class LogitTiles:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of logits and of all accumulated values."""
+        """Dtype of logits and of all accumulated values."""
         return torch.promote_types(self.weight.dtype, torch.float32)
 
     def sums(self) -> SoftmaxSums:
-        """The statistics over all columns."""
+        """Statistics over all columns."""
         add_tile = _for_device(_with_tile, self.weight.device.type)
         zero = torch.zeros(len(self.hidden), dtype=self.dtype, device=self.hidden.device)
         # Separate tensors: torch.compile would compile again for aliased arguments. The minimum is
@@ -75,8 +75,8 @@ class LogitTiles:
         """Gradients of `hidden`, in `dtype`, and of `weight`; None where not `needed`.
 
         They cover only these columns: sum the gradient of `hidden` over tensor ranks. Per row [n]:
-        `log_normalizer` is log sum exp z and `entropy` that of the whole vocabulary; `of_logprob`
-        and `of_entropy` are incoming gradients.
+        `log_normalizer`, log sum exp z, and `entropy`, both over the whole vocabulary, and the
+        incoming gradients `of_logprob` and `of_entropy`.
         """
         gradient_of_tile = _for_device(_gradient_of_tile, self.weight.device.type)
         rows = self.hidden.to(product_dtype(self.hidden.dtype))

@@ -18,6 +18,7 @@ def as_local(values: Tensor, axes: Axes, num_dims: int) -> Tensor:
     """The inverse of `as_whole` for a box of a local tensor of `num_dims` dimensions."""
     if not axes:
         return values
+    # The listed dimensions in local order; the others go between them, with extent 1.
     values = values.permute([axes.index(dim) for dim in sorted(axes)])
     for dim in range(num_dims):
         if dim not in axes:

@@ -161,6 +161,7 @@ class ControlSocket:
         connection.settimeout(self.seconds)
         if not self.is_local:  # send signals at once, without Nagle's algorithm
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # RDHUP as well: `send` must notice that the peer has closed while the buffer is full.
         self._sending = select.poll()
         self._sending.register(connection, select.POLLOUT | select.POLLRDHUP)
         self._hanging_up = select.poll()
@@ -293,4 +294,5 @@ def _socket_for(address: Address) -> socket.socket:
 
 def _kernel_address(address: Address) -> str | tuple[str, int]:
     """`address` as the kernel takes it: a zero byte makes a name abstract."""
+    # A new tuple: an address from JSON is a list.
     return f"\0{address}" if isinstance(address, str) else (address[0], address[1])

@@ -163,6 +163,7 @@ class InStream:
         # views of tensors that require gradients, which autograd refuses to read once it knows of a
         # change (`.data` hides it).
         with own_stream(self.device), torch.inference_mode():
+            # `zip` exhausts `buffers`, which tells the sender that the last one has been read.
             for buffer, bucket in zip(buffers, buckets, strict=True):
                 # Forwarded first: the next engine receives while this one fills its parameters.
                 if self.onward is not None:
