@@ -1,7 +1,7 @@
 """Floor 0: mesh, packing, context parallelism, vocab-parallel maths, layouts, resharding.
 
-This module exports only what works on plain integers. Everything that needs torch or Megatron-Core,
-which take seconds to import, is imported from its own module: `from parallel.packing import pack`.
+This module exports functions of plain integers. Import functions that need torch or Megatron-Core,
+which take seconds to load, from their own module: `from parallel.packing import pack`.
 """
 
 from parallel.dims import Coordinates, ParallelDims, divisors, pipeline_layers

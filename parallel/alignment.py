@@ -1,4 +1,4 @@
-"""Lengths of packed sequences and microbatches, which parallelism pads to multiples. No torch."""
+"""Lengths of packed sequences and microbatches, padded for parallelism. No torch."""
 
 import math
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ class Alignment:
     """Multiples of packed lengths that context and sequence parallelism require, in tokens.
 
     Zigzag context parallelism cuts each sequence into 2 * cp equal chunks; sequence parallelism
-    cuts what one context rank holds into tp equal parts. Products in FP8 need a multiple of tokens
-    in each part. Nothing else needs padding.
+    cuts a context rank's tokens into tp equal parts. FP8 products need a multiple of tokens in each
+    part. Nothing else needs padding.
     """
 
     sequence: int = 1  # every packed sequence length is a multiple of this
@@ -27,19 +27,18 @@ class Alignment:
     def for_mesh(
         cls, dims: ParallelDims, sequence_parallel: bool, multiple: int = 1
     ) -> "Alignment":
-        """The smallest alignment that gives all ranks of `dims` equal parts, of a `multiple` of
-        tokens."""
+        """Smallest alignment that gives ranks equal parts, each a multiple of `multiple` tokens."""
         sequence = 2 * dims.context if dims.context > 1 else 1
         parts = dims.context * (dims.tensor if sequence_parallel else 1)
         total = math.lcm(sequence, parts * multiple)
         return cls(sequence=sequence, total=total, context=dims.context)
 
     def for_context(self, size: int) -> "Alignment":
-        """The alignment of microbatches that only `size` of the context ranks split: a divisor of
-        their number."""
+        """Alignment of microbatches split over `size` context ranks, a divisor of `context`."""
         if size == self.context:
             return self
         sequence = 2 * size if size > 1 else 1
+        # `total` is a multiple of 2 * context, so the smaller total is one of 2 * size.
         return Alignment(sequence=sequence, total=self.total // self.context * size, context=size)
 
 
@@ -49,10 +48,9 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def is_shared(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> bool:
-    """Whether completions of these lengths, in one microbatch, share one copy of their prompt.
+    """Whether completions of these lengths share one copy of their prompt in a microbatch.
 
-    Only if that saves tokens: each completion repeats the last token of the prompt, and is aligned
-    separately.
+    They do if it saves tokens: each repeats the prompt's last token, and is aligned separately.
     """
     alone = sum(round_up(num_prompt_tokens + response, multiple) for response in responses)
     return _shared_length(num_prompt_tokens, responses, multiple) < alone
@@ -65,5 +63,6 @@ def packed_length(num_prompt_tokens: int, responses: Sequence[int], multiple: in
 
 
 def _shared_length(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> int:
+    # 1: the prompt's last token predicts the first response token, in the completion's own segment.
     own = sum(round_up(1 + response, multiple) for response in responses)
     return round_up(num_prompt_tokens - 1, multiple) + own

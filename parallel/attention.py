@@ -1,20 +1,18 @@
 """Causal attention over packed sequences (THD) with context parallelism, in plain torch.
 
-Megatron-Core's own torch attention refuses packed sequences and context parallelism, so this module
+Megatron-Core's own torch attention refuses packed sequences and context parallelism: this module
 replaces it where Transformer Engine is not installed. It also replaces Transformer Engine's
-attention where completions share their prompt, and where context ranks split sequences whose
-tokens see windows, which the latter does not support: on a GPU with torch's flex attention, one
-kernel for all segments. A query then sees some ranges of packed positions: its own segment up to
-itself, and what its segment continues, mostly a prompt. Keys are not copied, and blocks of keys
-that no query of a block sees are skipped.
+attention for shared prompts, and for windows under context parallelism, which the latter does not
+support. On a GPU it then runs torch's flex attention, one kernel for all segments: a query sees
+ranges of packed positions, its own segment up to itself and the segments that this one continues,
+mostly a prompt. Keys are not copied, and blocks of keys that no query of a block sees are skipped.
 
 In a layer with a window, a token sees the last `window` tokens of its sequence, itself included.
-With sinks, softmax counts one more score for every query, a parameter of its head, whose value is
-zero (gpt-oss, arXiv:2508.10925): the output is that without it, times sigmoid(l - sink), where l is
-the logarithm of the sum of exponentials of the other scores.
+Sinks (gpt-oss, arXiv:2508.10925) add one score per head, with a value of zero, to the softmax:
+output = output without sink * sigmoid(lse - sink), with lse = log sum exp of the other scores.
 
 Keys and values of the other context ranks are all-gathered (Llama 3, arXiv:2407.21783, section
-3.3.2), so every rank computes its own queries exactly, and only the order of sums depends on the
+3.3.2): every rank computes its own queries exactly, and only the order of sums depends on the
 number of ranks.
 """
 
@@ -44,20 +42,20 @@ def block_mask(
     num_tokens: int | None = None,
     window: int | None = None,
 ) -> BlockMask:
-    """The mask for `queries`, packed positions [t]; keys are in packed order.
+    """Mask of `queries`, packed positions [t], against all keys in packed order.
 
-    `cu_seqlens` [n + 1] and `prefixes` [n, most parts, 2] are those of a `PackedBatch` of
-    `num_tokens`; None reads that from `cu_seqlens`, for which the host waits if they are on a GPU.
-    Built from the ranges, because torch's `create_block_mask` would evaluate all pairs of tokens.
+    `cu_seqlens` [n + 1], `prefixes` [n, most parts, 2] and `num_tokens` as in `PackedBatch`; with
+    None, the host reads the number of tokens from `cu_seqlens`, and waits for a GPU.
     """
     if prefixes is None:
         prefixes = cu_seqlens.new_zeros(len(cu_seqlens) - 1, 1, 2, dtype=torch.long)
     segment = torch.bucketize(queries, cu_seqlens[1:], right=True)
     first = cu_seqlens[:-1].long()[segment]
-    # Tensors of their own: the compiler does not support views of one.
+    # Indexed one by one into separate tensors: the compiler does not support views of one.
     parts = [(part[:, 0][segment], part[:, 1][segment]) for part in prefixes.unbind(1)]
     if window is not None:
         lengths = [end - start for start, end in parts]
+        # The window hides the oldest tokens: those of the first part first. Negative: none.
         unseen = queries - first + sum(lengths) - window + 1  # tokens before the window
         first = torch.maximum(first, queries - window + 1)
         for number, (start, end) in enumerate(parts):
@@ -80,6 +78,7 @@ def block_mask(
         )
     ]
     some, whole = (torch.cat(slab) for slab in zip(*slabs, strict=True))
+    # Not `create_block_mask`, which would evaluate `sees` for all pairs of tokens.
     return BlockMask.from_kv_blocks(
         *_listed(some & ~whole),
         *_listed(whole),
@@ -116,55 +115,59 @@ def flex(
         output: Tensor = found
     else:
         output, aux = found
+        # flex attention has no sinks: scale its output, see the equation of the module.
         output = output * torch.sigmoid(aux.lse - sinks[:, None]).to(output.dtype).unsqueeze(-1)
     return output.squeeze(0).transpose(0, 1)
 
 
 def _kernel_options(query: Tensor) -> dict[str, Any]:
-    # For fewer than 128 queries torch 2.13 would take a decoding kernel, of which it has no tiles
-    # that fit our blocks if keys have several heads (pytorch/pytorch#185349).
+    # Below 128 queries torch 2.13 chooses a decoding kernel, and with several key heads it finds no
+    # tiles that fit our blocks (pytorch/pytorch#185349).
     options: dict[str, Any] = {"BACKEND": "TRITON"}
     if query.dtype == torch.float32 and query.shape[-1] > 128:
-        # torch has tiles for heads of 64, 128 and 256. Of its tiles for others, three stages of
-        # DeepSeek's 192 want 279 kB of shared memory, and an H200 has 232. These are those of 256.
+        # torch tunes tiles for heads of 64, 128 and 256. Its tiles for other sizes take 279 kB of
+        # shared memory in three stages at DeepSeek's 192; an H200 has 232 kB. Use the tiles of 256.
         options |= {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32}
     return options
 
 
 @cache
 def _compiled() -> Any:
-    """Dynamic shapes: few kernels for all lengths, as every microbatch has a different one.
-
-    With and without gradients, and where there is a single block, they are compiled apart: up to
-    12. Beyond its limit, 8 by default, torch would compute all pairs of tokens instead; with
-    `fullgraph` that is an error.
-    """
-    compiler: Any = torch.compile  # torch 2.13's overloads do not tell of recompile_limit
+    """Flex attention compiled for dynamic shapes: few kernels for all lengths of microbatches."""
+    compiler: Any = torch.compile  # torch 2.13's overloads lack recompile_limit
+    # Passes with and without gradients, and with a single block, compile apart: up to 12 kernels.
+    # Beyond its limit, 8 by default, torch would compute all pairs of tokens; `fullgraph` makes
+    # that an error.
     return compiler(flex_attention, dynamic=True, fullgraph=True, recompile_limit=64)
 
 
 def _blocks_seen(ranges: Sequence[tuple[Tensor, Tensor]], starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks of keys that each block of queries sees in part, and entirely.
+    """Key blocks that each query block sees at all, and sees entirely: bool [t / BLOCK, blocks].
 
-    Blocks of keys begin at `starts`; each of the t queries sees the keys [first, end) of each of
-    `ranges`. Both results are bool [t / BLOCK, blocks].
+    Key blocks begin at `starts`; `ranges` are pairs (first, end) [t]: query i sees the keys
+    [first[i], end[i]) of each.
     """
     some = whole = starts.new_zeros((), dtype=torch.bool)
     for first, end in ranges:
         first, end = first[:, None], end[:, None]
+        # `first < end`: an empty range, such as that of padding prefixes, may lie within a block.
         some = some | ((first < starts + BLOCK) & (end > starts) & (first < end))
+        # A block that two ranges cover only together stays partial: the mask decides, as exactly.
         whole = whole | ((first <= starts) & (end >= starts + BLOCK))
     return _by_block(some).any(dim=1), _by_block(whole).all(dim=1)
 
 
 def _by_block(rows: Tensor) -> Tensor:
-    """[t, key blocks] as [query blocks, BLOCK, key blocks]; False beyond the end."""
+    """View [t, key blocks] as [query blocks, BLOCK, key blocks]; False beyond the end."""
     missing = -len(rows) % BLOCK
     return pad(rows, (0, 0, 0, missing)).unflatten(0, (-1, BLOCK))
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For each block of queries, the number of key blocks set, and all indices, these first."""
+    """Number of set key blocks of each query block, and all key blocks, the set ones first.
+
+    Int32 [1, 1, query blocks] and [1, 1, query blocks, key blocks], for any batch entry and head.
+    """
     numbers = blocks.int().argsort(dim=1, descending=True, stable=True).int()
     return blocks.sum(dim=1).int()[None, None], numbers[None, None]
 
@@ -176,10 +179,9 @@ class PackedSequences(Protocol):
     prefixes: Tensor | None
     """As in `PackedBatch`."""
     block_masks: Mapping[int | None, BlockMask]
-    """For each window, or None for layers without, the mask for flex attention, which is used if
-    there are any."""
+    """Mask for flex attention by window (None: layers without); empty: no flex attention."""
     context_order: tuple[Tensor, Tensor]
-    """The result of the function `context_order`; read only with several context ranks."""
+    """Result of the function `context_order`; read only with several context ranks."""
     cp_group: ProcessGroup | None
     """The ranks that split these sequences; None: all context ranks."""
 
@@ -200,11 +202,10 @@ def packed_attention(
     """Causal self-attention within each segment, for the queries of one context-parallel rank.
 
     `query` [T / size, heads, head_dim] is in the order of `context_indices`; `key` and `value`
-    [T, key-value heads, head_dim] are complete and in packed order; grouped heads are contiguous.
-    Heads of values may have another size. Each segment also attends to its `prefixes`
-    [n, most parts, 2], as in `PackedBatch`; or to the last `window` tokens of these and itself.
-    `scale` defaults to ``head_dim ** -0.5``; `sinks` is [heads]. The result is
-    [T / size, heads, size of a value].
+    [T, key-value heads, head_dim or value_dim] are complete and in packed order; grouped heads are
+    contiguous. A segment attends to its `prefixes` [n, most parts, 2], as in `PackedBatch`, and to
+    itself, or to the last `window` tokens of both. `scale` defaults to ``head_dim ** -0.5``;
+    `sinks` is [heads]. Returns [T / size, heads, value_dim].
     """
     bounds = [int(bound) for bound in cu_seqlens.tolist()]
     lengths = [end - start for start, end in pairwise(bounds)]
@@ -223,6 +224,7 @@ def packed_attention(
         if size == 1:
             outputs.append(_attend(q, k, v, scale, window, sinks))
             continue
+        # Zigzag: the rank's queries are chunks `rank` and 2 * size - 1 - rank of the segment.
         chunk = len(q) // 2
         early, late = q.split(chunk)
         early_end = num_before + (rank + 1) * chunk
@@ -240,10 +242,10 @@ def _attend(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of `query` [L, heads, d], the last L of the S positions of `key` and `value`."""
+    """Attention of `query` [L, heads, d] at the last L of the S positions of `key` and `value`."""
     if window is None or window >= len(key):
         return _sdpa(query, key, value, scale, window, sinks)
-    # Block by block of queries, as most keys of a long sequence are in no window of a block.
+    # Query block by query block: no window of a block reaches most keys of a long sequence.
     outputs, position = [], len(key) - len(query)
     for block in query.split(max(window, BLOCK)):
         seen = slice(max(0, position - window + 1), position + len(block))
@@ -260,12 +262,14 @@ def _sdpa(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend by torch, which compares all queries with all keys."""
+    """Attention by torch's kernel, which compares all queries with all keys."""
     num_queries, num_keys, value_dim = len(query), len(key), value.shape[-1]
     if sinks is not None:
+        # Divided by `scale`, because torch multiplies every score by it. The default is stated: a
+        # query with its sink has one element more.
         scale = scale or query.shape[-1] ** -0.5
         query, key, value = _with_sinks(query, key, value, sinks / scale)
-    if value_dim < query.shape[-1]:  # torch's fast kernel on CPUs takes heads of one size
+    if value_dim < query.shape[-1]:  # torch's fast CPU kernel needs equal sizes of all heads
         value = pad(value, (0, query.shape[-1] - value_dim))
     mask, offset = None, num_keys - num_queries
     seen = num_keys if window is None else min(window, num_keys)
@@ -290,10 +294,10 @@ def _sdpa(
 def _with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One more key, of value zero, whose product with a query is the sink of the query's head.
+    """Append a key of value zero; its product with a query is the sink of the query's head.
 
-    Queries have the sink as one more element, of which that key has 1 and the others 0: so torch's
-    kernel counts it as any score, and computes its gradient.
+    Queries get the sink as one more element, where the new key has 1 and the others 0: torch's
+    kernel counts it like any score, and computes its gradient.
     """
     query = torch.cat([query, sinks[:, None].expand(len(query), -1, 1)], dim=-1)
     key = pad(key, (0, 1, 0, 0, 0, 1))
@@ -326,8 +330,7 @@ class _GatherPacked(torch.autograd.Function):
 
 
 def gather_packed(local: Tensor, params: PackedSequences, group: ProcessGroup) -> Tensor:
-    """The context slices of a tensor, one after the other along its first dimension, as they lie in
-    the microbatch; that of a single rank is the whole."""
+    """Gather the context slices [T / size, ...] of a tensor into packed order [T, ...]."""
     if group.size() == 1:
         return local
     gathered: Tensor = _GatherPacked.apply(local, *params.context_order, group)
@@ -352,7 +355,7 @@ class PackedAttention(torch.nn.Module):
         self.scale = softmax_scale
         self.window: int | None = None
         if config.window_size is not None and config.window_attn_skip_freq[layer_number - 1]:
-            self.window = config.window_size[0] + 1  # Megatron's is without the token itself
+            self.window = config.window_size[0] + 1  # Megatron's excludes the token itself
         self.softmax_offset: Tensor | None = None  # sinks of this rank's heads
         self.group: ProcessGroup = pg_collection.cp
 
@@ -366,12 +369,13 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> Tensor:
-        """Takes and returns local slices: `query` [t, heads, d], others [t, kv heads, d]."""
+        """Attend, on this rank's slices: `query` [t, heads, d], others [t, kv heads, d]."""
         assert attention_mask is None, "cu_seqlens separates segments, not a mask"
         cu_seqlens = packed_seq_params.cu_seqlens_q
         group = packed_seq_params.cp_group or self.group
         size = group.size()
         if size > 1:
+            # One collective instead of two.
             both = gather_packed(torch.cat([key, value], dim=-1), packed_seq_params, group)
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         if packed_seq_params.block_masks:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 EVEN = 0.002
-"""Imbalance that is accepted: (most - least) work of a data rank, relative to the mean."""
+"""Accepted imbalance of data ranks: (most work - least work) / mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ def best_fit(items: Items) -> np.ndarray:
     free: list[tuple[int, int]] = []  # (tokens, bin), ascending
     order = np.argsort(-items.tokens, kind="stable")
     for item, tokens in zip(order.tolist(), items.tokens[order].tolist(), strict=True):
+        # `free` ascends: the first bin with room is the fullest. -1 is below all bin numbers.
         fullest = bisect_left(free, (tokens, -1))
         left, bin_ = free.pop(fullest) if fullest < len(free) else (items.capacity, len(free))
         bins[item] = bin_
@@ -40,10 +41,8 @@ def fill(items: Items, targets: np.ndarray) -> np.ndarray | None:
     `targets` [bins]. Equal targets give Graham's LPT rule. Example, all with room enough:
     costs 5 4 3 2 and targets 8 6 give bins 0 1 0 1 (missing 8 6 -> 3 6 -> 3 2 -> 0 2 -> 0 0).
 
-    Vectorized: a batch takes items for as long as each goes to another bin, that is until a bin
-    that has just got one is again further below its target than the next in line. A bin without
-    room for an item leaves the line; the items of the end go wherever they fit (`_squeeze`). None
-    if one fits nowhere.
+    A bin without room for an item gets no more of them; once all bins are out, items go wherever
+    they fit (`_squeeze`). None if an item fits nowhere.
     """
     bins = np.empty(len(items.costs), dtype=int)
     missing, free = targets.astype(float), np.full(len(targets), items.capacity)
@@ -53,6 +52,8 @@ def fill(items: Items, targets: np.ndarray) -> np.ndarray | None:
         offered = missing[line]
         if offered[0] == -np.inf:
             return _squeeze(items, left, bins, free)
+        # One batch gives the next items to different bins, up to the first bin in line that is no
+        # further below its target than one that has just got an item: there the order changes.
         again = np.maximum.accumulate(offered - items.costs[left[: len(line)]])
         size = 1 + int(np.append(offered[1:] < again[:-1], True).argmax())
         to, batch = line[:size], left[:size]
@@ -61,6 +62,7 @@ def fill(items: Items, targets: np.ndarray) -> np.ndarray | None:
         missing[to] -= items.costs[batch]
         free[to] -= np.where(fits, items.tokens[batch], 0)
         missing[to[~fits]] = -np.inf
+        # Refused items go first: they are the costliest that are left.
         left = np.concatenate([batch[~fits], left[size:]])
     return bins
 
@@ -120,15 +122,15 @@ def snake_assign(bins: np.ndarray, shape: tuple[int, int], items: Items) -> np.n
 
 
 def _some(candidates: np.ndarray) -> np.ndarray:
-    """A sample of a few hundred: exchanges are searched among all pairs."""
+    """Every k-th of the candidates, at most 512: `rebalance` compares all pairs."""
     return candidates[:: len(candidates) // 512 + 1]
 
 
 def rebalance(bins: np.ndarray, places: np.ndarray, items: Items) -> np.ndarray:
     """The bin of each item after exchanges between the most and the least loaded rank.
 
-    `places` [data rank, microbatch] are bins. An exchange moves cost d from one rank to the other;
-    best is half of the gap between them. Stops when ranks are `EVEN`, or no exchange helps.
+    `places` [data rank, microbatch] are bins. An exchange of two items moves cost d between the
+    ranks; d = gap / 2 is best. Stops when ranks are `EVEN`, or no exchange helps.
     """
     bins, num_ranks = bins.copy(), len(places)
     rank_of = np.empty(places.size, dtype=int)
@@ -145,6 +147,7 @@ def rebalance(bins: np.ndarray, places: np.ndarray, items: Items) -> np.ndarray:
         possible = (more <= free[bins[others]]) & (-more <= free[bins[mine]][:, None])
         off = abs(items.costs[mine][:, None] - items.costs[others] - gap / 2)
         off = np.where(possible, off, np.inf)
+        # An exchange narrows the gap if 0 < d < gap, that is |d - gap / 2| < gap / 2.
         if not off.min(initial=np.inf) < gap / 2:
             break
         i, j = np.unravel_index(off.argmin(), off.shape)

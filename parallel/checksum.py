@@ -7,12 +7,11 @@ last, flattened), modulo 2^64:
 
 The factor of a word is odd, so a single changed element is always detected. It depends on row and
 column, so exchanged rows, columns or halves, which a plain sum would miss, are detected as well.
-Undetected are changes of many words that preserve the sum of every row and of every column, and
-one in 2^64 of the others. Zeros add nothing, and a tensor's checksum is the sum of those of the
-boxes that make it up: ranks sum what they own, and one all-reduce gives the checksum of the whole.
+Changes of many words go undetected if they preserve the sums of every row and every column, else
+with probability 2^-64. Zeros add nothing, and the checksums of a tensor's boxes add up to its own:
+ranks sum their boxes, and one all-reduce gives the checksum of the whole tensor.
 
-The sums of words over rows and over columns need no product per word, which is several times faster
-than a separate factor for every word.
+Sums over rows and columns need no product per word: several times faster than a factor per word.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,13 +28,14 @@ from parallel.layout import Box, Shape
 WORD_BYTES = 8
 
 
-@cache  # without a limit: other streams may still use what a full cache would drop
+@cache  # unlimited: a full cache would free factors that other streams may still read
 def factors_of(shape: Shape, per_word: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The factors of a tensor's rows, in its dimensions but the last, and of its word columns."""
+    """Factors a of the rows, of shape `shape[:-1]`, and b of the word columns, [words in a row]."""
     num_rows, num_columns = prod(shape[:-1]), -(-shape[-1] // per_word)
+    # Even and odd indices: no row and column share a random number.
     rows = _random(2 * torch.arange(num_rows, device=device)) | 1
     columns = _random(2 * torch.arange(num_columns, device=device) + 1) & ~1
-    if device.type == "cuda":  # the cached tensors are used on other streams as well
+    if device.type == "cuda":  # other streams use the cached tensors, too
         torch.cuda.current_stream(device).synchronize()
     return rows.view(shape[:-1]), columns
 
@@ -45,6 +45,7 @@ def _random(indices: Tensor) -> Tensor:
 
     With arithmetic shifts instead of logical ones, which torch lacks.
     """
+    # The published constants as signed numbers: the first is 0x9E3779B97F4A7C15 - 2^64.
     x = (indices + 1) * -0x61C8864680B583EB
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
@@ -65,17 +66,17 @@ class BoxCopy:
 GPU_BLOCK_BYTES = 1 << 28
 """Maximum size of temporary copies of values that are not contiguous, on a GPU."""
 CPU_BLOCK_BYTES = 1 << 20
-"""Bytes that a CPU sums by row and then by column: few enough to stay in its cache between."""
+"""Bytes that a CPU sums by row and then by column: few enough to stay in its cache meanwhile."""
 
 NamedSum = tuple[str, Tensor]
-"""Name of a tensor, and the contribution of one of its boxes to its checksum."""
+"""Name of a tensor, and the contribution of one box to the tensor's checksum."""
 
 
 def checksum(values: Tensor, box: Box, shape: Shape) -> Tensor:
-    """The contribution of `values`, `box` of a tensor of `shape`, to the tensor's checksum.
+    """Contribution of `values`, the `box` of a tensor of `shape`, to the tensor's checksum.
 
-    Returns an int64 scalar on the device of `values`, to be added to those of the other boxes;
-    int64 overflow gives the sum modulo 2^64.
+    Returns an int64 scalar on the device of `values`. The contributions of all boxes add up; int64
+    overflow gives the sum modulo 2^64.
     """
     values = values.detach()
     assert tuple(values.shape) == box.size and values.element_size() in (1, 2, 4, 8)
@@ -89,7 +90,7 @@ def checksum(values: Tensor, box: Box, shape: Shape) -> Tensor:
     row_factors = row_factors[box.slices[:-1]].flatten()
     column_factors = column_factors[first // per_word : -(-last // per_word)]
     row_sums, column_sums = [row_factors[:0]], torch.zeros_like(column_factors)
-    if values.is_contiguous():  # not a few kernels for every expert
+    if values.is_contiguous():  # one matrix: a stack of experts would take kernels for each
         values = values.view(-1, values.shape[-1])
     row_bytes = values.shape[-1] * values.element_size()
     block_bytes = CPU_BLOCK_BYTES if values.device.type == "cpu" else GPU_BLOCK_BYTES
@@ -123,7 +124,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def copied_and_summed(copies: Iterable[BoxCopy]) -> Iterator[NamedSum]:
-    """Make the copies; yields the contributions of all to the checksums."""
+    """Make the copies; yields contributions that add up to the checksums of their tensors."""
 
     def made() -> Iterator[BoxCopy]:
         for copy in copies:
@@ -135,11 +136,10 @@ def copied_and_summed(copies: Iterable[BoxCopy]) -> Iterator[NamedSum]:
 
 
 def joined(copies: Iterable[BoxCopy]) -> Iterator[BoxCopy]:
-    """The targets of `copies`, as few as possible: those of consecutive rows that are consecutive
-    in memory become one.
+    """Merge targets of `copies` that follow each other in the rows of a tensor and in memory.
 
-    A GPU has read megabytes in the time that the kernels of a checksum take to start, and a bucket
-    may have thousands of boxes of experts.
+    While the kernels of a checksum start, a GPU could read megabytes, and a bucket may have
+    thousands of boxes of experts.
     """
     run: list[BoxCopy] = []
     for copy in copies:
@@ -165,7 +165,7 @@ def _follows(copy: BoxCopy, before: BoxCopy) -> bool:
 
 
 def _rows(copy: BoxCopy) -> range | None:
-    """The rows of the tensor that a box covers, if they are consecutive, there and in memory."""
+    """Rows of the tensor that a box covers; None unless consecutive, in tensor and memory."""
     first, is_split = 0, False
     for start, size, extent in zip(
         copy.box.start[:-1], copy.box.size[:-1], copy.shape[:-1], strict=True
@@ -180,16 +180,17 @@ def _joined(run: Sequence[BoxCopy]) -> BoxCopy:
     if len(run) == 1:
         return run[0]
     first, rows = run[0], _rows(run[0])
-    assert rows is not None, "others follow it"
+    assert rows is not None, "only boxes of consecutive rows are joined"
     column, width = first.box.start[-1], first.box.size[-1]
     num_rows = sum(prod(copy.box.size[:-1]) for copy in run)
+    # The targets follow each other in memory, see `_follows`: one view spans them.
     target = first.target.as_strided((num_rows, width), (width, 1))
     box, shape = Box((rows.start, column), (num_rows, width)), first.shape
     return BoxCopy(first.name, target, target, box, (prod(shape[:-1]), shape[-1]))
 
 
 def added_up(sums: Iterable[NamedSum]) -> dict[str, int]:
-    """The checksums of tensors, by name, from those of their boxes; reads the device once."""
+    """Checksums by name of the tensor, from contributions of boxes; reads the device once."""
     totals: dict[str, Tensor] = {}
     for name, part in sums:
         totals[name] = totals[name] + part if name in totals else part

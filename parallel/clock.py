@@ -1,9 +1,9 @@
 """The clock of all limits: seconds in which this process could run.
 
 Slurm's gang scheduling, `scontrol suspend` and a freezer stop all processes of a job, and let them
-go on minutes later. No limit may count that time. The kernel does not tell a process that it was
-stopped, so a thread looks at the time every `TICK`, and of a longer gap at most `MOST` counts.
-Event loops of `run` wait by this clock, and with them the time-outs of asyncio and aiohttp.
+go on minutes later. No limit may count that time. The kernel does not report a stop to the process,
+so a thread reads the time every `TICK`, and a longer gap counts as at most `MOST`. Event loops of
+`run` wait by this clock, and so do the time-outs of asyncio and aiohttp.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from typing import Any
 
 TICK = 0.5
 MOST = 2 * TICK
-"""A gap between two looks counts as at most so much: on a busy machine a thread may be late."""
+"""Most seconds that a gap between two readings counts: a busy machine may delay the thread."""
 
 
 class RunningClock:
-    """Seconds in which its process ran, for one that calls `now` every `TICK` while it waits."""
+    """Seconds in which this process ran; its user calls `now` every `TICK` while waiting."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,11 +32,12 @@ class RunningClock:
         """Seconds that do not count."""
 
     def now(self) -> float:
-        """The seconds since the clock was made."""
+        """Seconds since the clock was made, without stops."""
         with self._lock:
             seen, used = time.monotonic(), _main_thread_time()
-            # Nobody may have looked for as long as C code held the GIL: it ran if it used the CPU.
-            # Of the main thread alone: 64 threads use 32 s before a job is stopped in this gap.
+            # While C code holds the GIL, no thread reads the clock: the gap counts as far as the
+            # main thread used the CPU. Only that thread: 64 threads use 32 s in a `TICK`, which
+            # would hide a stop of that length.
             ran = max(MOST, used - self._used)
             self.stopped += max(0.0, seen - self._seen - ran)
             self._seen, self._used = seen, used
@@ -48,7 +49,7 @@ def _main_thread_time() -> float:
 
 
 class _TickingClock(RunningClock):
-    """One that its own thread calls, which a forked child starts again."""
+    """Running clock with a thread that calls `now`; a forked child starts a new one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,9 +70,10 @@ class _TickingClock(RunningClock):
             self.now()
 
     def _after_fork(self) -> None:
+        # A lock that another thread held at the fork would never be released in the child.
         self._lock, self._starting = threading.Lock(), threading.Lock()
         self.is_ticking = False
-        self._used = _main_thread_time()  # of another thread now
+        self._used = _main_thread_time()  # the child's main thread is the one that forked
 
 
 _CLOCK = _TickingClock()
@@ -85,9 +87,9 @@ def running_time() -> float:
 
 
 def stopped_time() -> float:
-    """Seconds that `running_time` has left out.
+    """Seconds that `running_time` leaves out.
 
-    A time-out that the kernel has counted holds only if this is what it was before the wait.
+    A time-out that the kernel counted holds only if this has not grown during the wait.
     """
     running_time()
     return _CLOCK.stopped
@@ -97,19 +99,20 @@ class RunningLoop(asyncio.SelectorEventLoop):
     """An event loop whose timers do not count the time in which this process was stopped."""
 
     def time(self) -> float:
-        """The time that timers are due by."""
+        """Clock of `call_at` and `call_later`."""
         return running_time()
 
 
 def run[T](coroutine: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, in a `RunningLoop`."""
+    """Like `asyncio.run`, in a `RunningLoop`."""
     with asyncio.Runner(loop_factory=RunningLoop) as runner:
         return runner.run(coroutine)
 
 
 def wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """The return code of `process` if it ends within `seconds`; else None."""
+    """Return code of `process` if it ends within `seconds`; else None."""
     deadline = running_time() + seconds
+    # Short waits: the kernel would count the time of a stop in a single long one.
     while process.poll() is None and (left := deadline - running_time()) > 0:
         with suppress(subprocess.TimeoutExpired):
             process.wait(min(left, TICK))

@@ -1,7 +1,7 @@
 """Exchanges between all ranks: the failure of one, rank 0's result, a quantile.
 
-All but the quantile communicate over the CPU, unless told otherwise: a GPU that waits in a
-collective is busy.
+They communicate over the CPU (`quantile`, and `any_rank` on request, on the device of the values):
+a GPU that waits in a collective is busy.
 """
 
 import math
@@ -15,10 +15,10 @@ MAX_TEXT_BYTES = 4096
 
 
 def first_failure[E: Exception](action: Callable[[], None], kind: type[E]) -> E | None:
-    """Run `action`; returns on all ranks the error of type `kind` of the first rank that raised it.
+    """Run `action`; returns, on all ranks, the lowest failing rank's error of type `kind`, or None.
 
-    The error has the original's text and, for an OSError, its `errno`. None if no rank raised one.
-    Collective over the default group, after the action.
+    The error keeps the text and, for an OSError, the `errno`. Collective over the default group,
+    after the action.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     first, text, number = torch.tensor(num_ranks), "", torch.tensor(0)
@@ -29,6 +29,7 @@ def first_failure[E: Exception](action: Callable[[], None], kind: type[E]) -> E 
         first, text = torch.tensor(rank), str(error)
         if isinstance(error, OSError):
             number = torch.tensor(error.errno or 0)
+    # Failed ranks take part, too: the others would wait for them.
     dist.all_reduce(first, dist.ReduceOp.MIN)
     source = int(first)
     if source == num_ranks:
@@ -51,11 +52,11 @@ def raise_first_failure[E: Exception](action: Callable[[], None], kind: type[E])
 def on_rank_0[Z, T](
     zero: Z | None, call: Callable[[Z], T], raises: tuple[type[Exception], ...]
 ) -> T | None:
-    """Return what `call(zero)` returns on rank 0, which alone has `zero`; None on the other ranks.
+    """Call ``call(zero)`` on rank 0, which alone has `zero`; returns the result there, else None.
 
-    An exception of a type in `raises` is raised on all ranks, with its text; any other is the end
-    of rank 0 alone. Collective over the default group, after the call: the other ranks wait on the
-    CPU, since a GPU that waits in a collective is busy, and rank 0 may need it to generate.
+    An exception of a type in `raises` is raised on all ranks, with its text; any other ends rank 0
+    alone. Collective over the default group, after the call. The other ranks wait on the CPU: rank
+    0 may need their GPUs to generate.
     """
     result, error = None, None
     if zero is not None:
@@ -72,9 +73,9 @@ def on_rank_0[Z, T](
     return result
 
 
-def any_rank(is_so: bool, device: torch.device | str = "cpu") -> bool:
-    """Whether `is_so` is true on any rank; collective over the default group."""
-    flag = torch.tensor(int(is_so), device=device)
+def any_rank(condition: bool, device: torch.device | str = "cpu") -> bool:
+    """Whether `condition` is true on any rank; collective over the default group."""
+    flag = torch.tensor(int(condition), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)
 
@@ -94,6 +95,7 @@ def broadcast_text(text: str, source: int = 0) -> str:
     encoded = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")
     words = torch.tensor([*encoded], dtype=torch.uint8)
     dist.broadcast(words, src=source)
+    # The cut may have split a character: ignore the rest of it.
     return bytes(words.tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
@@ -108,11 +110,12 @@ def quantile(values: Tensor, q: float, group: dist.ProcessGroup) -> float:
     total, most = int(counts.sum()), int(counts.max())
     if not total:
         return -math.inf
-    padded = values.new_full((most,), math.inf, dtype=torch.float32)  # as the collective needs
+    # The collective needs equal sizes. Infinite padding comes last in the sort below.
+    padded = values.new_full((most,), math.inf, dtype=torch.float32)
     padded[: len(values)] = values
     gathered = padded.new_empty(len(counts) * most)
     dist.all_gather_single(gathered, padded, group=group)
-    ordered = gathered.sort().values  # the padding comes last
+    ordered = gathered.sort().values
     position = q * (total - 1)
     low, high = (float(ordered[place]) for place in (math.floor(position), math.ceil(position)))
     return low + (position - math.floor(position)) * (high - low)

@@ -31,8 +31,8 @@ def setup_device(local_rank: int) -> torch.device:
     Call it before creating any process group or model. Raises ValueError if the process does not
     see a GPU for its local rank.
     """
-    # gloo then connects two ranks when they first communicate. By default each of a rank's groups
-    # is a full mesh: 2,867 connections for a rank of 1,024 (TP 8, PP 4), of which it uses dozens.
+    # Lets gloo connect two ranks when they first communicate. By default it connects all ranks of
+    # each group: 2,867 connections of one rank in 1,024 (TP 8, PP 4), of which it uses dozens.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if torch.cuda.is_available():
         if local_rank >= (num_devices := torch.cuda.device_count()):
@@ -48,9 +48,9 @@ def setup_device(local_rank: int) -> torch.device:
 
 
 def run_near(device: torch.device) -> None:
-    """Keep this thread, and threads and processes that it starts later, on the cores at its GPU.
+    """Keep this thread, and threads and processes that it starts later, on cores near the GPU.
 
-    The kernel would move it between sockets, which makes launches of kernels slower.
+    The operating system would move the thread between sockets, which slows launches of GPU kernels.
     """
     gpu: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks its address
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
@@ -59,7 +59,7 @@ def run_near(device: torch.device) -> None:
 
 
 def cores_at(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
-    """Cores of the NUMA node that a PCI device is at; empty if the kernel does not tell."""
+    """Cores of the NUMA node of a PCI device; empty if the operating system does not list them."""
     file = devices / address / "local_cpulist"
     if not file.exists():
         return set()
@@ -72,7 +72,7 @@ def cores_at(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> set[
     return cores
 
 
-# Experts receive varying numbers of tokens. These functions add what gloo lacks for that:
+# Experts receive varying numbers of tokens: add what collectives over gloo lack for that.
 
 
 def _all_to_all_single(
@@ -100,6 +100,7 @@ def _all_gather(
     if len(set(sizes)) == 1:
         return distributed_c10d.all_gather(tensor_list, tensor, group, **options)
     gathered = tensor.new_empty(sum(sizes), *tensor.shape[1:])
+    # An all-to-all takes unequal lengths; each rank sends its tensor to all.
     copies = torch.cat([tensor] * len(sizes))
     _all_to_all_single(gathered, copies, sizes, [len(tensor)] * len(sizes), group=group)
     for part, values in zip(tensor_list, gathered.split(sizes), strict=True):
@@ -138,7 +139,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is Tensor.cuda:
             return args[0]
         if func is Tensor.type and len(args) == 1 and not kwargs:
-            # The optimizer sorts its parameters by this name.
+            # Megatron's optimizer sorts its parameters by this name.
             name: str = func(*args)
             return name.replace("torch.", "torch.cuda.", 1)
         if str(kwargs.get("device")).startswith("cuda"):
@@ -172,7 +173,7 @@ class _Stream:
 
 @cache
 def _install_cpu_runtime() -> None:
-    """Make the CPU answer for CUDA in this process, for the rest of its life."""
+    """Redirect CUDA to the CPU in this process, for the rest of its life."""
     stream = _Stream()
     answers: dict[str, Callable[..., Any]] = {
         "current_device": lambda: "cpu",
@@ -182,13 +183,13 @@ def _install_cpu_runtime() -> None:
         "stream": nullcontext,
         "manual_seed": torch.default_generator.manual_seed,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
-        # Freed tensors of less than 32 MiB stay in the C library's heap until it is told, as those
-        # of a GPU stay in torch's.
+        # The C library keeps freed tensors below 32 MiB in its heap until it is trimmed, as torch
+        # keeps those of a GPU.
         "empty_cache": lambda: ctypes.CDLL(None).malloc_trim(0),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    # Patched here, as the mode below is off in a backward within a backward (recomputation).
+    # Not in the mode below, which is off in a backward within a backward (recomputation).
     collectives: dict[str, Callable[..., Any]] = {
         "all_to_all_single": _all_to_all_single,
         "all_gather": _all_gather,

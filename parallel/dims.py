@@ -45,7 +45,7 @@ class ParallelDims:
     virtual_pipeline: int = 1
     expert: int = 1
     expert_tensor: int = 0
-    """0 means the same as `tensor`, and is replaced by that value."""
+    """0 is replaced by the value of `tensor`."""
     num_layers_in_first_pipeline_stage: int | None = None
     """Layers of pipeline rank 0, in all its chunks; None: an equal share of the layers."""
     num_layers_in_last_pipeline_stage: int | None = None
@@ -116,8 +116,9 @@ class ParallelDims:
         )
 
     def expert_place(self, at: Coordinates) -> ExpertPlace:
-        """Experts, and the part of them, that the rank at these coordinates holds."""
+        """Position of the rank at these coordinates on the axes of the experts."""
         in_stage = at.tensor + self.tensor * (at.context + self.context * at.data)
+        # Fastest first: parts of an expert, experts, copies.
         group, tensor = divmod(in_stage, self.expert_tensor)
         data, expert = divmod(group, self.expert)
         return ExpertPlace(tensor=tensor, expert=expert, data=data)
@@ -142,9 +143,9 @@ def pipeline_layers(num_layers: int, dims: ParallelDims) -> Sequence[Sequence[ra
     """Global layer indices of every model chunk, as ``[pipeline rank][virtual stage]``.
 
     Chunks follow the interleaved order: virtual stage v of rank p is the (v * pipeline + p)-th
-    chunk of the model. The first and the last rank hold as many layers as `dims` says, and the
-    others, or all, equal shares. If layers do not divide evenly over chunks, the middle chunks take
-    one more, then the first: the first also holds the embedding, and the last the head, which costs
+    chunk of the model. `dims` may fix the layers of the first and the last rank; the other ranks
+    share the rest equally. If layers do not divide evenly over chunks, the middle chunks take one
+    more, then the first: the first also holds the embedding, and the last the head, which costs
     more. Where Megatron-Core accepts `dims`, its own layout is the same.
     """
     num_chunks = dims.pipeline * dims.virtual_pipeline
@@ -157,6 +158,7 @@ def pipeline_layers(num_layers: int, dims: ParallelDims) -> Sequence[Sequence[ra
     sizes = [0] * num_chunks
     for ranks, layers in _shares(num_layers, dims):
         own = [chunk for chunk in range(num_chunks) if chunk % dims.pipeline in ranks]
+        # False sorts first: middle chunks, then the first, then the last.
         own.sort(key=lambda chunk: (chunk == num_chunks - 1, chunk == 0))
         base, remainder = divmod(layers, len(own))
         for place, chunk in enumerate(own):
@@ -167,10 +169,10 @@ def pipeline_layers(num_layers: int, dims: ParallelDims) -> Sequence[Sequence[ra
 
 
 def _shares(num_layers: int, dims: ParallelDims) -> list[tuple[list[int], int]]:
-    """Pipeline ranks and the number of layers that they share equally.
+    """Pairs of pipeline ranks and the number of layers that they share equally.
 
-    Raises ValueError if what `dims` gives to the first and the last rank leaves a chunk without a
-    layer, or a layer without a chunk.
+    Raises ValueError if the layers that `dims` fixes for the first and the last rank leave a chunk
+    without a layer, or a layer without a chunk.
     """
     ends = {
         0: dims.num_layers_in_first_pipeline_stage,

@@ -1,4 +1,4 @@
-"""In which dtype this machine computes fastest what a model of another dtype asks for."""
+"""Dtypes in which this machine computes fastest for a model of a given dtype."""
 
 from functools import cache
 
@@ -29,5 +29,5 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 def _multiplies_bfloat16() -> bool:
     known = torch.cpu.get_capabilities()
     has_instructions = any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    # False also where ONEDNN_MAX_CPU_ISA keeps torch's library of products from using them.
+    # False also where ONEDNN_MAX_CPU_ISA keeps oneDNN, which multiplies for torch, from using them.
     return has_instructions and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -47,11 +47,7 @@ def _all_gather_object(objects: list[Any], own: Any, group: Any = None) -> None:
 
 
 class WithoutMemory(TorchFunctionMode):
-    """Create every tensor on the meta device, without values, and name tensor types as on CUDA.
-
-    The modules of a large model call torch a hundred thousand times, so for speed this mode skips
-    the modes below it: that of `torch.device`, and the one that makes the CPU stand for CUDA.
-    """
+    """Create every tensor on the meta device, without values, and name tensor types as on CUDA."""
 
     def __torch_function__(
         self,
@@ -63,6 +59,8 @@ class WithoutMemory(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.cuda:
             return args[0]
+        # Modules of a large model call torch a hundred thousand times. For speed, skip the modes
+        # below this one: that of `torch.device`, and the one of `cpu_device`.
         with torch._C.DisableTorchFunction():
             if func is Tensor.type and len(args) == 1 and not kwargs:
                 # Megatron's optimizer sorts its parameters by this name.

@@ -1,5 +1,4 @@
-"""A range of a flattened tensor as boxes of it: the part that a rank of a distributed optimizer
-updates."""
+"""Ranges of a flattened tensor as boxes: the parts that ranks of a distributed optimizer update."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,24 +10,25 @@ from parallel.layout import Box, Shape
 
 @dataclass(frozen=True, slots=True)
 class RangeView:
-    """Where a box of a tensor lies in a flat range of it."""
+    """Place of a box of a tensor within a flat range of the tensor."""
 
     flat: slice
     size: Shape
-    """Shape of the box that the elements `flat` of the range form."""
+    """Shape of the elements `flat` of the range: a box that contains the wanted one."""
     inside: tuple[slice, ...]
 
     def select(self, values: Any) -> Any:
-        """The box, as a view of the `values` of the range."""
+        """View of the box in the `values` of the range."""
         return values.view(-1)[self.flat].view(self.size)[self.inside]
 
 
 def range_overlaps(
     shape: Shape, start: int, stop: int, boxes: Sequence[Box]
 ) -> Iterator[tuple[int, Box, RangeView]]:
-    """The overlaps of elements `start` to `stop` of a row-major tensor with the `boxes`: for each
-    the number of the box, the overlap in the coordinates of the tensor, and where the range has
-    it."""
+    """Overlaps of elements `start` to `stop` of a row-major tensor with `boxes`.
+
+    Yields (number of the box, overlap in coordinates of the tensor, its place in the range).
+    """
     offset = 0
     for box in boxes_of_range(shape, start, stop):
         flat = slice(offset, offset + box.num_elements)
@@ -43,7 +43,8 @@ def range_overlaps(
 def boxes_of_range(shape: Shape, start: int, stop: int) -> list[Box]:
     """Elements `start` to `stop` of a row-major tensor, as boxes in that order.
 
-    At most two boxes for each dimension but the first, plus one.
+    At most two boxes for each dimension but the first, plus one. Elements 3 to 17 of [4, 5] are
+    [0, 3:5], [1:3, 0:5] and [3, 0:2].
     """
     if start >= stop:
         return []

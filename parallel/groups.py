@@ -28,8 +28,8 @@ class Groups:
     """Ranks that each hold a part of the same experts."""
     pipeline: ProcessGroup
     contexts: Mapping[int, ProcessGroup]
-    """By size, this rank's neighbours on the context axis with whom it can split a microbatch: all
-    of them, or with dynamic context parallelism as many as any divisor."""
+    """By size, groups of neighbours on the context axis that can split a microbatch: the whole
+    axis, and with dynamic context parallelism each divisor of it."""
     data: ProcessGroup
     data_gloo: ProcessGroup
     """Ranks of `data`, over gloo: for Python objects."""
@@ -41,15 +41,17 @@ class Groups:
     """Ranks of one model copy (tensor x context x pipeline), over gloo: for Python objects."""
 
     def answers_for(self, size: int) -> bool:
-        """Whether this rank is the first of those that hold a microbatch split over `size`."""
+        """Whether this rank is the first of the `size` context ranks that split a microbatch."""
         return self.coordinates.context % size == 0
 
     def reduce_over_tokens(
         self, tensor: torch.Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM
     ) -> None:
-        """All-reduce, in place, what the last pipeline stage has computed of its tokens, over the
-        ranks with other tokens and to all stages. Earlier stages pass the neutral element, such as
-        0 to a sum."""
+        """All-reduce `tensor` in place over the ranks with other tokens, and over pipeline stages.
+
+        Only the last stage has values of its tokens; earlier stages pass the neutral element of
+        `op`, such as 0 for a sum.
+        """
         torch.distributed.all_reduce(tensor, op, group=self.data_context)
         torch.distributed.all_reduce(tensor, op, group=self.pipeline)
 
@@ -81,6 +83,7 @@ def init_groups(
         expert_model_parallel_size=dims.expert,
         expert_tensor_parallel_size=dims.expert_tensor,
         order="tp-cp-ep-dp-pp",
+        # Megatron-Core takes whole minutes.
         distributed_timeout_minutes=math.ceil(timeout / timedelta(minutes=1)),
         create_gloo_process_groups=True,  # required by the distributed optimizer
     )
@@ -113,7 +116,7 @@ def _context_groups(
     for size in divisors(dims.context)[:-1] if dynamic else ():
         first = at.context // size * size
         ranks = [dims.rank(replace(at, context=first + place)) for place in range(size)]
-        # Only its members create each: in a large job there are thousands.
+        # Created by its members only: a large job has thousands of such groups.
         groups[size] = torch.distributed.new_group(ranks, timeout, use_local_synchronization=True)
     return groups
 

@@ -1,7 +1,7 @@
-"""Images in prompts: the positions that their tokens have in M-RoPE, and where features go.
+"""Images in prompts: M-RoPE positions of their tokens, and the places of their features.
 
-A vision tower makes of an image a grid of features, each in the place of the embedding of one token
-of the prompt. Index maths only; nothing here computes features.
+A vision tower turns an image into a grid of features; each replaces the embedding of one token of
+the prompt. Index maths only; nothing here computes features.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,12 @@ from torch import Tensor
 def prompt_positions(
     num_tokens: int, starts: Sequence[int], grids: Sequence[tuple[int, int, int]]
 ) -> Tensor:
-    """The positions of the tokens of a prompt in time, height and width: [3, num_tokens] int64.
+    """Positions of a prompt's tokens in time, height and width: int64 [3, num_tokens].
 
-    The tokens of image i begin at ``starts[i]`` and are a grid of ``grids[i]`` tokens, row by row,
-    which counts from the position after the text before it. Text has three equal positions, and
-    goes on after the largest of an image: M-RoPE of Qwen2-VL (arXiv 2409.12191, section 2.1).
+    Image i is a grid of ``grids[i]`` tokens from token ``starts[i]``, row by row, and counts from
+    the position after the text before it. Text has three equal positions, and goes on after an
+    image's largest one: M-RoPE of Qwen2-VL (arXiv 2409.12191, section 2.1). Two tokens of text, an
+    image of (1, 2, 2) and one token have the heights 0 1 2 2 3 3 4.
     """
     parts, at, position = [], 0, 0
     for start, (times, height, width) in zip(starts, grids, strict=True):
@@ -43,12 +44,12 @@ class PromptImages:
     patches: Tensor = field(compare=False)
     # [images, 3] int64, patches of each in time, height and width
     grids: Tensor = field(compare=False)
-    digest: str  # of patches and grids: prompts with equal tokens may have other images
+    digest: str  # hash of patches and grids: prompts with equal tokens may have other images
     tokens: Tensor = field(compare=False)  # [features] int64, ascending places in the prompt
     positions: Tensor = field(compare=False)  # [3, prompt tokens], see `prompt_positions`
 
     def positions_of(self, part: slice) -> Tensor:
-        """The positions of a part of the prompt with its completion, which is text."""
+        """Positions [3, part] in the prompt followed by its completion, which is text."""
         num_prompt_tokens = self.positions.shape[1]
         after = int(self.positions.max()) + 1
         completion = _text(after, max(0, part.stop - num_prompt_tokens))
@@ -60,9 +61,10 @@ class PackedImages:
     """The images of a packed microbatch of T tokens, each once."""
 
     prompts: tuple[PromptImages, ...]  # on the host; none once features are computed or not needed
-    rows: Tensor  # [T] int64, the feature in the place of each token; -1: its embedding stays
+    rows: Tensor  # [T] int64, feature that replaces each token's embedding; -1: none does
     positions: Tensor  # [3, T] int64, in M-RoPE; 0 in padding
-    # Of each prompt [features, levels, hidden size], which others share; None: not computed yet.
+    # Features of each prompt [features, levels, hidden size]; microbatches share them. None: not
+    # computed yet.
     features: tuple[Tensor, ...] | None = None
 
     def to(self, device: torch.device | str) -> "PackedImages":

@@ -1,8 +1,8 @@
 """Maps boxes of local tensors to boxes of whole tensors. Integers only.
 
-A `Layout` describes what one holder of weights (a Megatron rank, a folder of weight files, an
-engine's worker) has, in the coordinates of the whole tensors. Loading, exporting and resharding are
-then the same operation: `intersect` two layouts and copy the boxes. `cover_exactly` checks that
+A `Layout` lists the boxes that one holder of weights has (a Megatron rank, a folder of weight
+files, an engine's worker), in coordinates of the whole tensors. Loading, exporting and resharding
+are then the same operation: `intersect` two layouts and copy the boxes. `cover_exactly` checks that
 nothing is missing and nothing is written twice.
 
 A local tensor may store a whole tensor transposed, or as one slice of a stack:
@@ -69,6 +69,7 @@ class Box:
         ]
         if inner <= max_elements:
             return parts
+        # One index of this dimension is too large, too: cut on along the next ones.
         return [smaller for part in parts for smaller in part.cut(max_elements)]
 
     def narrowed(self, dim: int, offset: int, size: int) -> "Box":
@@ -91,8 +92,8 @@ stack [layer, rows, columns] has (1, 2); a box has extent 1 along local dimensio
 class ShardMapping:
     """`local_box` of the tensor `local` is `box` of the whole tensor `tensor`; sizes agree by axes.
 
-    A replica is filled like any other piece but is never a source: of all ranks that hold an
-    element, exactly one has it in a piece that is no replica.
+    A replica is filled like any other piece but is never a source: exactly one rank holds each
+    element in a piece that is no replica.
     """
 
     local: str
@@ -104,6 +105,7 @@ class ShardMapping:
 
     def local_part(self, part: Box) -> Box:
         """The box of the local tensor that holds `part`, a box of the whole tensor within `box`."""
+        # Local dimensions that `axes` does not list keep their extent of 1.
         start, size = list(self.local_box.start), list(self.local_box.size)
         for dim, axis in enumerate(self.axes or range(len(start))):
             start[axis] += part.start[dim] - self.box.start[dim]
@@ -124,8 +126,8 @@ class ShardMapping:
 class Layout:
     """Shard of one rank: its local tensors, as boxes of whole tensors.
 
-    `shapes` are those of the local tensors; `pieces` and `zeros` (padding that exists in no whole
-    tensor) together cover each of them exactly once.
+    `shapes` are of the local tensors. `pieces` and `zeros` (padding that exists in no whole tensor)
+    together cover each element of them exactly once.
     """
 
     shapes: Mapping[str, Shape]
@@ -134,13 +136,13 @@ class Layout:
 
     @classmethod
     def of_whole_tensors(cls, shapes: Mapping[str, Shape]) -> "Layout":
-        """The layout of a single holder of everything, such as a folder of weight files."""
+        """Layout of a holder of all tensors, whole, such as a folder of weight files."""
         boxes = {name: Box.whole(shape) for name, shape in shapes.items()}
         return cls(shapes, tuple(ShardMapping(name, box, name, box) for name, box in boxes.items()))
 
     @classmethod
     def of_parts(cls, shapes: Mapping[str, Shape], max_elements: int) -> "Layout":
-        """The layout of a single holder of everything, split into local tensors of bounded size."""
+        """Layout of a holder of all tensors, cut into local tensors of at most `max_elements`."""
         pieces = []
         for name, shape in shapes.items():
             for number, box in enumerate(Box.whole(shape).cut(max_elements)):
@@ -163,19 +165,19 @@ class Layout:
             for name in {**shapes, **self.shapes}
             if shapes.get(name) != self.shapes.get(name)
         }
-        assert not differing, f"tensor: (its shape, its shape in the layout): {differing}"
+        assert not differing, f"{{name: (shape of the tensor, in the layout)}}: {differing}"
 
     def compose(self, outer: "Layout") -> "Layout":
-        """The local tensors of `self` as boxes of the whole tensors of `outer`.
+        """Local tensors of `self` as boxes of the whole tensors of `outer`.
 
-        The whole tensors of `self` are the local ones of `outer`. For the chunks of a file, which
-        are boxes of a checkpoint's tensor, whose boxes are weights of the model::
+        The whole tensors of `self` are the local ones of `outer`. For example, files hold a fused
+        tensor in chunks (`self`), and parts of it are weights of the model (`outer`)::
 
             self:   chunk 0 = qkv[0:3], chunk 1 = qkv[3:6]       |--- 0 ---|--- 1 ---|
             outer:  qkv[0:4] = q[0:4],  qkv[4:6] = k[0:2]        |----- q -----|- k -|
             result: chunk 0 = q[0:3], chunk 1[0:1] = q[3:4], chunk 1[1:3] = k[0:2]
 
-        Elements that no piece of `outer` covers are in no piece.
+        Elements outside all pieces of `outer` are in no piece of the result.
         """
         inner = _grouped((piece.tensor, (piece.box, piece)) for piece in self.pieces)
         middle = _grouped((piece.local, (piece.local_box, piece)) for piece in outer.pieces)
@@ -185,6 +187,7 @@ class Layout:
                 have.local_part(common),
                 want.tensor,
                 want.whole_part(common),
+                # A source only if it is one at both levels.
                 have.is_replica or want.is_replica,
                 tuple(have.axes[axis] for axis in want.axes) if have.axes else want.axes,
             )
@@ -204,7 +207,7 @@ class Layout:
 class Copy:
     """Copy `source_box` of local tensor `source` to `destination_box` of `destination`.
 
-    Both hold the same box of one whole tensor, whose dimensions map to theirs by their axes.
+    Both are one box of a whole tensor; the axes map its dimensions to the local ones.
     """
 
     source: str
@@ -216,13 +219,13 @@ class Copy:
 
     @classmethod
     def between(cls, have: ShardMapping, want: ShardMapping, box: Box) -> "Copy":
-        """The copy of `box` of a whole tensor from the piece that has it to one that wants it."""
+        """Copy of `box`, in coordinates of the whole tensor, from piece `have` to `want`."""
         source, destination = have.local_part(box), want.local_part(box)
         return cls(have.local, source, want.local, destination, have.axes, want.axes)
 
 
 def intersect(source: Layout, destination: Layout) -> list[Copy]:
-    """Every copy from what `source` owns to `destination`; replicas own nothing."""
+    """Every copy from pieces of `source` that are no replicas to pieces of `destination`."""
     owned = (piece for piece in source.pieces if not piece.is_replica)
     return [
         Copy.between(have, want, box)
@@ -233,7 +236,7 @@ def intersect(source: Layout, destination: Layout) -> list[Copy]:
 def overlaps(
     source: Iterable[ShardMapping], destinations: Sequence[Iterable[ShardMapping]]
 ) -> Iterator[tuple[int, ShardMapping, ShardMapping, Box]]:
-    """All pairs of pieces that overlap in a whole tensor, with the box that they share.
+    """All pairs of pieces that overlap in a whole tensor, with the box of their overlap.
 
     Yields (number of the destination, source piece, destination piece, box), tensor by tensor.
     """
@@ -259,7 +262,7 @@ def _grouped[K: Hashable, H](items: Iterable[tuple[K, H]]) -> dict[K, list[H]]:
 def _overlaps[H, W](
     owned: Sequence[tuple[Box, H]], wanted: Sequence[tuple[Box, W]], dim: int = 0
 ) -> Iterator[tuple[H, W, Box]]:
-    """All pairs whose boxes of one tensor overlap, with the box that they share.
+    """All pairs of overlapping boxes of one tensor, with the box of their overlap.
 
     Takes about n + m steps for n and m boxes if they are cut along one dimension, or are slices of
     a stack, with extent 1 along the leading dimensions.
@@ -277,6 +280,7 @@ def _overlaps[H, W](
     owned = sorted(owned, key=lambda item: item[0].start[dim])
     first = 0
     for want_box, want in sorted(wanted, key=lambda item: item[0].start[dim]):
+        # Later wanted boxes start no earlier: a box that ends here overlaps none of them.
         while first < len(owned) and owned[first][0].end[dim] <= want_box.start[dim]:
             first += 1
         for i in range(first, len(owned)):
@@ -291,7 +295,7 @@ def _overlaps[H, W](
 def cover_exactly(shapes: Mapping[str, Shape], layouts: Iterable[Layout]) -> None:
     """Raise ValueError, listing every fault, unless the layouts own each element exactly once.
 
-    `shapes` are those of the whole tensors. O(n log n) in the number n of pieces in all layouts.
+    `shapes` are of the whole tensors. O(n log n) in the number n of pieces in all layouts.
     """
     owned = (piece for layout in layouts for piece in layout.pieces if not piece.is_replica)
     _check_cover(shapes, ((piece.tensor, piece.box) for piece in owned))
@@ -318,10 +322,10 @@ def _check_cover(shapes: Mapping[str, Shape], boxes: Iterable[tuple[str, Box]]) 
 
 
 def _miscovered(shape: Shape, boxes: list[Box], dim: int = 0) -> tuple[int, int]:
-    """How many elements no box covers, and how many are covered by several.
+    """Number of elements that no box covers, and number that several boxes cover.
 
-    Cuts dimension `dim` wherever a box begins or ends; in such a slab the same boxes are active
-    all along it, and the problem has one dimension less. A = rows 0-1, B = rows 1-2, of 4 rows::
+    Cuts dimension `dim` wherever a box begins or ends. Along each slab the active boxes do not
+    change, so one dimension less remains. A = rows 0-1, B = rows 1-2, of 4 rows::
 
         row 0    A       one active box: covered
         row 1    A B     two: repeated

@@ -1,8 +1,8 @@
 """Softmax over a vocabulary from hidden states, one tile of logits at a time, and its backward.
 
-A tile is all rows by some columns: the gradient of these columns' weights is then one product, and
+A tile is all rows by some columns: the gradient of the columns' weights is then one product, and
 only the gradient of the rows accumulates over tiles, in float32. The backward recomputes every
-tile, for four products in all instead of three, rather than keep logits [rows, vocabulary].
+tile, four products in all instead of three, rather than keep logits [rows, vocabulary].
 """
 
 from collections.abc import Callable, Iterator
@@ -37,25 +37,26 @@ class LogitTiles:
     hidden: Tensor
     """[n, H]"""
     weight: Tensor
-    """[V, H] of the same type: this rank's columns of the vocabulary."""
+    """[V, H] in the dtype of `hidden`: this rank's columns of the vocabulary."""
     width: int
     """Number of columns that are not padding; the rest are outside the softmax."""
     columns: Tensor
-    """[n] int64: the local column of each row's token; out of range if it is on another rank."""
+    """[n] int64: local column of each row's token; out of range if another rank has it."""
     temperature: float
     tile_columns: int | None
     """None chooses by device."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of logits and of all accumulated values."""
+        """Dtype of logits and of all accumulated values."""
         return torch.promote_types(self.weight.dtype, torch.float32)
 
     def sums(self) -> SoftmaxSums:
-        """The statistics over all columns."""
+        """Statistics over all columns."""
         add_tile = _for_device(_with_tile, self.weight.device.type)
         zero = torch.zeros(len(self.hidden), dtype=self.dtype, device=self.hidden.device)
-        # Separate tensors: torch.compile would compile again for aliased arguments.
+        # Separate tensors: torch.compile would compile again for aliased arguments. The minimum is
+        # finite: with -inf, the first `shift * sum_exp` would be -inf * 0 = nan.
         sums = SoftmaxSums(zero + torch.finfo(self.dtype).min, zero, zero.clone(), zero.clone())
         rows = self.hidden.to(product_dtype(self.hidden.dtype))
         for part, table, space in self._tiles():
@@ -71,11 +72,11 @@ class LogitTiles:
         of_entropy: Tensor | None,
         needed: tuple[bool, bool],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of `hidden`, in `dtype`, and of `weight`; None where not `needed`.
+        """Gradients of `hidden`, in `dtype`, and of `weight`; None where not `needed`.
 
-        They cover only these columns: sum the gradient of `hidden` over tensor ranks. The arguments
-        are per row, [n]: log sum exp z and entropy over the whole vocabulary, and the gradients of
-        the log-probability and the entropy.
+        They cover only these columns: sum the gradient of `hidden` over tensor ranks. Per row [n]:
+        `log_normalizer`, log sum exp z, and `entropy`, both over the whole vocabulary, and the
+        incoming gradients `of_logprob` and `of_entropy`.
         """
         gradient_of_tile = _for_device(_gradient_of_tile, self.weight.device.type)
         rows = self.hidden.to(product_dtype(self.hidden.dtype))
@@ -103,7 +104,7 @@ class LogitTiles:
         return of_hidden, of_weight
 
     def _tiles(self) -> Iterator[tuple[slice, Tensor, "_Space | None"]]:
-        """The columns of each tile, their weights, and memory; no tiles if there are no rows."""
+        """Columns, weights and memory of each tile; no tiles if there are no rows."""
         if len(self.hidden) == 0:
             return
         rows, hidden_size = self.hidden.shape
@@ -121,24 +122,25 @@ class LogitTiles:
         for start in range(0, self.width, columns):
             part = slice(start, min(start + columns, self.width))
             narrowed = space.narrowed(part.stop - part.start) if space else None
+            # Converted tile by tile: no second copy of the whole vocabulary.
             yield part, self.weight[part].to(dtype), narrowed
 
 
 @dataclass(frozen=True)
 class _Space:
-    """Memory of one tile [n, columns] on a CPU, which the next tile uses again.
+    """Memory of one tile [n, columns] on a CPU, reused by the next tile.
 
-    Fresh memory costs a page fault for every 4 KB, which together may take as long as the product.
-    A GPU's allocator keeps what is freed.
+    Fresh memory costs a page fault for every 4 KB, together up to as long as the product. A GPU's
+    allocator reuses freed memory anyway.
     """
 
     product: Tensor | None
-    """In the type of the factors; None if `logits` has it."""
+    """Product in the dtype of the factors; None if `logits` has that dtype."""
     logits: Tensor
     exp: Tensor
 
     def narrowed(self, columns: int) -> "_Space":
-        """The first part of the memory, for a tile of this many columns."""
+        """Front part of the memory, for a tile of `columns`; contiguous, unlike a column slice."""
 
         def part(whole: Tensor) -> Tensor:
             return whole.view(-1)[: len(whole) * columns].view(-1, columns)
@@ -152,7 +154,7 @@ def _with_tile(
 ) -> SoftmaxSums:
     """Add a tile's columns to `sums`; z = scale * logits (online softmax, arXiv 1805.02867).
 
-    With `space`, `logits` are its, and are overwritten.
+    With `space`, `logits` is `space.logits` and is overwritten.
     """
     maximum = torch.maximum(sums.maximum, logits.amax(dim=1) * scale)
     shift = sums.maximum - maximum
@@ -163,6 +165,7 @@ def _with_tile(
     exp = torch.exp(x, out=space.exp if space else None)
     sum_exp = exp.sum(dim=1)
     sum_x_exp = exp.mul_(x).sum(dim=1)
+    # Under the new maximum, x of earlier columns becomes x + shift.
     return SoftmaxSums(
         maximum,
         sums.target + token,
@@ -185,7 +188,8 @@ def _gradient_of_tile(
     """The gradient of a tile's logits, with p = softmax z over the whole vocabulary, H its entropy.
 
     A log-probability contributes (one-hot of the token - p) scale, an entropy - p (log p + H)
-    scale, each times its incoming gradient. With `space`, `logits` are its, and are overwritten.
+    scale, each times its incoming gradient. With `space`, `logits` is `space.logits` and is
+    overwritten.
     """
     of_logprob = of_logprob * scale
     log_p = torch.add(
@@ -196,7 +200,7 @@ def _gradient_of_tile(
         of_entropy = of_entropy * -scale
         factor = torch.addcmul(factor + (entropy * of_entropy)[:, None], log_p, of_entropy[:, None])
     gradient = log_p.exp_().mul_(factor)
-    if space is None:  # compiled to one kernel, which a scatter would split in three
+    if space is None:  # compiled into one kernel; a scatter would split it into three
         is_token = columns[:, None] == torch.arange(logits.shape[1], device=logits.device)
         return torch.where(is_token, gradient + of_logprob[:, None], gradient).to(dtype)
     at, is_here = _within(columns, logits)
@@ -207,13 +211,13 @@ def _gradient_of_tile(
 
 
 def _within(columns: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The column of each row's token [n, 1], and [n] whether this tile has it (else any column)."""
+    """Column of each row's token [n, 1], and whether this tile has it [n]; if not, any column."""
     last = logits.shape[1] - 1
     return columns.clamp(0, last)[:, None], (columns >= 0) & (columns <= last)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype, space: _Space | None = None) -> Tensor:
-    """The matrix product in `dtype`; a GPU does not first round it to the type of the factors."""
+    """Matrix product in `dtype`; a GPU does not first round it to the dtype of the factors."""
     if a.dtype == dtype:
         return torch.mm(a, b, out=space.logits if space else None)
     if a.is_cuda:
@@ -226,7 +230,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype, space: _Space | None = No
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda:  # added in the product, instead of written, read and added
+    elif a.is_cuda:  # the product accumulates; otherwise it is written, read and added
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += _product(a, b, total.dtype)
@@ -234,15 +238,13 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @cache
 def _for_device(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """`function`, compiled into fused kernels on a GPU, for any number of rows.
-
-    A single row, each temperature and wide tiles have kernels of their own, 3 to 6 in a run. Beyond
-    its limit, 8 by default, torch would only log that it computes without them; with `fullgraph`
-    that is an error.
-    """
+    """`function`, compiled into fused kernels on a GPU, for any number of rows."""
     if kind != "cuda":
         return function
-    compiler: Any = torch.compile  # torch 2.13's overloads do not tell of recompile_limit
+    compiler: Any = torch.compile  # torch 2.13's overloads lack recompile_limit
+    # A single row, each temperature and wide tiles compile apart: 3 to 6 kernels in a run. Beyond
+    # its limit, 8 by default, torch would compute without kernels and only log it; `fullgraph`
+    # makes that an error.
     compiled: Callable[..., Any] = compiler(
         function, dynamic=True, fullgraph=True, recompile_limit=64
     )

@@ -1,6 +1,6 @@
 """Log-probability and entropy of chosen tokens, from hidden states and a sharded vocabulary.
 
-Everything that it returns is indexed like tokens, not like the positions that predict them.
+Results are indexed like tokens, not like the positions that predict them.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class ChosenTokens:
     """Entropy of the distribution from which the token was drawn."""
 
     def whole(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [T], zero elsewhere; sum over context ranks for all."""
+        """Log-probabilities and entropies [T], zero elsewhere; sum over context ranks for all T."""
         zeros = self.logprobs.new_zeros(num_tokens)
         logprobs = zeros.index_copy(0, self.positions, self.logprobs)
         return logprobs, zeros.index_copy(0, self.positions, self.entropy)
@@ -42,7 +42,7 @@ def chosen_logprobs(
     tensor_group: dist.ProcessGroup | None,
     tile_columns: int | None = None,
 ) -> ChosenTokens:
-    """Log-probability of the selected tokens, and entropy of the distribution each was drawn from.
+    """Log-probabilities of the selected tokens, and entropies of their distributions.
 
     With z = hidden weight^T / temperature over the whole vocabulary:
     ``logprob = z[token] - log sum exp z`` and ``entropy = - sum p log p``. Only one tile of logits
@@ -53,9 +53,9 @@ def chosen_logprobs(
             parallelism, the r-th slice of it, [T / cp / tp, H], on tensor rank r.
         weight: [V_padded / tp, H] of the same type; tensor rank r holds the r-th slice.
         tokens: [T] int64, packed tokens.
-        predictions: the selected tokens, and the rows that predict them. Other rows cost nothing:
-            they are neither communicated nor multiplied. Its `counts` are read if `hidden` is a
-            slice, and then has one for each tensor rank.
+        predictions: the selected tokens, and the rows that predict them. Other rows are neither
+            communicated nor multiplied. `counts`, one per tensor rank, is read if `hidden` is a
+            slice.
         temperature: positive; the sampler's.
         vocab_size: columns from here on are padding and outside the softmax.
         tensor_group: ranks that split the vocabulary; None if one rank holds all of it.
@@ -70,6 +70,7 @@ def chosen_logprobs(
     counts = None
     if len(hidden) < predictions.num_rows:
         rank, counts = dist.get_rank(tensor_group), predictions.counts
+        # `hidden` is slice `rank` of the context rank's positions; `rows` count over all slices.
         rows = rows.split(counts)[rank] - rank * len(hidden)
     logprobs, entropy = _ChosenLogprobs.apply(
         hidden[rows],
@@ -87,8 +88,8 @@ def chosen_logprobs(
 class _ChosenLogprobs(torch.autograd.Function):
     """Two all-reduces in the forward, of 1 + 3 scalars per row, and one in the backward, of rows.
 
-    Under sequence parallelism, the one in the backward is a reduce-scatter, and the rows are
-    gathered first in both directions.
+    Under sequence parallelism both passes first all-gather the rows, and the backward
+    reduce-scatters their gradients.
     """
 
     @staticmethod
@@ -115,10 +116,12 @@ class _ChosenLogprobs(torch.autograd.Function):
         maximum, target, sum_exp, sum_x_exp = _over_ranks(tiles.sums(), group)
         log_sum = sum_exp.log()
         entropy = log_sum - sum_x_exp / sum_exp
+        # The rank's own rows: the backward gathers the others again.
         ctx.save_for_backward(hidden, weight, tiles.columns, maximum + log_sum, entropy)
         ctx.group, ctx.counts, ctx.width = group, counts, width
         ctx.temperature, ctx.tile_columns = temperature, tile_columns
         ctx.set_materialize_grads(False)
+        # In this order: target - (maximum + log_sum) would round log_sum to the digits of maximum.
         return (target - maximum) - log_sum, entropy
 
     @staticmethod
@@ -155,6 +158,7 @@ def _over_ranks(sums: SoftmaxSums, group: dist.ProcessGroup | None) -> SoftmaxSu
     maximum = _all_reduce(sums.maximum.clone(), dist.ReduceOp.MAX, group)
     shift = sums.maximum - maximum
     scale = shift.exp()
+    # Stacked for a single all-reduce; x shifts to the new maximum as in `logit_tiles`.
     rescaled = [
         sums.target,
         sums.sum_exp * scale,
@@ -164,7 +168,7 @@ def _over_ranks(sums: SoftmaxSums, group: dist.ProcessGroup | None) -> SoftmaxSu
 
 
 def _gathered(own: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    """The rows of all tensor ranks; rank r has ``counts[r]`` of them."""
+    """Rows of all tensor ranks; rank r has ``counts[r]`` of them."""
     padded = own.new_zeros(1, max(counts), own.shape[1])  # the collective needs equal sizes
     padded[0, : len(own)] = own
     whole = own.new_empty(len(counts), *padded.shape[1:])
@@ -173,7 +177,7 @@ def _gathered(own: Tensor, counts: list[int], group: dist.ProcessGroup | None) -
 
 
 def _scattered(partial: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    """The sum over tensor ranks of the rows that were gathered from this rank."""
+    """Sum over tensor ranks of the rows that were gathered from this rank."""
     padded = partial.new_zeros(len(counts), max(counts), partial.shape[1])
     for part, rows in zip(padded, partial.split(counts), strict=True):
         part[: len(rows)] = rows
@@ -185,13 +189,13 @@ def _scattered(partial: Tensor, counts: list[int], group: dist.ProcessGroup | No
 def _real_columns(
     local_width: int, vocab_size: int, group: dist.ProcessGroup | None
 ) -> tuple[int, int]:
-    """First vocabulary id of this rank's columns, and how many of them are not padding."""
+    """First vocabulary id of this rank's columns, and their number without padding."""
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
     if not (size - 1) * local_width < vocab_size <= size * local_width:
         raise ValueError(
             f"{size} tensor-parallel ranks with {local_width} columns each do not split a "
-            f"vocabulary of {vocab_size}: together they must hold all of it, and each at least "
-            "one column of it"
+            f"vocabulary of {vocab_size}: they must hold all of it together, and each at least one "
+            "column"
         )
     first = rank * local_width
     return first, min(local_width, vocab_size - first)

@@ -1,4 +1,4 @@
-"""Imports Megatron-Core without parts that this project does not use: a third of a rank's start."""
+"""Imports Megatron-Core without parts that this project does not use: a rank starts faster."""
 
 import os
 import sys
@@ -6,32 +6,32 @@ import sys
 import torch
 
 UNUSED = ("wandb", "torch.utils.tensorboard")
-"""Packages that Megatron-Core imports if they are there, for its own inference engine and
-timers."""
+"""Packages that Megatron-Core imports if installed, for its own inference engine and timers."""
 
 
 def import_megatron() -> None:
     """Import Megatron-Core; call this before anything else imports it.
 
-    On import, it passes its fused functions to `torch.compile`, which makes torch load its
-    compiler. That is useless without CUDA, so there the functions stay uncompiled. With what is
-    `UNUSED`, that takes 4 of the 10 seconds of CPU time that a rank needs to start.
+    Saves 4 of the 10 seconds of CPU time that a rank needs to start without CUDA.
 
     Raises ValueError if Transformer Engine, which Megatron-Core imports where it is installed, or
     another package does not work.
     """
-    # Megatron's tensor-parallel layers order communication before computation by issuing both to
-    # one hardware queue. The driver may read this when torch asks it for GPUs below.
+    # Megatron's tensor-parallel layers issue communication before computation to one hardware
+    # queue, to keep that order. Set before torch asks for GPUs, when the driver may read it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # On import, Megatron-Core passes its fused functions to `torch.compile`, which loads torch's
+    # compiler. Without CUDA that is useless: the functions stay uncompiled.
     compiled = torch.compile
     if not torch.cuda.is_available():
         torch.compile = lambda function: function  # type: ignore
+    # None makes `import` raise ModuleNotFoundError, as if the package were not installed.
     for name in UNUSED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     try:
         import megatron.core  # noqa: F401, PLC0415 - see above
-    # OSError: a library that does not fit torch's; the last two: packages of Transformer Engine
-    # that do not fit each other.
+    # OSError: a library that does not match torch's; the last two: packages of Transformer Engine
+    # that do not match each other.
     except (ImportError, OSError, AssertionError, RuntimeError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "megatron":
             raise ValueError(

@@ -22,7 +22,7 @@ from parallel.dims import ParallelDims
 from parallel.pipeline_sim import RAMPS, candidate_orders, candidate_targets, makespan
 
 Plan = list[list[list[int]]]
-"""``plan[data rank][microbatch]``: the indices of its sequences."""
+"""``plan[data rank][microbatch]``: indices of the microbatch's sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,11 @@ class Turn:
 
     context_size: int
     microbatches: list[list[int]]
-    """The sequences of each `context_size` neighbours; empty where they have none."""
+    """Sequences of each block of `context_size` neighbours; empty for an idle block."""
 
 
 def fixed_turns(plan: Plan, context: int) -> list[list[Turn]]:
-    """The plan in which all `context` ranks split every microbatch: [data rank][turn]."""
+    """Turns [data rank][turn] in which all `context` ranks split every microbatch of `plan`."""
     return [
         [Turn(context_size=context, microbatches=[microbatch]) for microbatch in rank]
         for rank in plan
@@ -43,9 +43,9 @@ def fixed_turns(plan: Plan, context: int) -> list[list[Turn]]:
 
 
 def numbered(turns: Sequence[Turn], numbers: Sequence[int]) -> list[Turn]:
-    """Replace places of sequences by their `numbers`."""
+    """Replace index i of each sequence by ``numbers[i]``."""
     return [
-        replace(turn, microbatches=[[numbers[i] for i in of] for of in turn.microbatches])
+        replace(turn, microbatches=[[numbers[i] for i in each] for each in turn.microbatches])
         for turn in turns
     ]
 
@@ -62,7 +62,7 @@ class CostModel:
     overhead: float = 256.0
     """Fixed cost of a microbatch, in tokens: kernel launches, messages, small matrices."""
     exchange: float = 0.08
-    """Cost of the keys and values of a token that another context rank has, in tokens: 12 kB per
+    """Cost of exchanging a token's keys and values between context ranks, in tokens: 12 kB per
     layer, forward and backward, with 1,024 of each in bfloat16, at 50 GB/s, against 72 h**2 FLOP at
     400 TFLOP/s for h = 4096."""
 
@@ -71,9 +71,10 @@ class CostModel:
         """The usual block: 24 h**2 FLOP per token in matrices, 4 h per causal (query, key) pair.
 
         A sequence has L**2 / 2 such pairs in the `attending` part of the layers, so quadratic /
-        linear = attending 2 h / (24 h**2) (Kaplan et al., arXiv 2001.08361, section 2.1). The
-        others have linear attention, whose context ranks exchange no less, or none.
+        linear = attending 2 h / (24 h**2) (Kaplan et al., arXiv 2001.08361, section 2.1). Other
+        layers have linear attention, or none.
         """
+        # Not times `attending`: context ranks exchange no less for linear attention.
         exchange = cls.exchange * (4096 / hidden_size) ** 2
         return cls(linear=1.0, quadratic=attending / (12 * hidden_size), exchange=exchange)
 
@@ -109,8 +110,8 @@ def plan_microbatches(
     sequence). Each index occurs once; no microbatch exceeds `max_tokens`, alignment included; every
     rank has the same number of microbatches, a multiple of the pipeline size under interleaving,
     possibly with empty ones at the end. The plan depends only on the arguments, so all ranks
-    compute the same one without communication. Without `search` there are as few microbatches as
-    without a pipeline, and none is smaller for the pipeline's sake.
+    compute the same one without communication. Without `search` the plan ignores the pipeline: as
+    few microbatches as fit, of equal cost.
 
     Raises ValueError if a sequence does not fit.
     """
@@ -134,11 +135,10 @@ def plan_items(
 
     Without a pipeline: as few microbatches as best-fit-decreasing needs, of equal cost, the
     costliest first, so that running out of memory shows at once. In a pipeline, stages wait for the
-    first microbatch to arrive and the last to return, and for microbatches that take longer than
-    others. So there may be more microbatches than needed, as long as their fixed cost does not
-    outweigh the gain, and those at the ends are smaller. Counts and ramps are ranked by simulating
-    the schedule with idealized costs; bins are filled for the best ones, and the fastest resulting
-    plan is taken.
+    first microbatch to arrive, the last to return, and slow ones in between: there may be more
+    microbatches than needed, if the gain outweighs their fixed cost, and those at the ends are
+    smaller. Counts and ramps are ranked by simulating the schedule with idealised costs; bins are
+    filled for the best ones, and the fastest resulting plan is taken.
 
     The n-th microbatches of all data ranks cost about the same, since ranks meet in collectives.
     """
@@ -162,12 +162,13 @@ def plan_items(
         if filled is not None:
             for places in (rank_by_rank(targets.shape), snake_assign(filled, targets.shape, items)):
                 found.append(_scheduled(filled, places, items, dims))
-    # Prefer later ones among equals: the plans of best fit are less even.
+    # Among equally fast plans take the last: that of best fit, the first, is less even.
     best = min(reversed(found), key=attrgetter("time"))
     level = _scheduled(rebalance(best.bins, best.places, items), best.places, items, dims)
     best = min(best, level, key=attrgetter("time"))
     bins, places = best.bins, best.places
 
+    # By bin, then by index: every microbatch lists its sequences in ascending order.
     by_bin = order[np.lexsort((order, bins))].tolist()
     ends = np.bincount(bins, minlength=places.size).cumsum()
     starts = [0, *ends.tolist()]
@@ -180,10 +181,10 @@ def microbatch_capacity(lengths: Sequence[int], max_tokens: int, alignment: Alig
     longest = max(range(len(lengths)), key=lengths.__getitem__, default=-1)
     needed = round_up(lengths[longest], alignment.total) if lengths else alignment.total
     if needed > capacity:
-        what = f"sequence {longest} has {lengths[longest]} tokens" if lengths else "no sequence"
+        what = f"sequence {longest} has {lengths[longest]} tokens" if lengths else "no tokens"
         raise ValueError(
-            f"{what}, {needed} after alignment to a multiple of {alignment.total}, and a "
-            f"microbatch takes max_tokens_per_microbatch = {max_tokens}: set it to {needed} or more"
+            f"{what}, {needed} after alignment to a multiple of {alignment.total}, more than "
+            f"max_tokens_per_microbatch = {max_tokens}: set it to {needed} or more"
         )
     return capacity
 
@@ -204,11 +205,12 @@ def _scheduled(
     ramps = range(len(RAMPS) if dims.pipeline > 1 else 1)
     orders = [order for ramp in ramps for order in candidate_orders(whole, dims.pipeline, ramp)]
     orders = [np.append(order, np.arange(whole, costs.shape[1])) for order in orders]
+    # Ranked by the mean rank; only the two orders below are timed on all ranks.
     mean = costs.mean(axis=0)
     times = makespan(
         np.array([mean[order] for order in orders]), dims.pipeline, dims.virtual_pipeline
     )
-    if dims.expert > 1:  # ranks meet in every layer
+    if dims.expert > 1:  # ranks wait for each other in every layer's all-to-all
         costs = costs.max(axis=0, keepdims=True)
     fastest, descending = orders[int(times.argmin())], np.arange(costs.shape[1])
     found = [

@@ -1,13 +1,13 @@
 """NCCL, called directly in the library that torch loaded: Python's other threads run meanwhile.
 
-The buffers of this process's communicators can leave the GPU while nobody communicates.
-`ncclCommSuspend` of NCCL 2.29.7 copies what a communicator has for peers that it reaches by NVLink
-or PCIe to the host, and frees it; `ncclCommResume` brings it back, at the same addresses. What it
-has for the network and for NVLS stays on the GPU, and so do communicators of two ranks, which torch
-makes for a send outside a batch and gives no access to.
+Buffers of this process's communicators can leave the GPU while nobody communicates.
+`ncclCommSuspend` of NCCL 2.29.7 copies buffers for peers behind NVLink or PCIe to the host, and
+frees them; `ncclCommResume` brings them back, at the same addresses. Buffers for the network and
+for NVLS stay on the GPU, and so do communicators of two ranks, which torch makes for sends outside
+a batch and does not expose.
 
-Both wait for peers without a time-out. torch's own `suspend` and `resume` meanwhile hold the GIL,
-so when a peer has failed, the watchdog's threads could neither say why nor end the rank.
+Both functions wait for peers without a time-out. torch's own `suspend` and `resume` hold the GIL
+meanwhile: when a peer has failed, the watchdog's threads could neither say why nor end the rank.
 """
 
 import ctypes
@@ -37,20 +37,19 @@ SUSPEND_MEM = ctypes.c_int(1)  # from nccl.h
 
 
 class Communicators:
-    """Communicators of all groups that this process is in. All ranks make the same calls together.
+    """NCCL communicators of all groups of this process. All ranks make the same calls together.
 
-    Without CUDA there are none, and nothing moves. Raises DistBackendError, after which the process
-    has to end.
+    Without CUDA there are none. Methods raise DistBackendError, after which the process must end.
     """
 
     def __init__(self) -> None:
         self.are_away = False
 
     def suspend(self) -> None:
-        """Free their buffers on the GPU, when all work on it is done.
+        """Free the communicators' buffers on the GPU, when all work on it is done.
 
-        Peers may still be at it when this returns. Until `resume`, nothing may communicate over
-        NCCL, where a kernel would end with an illegal address.
+        Peers may still be suspending when this returns. Until `resume`, nothing may communicate
+        over NCCL: a kernel would end with an illegal address.
         """
         assert not self.are_away
         self.are_away = True
@@ -58,7 +57,7 @@ class Communicators:
             call_nccl("ncclCommSuspend", communicator, SUSPEND_MEM)
 
     def resume(self) -> None:
-        """Bring back what is away; else return at once."""
+        """Bring suspended buffers back; without any, return at once."""
         if not self.are_away:
             return
         for communicator in _initialized():
@@ -73,19 +72,17 @@ def call_nccl(name: str, *arguments: Any) -> None:
 
 
 def created_groups() -> list[ProcessGroup]:
-    """The groups that this process is in, oldest first.
-
-    NCCL suspends and resumes a communicator once all of its ranks have come to it. All ranks create
-    groups in one order, so they never wait for each other in a circle.
-    """
+    """Process groups of this process, oldest first."""
+    # NCCL suspends and resumes a communicator when all of its ranks have called it. All ranks
+    # create groups in the same order; in this order they never wait for each other in a circle.
     return list(distributed_c10d._world.pg_map)
 
 
 def _initialized() -> list[ctypes.c_void_p]:
-    """The communicators of groups that have communicated, for which torch makes them.
+    """Communicators of groups that have communicated: torch makes them at the first use.
 
-    Their ranks agree on which these are: to make one, each waits for all. Of other groups torch
-    gives the null pointer.
+    All ranks of a group agree on whether it has one, because each waits for all to make it. For
+    other groups torch returns a null pointer.
     """
     if not torch.cuda.is_available():
         return []

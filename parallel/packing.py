@@ -19,7 +19,7 @@ from parallel.rank_part import RankPart
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSequence:
-    """One prompt with one completion, and what the loss needs to know about it.
+    """One prompt with one completion, and its inputs to the loss.
 
     `advantage` is one value for all response tokens, or one per token. `loss_weight` is the weight
     of each response token, normalized over the global batch: the loss is not divided later.
@@ -34,13 +34,13 @@ class TokenSequence:
     loss_weight: float
     rollout_logprobs: Tensor  # [L - num_prompt_tokens]
     response_mask: Tensor | None = None  # [L - num_prompt_tokens] bool, counted tokens; None: all
-    # [up to L, layers, columns] uint8, int16 or int32, what the engine chose for the first tokens:
-    # all but the last, which it sampled and did not read. Experts, then positions of the tokens
-    # that indexers chose, either of which may be absent; None: the model chooses
+    # [up to L, layers, columns] uint8, int16 or int32: the engine's choices for the first tokens
+    # (all but the last, which it sampled and did not read). Columns: experts, then token positions
+    # from indexers; either may be absent. None: the model chooses
     routes: Tensor | None = None
-    log_row: int | None = None  # of its first response token in the log of tokens; None: in none
+    log_row: int | None = None  # row of the first response token in the token log; None: no log
     root: int | None = None  # index of the sequence in whose response this prompt ends; None: none
-    # Of the prompt: PromptImages, or until they are read what tells them from others.
+    # Images of the prompt: PromptImages, or a key of them until they are read; None: none
     images: Hashable | None = None
 
     def __post_init__(self) -> None:
@@ -58,12 +58,12 @@ class PackedBatch:
     """One microbatch: n segments end to end, T tokens with alignment padding after each segment.
 
     A segment is a whole sequence or, where completions share their prompt, either the prompt
-    without its last token, or that last token followed by one completion; what is shared may also
-    be the beginning of another completion. So each token is predicted at the position before it in
-    its own segment; only attention looks across segments.
+    without its last token, or that last token followed by one completion. What sequences share may
+    also extend into a completion. So each token is predicted at the position before it in its own
+    segment; only attention looks across segments.
 
     Every tensor is indexed like `tokens`: position t describes ``tokens[t]``. Every rank of a model
-    replica holds the complete batch, and `part` selects what is the rank's own. Padding has
+    replica holds the complete batch, and `part` selects the rank's own positions. Padding has
     sequence_index -1 and zeros elsewhere.
     """
 
@@ -82,19 +82,19 @@ class PackedBatch:
     ref_logprobs: Tensor | None = None  # [T]
     high_entropy: Tensor | None = None  # [T], entropies of the objective's tokens, -inf of others
     entropy_weights: Tensor | None = None  # [T], weights in the entropy bonus; None: no bonus
-    log_rows: Tensor | None = None  # [T] int64, rows in the log of tokens; -1 or None: in none
-    # [T, layers, topk] integers, the experts of each token; None: the routers choose. On the rank
-    # that trains, only of its own layers.
+    log_rows: Tensor | None = None  # [T] int64, rows in the token log; -1 or None: not logged
+    # [T, layers, topk] integers, experts of each token; None: the routers choose. A training rank
+    # keeps only its own layers.
     routed_experts: Tensor | None = None
-    # [T, layers, index_topk], the positions in its sequence of the tokens that each attends to;
-    # None: indexers choose. With `part`, only of the rank's own tokens.
+    # [T, layers, index_topk], in-sequence positions of the tokens that each token attends to;
+    # None: indexers choose. With `part`, only the rank's own tokens.
     chosen_tokens: Tensor | None = None
-    # [n, most parts, 2] int64, first packed position and end of what each segment attends to
-    # besides itself: a shared prompt, and what it shares of others' responses, without padding, or
-    # nothing (0, 0). Each is the beginning of a segment. None: prompts are never shared.
+    # [n, most parts, 2] int64, packed ranges [first, end) that each segment attends to in addition
+    # to itself: a shared prompt and shared beginnings of responses, without padding, or (0, 0) for
+    # none. Each range begins a segment. None: prompts are never shared.
     prefixes: Tensor | None = None
     images: PackedImages | None = None  # None: no prompt has any
-    part: RankPart | None = None  # what one rank holds and predicts; None: not known yet
+    part: RankPart | None = None  # positions and predictions of one rank; None: not known yet
 
     @property
     def rope_positions(self) -> Tensor:
@@ -104,7 +104,7 @@ class PackedBatch:
     def on_rank(self, dims: ParallelDims, coordinates: Coordinates) -> "PackedBatch":
         """The batch with the `part` of the rank at `coordinates`, unless it is known.
 
-        Call it before `to`: a GPU would have to tell the host how many tokens there are.
+        Call it before `to`: on a GPU, the host would wait for the number of tokens.
         """
         if self.part is not None:
             return self
@@ -143,11 +143,11 @@ class ColumnMap:
         dtype: DTypeLike = np.float32,
         elsewhere: int = 0,
     ) -> Tensor:
-        """One of `values` for each place, a scalar or one per token; `elsewhere` in the gaps."""
-        if Tensor not in map(type, values):  # nearly always
+        """Fill each place with its value, a scalar or one per token; gaps with `elsewhere`."""
+        if Tensor not in map(type, values):  # the usual case
             in_turn = np.full(len(self._lengths), elsewhere, dtype)
             in_turn[1::2] = values
-            # Faster than to write to a slice for each.
+            # Faster than a write to the slice of each place.
             return torch.from_numpy(np.repeat(in_turn, self._lengths))
         column = np.full(self._total, elsewhere, dtype)
         for value, place in zip(values, self._places, strict=True):
@@ -167,12 +167,13 @@ def pack(
     """Pack ``sequences[i] for i in indices`` end to end.
 
     With `share_prompts`, sequences with equal prompts share a copy of it if that saves tokens, and
-    one with its `root` beside it has none. `indices` may be empty: a rank without work joins its
-    peers' collectives with padding, whose loss is zero. The last `index_topk` columns of `routes`
-    are tokens. `dtype` is that of weights, advantages and so on.
+    a sequence packed with its `root` continues the root's segment. `indices` may be empty: a rank
+    without work joins its peers' collectives with padding, at zero loss. The last `index_topk`
+    columns of `routes` are token positions. `dtype` is for weights, advantages and so on.
     """
     segments = _segments(sequences, indices, alignment, share_prompts)
     lengths = [round_up(len(s.tokens), alignment.sequence) for s in segments] or [alignment.total]
+    # The last segment takes the padding of the whole microbatch.
     lengths[-1] += -sum(lengths) % alignment.total
     *starts, total = accumulate(lengths, initial=0)
     firsts = [segment.position for segment in segments] or [0]
@@ -225,11 +226,11 @@ class _Segment:
     """A contiguous part of a microbatch; each token is predicted from the one before it there."""
 
     tokens: Tensor
-    routes: Tensor | None = None  # of its first tokens
-    images: PromptImages | None = None  # of the prompt of its sequence
-    position: int = 0  # of its first token in the sequence
-    index: int = -1  # of the sequence; -1 for a shared prompt
-    prefix: int | None = None  # number of the segment that it continues
+    routes: Tensor | None = None  # routes of the first tokens
+    images: PromptImages | None = None  # images of the sequence's prompt
+    position: int = 0  # position of the first token in the sequence
+    index: int = -1  # index of the sequence; -1 for a shared prompt
+    prefix: int | None = None  # number of the segment that this one continues
 
     @property
     def part(self) -> slice:
@@ -238,11 +239,11 @@ class _Segment:
 
     @classmethod
     def cut_from(cls, sequence: TokenSequence, part: slice, **place: int) -> "_Segment":
-        """The segment with `part` of the tokens of a sequence."""
+        """Segment with `part` of the tokens of a sequence."""
         routes = sequence.routes
         routes = None if routes is None else routes[part]
         images = sequence.images
-        assert images is None or isinstance(images, PromptImages), "read before they are packed"
+        assert images is None or isinstance(images, PromptImages), "read images before packing"
         return cls(tokens=sequence.tokens[part], routes=routes, images=images, **place)
 
 
@@ -250,10 +251,11 @@ def _segments(
     sequences: Sequences, indices: Sequence[int], alignment: Alignment, share_prompts: bool
 ) -> list[_Segment]:
     present = {*indices} if share_prompts else set[int]()
-    first = [i for i in indices if sequences[i].root not in present]
-    groups = [[i] for i in first]
+    # A sequence without its root in the microbatch is packed like any other.
+    roots = [i for i in indices if sequences[i].root not in present]
+    groups = [[i] for i in roots]
     if share_prompts:
-        groups = [[first[i] for i in group] for group in by_prompt([sequences[i] for i in first])]
+        groups = [[roots[i] for i in group] for group in by_prompt([sequences[i] for i in roots])]
     segments: list[_Segment] = []
     for group in groups:
         num_prompt_tokens = sequences[group[0]].num_prompt_tokens
@@ -261,19 +263,22 @@ def _segments(
         if len(group) == 1 or not is_shared(num_prompt_tokens, responses, alignment.sequence):
             segments += [_Segment.cut_from(sequences[i], slice(None), index=i) for i in group]
             continue
+        # The prompt's last token stays with each completion, whose first token it predicts.
         position, prefix = num_prompt_tokens - 1, len(segments)
-        # Of a dialogue that failed before its first turn, the engine has not seen the prompt.
+        # The longest routes: the engine never read the prompt of a dialogue that failed before its
+        # first turn.
         routes = {i: sequences[i].routes for i in group}
-        seen = max(group, key=lambda i: 0 if (of := routes[i]) is None else len(of))
-        segments.append(_Segment.cut_from(sequences[seen], slice(position)))
-        own, at = slice(position, None), {"position": position, "prefix": prefix}
-        segments += [_Segment.cut_from(sequences[i], own, index=i, **at) for i in group]
+        longest = max(group, key=lambda i: 0 if (each := routes[i]) is None else len(each))
+        segments.append(_Segment.cut_from(sequences[longest], slice(position)))
+        own, place = slice(position, None), {"position": position, "prefix": prefix}
+        segments += [_Segment.cut_from(sequences[i], own, index=i, **place) for i in group]
     places = {segment.index: number for number, segment in enumerate(segments)}
-    for i in sorted({*indices} - {*first}):  # a root has a smaller index
+    # Ascending: a root has a smaller index, so it already has its segment.
+    for i in sorted({*indices} - {*roots}):
         position, root = sequences[i].num_prompt_tokens - 1, sequences[i].root
         assert root is not None
-        at, places[i] = {"position": position, "prefix": places[root]}, len(segments)
-        segments.append(_Segment.cut_from(sequences[i], slice(position, None), index=i, **at))
+        place, places[i] = {"position": position, "prefix": places[root]}, len(segments)
+        segments.append(_Segment.cut_from(sequences[i], slice(position, None), index=i, **place))
     return segments
 
 
@@ -282,9 +287,8 @@ def _laid_routes(
 ) -> dict[str, Any]:
     """`routed_experts` and `chosen_tokens` of a batch, for segments that begin at `starts`.
 
-    Other tokens go to all experts in turn, and attend to the first of their sequence: padding, the
-    last token of a sequence, and a sequence that has no routes as it failed. None of them enters
-    the loss, nor is read by one that does.
+    Tokens without routes (padding, last tokens and failed sequences) go to all experts in turn and
+    attend to the first token of their sequence. No token of the loss is one of them or reads one.
     """
     found = [
         (start, segment.routes)
@@ -306,7 +310,7 @@ def _laid_routes(
 
 
 def _pack_images(segments: Sequence[_Segment], columns: ColumnMap) -> PackedImages:
-    """The images of a microbatch of these segments, each once."""
+    """Images of a microbatch of these segments, each once."""
     found = {each.images.digest: each.images for each in segments if each.images is not None}
     counts = (len(images.tokens) for images in found.values())
     first_rows = dict(zip(found, accumulate(counts, initial=0), strict=False))
@@ -318,7 +322,7 @@ def _pack_images(segments: Sequence[_Segment], columns: ColumnMap) -> PackedImag
             rows.append(torch.full_like(numbers, -1))
             positions.append(numbers.expand(3, -1))
             continue
-        # Of the whole prompt, at the place of each token of an image, its number among these.
+        # For the whole prompt: the feature of each image token in this microbatch, -1 for text.
         whole = torch.full((max(part.stop, images.positions.shape[1]),), -1)
         whole[images.tokens] = first_rows[images.digest] + torch.arange(len(images.tokens))
         rows.append(whole[part])
@@ -341,13 +345,13 @@ def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:
             start, root = starts[segment.prefix], segments[segment.prefix]
             before = [*parts[segment.prefix], (start, start + segment.position - root.position)]
         parts.append(before)
-    most = 1 << (max([1, *map(len, parts)]) - 1).bit_length()  # a kernel is compiled for each
+    # Rounded up to a power of two: a kernel is compiled for each number of parts.
+    most = 1 << (max([1, *map(len, parts)]) - 1).bit_length()
     return torch.tensor([each + [(0, 0)] * (most - len(each)) for each in parts or [[]]])
 
 
 def by_prompt(sequences: Sequence[TokenSequence]) -> list[list[int]]:
-    """Ascending indices of the sequences of each prompt with its images, in order of first
-    occurrence."""
+    """Group sequences by prompt and images: ascending indices, in order of first occurrence."""
     groups: dict[tuple[bytes, Hashable], list[int]] = {}
     for i, sequence in enumerate(sequences):
         prompt = sequence.tokens[: sequence.num_prompt_tokens].numpy().tobytes()

@@ -8,12 +8,10 @@ from torch import Tensor
 
 
 def page_locked_bytes(num_bytes: int) -> Tensor:
-    """Uninitialized bytes [n] on the host, page-locked if there is a GPU.
-
-    torch's own pinned memory would be rounded up to a power of two.
-    """
+    """Uninitialised bytes [n] on the host, page-locked if there is a GPU."""
     room = torch.empty(num_bytes, dtype=torch.uint8)
     if num_bytes and torch.cuda.is_available():
+        # Not torch's pinned memory, which is rounded up to a power of two.
         runtime, address = torch.cuda.cudart(), room.data_ptr()
         torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
         weakref.finalize(room, runtime.cudaHostUnregister, address)

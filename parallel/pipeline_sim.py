@@ -62,6 +62,7 @@ def stage_operations(
     ]
     forwards = [Operation(False, chunk, i) for chunk, i in turns]
     backwards = [Operation(True, virtual_pipeline - 1 - chunk, i) for chunk, i in turns]
+    # Warm-up forwards as Megatron-Core's `get_pp_rank_microbatches` counts them.
     ahead = pipeline - 1 - stage
     if virtual_pipeline > 1:
         ahead = 2 * ahead + (virtual_pipeline - 1) * pipeline
@@ -71,20 +72,20 @@ def stage_operations(
 
 
 class _Schedule(NamedTuple):
-    """Operations of all stages, numbered from 1 such that each comes after those that it waits for.
+    """Operations of all stages, numbered from 1 such that each comes after all that it waits for.
 
     Number 0 stands for the start. The arrays have one element for each operation.
     """
 
     microbatch: np.ndarray
     factor: np.ndarray
-    """Part of a microbatch's cost."""
+    """Duration, as a multiple of the microbatch's cost."""
     previous: np.ndarray
-    """Number of the stage's operation before it."""
+    """Number of the operation before it on the stage."""
     source: np.ndarray
-    """Number of the operation of which the output is its input."""
+    """Number of the operation that produces its input."""
     waves: list[slice]
-    """Operations that run at the same time on different stages."""
+    """Operations on different stages that do not wait for each other."""
 
 
 @lru_cache(maxsize=256)
@@ -106,7 +107,9 @@ def _schedule(count: int, pipeline: int, virtual_pipeline: int) -> _Schedule:
             is_backward, chunk, i = queue[0]
             part = chunk * pipeline + stage
             if part == (last if is_backward else 0):
-                source = 0  # a last chunk's backward needs only its forward, which comes before it
+                # The first chunk's forward has no input, and the last chunk's backward needs only
+                # its own forward, which comes earlier on the same stage.
+                source = 0
             elif (needed := (is_backward, part + 2 * is_backward - 1, i)) in numbers:
                 source = numbers[needed]
             else:
@@ -114,17 +117,17 @@ def _schedule(count: int, pipeline: int, virtual_pipeline: int) -> _Schedule:
             queue.popleft()
             operations.append((i, (1 + is_backward) / virtual_pipeline, latest[stage], source))
             wave[is_backward, part, i] = latest[stage] = len(operations)
-        numbers |= wave
+        numbers |= wave  # after the loop: operations of one wave must not feed each other
         waves.append(slice(begin, len(operations)))
-    of, factor, previous, source_of = (np.array(field) for field in zip(*operations, strict=True))
-    return _Schedule(of, factor, previous, source_of, waves)
+    microbatch, factor, previous, sources = map(np.array, zip(*operations, strict=True))
+    return _Schedule(microbatch, factor, previous, sources, waves)
 
 
 def makespan(costs: np.ndarray, pipeline: int, virtual_pipeline: int = 1) -> np.ndarray:
     """Time from the first forward to the last backward, for each row of `costs`.
 
-    `costs` [rows, microbatches] are those of a forward on one stage, all its chunks together; a
-    backward takes twice as long. Rows may end with `ABSENT`. With interleaving, the number of
+    `costs` [rows, microbatches] are for a forward on one stage, all its chunks together; a backward
+    takes twice as long. Rows may end with `ABSENT`. With interleaving, the number of
     microbatches must be a multiple of the pipeline size.
     """
     if pipeline == virtual_pipeline == 1:  # one operation after the other
@@ -187,7 +190,7 @@ CENTRES = (0.0, 0.3, 0.5, 0.7, 1.0)
 NUM_COUNTS = 12
 """Maximum number of microbatch counts to try."""
 OPERATIONS = 20_000
-"""Bound on the total number of operations in these schedules: large ones try fewer counts."""
+"""Bound on the operations in all these schedules: large pipelines try fewer counts."""
 MOST_FILLED = 10
 """Maximum number of targets, most promising first, for which bins are filled."""
 PLACEMENTS = 20_000
@@ -256,10 +259,10 @@ def _largest(items: Items, count: int, ranks: int) -> np.ndarray:
 def _scale_to_work(
     weights: np.ndarray, least: np.ndarray, per_rank: float, items: Items
 ) -> np.ndarray:
-    """Costs proportional to each row of `weights` that sum to a rank's work: ``level * weights``.
+    """Costs ``level * weights`` [rows, microbatches]; every row sums to a rank's work.
 
-    With `least` they are at least [rows, microbatches] as large as their largest item, and at most
-    a microbatch full of average items; then the sum may fall short. Example: weights 1 1 0.5 and
+    A microbatch costs at least `least`, its largest item, and at most a microbatch full of average
+    items; then the sum may fall short. Example: weights 1 1 0.5 and
     work 10 give 4 4 2; with a cap of 3.5 they give 3.5 3.5 3. `level` is found by bisection.
     """
     full = items.capacity * items.costs.sum() / max(items.tokens.sum(), 1)
@@ -282,6 +285,7 @@ def candidate_orders(count: int, pipeline: int, ramp: int) -> list[np.ndarray]:
     """
     weights = RAMPS[ramp].weights(count, pipeline)
     places = np.arange(count)
+    # As bytes: the set drops equal orders; sorted, they come in one order on all ranks.
     orders = {
         np.lexsort((abs(places - centre * (count - 1)), -weights)).argsort().tobytes()
         for centre in (CENTRES if pipeline > 1 else CENTRES[:1])

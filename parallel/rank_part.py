@@ -18,8 +18,8 @@ def context_indices(
     """Packed positions that context rank `rank` of `size` holds, in its local order.
 
     `cu_seqlens` [num_sequences + 1]: cumulative lengths, each a multiple of ``2 * size`` when
-    ``size > 1``. `num_tokens` is the last of them, T; None reads it, for which the host waits if
-    they are on a GPU. Returns int64 [T / size] on the device of `cu_seqlens`.
+    ``size > 1``. `num_tokens` is the last of them, T; with None the host reads it, and waits for a
+    GPU. Returns int64 [T / size] on the device of `cu_seqlens`.
     """
     num_tokens = int(cu_seqlens[-1]) if num_tokens is None else num_tokens
     if size == 1:
@@ -65,23 +65,23 @@ def prediction_targets(cu_seqlens: Tensor, local: Tensor) -> Tensor:
 class Predictions:
     """Positions of a context rank that predict the K selected tokens.
 
-    How many they are depends on values. A GPU would have to tell the host, which would wait for all
-    work before; so this is computed where the host knows them, and copied.
+    K depends on values: on a GPU, the host would wait for all earlier work to read it. So indices
+    are computed on the host, and copied.
     """
 
     rows: Tensor
-    """[K] int64, ascending: the positions, in the order of the context rank."""
+    """[K] int64, ascending: positions in the order of the context rank."""
     positions: Tensor
-    """[K] int64, ascending: the packed positions of the tokens that they predict."""
+    """[K] int64, ascending: packed positions of the predicted tokens."""
     num_rows: int
-    """T / cp, positions that the context rank holds."""
+    """T / cp, number of positions that the context rank holds."""
     counts: list[int]
-    """How many of the `rows` are in each of the equal parts that tensor ranks hold under sequence
-    parallelism."""
+    """Number of `rows` in the equal part of each tensor rank under sequence parallelism."""
 
     @classmethod
     def of(cls, targets: Tensor, select: Tensor, num_parts: int = 1) -> "Predictions":
-        """Select [T] bool among `targets` [T / cp], which are those of `prediction_targets`."""
+        """Predictions of tokens in `select` [T] bool; `prediction_targets` gives `targets`."""
+        # A target of -1 selects the last token, which the first condition then drops.
         wanted = (targets >= 0) & select[targets]
         rows = wanted.nonzero().squeeze(1)
         return cls(
@@ -97,11 +97,11 @@ class Predictions:
 
 @dataclass(frozen=True, kw_only=True)
 class SecondTokens:
-    """The tokens after the next ones, which a layer for multi-token prediction predicts."""
+    """Targets of a layer for multi-token prediction: the tokens after the next ones."""
 
     next: Tensor
-    """[T / cp] int64, packed positions of the next tokens, which it is given; any at the end of a
-    sequence."""
+    """[T / cp] int64, packed positions of the next tokens, inputs of the layer; any position at the
+    end of a sequence."""
     predictions: Predictions
     """Predictions of tokens of the loss."""
 
@@ -111,6 +111,7 @@ class SecondTokens:
     ) -> "SecondTokens":
         """See `RankPart.of`; `local` are the rank's own positions."""
         following = prediction_targets(cu_seqlens, local)
+        # Masked, because the target of -1 is 0, a position like any other.
         second = prediction_targets(cu_seqlens, following).masked_fill(following < 0, -1)
         return cls(next=following.relu(), predictions=Predictions.of(second, select, num_parts))
 
@@ -120,24 +121,24 @@ class SecondTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPart:
-    """Indices of a rank, which all passes over a microbatch use: forwards and backwards.
+    """Indices of a rank for all passes over a microbatch, forwards and backwards.
 
-    They follow from the lengths of sequences. So they are made once, on the host, before anything
-    is copied to a GPU; a forward then never waits for one.
+    Made once, on the host, before anything is copied to a GPU: a forward then never waits for a
+    GPU.
     """
 
     local: Tensor
-    """[T / cp] int64, the packed positions that the context rank holds, in its order."""
+    """[T / cp] int64, packed positions that the context rank holds, in its order."""
     predictions: Predictions
     """Predictions of tokens of the loss; read on the last pipeline stage."""
     second: SecondTokens | None = None
-    """None: nothing predicts these."""
+    """None: no layer predicts second tokens."""
 
     @classmethod
     def of(
         cls, cu_seqlens: Tensor, select: Tensor, rank: int, size: int, num_parts: int
     ) -> "RankPart":
-        """The part of context rank `rank` of `size`, for one of its tensor ranks.
+        """Part of context rank `rank` of `size`.
 
         Args:
             cu_seqlens: [n + 1], cumulative lengths of the packed segments.

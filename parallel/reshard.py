@@ -2,9 +2,9 @@
 
 The workers of the first engine receive every element of their shards once, directly from trainer
 ranks that hold it. The engines form a chain: worker w of one forwards what it receives to worker w
-of the next. Each trainer rank plans its own sends from its own layout and those of an engine's
-workers. Ranks that hold the same tensor compute the same list of what must be sent of it, and some
-of them take an equal share each of that list, without communication.
+of the next. Each trainer rank plans its own sends from its own layout and the layouts of an
+engine's workers. Ranks that hold the same tensor compute the same list of boxes to send, and up to
+`MAX_SHARERS` of them take an equal share each, without communication.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,18 +22,18 @@ class Sender:
     rank: int
     layout: Layout
     owners: Mapping[str, range]
-    """For each local tensor, the ranks that hold an identical one. Empty for a tied output layer:
-    its elements are sent as the embedding's."""
+    """Ranks that hold an identical copy of each local tensor. Empty for a tied output layer: its
+    elements are sent as the embedding's."""
     replica_sets: Mapping[str, int] = field(default_factory=dict)
-    """For a tensor that all T tensor ranks of a stage hold (norms, router), T: its `owners`, in
-    which the tensor rank varies fastest, then are T sets, one for each tensor rank. Worker w of n
-    gets it from set w * T // n, whose ranks send the worker its other weights anyway."""
+    """T for each tensor that all T tensor ranks of a stage hold (norms, router). Its `owners`, with
+    the tensor rank varying fastest, then form T sets, one for each tensor rank. Worker w of n gets
+    the tensor from set w * T // n: these ranks send the worker its other weights anyway."""
 
 
 MAX_SHARERS = 4
 """Maximum number of ranks that share the sending of a tensor that all of them hold.
 
-A worker has one network card, which a few senders saturate, and each channel costs buffers and a
+A few senders saturate the network card of a worker, and each channel costs buffers and a
 communicator: without the limit, a job of a thousand ranks would have hundreds of them per worker.
 """
 
@@ -45,14 +45,14 @@ class Shared(NamedTuple):
     have: ShardMapping
     """The sender's piece."""
     want: ShardMapping
-    """The worker's."""
+    """The worker's piece."""
     box: Box
 
 
 def plan_sends(
     sender: Sender, workers: Sequence[Layout], max_elements: int
 ) -> dict[int, list[Copy]]:
-    """The copies that a trainer rank sends to each worker of the first engine, in order.
+    """Copies that a trainer rank sends to each worker of the first engine, in order.
 
     `workers` are the layouts of the engine's workers; no copy exceeds `max_elements`.
     """
@@ -73,27 +73,23 @@ def plan_shares(sender: Sender, workers: Sequence[Layout]) -> list[Shared]:
 
 
 def cut_shares(shares: Iterable[Shared], max_elements: int) -> dict[int, list[Copy]]:
-    """The copies of a rank's `shares`, by worker, none larger than `max_elements`.
-
-    They are in the order of their destinations: many then fill consecutive rows of a parameter.
-    """
+    """Copies of a rank's `shares`, by worker, none larger than `max_elements`."""
     sends: dict[int, list[Copy]] = {}
     for worker, have, want, box in shares:
         copies = [Copy.between(have, want, part) for part in box.cut(max_elements)]
         sends.setdefault(worker, []).extend(copies)
+    # In order of destination, many copies fill consecutive rows: `checksum.joined` merges these.
     for ordered in sends.values():
         ordered.sort(key=lambda copy: (copy.destination, copy.destination_box.start))
     return sends
 
 
 def _by_owners(sender: Sender, workers: Sequence[Layout]) -> dict[range, list[Shared]]:
-    """Everything that must be sent of a rank's tensors, grouped by the ranks that can send it.
-
-    Each list is sorted by worker, so that an equal share of it goes to as few workers as possible.
-    """
+    """Boxes of a rank's tensors that workers need, grouped by the ranks that can send them."""
     groups: dict[range, list[Shared]] = {}
     pieces = [piece for piece in sender.layout.pieces if sender.owners[piece.local]]
     found = overlaps(pieces, [worker.pieces for worker in workers])
+    # By worker: an equal share of each list then goes to as few workers as possible.
     for shared in sorted((Shared(*each) for each in found), key=attrgetter("worker")):
         local = shared.have.local
         num_sets = sender.replica_sets.get(local, 1)
@@ -112,7 +108,7 @@ def _sharers(owners: range) -> range:
 
 
 def _share(shared: Sequence[Shared], index: int, count: int) -> Iterator[Shared]:
-    """Part `index` of `count` parts of a list, equal in elements up to whole rows."""
+    """Part `index` of `count` parts of a list, with equal numbers of elements up to a row."""
     total = sum(box.num_elements for *_, box in shared)
     low, high = total * index // count, total * (index + 1) // count
     position = 0
@@ -131,13 +127,14 @@ def _between(box: Box, low: int, high: int) -> Box | None:
         return box
     dim = next((d for d, extent in enumerate(box.size) if extent > 1), 0)
     inner = box.num_elements // box.size[dim]
+    # A row belongs to the part in which it begins: parts neither overlap nor leave a gap.
     first = max(0, -(-low // inner))
     end = min(box.size[dim], -(-high // inner))
     return box.narrowed(dim, first, end - first) if first < end else None
 
 
 def check_arrivals(worker: Layout, copies: Iterable[Copy]) -> None:
-    """Raise ValueError, listing every fault, unless all of a worker arrives, and exactly once."""
+    """Raise ValueError, listing every fault, unless a worker's elements arrive exactly once."""
     pieces = tuple(
         ShardMapping(copy.destination, copy.destination_box, copy.destination, copy.destination_box)
         for copy in copies
@@ -148,8 +145,8 @@ def check_arrivals(worker: Layout, copies: Iterable[Copy]) -> None:
 def check_push(senders: Iterable[Sender], workers: Sequence[Layout]) -> int:
     """Raise ValueError unless the shares of all ranks fill each worker's parameters exactly once.
 
-    Of ranks that hold the same tensors, `senders` needs only the first. Returns the number of boxes
-    that are sent, before they are cut to size.
+    `senders` needs only the first of several ranks with the same tensors. Returns the number of
+    boxes that are sent, before they are cut to size.
     """
     arrivals: list[list[Copy]] = [[] for _ in workers]
     for _, (worker, have, want, box) in all_shares(senders, workers):
@@ -176,12 +173,13 @@ def senders_by_worker(shares: Iterable[tuple[int, Shared]], num_workers: int) ->
 def all_shares(
     senders: Iterable[Sender], workers: Sequence[Layout]
 ) -> Iterator[tuple[int, Shared]]:
-    """Yields (trainer rank, share) for everything that any rank sends, before boxes are cut.
+    """Yields (trainer rank, share) for all shares of all ranks, before boxes are cut.
 
-    Of ranks that hold the same tensors, `senders` needs only the first.
+    `senders` needs only the first of several ranks with the same tensors.
     """
     for sender in senders:
         for owners, shared in _by_owners(sender, workers).items():
+            # All owners plan the same shares: yield them once.
             if owners[0] != sender.rank:
                 continue
             sharers = _sharers(owners)

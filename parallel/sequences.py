@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 def counted_lengths(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
-    """How many of the ascending `positions` [K] are in each packed sequence: [n] of [n + 1]."""
+    """Number of ascending `positions` [K] in each packed sequence: [n], of `cu_seqlens` [n + 1]."""
     return torch.searchsorted(positions, cu_seqlens.to(positions)).diff()
 
 
 class SequenceMeans:
-    """The sequences of one packed microbatch, each reduced to its counted tokens, end to end.
+    """Sums and means over the counted tokens of each sequence of one packed microbatch.
 
-    Packing never cuts a sequence, so all of it is in this microbatch; under context parallelism its
-    tokens are spread over the ranks of a group, which all make the same calls in the same order.
+    Packing never cuts a sequence. Under context parallelism its tokens are spread over the ranks of
+    a group, which all make the same calls in the same order.
     """
 
     def __init__(self, lengths: Tensor, context_group: dist.ProcessGroup | None) -> None:
@@ -33,7 +33,7 @@ class SequenceMeans:
         return self._at_tokens(self._over_ranks(self.local_sums(values)), len(values))
 
     def mean(self, values: Tensor) -> Tensor:
-        """Like `sum`, for the mean."""
+        """For each token [K] the mean of `values` [K] over the counted tokens of its sequence."""
         totals = self._over_ranks(self.local_sums(values))
         return self._at_tokens(totals / self._counts.to(totals.dtype), len(values))
 
@@ -43,7 +43,7 @@ class SequenceMeans:
 
     @cached_property
     def _counts(self) -> Tensor:
-        """[n] number of tokens, at least 1; the mean over no tokens is never used."""
+        """[n] number of tokens, at least 1: a mean over no tokens is never used."""
         return self._over_ranks(self.lengths.double()).clamp(min=1)
 
     def _at_tokens(self, totals: Tensor, num_tokens: int) -> Tensor:
@@ -59,8 +59,8 @@ class SequenceMeans:
 
 def _sums(values: Tensor, lengths: Tensor) -> Tensor:
     """Sums over each sequence; differentiable."""
-    # Not index_add, whose order of additions on a GPU is not deterministic: ranks that hold the
-    # same tokens must agree on which sequence is clipped.
+    # Not index_add, which adds in no fixed order on a GPU: ranks that hold the same tokens must
+    # agree on which sequence is clipped.
     totals = torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True)
     return totals.to(values.dtype)
 

@@ -14,14 +14,14 @@ from parallel.pipeline_sim import makespan
 
 
 class Branched(NamedTuple):
-    """A sequence that branches off another one within its response."""
+    """A sequence that branches off within the response of another one, its root."""
 
     root: int
-    """Index of the other sequence."""
+    """Index of the root."""
     shared: int
-    """Tokens that it shares with the root."""
+    """Number of tokens shared with the root."""
     own: int
-    """Tokens that it does not share."""
+    """Number of tokens after these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class PromptGroup:
     responses: dict[int, int]
     """Tokens of each completion, by its index in the batch."""
     branches: Mapping[int, Mapping[int, Branched]] = field(default_factory=dict)
-    """By the index of a completion, the sequences that branch off it, or off its branches, by their
-    index; ascending, so that a root comes first."""
+    """By index of a completion, and then by their own, the sequences that branch off the completion
+    or off its branches; ascending, so that a root comes first."""
 
     def length(self, members: Sequence[int], multiple: int) -> int:
         """Tokens that these completions take in one microbatch, alignment included."""
@@ -42,7 +42,7 @@ class PromptGroup:
         return packed_length(self.num_prompt_tokens, responses, multiple) + branched
 
     def branched_length(self, member: int, multiple: int) -> int:
-        """The part of `length` that is of the branches of one completion."""
+        """Tokens of the branches of one completion in `length`."""
         return sum(round_up(1 + branch.own, multiple) for branch in self._branches([member]))
 
     def _branches(self, members: Sequence[int]) -> Iterator[Branched]:
@@ -57,12 +57,12 @@ class PromptGroup:
         return sum(prompt + response for response in responses) + branched
 
     def squares(self, members: Sequence[int], multiple: int) -> int:
-        """Twice the number of pairs of tokens that attend in one microbatch; those within a shared
-        prompt count once."""
+        """Twice the pairs of tokens that attend in one microbatch; a shared prompt counts once."""
         prompt, responses = self.num_prompt_tokens, [self.responses[i] for i in members]
         squares = sum((prompt + response) ** 2 for response in responses)
         if is_shared(prompt, responses, multiple):
             squares -= (len(members) - 1) * prompt**2
+        # Only own tokens of a branch attend again: its root has counted the shared ones.
         branches = self._branches(members)
         return squares + sum((b.shared + b.own) ** 2 - b.shared**2 for b in branches)
 
@@ -84,9 +84,9 @@ def plan_shared_prompts(
 
     An item is some completions of one prompt that take at most `max_tokens` together with it. Large
     items repeat the prompt less often; small ones can be spread more evenly. So plans are made with
-    items of at most 1, 2, 4, ... completions, and the one whose slowest rank finishes first is
-    taken. Items of 1 give the plan without sharing, so the result is never slower than that. The
-    branches of a completion stay with it if they all fit.
+    items of at most 1, 2, 4, ... completions; the fastest on its slowest rank is taken. Items of 1
+    give the plan without sharing, so the result is never slower. A branch stays with its completion
+    if it fits; others form groups of their own.
 
     Raises ValueError if a sequence does not fit.
     """
@@ -94,6 +94,7 @@ def plan_shared_prompts(
     for group in groups:
         for branches in group.branches.values():
             lengths |= {i: branch.shared + branch.own for i, branch in branches.items()}
+    # Every sequence must fit alone, a branch as well: it may become a group of its own.
     capacity = microbatch_capacity([lengths[i] for i in sorted(lengths)], max_tokens, alignment)
     groups = [part for group in groups for part in _parts(group, capacity, alignment.sequence)]
     multiple, overhead = alignment.sequence, cost.linear * cost.overhead
@@ -123,8 +124,8 @@ def plan_shared_prompts(
 
 
 def _parts(group: PromptGroup, capacity: int, multiple: int) -> Iterator[PromptGroup]:
-    """The group without the branches that do not fit into a microbatch with their roots; after it,
-    groups of those branches by where they branch off."""
+    """The group with the branches that fit into a microbatch with their completion; then groups of
+    the other branches, one for each place at which they branch off."""
     fits: dict[int, dict[int, Branched]] = {}
     apart: dict[tuple[int, int], dict[int, int]] = {}
     for member, branches in group.branches.items():
@@ -157,19 +158,17 @@ def _items(groups: Sequence[PromptGroup], most: int, capacity: int, multiple: in
 
 
 def _cut(group: PromptGroup, most: int, capacity: int, multiple: int) -> list[list[int]]:
-    """First-fit decreasing: each completion, longest first, goes into the first item with room.
-
-    `packed_length` is a sum over completions, so that of a larger item needs one more addend.
-    """
+    """First-fit decreasing: each completion, longest first, goes into the first item with room."""
     prompt = group.num_prompt_tokens
     cut: list[list[int]] = []
     open_items: list[tuple[list[int], int, int]] = []
-    """Items of fewer than `most`, and their tokens with the prompt shared and with it repeated."""
+    """Items below `most` completions: (members, tokens with a shared prompt, with repeats)."""
     for i in sorted(group.responses, key=lambda i: -group.responses[i]):
         branched = group.branched_length(i, multiple)
         own = round_up(1 + group.responses[i], multiple) + branched
         alone = round_up(prompt + group.responses[i], multiple) + branched
         for place, (members, shared, repeated) in enumerate(open_items):
+            # `packed_length` with one more completion: both ways to pack are sums over completions.
             if min(shared + own, repeated + alone) <= capacity:
                 members.append(i)
                 open_items[place] = members, shared + own, repeated + alone
@@ -184,7 +183,7 @@ def _cut(group: PromptGroup, most: int, capacity: int, multiple: int) -> list[li
 
 
 def _merged(items: Sequence[Item]) -> dict[int, list[int]]:
-    """The completions of each group in a microbatch; items of one group share its prompt, too."""
+    """Completions of a microbatch by group: several items of one group share its prompt, too."""
     merged: dict[int, list[int]] = {}
     for number, members in items:
         merged.setdefault(number, []).extend(members)
@@ -198,15 +197,16 @@ def _time(
     dims: ParallelDims,
     cost: CostModel,
 ) -> float:
-    """The time that the pipeline schedule takes on the slowest data rank."""
+    """Time of the pipeline schedule on the slowest data rank."""
     costs = np.array(
         [
             [
                 cost.linear * cost.overhead
                 + sum(
-                    groups[number].cost(members, multiple, cost) for number, members in of.items()
+                    groups[number].cost(members, multiple, cost)
+                    for number, members in microbatch.items()
                 )
-                for of in rank
+                for microbatch in rank
             ]
             for rank in dealt
         ]

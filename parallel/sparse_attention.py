@@ -1,10 +1,10 @@
 """Sparse attention over packed sequences (DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
 
-For each token an indexer chooses a few tokens of its sequence, up to itself, and attention sees no
-others. Scores of the indexer and of attention are computed for a block of queries at a time, and
-again in the backward, so that no tensor has a number for each pair of tokens. Keys are complete and
-in packed order, as in `attention.py`. Queries may be those of any rank: a query has its packed
-position, so its scores are the same wherever it is computed, but for the order of sums.
+An indexer chooses a few tokens for each query, from its sequence up to itself; attention sees no
+others. Scores are computed for one block of queries at a time, and attention again in the backward:
+no tensor has a number for each pair of tokens. Keys are complete and in packed order, as in
+`attention.py`. Queries may be of any rank: each has its packed position, so its scores do not
+depend on where it is computed, but for the order of sums.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 BLOCK = 128
-"""Queries of attention at a time."""
+"""Number of queries of attention at a time."""
 INDEX_BLOCK = 32
-"""Queries of the indexer, which has a score for each of its heads: 1 GB at 128k tokens."""
+"""Number of queries of the indexer at a time. It has a score per head: 1 GB at 128k tokens."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Queries:
     """The positions of queries in a packed microbatch."""
 
     places: Tensor
-    """int64 [2, t]: the packed position at which the sequence of each query begins, and its own."""
+    """int64 [2, t]: packed positions of the start of each query's sequence, and of the query."""
     places_on_host: Tensor
     """`places` on the host, so that `blocks` does not wait for the device."""
 
@@ -58,11 +58,11 @@ class Queries:
 def choose_tokens(
     query: Tensor, key: Tensor, weights: Tensor, queries: Queries, topk: int
 ) -> Tensor:
-    """int32 [t, topk]: the packed positions of the tokens with the largest scores.
+    """Packed positions, int32 [t, topk], of the tokens with the largest scores.
 
     The score of token s for t is sum_h weights[t, h] relu(query[t, h] . key[s]) (equation 1), of
-    `query` [t, heads, d], `key` [T, d] and `weights` [t, heads]. Of equal scores, as zeros often
-    are, earlier tokens come first. A query that sees fewer has its own position in their place.
+    `query` [t, heads, d], `key` [T, d] and `weights` [t, heads]. Among equal scores, earlier tokens
+    come first. A query that sees fewer than `topk` tokens repeats its own position.
     """
     chosen = queries.places[1].int()[:, None].repeat(1, topk)
     for rows, keys in queries.blocks(INDEX_BLOCK):
@@ -70,6 +70,7 @@ def choose_tokens(
         scores = _scores(query[rows], key[keys], weights[rows])
         positions = torch.arange(keys.start, keys.stop, device=scores.device)
         scores = scores.masked_fill((positions < first) | (positions > last), -torch.inf)
+        # Not `topk`, which breaks ties in any order: relu makes many scores equal, namely zero.
         best = scores.sort(dim=1, descending=True, stable=True)
         number = min(topk, len(positions))
         is_seen = best.values[:, :number] > -torch.inf
@@ -79,9 +80,9 @@ def choose_tokens(
 
 
 def recorded_tokens(recorded: Tensor, queries: Queries) -> Tensor:
-    """int32 [t, topk]: the packed positions of `recorded` ones [t, topk] in each query's sequence.
+    """Packed positions, int32 [t, topk], of `recorded` [t, topk], positions in queries' sequences.
 
-    A query that sees no more than `topk` tokens has all of them, whatever is recorded.
+    A query that sees at most `topk` tokens gets all of them, whatever is recorded.
     """
     first, offsets = queries.places[0].int()[:, None], queries.offsets.int()[:, None]
     topk = recorded.shape[1]
@@ -90,8 +91,8 @@ def recorded_tokens(recorded: Tensor, queries: Queries) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
-    """Scores [queries, keys]. Those of single heads are freed on return, before those of the next
-    block."""
+    """Scores [queries, keys], summed over heads."""
+    # In a function: scores of single heads are freed on return, before those of the next block.
     by_head = (query @ key.T).relu_()
     return (weights.unsqueeze(1) @ by_head).squeeze(1)
 
@@ -99,8 +100,8 @@ def _scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
 def sparse_attention(
     query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, queries: Queries, scale: float
 ) -> Tensor:
-    """Attention of `query` [t, heads, d] to the `chosen` [t, topk] of `key` and `value`
-    [T, heads, d or size of a value], which is [t, heads, size of a value]."""
+    """Attention of `query` [t, heads, d] to the `chosen` [t, topk] of `key` [T, heads, d] and
+    `value` [T, heads, value size]; returns [t, heads, value size]."""
     output: Tensor = _SparseAttention.apply(query, key, value, chosen, queries, scale)
     return output
 
@@ -131,7 +132,9 @@ class _SparseAttention(torch.autograd.Function):
         sums = [torch.zeros_like(each, dtype=wide) for each in (key, value)]
         of_queries = []
         for rows, keys in ctx.queries.blocks(BLOCK):
+            # Chosen positions, relative to the block's keys.
             block = query[rows], key[keys], value[keys], chosen[rows] - keys.start
+            # Views: `_add_gradients` adds to `sums`.
             sums_of_block = [total[keys] for total in sums]
             of_queries.append(_add_gradients(block, ctx.scale, grad[rows], sums_of_block))
         of_key, of_value = (total.to(key.dtype) for total in sums)
@@ -141,7 +144,7 @@ class _SparseAttention(torch.autograd.Function):
 def _add_gradients(
     block: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, grad: Tensor, sums: list[Tensor]
 ) -> Tensor:
-    """Return the gradient of the queries of a block; add those of its keys and values to `sums`."""
+    """Return the gradient of a block's queries; add gradients of its keys and values to `sums`."""
     *inputs, chosen = block
     q, k, v = (each.detach().requires_grad_() for each in inputs)
     with torch.enable_grad():
@@ -153,7 +156,8 @@ def _add_gradients(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, scale: float) -> Tensor:
-    """Attention of a block of queries to those of its keys that are `chosen` [queries, topk]."""
+    """Attention of a block of queries to the `chosen` [queries, topk] of its keys."""
+    # A mask counts positions once that `choose_tokens` repeats.
     sees = torch.zeros(len(query), len(key), dtype=torch.bool, device=query.device)
     sees.scatter_(1, chosen.long(), True)
     q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))

@@ -1,7 +1,7 @@
 """Mamba-2's state space model over packed sequences, in plain torch (arXiv 2405.21060).
 
-It is linear attention without the correction of the delta rule: a head remembers the tokens so far
-in a matrix S of keys by values, of which token t forgets a part and to which it adds,
+Linear attention without the correction of the delta rule. The memory of a head is a matrix S
+[keys, values]; token t lets it decay, adds to it, and reads it:
 
     S_t = a_t S_(t-1) + k_t v_t'      o_t = S_t' q_t
 
@@ -23,17 +23,17 @@ def state_space(
     chunks: Chunks,
     memory: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs [T, heads, size of a value] of packed sequences, and S after each of them.
+    """Outputs [T, heads, value size] of packed sequences, and S after each sequence.
 
-    `query` and `key` [T, groups, size of a key] are those of as many neighbouring heads each;
-    `value` [T, heads, size of a value]; `decay` [T, heads] is the logarithm of what stays of S.
-    `memory` [n, groups, size of a key, values of a group] is S before each sequence, else 0.
-    Computed in their dtype.
+    `query` and `key` [T, groups, key size] each serve heads / groups neighbouring heads; `value`
+    [T, heads, value size]; `decay` [T, heads] is log a. `memory` [n, groups, key size, values of a
+    group] is S before each sequence, None: 0. Computed in the dtype of the arguments.
     """
     chunked, by_group = chunks.of_tokens, (key.shape[1], -1)
     query, key, value = chunked(query), chunked(key), chunked(value).unflatten(1, by_group)
     between, since, until = (each.unflatten(1, by_group) for each in decays(chunked(decay)))
     near = ((query @ key.mT).unsqueeze(2) * between) @ value
+    # Heads of a group share keys: with values side by side, one product serves them all.
     added = key.mT @ _side_by_side(value * until)
     stays = _side_by_side(since[..., -1:, :].expand_as(value[..., -1:, :]))
     if memory is None:
@@ -52,5 +52,5 @@ def state_space(
 
 
 def _side_by_side(heads: Tensor) -> Tensor:
-    """[chunks, groups, rows, all columns of a group] of [chunks, groups, heads, rows, columns]."""
+    """Lay [chunks, groups, heads, rows, columns] out as [chunks, groups, rows, heads * columns]."""
     return heads.transpose(2, 3).flatten(3)

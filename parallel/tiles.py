@@ -10,7 +10,7 @@ comparison.
 MIN_COLUMNS = 512
 """Minimum columns of a tile, for any number of rows: narrower products are slow."""
 EVEN_COLUMNS = 64
-"""All tiles but the last have a multiple of this: 1,020 take a CPU a seventh longer than 1,024."""
+"""Widths of all tiles but the last are multiples: 1,020 take a CPU a seventh longer than 1,024."""
 
 
 def tile_columns(rows: int, hidden_size: int, width: int, device: str) -> int:

@@ -1,8 +1,8 @@
 """Dynamic context parallelism: few ranks for short sequences, many for long ones.
 
-The context ranks of a replica together hold the longest sequence. If all of them split a short one,
-too, they exchange its keys and values for nothing. So they take turns: in a turn of size s each s
-neighbours split a microbatch of their own. With four ranks and microbatches a to g:
+The context ranks of a replica together hold the longest sequence. If all of them also split short
+sequences, they exchange keys and values for nothing. So they take turns: in a turn of size s, each
+block of s neighbours splits a microbatch of its own. With four ranks and microbatches a to g:
 
             size 4   size 2   size 1
     rank 0    a        b        d
@@ -10,7 +10,7 @@ neighbours split a microbatch of their own. With four ranks and microbatches a t
     rank 2    a        c        f
     rank 3    a        c        g
 
-A sequence is whole in its microbatch, whoever splits it, so loss and gradients are the same. Cf.
+A microbatch always has whole sequences, so loss and gradients do not depend on the turns. Cf.
 FlexSP (arXiv 2412.01523) and ByteScale (arXiv 2502.21231).
 """
 
@@ -34,11 +34,11 @@ def plan_turns(
     *,
     search: bool = True,
 ) -> list[list[Turn]]:
-    """The turns of each data rank, for sequences of `lengths` tokens.
+    """Turns of each data rank, for sequences of `lengths` tokens.
 
     A sequence is split over as few ranks as have memory for it: each holds `max_tokens` / context
     tokens. All data ranks have the same number of turns, a multiple of the pipeline size under
-    interleaving. The fixed plan is taken if it is as fast, by the simulation of the pipeline.
+    interleaving. The plan without dynamic sizes is taken if the simulation finds it as fast.
 
     Raises ValueError if a sequence does not fit.
     """
@@ -65,16 +65,17 @@ class _Planner:
             size: max_tokens * size // dims.context // total * total
             for size, total in totals.items()
         }
-        """Tokens of a microbatch by the number of ranks that split it."""
+        """Most tokens of a microbatch, by number of ranks that split it."""
         fits = [
             -(-self.lengths // totals[size]) * totals[size] <= room
             for size, room in self.capacity.items()
         ]
+        # argmax finds the first True, and sizes ascend.
         self.size_of = np.array([*self.capacity])[np.array(fits).argmax(axis=0)]
-        """[sequences] the fewest ranks that have memory for each."""
+        """[sequences] smallest number of ranks with memory for each."""
 
     def plan(self, search: bool) -> list[list[Turn]]:
-        """The turns in descending order of size, or after a `search` as suits the pipeline best."""
+        """Turns in descending order of size, or with `search` in the fastest simulated order."""
         ranks = [self._turns(members) for members in self._by_rank()]
         step = self.dims.pipeline if self.dims.virtual_pipeline > 1 else 1
         count = round_up(max(1, *map(len, ranks)), step)
@@ -86,7 +87,7 @@ class _Planner:
         return min(found, key=self.time)
 
     def time(self, ranks: list[list[Turn]]) -> float:
-        """How long the schedule takes on the slowest rank."""
+        """Time of the schedule on the slowest rank."""
         costs = np.array(
             [
                 [self._cost(turn, context) for turn in turns]
@@ -94,20 +95,21 @@ class _Planner:
                 for context in range(self.dims.context)
             ]
         )
-        if self.dims.expert > 1:  # ranks meet in every layer
+        if self.dims.expert > 1:  # ranks wait for each other in every layer's all-to-all
             costs = costs.max(axis=0, keepdims=True)
         return float(makespan(costs, self.dims.pipeline, self.dims.virtual_pipeline).max())
 
     def _cost(self, turn: Turn, context: int) -> float:
         size = turn.context_size
         members = turn.microbatches[context // size]
+        # A rank receives keys and values of the tokens that its neighbours hold.
         received = self.lengths[members].sum() * (size - 1) / size
         exchanged = self.cost.exchange * self.cost.linear * received
         overhead = self.cost.linear * self.cost.overhead
         return float(self.work[members].sum() / size + exchanged + overhead)
 
     def _by_rank(self) -> list[list[int]]:
-        """The sequences of each data rank: costliest first, to the rank with least work."""
+        """Sequences of each data rank: costliest first, to the rank with least work."""
         ranks: list[list[int]] = [[] for _ in range(self.dims.data)]
         load = np.zeros(self.dims.data)
         for i in np.argsort(-self.work, kind="stable").tolist():
@@ -117,24 +119,24 @@ class _Planner:
         return ranks
 
     def _turns(self, members: Sequence[int]) -> list[Turn]:
-        """The turns of one data rank with these `members`, costliest first."""
+        """Turns of one data rank, largest size first; its `members` come costliest first."""
         turns, load = [], np.zeros(self.dims.context)
         for size in sorted(self.capacity, reverse=True):
             own = [i for i in members if self.size_of[i] == size]
             if own:
                 plan = self._filled(own, size, load[::size])
-                work = [sum(self.work[microbatch].sum() for microbatch in of) for of in plan]
+                work = [sum(self.work[each].sum() for each in block) for block in plan]
                 load += np.repeat(work, size) / size
                 turns += [
-                    Turn(context_size=size, microbatches=[sorted(of[n]) for of in plan])
+                    Turn(context_size=size, microbatches=[sorted(block[n]) for block in plan])
                     for n in range(len(plan[0]))
                 ]
         return turns
 
     def _filled(self, own: list[int], size: int, load: np.ndarray) -> list[list[list[int]]]:
-        """The sequences of each block of `size` neighbours and turn, costliest microbatch first.
+        """Sequences of each block of `size` neighbours and each turn, costliest microbatch first.
 
-        Blocks have equal work in the end, where there is room: they begin with a `load`.
+        Blocks begin with `load` and end with equal work, as far as there is room.
         """
         multiple = self.alignment.for_context(size).sequence
         items = Items(
@@ -150,4 +152,4 @@ class _Planner:
         plan: list[list[list[int]]] = [[[] for _ in range(count)] for _ in load]
         for i, bin_ in zip(own, bins.tolist(), strict=True):
             plan[bin_ // count][bin_ % count].append(i)
-        return [sorted(block, key=lambda of: -self.work[of].sum()) for block in plan]
+        return [sorted(block, key=lambda each: -self.work[each].sum()) for block in plan]

@@ -1,8 +1,8 @@
-"""A function of whole matrices, of which the ranks of a group hold parts.
+"""Applies a function to whole matrices that are divided among the ranks of a group.
 
-Each matrix is computed once, by a rank that has a part of it and gets the others (Liu et al., arXiv
-2502.16982, Algorithm 1, where each rank computes what it has a part of). As that rank always sees
-the whole matrix, the result has the same bits however the matrix is divided.
+One rank with a part of a matrix receives the other parts, computes the function once and returns
+the results (cf. Liu et al., arXiv 2502.16982, Algorithm 1, where all ranks with a part compute it).
+It sees the whole matrix, so the result has the same bits however the matrix is divided.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from parallel.layout import Box, Shape
 
 MatrixPart = tuple[str, Box]
-"""Name of a matrix, and a box of it."""
+"""Name of a matrix, and a box in it."""
 
 
 @dataclass
@@ -28,9 +28,9 @@ class _Round:
     """Matrices that are sent, computed and sent back together."""
 
     sent: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """By the rank that computes with them, the numbers of this rank's parts."""
+    """Numbers of this rank's parts, by the rank that computes their matrices."""
     received: dict[int, list[MatrixPart]] = field(default_factory=lambda: defaultdict(list))
-    """By the rank that has them, the parts of the matrices that this rank computes."""
+    """Parts of the matrices that this rank computes, by the rank that holds them."""
 
 
 class WholeMatrices:
@@ -44,9 +44,10 @@ class WholeMatrices:
         device: torch.device,
         max_elements: int,
     ) -> None:
-        """`parts` are those of this rank, float32 on `device`. Copies that several ranks have are
-        the same. At a time a rank receives one matrix, or several of together at most
-        `max_elements`, with all copies of their parts. Collective.
+        """`parts` are this rank's, float32 on `device`; copies on several ranks are equal.
+
+        In a round a rank receives one matrix, or several with at most `max_elements` in all, each
+        copy of a part included. Collective.
         """
         self._shapes, self._group, self._device = shapes, group, device
         rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -64,7 +65,7 @@ class WholeMatrices:
                     each.received[source].append((name, box))
 
     def apply(self, function: Callable[[Tensor], Tensor], parts: Sequence[Tensor]) -> None:
-        """Replace all matrices by what `function` makes of them; `parts` are this rank's."""
+        """Replace every matrix by ``function(matrix)``, in this rank's `parts`."""
         for each in self._rounds:
             self._apply(each, function, parts)
 
@@ -74,12 +75,14 @@ class WholeMatrices:
         ranks = range(dist.get_world_size(self._group))
         sent = [[parts[index] for index in each.sent[rank]] for rank in ranks]
         own = [part for of_rank in sent for part in of_rank]
+        # `cat` needs a tensor, and a rank may have no parts in a round.
         nothing = torch.empty(0, device=self._device)
         outgoing = torch.cat([nothing, *(part.flatten() for part in own)])
         num_sent = [sum(part.numel() for part in of_rank) for of_rank in sent]
         num_received = [sum(box.num_elements for _, box in each.received[r]) for r in ranks]
         incoming = outgoing.new_empty(sum(num_received))
         dist.all_to_all_single(incoming, outgoing, num_received, num_sent, group=self._group)
+        # `values` are views of `incoming`: results take the places of parts, for the way back.
         for name, boxes in _by_matrix(each, incoming, ranks).items():
             whole = incoming.new_empty(self._shapes[name])
             for box, values in boxes:
@@ -95,7 +98,7 @@ class WholeMatrices:
 def _by_matrix(
     each: _Round, incoming: Tensor, ranks: Sequence[int]
 ) -> dict[str, list[tuple[Box, Tensor]]]:
-    """The boxes of each matrix, with their values as views of what came in."""
+    """Boxes of each matrix, with their values as views of `incoming`."""
     found: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
     boxes = [part for rank in ranks for part in each.received[rank]]
     sizes = [box.num_elements for _, box in boxes]
@@ -105,14 +108,15 @@ def _by_matrix(
 
 
 def _owners(parts: Sequence[Sequence[MatrixPart]], shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """The rank that computes each matrix, given the parts of each rank.
+    """Rank that computes each matrix, from the `parts` of each rank.
 
-    The most expensive first, each on the rank with the least to do of those that have a part.
+    Greedy: the costliest matrix first, on the least busy rank that has a part of it.
     """
     holders: dict[str, set[int]] = defaultdict(set)
     for rank, of_rank in enumerate(parts):
         for name, _ in of_rank:
             holders[name].add(rank)
+    # Names and ranks break ties, so that all ranks find the same owners.
     owners, busy = {}, [0] * len(parts)
     for name in sorted(holders, key=lambda name: (-_cost(shapes[name]), name)):
         owners[name] = min(holders[name], key=lambda rank: (busy[rank], rank))
@@ -121,20 +125,19 @@ def _owners(parts: Sequence[Sequence[MatrixPart]], shapes: Mapping[str, Shape]) 
 
 
 def _cost(shape: Shape) -> int:
-    """Multiplications of X X^T X, up to a factor: of Newton-Schulz, and of most such functions."""
+    """Multiplications in X X^T X, up to a factor: the cost of Newton-Schulz, for example."""
     return min(shape) * prod(shape)
 
 
 def _round_numbers(
     owners: Mapping[str, int], parts: Sequence[Sequence[MatrixPart]], max_elements: int
 ) -> dict[str, int]:
-    """The round of each matrix: in none does a rank receive more than `max_elements`, but for one
-    matrix that has more."""
+    """Round of each matrix: in a round a rank receives at most `max_elements`, or one matrix."""
     arriving: dict[str, int] = defaultdict(int)
     for name, box in chain.from_iterable(parts):
         arriving[name] += box.num_elements
     numbers: dict[str, int] = {}
-    at: dict[int, tuple[int, int]] = {}  # by rank, the round that it fills, and its elements there
+    at: dict[int, tuple[int, int]] = {}  # rank -> (round that it fills, elements there)
     for name, owner in owners.items():
         number, filled = at.get(owner, (0, 0))
         if filled and filled + arriving[name] > max_elements:

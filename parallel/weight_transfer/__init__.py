@@ -1,6 +1,6 @@
 """Transfers weights over channels between trainer ranks and engine workers.
 
-`WeightSender` is the end of a rank and `WeightReceiver` that of a worker. They find each other
+`WeightSender` is a trainer rank's end, and `WeightReceiver` a worker's. They find each other
 through a `Rendezvous`, which rank 0 opens; everything else in here is internal.
 """
 

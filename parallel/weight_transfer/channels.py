@@ -1,9 +1,9 @@
-"""The interface of channels, independent of how the bytes are moved, and the socket of each.
+"""The interface of channels, independent of how bytes are moved, and their control sockets.
 
-A channel goes from one sending process to one receiving process. It has two buffers that are used
-in turn: while one is being transferred or read, the other is filled. Each end is used by one thread
-at a time. Its two ends take turns by signals over a control socket, at which the sender listens and
-the receiver connects; by it, either notices the loss of the other.
+A channel goes from one sending process to one receiving process. It has two buffers: while one is
+transferred or read, the other is filled. Each end is used by one thread at a time. Both ends take
+turns by signals over a control socket, where the sender listens and the receiver connects; the
+socket also shows each end the loss of the other.
 """
 
 import secrets
@@ -125,6 +125,7 @@ class ChannelSet:
                 for future in as_completed(futures):
                     future.result()
             except BaseException:  # also the user's interrupt
+                # A copy, because jobs of `open_all` may still add to the list.
                 for channel in [*self._channels]:
                     channel.abort()
                 wait(futures)
@@ -140,13 +141,14 @@ class ChannelSet:
         """Close all channels, even if closing one fails; call it while no job is running."""
         if not self._is_closed:
             self._is_closed = True
+            # The stack closes all, even after an error, last in first out; reversed, oldest first.
             with ExitStack() as stack:
                 for channel in reversed(self._channels):
                     stack.callback(channel.close)
 
 
 class ControlSocket:
-    """A connection to `peer`, which every error names.
+    """A connection to `peer`; every error names the peer.
 
     A wait fails after `timeout` without progress, and at once when the other end is closed or its
     process has ended.
@@ -159,6 +161,7 @@ class ControlSocket:
         connection.settimeout(self.seconds)
         if not self.is_local:  # send signals at once, without Nagle's algorithm
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # RDHUP as well: `send` must notice that the peer has closed while the buffer is full.
         self._sending = select.poll()
         self._sending.register(connection, select.POLLOUT | select.POLLRDHUP)
         self._hanging_up = select.poll()
@@ -200,7 +203,7 @@ class ControlSocket:
             data = data[count:]
 
     def _check_time(self, stopped: float) -> float:
-        """After a wait has timed out: raise, unless this process was stopped in it."""
+        """Raise after a wait that timed out; return `stopped_time` if this process was stopped."""
         if (now := stopped_time()) > stopped:
             return now
         raise self.timed_out()
@@ -210,12 +213,13 @@ class ControlSocket:
 
     def abort(self) -> None:
         """Make the waits of both ends fail; any thread may call it."""
-        with suppress(OSError):  # the other end was faster
+        # Not close, which would not wake a thread that waits in `recv`.
+        with suppress(OSError):  # the other end has closed already
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def await_end(self) -> None:
         """Signal that this end is done, and wait at most END_SECONDS until the other has closed."""
-        with suppress(OSError):  # the other end is gone, or takes its time
+        with suppress(OSError):  # the other end is gone, or too slow
             self.socket.shutdown(socket.SHUT_WR)
             self.socket.settimeout(END_SECONDS)
             while self.socket.recv(4096):
@@ -251,8 +255,8 @@ class Listener:
     ) -> ControlSocket:
         """Wait for the connection of `peer`, then stop listening.
 
-        Raises ChannelError if `peer` does not connect within `timeout`, and whatever `check`
-        raises, which is called regularly while waiting.
+        Calls `check` every CHECK_SECONDS, which may raise. Raises ChannelError if `peer` does not
+        connect within `timeout`.
         """
         deadline = running_time() + timeout.total_seconds()
         with self._socket:
@@ -290,4 +294,5 @@ def _socket_for(address: Address) -> socket.socket:
 
 def _kernel_address(address: Address) -> str | tuple[str, int]:
     """`address` as the kernel takes it: a zero byte makes a name abstract."""
+    # A new tuple: an address from JSON is a list.
     return f"\0{address}" if isinstance(address, str) else (address[0], address[1])

@@ -1,8 +1,8 @@
 """Opens channels.
 
-Every receiver publishes which memory its buffers are in. The sender of a channel then chooses the
-best kind of channel that both support, and publishes the address at which it waits for the
-receiver. Before that it has published what will arrive: validated JSON, not pickles.
+Every receiver publishes the memory domain of its buffers. The sender of a channel chooses the best
+kind of channel that both support, and publishes the address where it listens. Before that, it
+publishes its plan, the boxes that will arrive: validated JSON, not pickles.
 """
 
 import json
@@ -48,14 +48,14 @@ class Worker:
 
     @property
     def key(self) -> str:
-        """Name of its text in the rendezvous: which memory it is in."""
+        """Key of its memory domain in the rendezvous."""
         return f"memory/{self.engine}/{self.number}"
 
 
 def open_channel(
     control: ControlSocket, bucket_bytes: int, device: torch.device, *, is_sender: bool
 ) -> Channel:
-    """One end of a channel: in shared memory if the socket is one within the host."""
+    """Open one end of a channel: in shared memory if the control socket is local."""
     backend = LocalChannel if control.is_local else NetworkChannel
     try:
         return backend(control, bucket_bytes, device, is_sender=is_sender)
@@ -66,10 +66,10 @@ def open_channel(
 
 @dataclass(frozen=True)
 class Peer:
-    """One process of the rendezvous, and what all of its channels have in common."""
+    """One process of the rendezvous, with the settings of all its channels."""
 
     name: str
-    """The name by which error messages of other processes refer to it."""
+    """Its name in error messages of other processes."""
     init_info: TransferInitInfo
     rendezvous: Rendezvous
     """The rendezvous of the init info."""
@@ -81,17 +81,17 @@ class Peer:
     def open_channels(
         self, channels: ChannelSet, receivers: Mapping[str, Worker], senders: Mapping[str, str]
     ) -> tuple[list[Channel], list[Channel]]:
-        """Open `channels` to receivers and from senders, which are given by channel name.
+        """Open a channel to each of `receivers` and from each of `senders`, by channel name.
 
-        All are opened at the same time: otherwise the last of many engines would wait for all
-        before it. Returns those to receivers and those from senders, in order. Raises ChannelError
-        if any process has failed or one is late.
+        Adds them to `channels`. Returns channels to receivers and channels from senders, in order.
+        Raises ChannelError if any process has failed or one is late.
         """
-        # The others hear why this process failed before its listeners close on them.
+        # In this order, the others read why this process failed before its listeners close.
         with ExitStack() as stack, self.rendezvous.publishing_failures(self.name):
             domains = self.rendezvous.await_texts(
                 {worker.key: str(worker) for worker in receivers.values()}, self.timeout
             )
+            # A worker has a channel from each of its ranks, but one memory domain.
             sharing = {
                 worker.key: self.shares_memory(worker, domain)
                 for worker, domain in zip(dict.fromkeys(receivers.values()), domains, strict=True)
@@ -112,14 +112,16 @@ class Peer:
                 for address, sender in zip(addresses, senders.values(), strict=True)
             ]
             connecting = [partial(self._open, each, is_sender=False) for each in sockets]
+            # All at the same time: otherwise the last of many engines would wait for all before it.
             made = channels.open_all([*accepting, *connecting])
             return made[: len(accepting)], made[len(accepting) :]
 
     def shares_memory(self, worker: Worker, domain: str) -> bool:
-        """Whether the channel to a receiver that published its memory `domain` shares memory."""
+        """Whether the channel to `worker`, which published its memory `domain`, shares memory."""
         here = memory_domain(self.device)
         if domain == here and not self.init_info.network_only:
             return True
+        # The last part of a domain is the GPU, see `memory_domain`.
         if self.device.type == "cuda" and domain.split()[-1] == here.split()[-1]:
             raise ChannelError(
                 f"{worker} and {self.name} are on one GPU, and NCCL cannot connect a GPU to "
@@ -129,22 +131,21 @@ class Peer:
         return False
 
     def _open(self, control: Callable[[], ControlSocket], *, is_sender: bool) -> Channel:
-        # On failure, end the wait of channels that are being opened here or elsewhere.
+        # A published failure ends the waits of channels that are being opened here or elsewhere.
         with self.rendezvous.publishing_failures(self.name):
             size, device = self.init_info.bucket_bytes, self.device
             return open_channel(control(), size, device, is_sender=is_sender)
 
 
 Arrival = tuple[str, str, Box]
-"""A box that a worker is sent: its parameter, the dtype of its elements as torch names it, such as
-"bfloat16", and where in the parameter it goes."""
+"""A box that a worker receives: (parameter, dtype such as "bfloat16", place in the parameter)."""
 
 _Sizes = list[NonNegativeInt]
 _PLAN = TypeAdapter(list[tuple[str, str, _Sizes, _Sizes]])
 
 
 def plan_text(copies: Sequence[Copy], dtypes: Mapping[str, torch.dtype]) -> str:
-    """The arrivals of `copies` at a worker as JSON, in order; `dtypes` are of its parameters."""
+    """Arrivals of `copies` at a worker as JSON, in order; `dtypes` are of its parameters."""
     return json.dumps(
         [
             (name, str(dtypes[name]).removeprefix("torch."), box.start, box.size)
@@ -154,7 +155,7 @@ def plan_text(copies: Sequence[Copy], dtypes: Mapping[str, torch.dtype]) -> str:
 
 
 def read_plan(text: str) -> list[Arrival]:
-    """The inverse of `plan_text`; ValueError, with what is wrong, for anything else."""
+    """Inverse of `plan_text`; ValueError, naming the fault, for any other text."""
     try:
         rows = _PLAN.validate_json(text)
     except ValidationError as error:
@@ -173,6 +174,7 @@ def check_arriving(
     for the padding `zeros`, which must not arrive.
     """
     shapes = {name: tuple(value.shape) for name, value in parameters.items()}
+    # A dict, not a list: a parameter that arrives in many boxes has each fault once.
     faults = {
         f"{name} is {parameters[name].dtype}, and arrives as torch.{dtype}": None
         for name, dtype, _ in arrivals

@@ -1,8 +1,8 @@
 """Channels within one host: both ends share memory, and take turns by signals over a socket.
 
-Host memory is anonymous. GPU memory is shared through the CUDA driver: torch can share tensors,
-too, but counts references in a file that is left behind when a process is killed, and shares
-everything else in the same block of its allocator.
+Host memory is anonymous. GPU memory is shared through the CUDA driver, not through torch: that
+counts references in a file that a killed process leaves behind, and shares everything else in the
+same block of its allocator.
 """
 
 import ctypes
@@ -42,12 +42,12 @@ class HostMemory:
             os.close(descriptor)
             if not isinstance(error, OSError):
                 raise
-            what = f"{num_bytes:,} bytes of shared memory for weights cannot be had"
-            raise OSError(error.errno, f"{what}: {error.strerror}") from error
+            fault = f"cannot allocate {num_bytes:,} bytes of shared memory for weights"
+            raise OSError(error.errno, f"{fault}: {error.strerror}") from error
 
     @classmethod
     def receive(cls, control: ControlSocket, num_bytes: int) -> "HostMemory":
-        """Receive the memory that the other end of a control socket, a Unix socket, shares."""
+        """Map the memory that the other end shares over `control`, a Unix socket."""
         _, descriptors, _, _ = socket.recv_fds(control.socket, 1, maxfds=1)
         if not descriptors:
             raise control.closed()
@@ -68,18 +68,18 @@ class HostMemory:
 
 
 def call_driver(device: torch.device, name: str, *arguments: Any) -> None:
-    """Call a function of the driver in torch's context on `device`; RuntimeError with its text."""
+    """Call a driver function in torch's context on `device`; RuntimeError if it fails."""
     driver = ctypes.CDLL("libcuda.so.1")
     with torch.cuda.device(device):
-        # A thread has no CUDA context before its first runtime call; this one does not block.
+        # A thread has no CUDA context before its first runtime call; `query` is one without a wait.
         torch.cuda.current_stream().query()
         function: Callable[..., int] = getattr(driver, name)
         code = function(*arguments)
     if code:
         text = ctypes.c_char_p()
         driver.cuGetErrorString(code, ctypes.byref(text))
-        said = (text.value or b"unknown").decode()
-        raise RuntimeError(f"{name}: {said} (CUDA driver error {code})")
+        message = (text.value or b"unknown").decode()
+        raise RuntimeError(f"{name}: {message} (CUDA driver error {code})")
 
 
 class _Handle(ctypes.Structure):
@@ -101,7 +101,7 @@ class CudaMemory:
         self, address: ctypes.c_uint64, num_bytes: int, device: torch.device, free: str
     ) -> None:
         self._address, self._device, self._free = address, device, free
-        # Lets torch wrap memory that it does not own in a tensor.
+        # With this, torch makes a tensor of memory that it does not own.
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -125,7 +125,7 @@ class CudaMemory:
 
     @classmethod
     def receive(cls, control: ControlSocket, num_bytes: int, device: torch.device) -> "CudaMemory":
-        """Map the memory that the other end of a control socket shares."""
+        """Map the memory that the other end shares over `control`."""
         address, handle = ctypes.c_uint64(), _Handle()
         control.receive(memoryview(handle).cast("B"))
         call_driver(
@@ -147,7 +147,7 @@ class CudaMemory:
 def share_memory(
     control: ControlSocket, num_bytes: int, device: torch.device
 ) -> HostMemory | CudaMemory:
-    """Allocate memory, which this process owns, and share it with the other end."""
+    """Allocate memory, owned by this process, and share it with the other end."""
     on_host = device.type == "cpu"
     memory = HostMemory.allocate(num_bytes) if on_host else CudaMemory.allocate(num_bytes, device)
     try:
@@ -173,7 +173,7 @@ def receive_memory(
 
 
 class LocalChannel:
-    """A channel in shared memory, which its sender owns; see `Channel`."""
+    """A `Channel` in shared memory, owned by the sender."""
 
     def __init__(
         self, control: ControlSocket, bucket_bytes: int, device: torch.device, *, is_sender: bool
@@ -183,9 +183,10 @@ class LocalChannel:
         self._memory = open_memory(control, NUM_SLOTS * bucket_bytes, device)
         self._slots = self._memory.tensor.chunk(NUM_SLOTS)
         self._num_passed = self._num_taken = 0
-        """Buckets that this end has passed on to the other, and that a receiver has taken."""
+        """Buckets that this end has passed on, and, at the sender, that the receiver has taken."""
 
     def next_buffer(self) -> Tensor:
+        # The next bucket replaces the one NUM_SLOTS before it.
         self._await_taken(self._num_passed - NUM_SLOTS + 1)
         return self._slots[self._num_passed % NUM_SLOTS]
 
@@ -205,7 +206,7 @@ class LocalChannel:
         self._control.abort()
 
     def close(self) -> None:
-        """See `Channel`; the receiver should unmap GPU memory before it is freed."""
+        # The receiver should unmap GPU memory before its sender frees it.
         if self._is_sender and self._slots and self._slots[0].is_cuda:
             self._control.await_end()
         self._slots = ()
@@ -216,6 +217,7 @@ class LocalChannel:
 
     def _end_turn(self) -> None:
         """Pass the current buffer on to the other end: filled, or free to be filled again."""
+        # Copies on a GPU are asynchronous: the other end would read or overwrite them too early.
         finish_copies(self._slots[0].device)
         self._control.send_signal()
         self._num_passed += 1

@@ -3,8 +3,8 @@
 Each end has a thread that transfers one buffer while the other buffer is filled or read.
 
 Between GPUs, NCCL is called directly, in the library that torch loaded. torch's own process group
-watches its communicators, and ends the process when a peer is lost. Here that raises ChannelError,
-and the process continues.
+watches its communicators, and ends the process when a peer is lost. Here a lost peer raises
+ChannelError, and the process continues.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from parallel.weight_transfer.channels import NUM_SLOTS, ChannelError, ControlSo
 from parallel.weight_transfer.local_channels import call_driver
 
 MAX_CTAS = 4
-"""Maximum thread blocks of one transfer, so that those of many channels fit on a GPU together."""
+"""Maximum thread blocks of one transfer, so that transfers of many channels fit on a GPU."""
 IN_PROGRESS, UINT8, UNDEFINED = 7, 1, -(1 << 31)  # from nccl.h
 NON_BLOCKING = ctypes.c_uint(1)  # CU_STREAM_NON_BLOCKING: no sync with CUDA's default stream
 POLL_SECONDS = 0.0002
@@ -52,9 +52,9 @@ class _Config(ctypes.Structure):
 class NcclTransport:
     """Moves the bytes of CUDA tensors, while the control socket detects the loss of the other end.
 
-    A transfer starts only after both ends have signalled that they are ready, and has a stream of
-    its own, so its kernel never occupies a GPU for long while it waits for the peer. Raises
-    ChannelError if the other end is lost.
+    A transfer starts after both ends have signalled that they are ready, in a stream of its own:
+    its kernel never occupies a GPU for long while it waits for the peer. Raises ChannelError if the
+    other end is lost.
     """
 
     def __init__(self, control: ControlSocket, device: torch.device, *, is_sender: bool) -> None:
@@ -69,6 +69,7 @@ class NcclTransport:
             control.send(memoryview(bytes(unique_id)))
         else:
             control.receive(memoryview(unique_id).cast("B"))
+        # blocking = 0: calls return at once, so that a lost peer cannot hang them (see `_call`).
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21700, 0, UNDEFINED, 1, MAX_CTAS, None)
         rank = ctypes.c_int(0 if is_sender else 1)
         with torch.cuda.device(device), self._aborting():
@@ -95,7 +96,8 @@ class NcclTransport:
         self._move("ncclRecv", data)
 
     def close(self) -> None:
-        """Stop all transfers, including one whose other end is lost."""
+        """Stop all transfers, even to a lost peer."""
+        # The communicator first: its kernel may still run in the stream.
         if self._comm:
             comm, self._comm = self._comm, ctypes.c_void_p()
             self._nccl.ncclCommAbort(comm)
@@ -105,7 +107,7 @@ class NcclTransport:
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:
-        """End a failed transfer at once: anything that waits for the GPU would wait for it, too."""
+        """End a failed transfer at once: any wait for the GPU would wait for it, too."""
         try:
             yield
         except BaseException:
@@ -127,6 +129,7 @@ class NcclTransport:
                 self._comm,
                 ctypes.c_void_p(stream.cuda_stream),
             )
+            # Polled: `synchronize` would wait forever for a lost peer.
             done = torch.cuda.Event()
             done.record(stream)
             deadline = running_time() + self._control.seconds
@@ -186,7 +189,7 @@ class TcpTransport:
 
 
 class NetworkChannel:
-    """A channel with buffers of its own at each end; see `Channel`."""
+    """A `Channel` with buffers of its own at each end."""
 
     def __init__(
         self, control: ControlSocket, bucket_bytes: int, device: torch.device, *, is_sender: bool
@@ -202,12 +205,14 @@ class NetworkChannel:
         except BaseException:
             self._transport.close()
             raise
+        # A single thread: transfers keep their order, and the transport needs no lock.
         self._mover = ThreadPoolExecutor(max_workers=1)
         self._moving: deque[Future[None]] = deque()
         self._turn = 0
         """The buffer that the sender fills next."""
 
     def next_buffer(self) -> Tensor:
+        # All buffers are on their way: wait for the oldest, which is the next in turn.
         if len(self._moving) == NUM_SLOTS:
             self._moving.popleft().result()
         return self._slots[self._turn]
@@ -220,15 +225,18 @@ class NetworkChannel:
     def flush(self) -> None:
         while self._moving:
             self._moving.popleft().result()
+        # The receiver signals when it has read the last buffer.
         self._control.await_signal()
 
     def receive_buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         buffers = [self._slots[number % NUM_SLOTS, :size] for number, size in enumerate(sizes)]
+        # Both buffers receive ahead: one arrives while the other is read.
         for ahead in buffers[:NUM_SLOTS]:
             self._move(self._transport.receive, ahead)
         for number, buffer in enumerate(buffers):
             self._moving.popleft().result()
             yield buffer
+            # The next transfer into this buffer must not overtake the reader's copies.
             finish_copies(buffer.device)
             for ahead in buffers[number + NUM_SLOTS : number + NUM_SLOTS + 1]:
                 self._move(self._transport.receive, ahead)
@@ -238,6 +246,7 @@ class NetworkChannel:
         self._control.abort()
 
     def close(self) -> None:
+        # Aborted first: `shutdown` waits for a transfer, which may wait for a lost peer.
         self._control.abort()
         self._mover.shutdown()
         self._transport.close()

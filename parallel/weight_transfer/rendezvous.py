@@ -1,7 +1,7 @@
 """Rendezvous of the two ends of a channel, through a TCPStore on rank 0's host.
 
-Its address comes to the workers of the engines by HTTP, with a token. The store itself has none:
-like torch's own, it trusts the job's network.
+Engine workers receive its address by HTTP, with a token. The store itself asks for no token: like
+torch's own, it trusts the job's network.
 """
 
 import json
@@ -40,9 +40,9 @@ class RendezvousAddress:
 
 
 class Rendezvous:
-    """Texts that the processes at both ends of a set of channels publish for each other, by key.
+    """Texts by key, which processes at both ends of a set of channels publish for each other.
 
-    Its methods raise ChannelError when the store is lost.
+    Methods raise ChannelError when the store is lost.
     """
 
     def __init__(self, store: Store) -> None:
@@ -52,12 +52,12 @@ class Rendezvous:
         self._ask(self._store.set, key, text)
 
     def publish_failure(self, reason: str) -> None:
-        """Tell all processes that wait here at once why there will be no channels."""
+        """Publish why there will be no channels; waiting processes raise it at once."""
         self._ask(self._store.compare_set, FAILURE, "", reason)  # keeps the first reason
 
     @contextmanager
     def publishing_failures(self, who: str) -> Iterator[None]:
-        """Tell the others at once about a failure in the block."""
+        """Publish an error of the block, as a failure of process `who`."""
         try:
             yield
         except Exception as error:
@@ -102,9 +102,10 @@ class Rendezvous:
 def open_rendezvous(address: str) -> tuple[RendezvousAddress, Rendezvous]:
     """Open a store on a free port of `address` (only), a host name or IP address of this host.
 
-    It lives as long as there are references to the Rendezvous. Raises OSError if `address` is not
-    this host's.
+    The store lives as long as the Rendezvous is referenced. Raises OSError if `address` is not this
+    host's.
     """
+    # A socket bound here, because TCPStore by itself listens on all addresses of the host.
     family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
     listener.bind(place)
@@ -116,7 +117,7 @@ def open_rendezvous(address: str) -> tuple[RendezvousAddress, Rendezvous]:
 
 
 def join(address: RendezvousAddress, timeout: timedelta) -> Rendezvous:
-    """Connect to a rendezvous; `timeout` applies to this and to each of its answers.
+    """Connect to a rendezvous; `timeout` is for the connection, and for each answer of the store.
 
     Raises ChannelError if it cannot be reached in that time.
     """
@@ -134,7 +135,7 @@ def local_address(peer: RendezvousAddress) -> str:
     """This host's address on the route to `peer`; network channels listen on it."""
     family, kind, _, _, place = socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(place)  # sends nothing
+        probe.connect(place)  # UDP: selects a route, sends nothing
         address: str = probe.getsockname()[0]
         return address
 
@@ -143,11 +144,10 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def rendezvous_address(base_urls: Sequence[str], num_hosts: int, environ: Mapping[str, str]) -> str:
-    """The address of rank 0's host at which ranks and workers meet.
+    """Address of rank 0's host at which ranks and workers meet.
 
-    With ranks on several hosts: that of MASTER_ADDR, at which the ranks have already met. With
-    ranks on one host: loopback if all engines are local, else the address from which a remote
-    engine is reached.
+    With ranks on several hosts: MASTER_ADDR, where the ranks have already met. With ranks on one
+    host: loopback if all engines are local, else this host's address on the route to a remote one.
     """
     if num_hosts > 1:
         return socket.gethostbyname(environ["MASTER_ADDR"])
@@ -159,8 +159,8 @@ def rendezvous_address(base_urls: Sequence[str], num_hosts: int, environ: Mappin
 def memory_domain(device: torch.device) -> str:
     """Identifies the memory of `device`: processes with equal values can share it.
 
-    They are on the same boot of a host and in one network namespace, in which local channels find
-    each other; for CUDA, also on the same GPU and in one IPC and one PID namespace, without which
+    Equal values mean the same boot of a host and the same network namespace, where abstract Unix
+    sockets are visible; for CUDA, also the same GPU, IPC namespace and PID namespace, without which
     the driver opens no handle of another process.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -197,14 +197,15 @@ class TransferInitInfo:
 
     @classmethod
     def from_json(cls, data: Any) -> "TransferInitInfo":
-        """The inverse of `to_json`; ValueError, with what is wrong, for anything else."""
+        """Inverse of `to_json`; ValueError, naming the fault, for any other data."""
         try:
+            # As JSON: in strict mode, Python lists are no tuples.
             return TypeAdapter(cls).validate_json(json.dumps(data), strict=True)
         except (ValidationError, TypeError) as error:
             raise ValueError(f"no description of a weight transfer: {error}") from error
 
     def padding(self, worker: int) -> tuple[tuple[str, Box], ...]:
-        """The padding in a worker's parameters, which is not sent: (name, box)."""
+        """Padding (name, box) in a worker's parameters, which is not sent."""
         return tuple(
             (name, Box(tuple(start), tuple(size))) for name, start, size in self.zeros[worker]
         )

@@ -14,14 +14,14 @@ from parallel.views import as_local, as_whole
 from parallel.weight_transfer.channels import NUM_SLOTS, Channel, own_stream
 
 ALIGNMENT = 16
-"""Bytes; alignment lets a GPU copy several elements at a time."""
+"""Bytes; aligned boxes let a GPU copy several elements at a time."""
 BUCKET_STEP = 64 * 1024
 """Bytes; bucket sizes are multiples of it."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Consecutive arrivals: index of the first, start of each in bytes, and end of the last."""
+    """Consecutive arrivals: index of the first, start of each, and end of the last, in bytes."""
 
     first: int
     offsets: tuple[int, ...]
@@ -49,11 +49,11 @@ def bucketed(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
 
 
 def most_channels(senders: Sequence[Sequence[int]], num_engines: int) -> int:
-    """Channels of the process with most of them.
+    """Number of channels of the process that has most.
 
     `senders` are the trainer ranks that send to each worker. A trainer rank has a channel to each
-    of its workers; a worker has one from each of its ranks and, except in the last engine, another
-    one for each to forward it.
+    of its workers; a worker has a channel from each of its ranks and, except in the last engine, as
+    many again to the next engine.
     """
     of_workers = max(map(len, senders)) * min(num_engines, 2)
     return max(of_workers, *Counter(chain.from_iterable(senders)).values())
@@ -80,7 +80,7 @@ def bucket_bytes_for(
 
 
 class Packing:
-    """How boxes, each as its dtype, are placed in the buffers of a channel; the same at both ends.
+    """Places of boxes, each in its dtype, in the buffers of a channel; equal at both ends.
 
     Raises ValueError if a box is larger than a buffer.
     """
@@ -98,7 +98,7 @@ class Packing:
         self._boxes, self._dtypes = boxes, dtypes
 
     def views(self, bucket: Bucket, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The boxes in a buffer, each with its number."""
+        """Yields number and view of each box in a buffer."""
         for number, offset in enumerate(bucket.offsets, bucket.first):
             data = buffer[offset : offset + self._sizes[number]].view(self._dtypes[number])
             yield number, data.view(self._boxes[number].size)
@@ -119,8 +119,8 @@ class OutStream:
     def send_boxes(self, tensors: Mapping[str, Tensor]) -> list[NamedSum]:
         """Send the boxes of `tensors`; returns when the receiver has taken them.
 
-        Returns the contribution of each to the checksum of its parameter, computed in the engines'
-        dtype before the buffer is sent.
+        Returns contributions to the checksums of parameters, computed in the engines' dtype before
+        the buffer is sent.
         """
         sums: list[NamedSum] = []
         with own_stream(self.device), torch.inference_mode():
@@ -138,7 +138,7 @@ class OutStream:
             copy = self.copies[number]
             name, box = copy.destination, copy.destination_box
             source = tensors[copy.source][copy.source_box.slices]
-            if copy.source_axes or copy.destination_axes:  # of which dimensions are others
+            if copy.source_axes or copy.destination_axes:  # dimensions differ between the two
                 whole = as_whole(source, copy.source_axes)
                 source = as_local(whole, copy.destination_axes, len(box.size))
             yield BoxCopy(name, source, target, box, self.shapes[name])
@@ -163,7 +163,9 @@ class InStream:
         # views of tensors that require gradients, which autograd refuses to read once it knows of a
         # change (`.data` hides it).
         with own_stream(self.device), torch.inference_mode():
+            # `zip` exhausts `buffers`, which tells the sender that the last one has been read.
             for buffer, bucket in zip(buffers, buckets, strict=True):
+                # Forwarded first: the next engine receives while this one fills its parameters.
                 if self.onward is not None:
                     self.onward.next_buffer()[: bucket.num_bytes].copy_(buffer)
                     self.onward.send_bucket(bucket.num_bytes)

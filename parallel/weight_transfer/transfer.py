@@ -2,8 +2,8 @@
 
 Trainer ranks send to the workers of the first engine, and worker w of each engine forwards what
 arrives, bucket by bucket, to worker w of the next. Trainer ranks know what each worker needs
-(`cut_shares`); a worker reads from the rendezvous what it will be sent, and refuses plans that
-do not fill its parameters exactly.
+(`cut_shares`); a worker reads their plans from the rendezvous, and refuses plans that do not fill
+its parameters exactly.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from parallel.weight_transfer.rendezvous import Rendezvous, TransferInitInfo, jo
 from parallel.weight_transfer.streams import InStream, OutStream, Packing
 
 TIMEOUT = timedelta(seconds=60)
-"""How long a channel may make no progress, and one end may wait for the other to open it."""
+"""Longest time without progress in a channel, and longest wait for the other end to open it."""
 
 
 class WeightSender:
@@ -45,13 +45,12 @@ class WeightSender:
         device: torch.device,
         timeout: timedelta = TIMEOUT,
     ) -> None:
-        """Publish what `rank` sends to each worker, and open the channels to them.
+        """Publish what `rank` sends to each worker, and open channels to the workers.
 
-        `rendezvous` is that of the init info, `shapes` are those of each worker's parameters
-        and `dtypes` those of all workers'. The tensors are on `device` and are sent as these; no
-        copy is larger than a bucket.
+        `rendezvous` belongs to the init info. `shapes` has the parameters of each worker, `dtypes`
+        those of all: tensors on `device` are sent in these dtypes. No copy exceeds a bucket.
         Raises ChannelError when a worker does not connect within `timeout`, and at once when any
-        process of the rendezvous has failed; the others are told if this one fails.
+        process of the rendezvous has failed; publishes its own failure there.
         """
         workers = [worker for worker, ranks in enumerate(init_info.senders) if rank in ranks]
         assert sorted(sends) == workers, f"rank {rank} sends to {sorted(sends)}, not {workers}"
@@ -82,10 +81,11 @@ class WeightSender:
     def send_weights(self, tensors: Mapping[str, Tensor]) -> dict[int, dict[str, int]]:
         """Send the boxes of `tensors`, by name, to all workers at the same time.
 
-        Returns when the workers have received everything: for each worker, by parameter name, the
-        checksum of what this rank has sent. On failure, closes all channels and raises the first
+        Returns when the workers have received everything: by worker and parameter name, checksums
+        of the boxes that this rank has sent. On failure, closes all channels and raises the first
         error, ChannelError if a worker was lost.
         """
+        # Channels copy in streams of their own, which do not wait for the writers of the tensors.
         synchronize(self._device)
         streams = self._streams.values()
         sums = self._channels.run_all([partial(stream.send_boxes, tensors) for stream in streams])
@@ -108,12 +108,12 @@ class WeightReceiver:
         device: torch.device,
         timeout: timedelta = TIMEOUT,
     ) -> None:
-        """Join the rendezvous, check what will be sent, and open the channels of a worker.
+        """Join the rendezvous, check the trainer ranks' plans, and open the channels of a worker.
 
-        `parameters`, by name, are on `device`. Raises ValueError, naming the parameters, when what
-        will be sent does not fill each exactly; ChannelError when a trainer rank or a worker of a
+        `parameters`, by name, are on `device`. Raises ValueError, naming the parameters, when the
+        plans do not fill each exactly; ChannelError when a trainer rank or a worker of a
         neighbouring engine does not connect within `timeout`, and at once when any process of the
-        rendezvous has failed. The others are told if this one fails.
+        rendezvous has failed. Publishes its own failure there.
         """
         me = Worker(engine, worker)
         self.bytes_received = 0
@@ -137,7 +137,7 @@ class WeightReceiver:
                 )
                 for boxes in arrivals
             ]
-            # Before waiting: the previous engine waits for this.
+            # Before any wait for channels: the previous engine waits for this text.
             rendezvous.publish(me.key, memory_domain(device))
             before, after = Worker(engine - 1, worker), Worker(engine + 1, worker)
             is_last = after.engine == init_info.num_engines
@@ -150,6 +150,7 @@ class WeightReceiver:
                 },
             )
         self._num_bytes = sum(packing.num_bytes for packing in packings)
+        # The last engine forwards nothing: `onward` is empty.
         self._streams = [
             InStream(channel, passed_on, boxes, packing, device)
             for channel, passed_on, boxes, packing in zip_longest(
@@ -160,10 +161,10 @@ class WeightReceiver:
     def receive_weights(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
         """Fill `parameters` in place with what all trainer ranks send, and forward it.
 
-        Returns when everything has arrived and the next engine has received it: the checksum of
-        what each parameter holds. Raises ValueError when shapes or types of `parameters` differ
-        from those that the channels were opened for, else the first error, ChannelError if a
-        trainer rank or a worker of another engine was lost. Either closes all channels.
+        Returns the checksum of each parameter when everything has arrived, and the next engine has
+        received it. Raises ValueError when `parameters` have other shapes or dtypes than when the
+        channels were opened, else the first error, ChannelError if a trainer rank or a worker of
+        another engine was lost. Every error closes all channels.
         """
         kinds = _kinds(parameters)
         changed = [name for name, kind in self._kinds.items() if kinds.get(name) != kind]
@@ -173,7 +174,7 @@ class WeightReceiver:
         synchronize(self._device)
         self._channels.run_all([partial(each.receive_boxes, parameters) for each in self._streams])
         self.bytes_received += self._num_bytes
-        # Padding is not sent. An engine that slept has new memory, which holds anything.
+        # Padding is not sent, and after an engine's sleep its new memory may hold anything.
         for name, box in self._padding:
             parameters[name].data[box.slices].zero_()
         # Only now: one pass over each parameter is faster than kernels for each box that arrives.
