@@ -189,7 +189,9 @@ class Layout:
                 want.whole_part(common),
                 # A source only if it is one at both levels.
                 have.is_replica or want.is_replica,
-                tuple(have.axes[axis] for axis in want.axes) if have.axes else want.axes,
+                tuple(have.axes[axis] for axis in want.axes)
+                if have.axes and want.axes
+                else have.axes or want.axes,
             )
             for name in middle
             for have, want, common in _overlaps(inner[name], middle[name])

@@ -195,6 +195,13 @@ def test_a_layout_through_another_equals_slicing_twice(outer, data):
     assert sum(box.num_elements for box in boxes) == num_described  # nothing is described twice
 
 
+def test_a_transposed_tensor_stays_so_through_a_layout_that_renames_it():
+    transposed = ShardMapping("local", Box.whole((2, 3)), "file", Box.whole((3, 2)), axes=(1, 0))
+    renamed = ShardMapping("file", Box.whole((3, 2)), "model", Box.whole((3, 2)))
+    through = Layout({"local": (2, 3)}, (transposed,)).compose(Layout({"file": (3, 2)}, (renamed,)))
+    assert through.pieces == (replace(transposed, tensor="model"),)
+
+
 def test_layouts_in_stacks_of_thousands_meet_in_linear_time():
     layers, experts = 94, 128
     stack = {"w": (layers, experts, 12, 8)}
