@@ -1,8 +1,8 @@
 """Features of a run that exclude each other: docs/compatibility.md is printed from this table.
 
-A row is a pair, by the names of `features.py`: why its first feature does not go with the other,
-and after a semicolon what to do instead, if not to leave out one of the two. To add a conflict is
-to add a row.
+A row is a pair of features, by the names of `features.py`, and the reason why they exclude each
+other. A remedy may follow a semicolon; the default is "leave out one of the two". To add a
+conflict, add a row.
 """
 
 from megatron_grpo.config.config import Config
@@ -201,7 +201,7 @@ CONFLICTS = {
 
 
 def check_conflicts(cfg: Config) -> None:
-    """Raise ValueError for the first row of which `cfg` has both features on."""
+    """Raise ValueError for the first pair of features that `cfg` turns on together."""
     for (a, b), reason in CONFLICTS.items():
         if is_on(cfg, a) and is_on(cfg, b):
             why, _, instead = reason.partition("; ")

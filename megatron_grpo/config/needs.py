@@ -78,7 +78,7 @@ NEEDS = {
     ("lora.adapter_path", "lora.r"): "there are no adapters; set that to the rank in its "
     "adapter_config.json, or leave it out",
 }
-"""Why the first feature of each pair needs the other, and after a semicolon what to do."""
+"""Why the first feature of each pair needs the second, and after a semicolon the remedy."""
 
 IDLE = {
     "grpo.dynamic_sample: true": (
@@ -112,10 +112,10 @@ IDLE = {
 
 
 def check_needs(cfg: Config) -> None:
-    """Raise ValueError for the first feature that lacks what it needs, and for the first key that
-    does nothing and has another value than its default.
+    """Raise ValueError for the first feature whose need is not met, or an idle key with a value
+    other than its default.
 
-    Whether a key was given says nothing: a config that was dumped gives all of them.
+    Values are compared, since a saved config gives every key.
     """
     for (feature, needed), reason in NEEDS.items():
         if is_on(cfg, feature) and not is_on(cfg, needed):
@@ -132,7 +132,8 @@ def check_needs(cfg: Config) -> None:
 
 
 def _as_needed(cfg: Config, name: str) -> str:
-    """A feature that is off as overrides, or by the numbers that turn it on: `lora.r above 0`."""
+    """Format a feature that is off as overrides, or as the number that turns it on: `lora.r above
+    0`."""
     key = name.split(" with ")[-1]
     default = None if " " in key else default_of(cfg, key)
     words = name.replace(": ", "=")

@@ -18,7 +18,7 @@ class Section(BaseModel):
 
 
 def as_yaml(value: Any) -> str:
-    """A value as an override has it, on one line."""
+    """Format a value as an override writes it, on one line."""
     if isinstance(value, Mapping | Sequence) and not isinstance(value, str):
         text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
         return text.removesuffix("\n")
@@ -28,7 +28,11 @@ def as_yaml(value: Any) -> str:
 def completed(
     table: Mapping[str, Any], names: Iterable[str], run: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`table`, of whose tables `names` those that it has take what they leave out from `run`."""
+    """Fill the tables `names` of `table` with the keys that only `run` has.
+
+    `completed({"data": {"path": "test"}}, ["data"], {"data": {"path": "a", "split": "b"}})` is
+    `{"data": {"path": "test", "split": "b"}}`.
+    """
     tables = {}
     for name in names:
         given, defaults = table.get(name), run.get(name)

@@ -1,4 +1,5 @@
-"""Parts of a model that are trained: its layer for multi-token prediction, its vision tower."""
+"""Optional parts of a model that are trained: the layer for multi-token prediction, the vision
+tower."""
 
 from dataclasses import replace
 
@@ -11,10 +12,10 @@ from megatron_grpo.config.vision import trained_vision
 
 
 def trained_shape(cfg: Config) -> ModelShape:
-    """The shape of the model in `cfg.model.path`: `trains_mtp` says whether its layer for
-    multi-token prediction is a part, and `vision` whether its vision tower is.
+    """Read the shape of the model in `cfg.model.path`.
 
-    Raises ValueError if they cannot be trained.
+    `trains_mtp` and `vision` say whether its layer for multi-token prediction and its vision tower
+    are trained. Raises ValueError if they cannot be.
     """
     shape = read_shape(cfg.model.path)
     vision, trains_mtp = trained_vision(cfg, shape), _trains_mtp(cfg, shape)
@@ -22,8 +23,10 @@ def trained_shape(cfg: Config) -> ModelShape:
 
 
 def _trains_mtp(cfg: Config, shape: ModelShape) -> bool:
-    """Raises ValueError if the model has no such layer, or one with its own embedding, and for what
-    does not know one."""
+    """Whether the layer for multi-token prediction is trained.
+
+    Raises ValueError for a model without such a layer, and for a layer with its own embedding.
+    """
     if not cfg.model.mtp_num_layers:
         return False
     if not shape.can_train_mtp:
