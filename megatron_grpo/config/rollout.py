@@ -29,7 +29,7 @@ class RolloutConfig(Section):
     """The engines that generate completions."""
 
     engine: Literal["vllm", "sglang"] = "vllm"
-    """Server of the engines."""
+    """Inference server of the engines."""
     python: Path | None = Field(default=None, strict=False)
     """Python interpreter of SGLang's environment, such as .venv-sglang/bin/python; null: the
     trainer's."""
@@ -60,8 +60,8 @@ class RolloutConfig(Section):
     """Engine's parser of tool calls in agents' turns, such as hermes or qwen3_coder; reasoning has
     vllm.reasoning_parser or sglang.reasoning_parser."""
     max_staleness: NonNegativeInt = 0
-    """Generations made ahead, and the maximum age of samples in pushes when training on them
-    begins; 0: synchronous. Refused if engines share several GPUs with the ranks."""
+    """Generations made ahead; samples are at most this many pushes old when training on them
+    begins. 0: synchronous. Refused if engines share several GPUs with the ranks."""
     in_flight_updates: bool = False
     """Push weights while completions are in progress; they continue under the new weights. Required
     by a max_staleness above 1."""
@@ -114,9 +114,9 @@ class RolloutConfig(Section):
     update_weights_bucket_megabytes: PositiveInt = 512
     """Maximum megabytes of buffers per process during a push."""
     weight_transport: Literal["auto", "network", "disk"] = "auto"
-    """Way of a push: shared host or GPU memory where possible, else the network (`auto`), only the
-    `network`, or a folder in train.run_dir (`disk`), for engines that share only a file system with
-    the ranks."""
+    """`auto`: shared host or GPU memory where possible, else the network; `network`: the network
+    only; `disk`: a folder in train.run_dir, for engines that share only a file system with the
+    ranks."""
 
     @property
     def gpus_per_engine(self) -> int:
