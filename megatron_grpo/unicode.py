@@ -1,5 +1,4 @@
-"""Text that can be encoded: JSON, file names and users' code may contain half of a surrogate
-pair."""
+"""Text that can be encoded: JSON, file names and users' code may hold half of a surrogate pair."""
 
 from typing import Any
 

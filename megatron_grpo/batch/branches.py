@@ -28,10 +28,8 @@ of two."""
 def numbered_sequences(
     samples: Sequence[Sample], wholes: Sequence[TokenSequence]
 ) -> dict[int, TokenSequence]:
-    """Cut the samples into training sequences, by number.
-
-    `wholes` are prompt and whole completion of each sample.
-    """
+    """Cut the samples into training sequences, by number. `wholes` are prompt and whole completion
+    of each sample."""
     found = dict(enumerate(wholes))
     for i, (sample, whole) in enumerate(zip(samples, wholes, strict=True)):
         for k, branch in enumerate(sample.branches):
@@ -42,10 +40,8 @@ def numbered_sequences(
 
 
 def _root(sample: Sample, branch: Branch) -> int | None:
-    """Index of the branch that sampled the token before `branch`.
-
-    None if that token belongs to the prompt, or if the branch shares more than MOST_PARTS parts.
-    """
+    """Index of the branch that sampled the token before `branch`. None if that token belongs to the
+    prompt, or if the branch shares more than MOST_PARTS parts."""
     if len(branch.context) > MOST_PARTS:
         return None
     _, end = branch.context[-1]
@@ -56,11 +52,8 @@ def _root(sample: Sample, branch: Branch) -> int | None:
 
 
 def prompt_groups(sequences: Mapping[int, TokenSequence]) -> list[PromptGroup]:
-    """Group the sequences by prompt.
-
-    A branch that continues after a sampled token joins the group of the sequence that it branches
-    off.
-    """
+    """Group the sequences by prompt. A branch that continues after a sampled token joins the group
+    of the sequence that it branches off."""
     places = {number: place for place, number in enumerate(sequences)}
     branches: dict[int, dict[int, Branched]] = defaultdict(dict)
     firsts: list[int] = []

@@ -48,10 +48,7 @@ def compute_advantages(
     cfg: Config,
 ) -> Experience:
     """Compute the advantages of scored samples, from the `sums` of their rewards or from single
-    rewards.
-
-    A group is all samples of one prompt.
-    """
+    rewards. A group is all samples of one prompt."""
     grpo = cfg.grpo
     totals = torch.tensor(sums, dtype=torch.float64)
     group_ids = torch.tensor([sample.prompt.index for sample in samples])
@@ -78,11 +75,9 @@ def _process_supervision(
     group_ids: Tensor,
     cfg: Config,
 ) -> Experience:
-    """Compute the advantage of each token (process supervision).
-
-    Rewards of steps come from the environment or a process reward model; the sum of the other
-    reward functions counts at the last token.
-    """
+    """Compute the advantage of each token (process supervision). Rewards of steps come from the
+    environment or a process reward model; the sum of the other reward functions counts at the last
+    token."""
     process_model = cfg.reward.process_model
     weight = process_model.weight if process_model else cfg.environment.weight
     functions = [each for each in cfg.reward.functions if each is not process_model]

@@ -25,11 +25,8 @@ def keep_high_entropy(
     groups: Groups,
 ) -> list[PackedBatch]:
     """Keep the entropies of response tokens in the top `fraction` (arXiv 2506.01939); others become
-    -inf.
-
-    The threshold is the exact quantile over the whole optimizer batch: `entropies` [T] belong to
-    this rank's `batches`, and other ranks add theirs.
-    """
+    -inf. The threshold is the exact quantile over the whole optimizer batch: `entropies` [T] belong
+    to this rank's `batches`, and other ranks add theirs."""
     masked = [
         entropy[batch.loss_mask & groups.answers_for(batch.context_size)]
         for batch, entropy in zip(batches, entropies, strict=True)
@@ -44,10 +41,7 @@ def keep_high_entropy(
 
 def with_entropy_weights(batches: Sequence[PackedBatch], groups: Groups) -> list[PackedBatch]:
     """Weight entropies for the entropy bonus: the weighted sum is their mean over the objective's
-    tokens.
-
-    This holds for every loss type, as in TRL.
-    """
+    tokens. This holds for every loss type, as in TRL."""
     chosen = [
         b.loss_mask if b.high_entropy is None else b.loss_mask & ~b.high_entropy.isneginf()
         for b in batches

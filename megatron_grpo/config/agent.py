@@ -40,8 +40,7 @@ class AgentConfig(Section):
     """Arguments of the tool `python`: `timeout` (10 seconds), `memory_megabytes` (1024), `python`
     (the interpreter) and `sandbox`; `sandbox: none` runs programs unsandboxed, with your rights."""
     mcp_servers: tuple[str, ...] = Field(default=(), strict=False)
-    """MCP servers whose tools the model may call: commands, started for each sample, or
-    addresses."""
+    """MCP servers with tools for the model: commands, started for each sample, or addresses."""
     listen: str | None = None
     """Instead of an agent, `HOST:PORT` where agents outside the run take tasks over HTTP; port 0
     picks a free one. `agents.json` in the run directory has address and token."""

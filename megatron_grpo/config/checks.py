@@ -14,8 +14,7 @@ from megatron_grpo.config.sources import OWN_SECTIONS
 
 
 def check_config(cfg: Config) -> None:
-    """Raise ValueError, with a legal value, for the first mistake in the run or in one of its
-    sources."""
+    """Raise ValueError, with a legal value, for the first mistake in the run or its sources."""
     if not cfg.sources.by_name:
         _check(cfg)
         return

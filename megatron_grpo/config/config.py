@@ -64,8 +64,7 @@ class Config(Section):
 
     @property
     def rewards(self) -> dict[str, RewardConfig]:
-        """Scoring of training and of held-out sets with their own reward, by section of the
-        config."""
+        """Scoring of training, and of held-out sets with their own, by section of the config."""
         own = {f"{section_of(n)}.reward": s.reward for n, s in self.eval.named_sets.items()}
         key = "sources.by_name.{}.reward" if self.sources.by_name else "reward"
         trained = {key.format(name): view.reward for name, view in self.by_source.items()}
@@ -73,8 +72,7 @@ class Config(Section):
 
     @property
     def by_source(self) -> dict[str, "Config"]:
-        """The run's config for the rows of each source, by name; without sources, the run
-        itself."""
+        """Config of each source's rows, by its name; without sources, the run's own."""
         if not self.sources.by_name:
             return {ALONE: self}
         return {
@@ -142,7 +140,7 @@ class Config(Section):
 
     @property
     def mixes_in_float32(self) -> bool:
-        """Whether a float32 copy of the reference is kept: `model.dtype` would round small updates
+        """Whether the reference has a float32 copy: `model.dtype` would round small updates
         away."""
         is_mixed = self.grpo.sync_ref_model and self.grpo.ref_model_mixup_alpha < 1
         return is_mixed and self.model.dtype != "float32"

@@ -67,14 +67,12 @@ class DataConfig(Section):
     """A .jsonl or .parquet file, a folder of these, or the name of a Hugging Face data set; or a
     list of `{path: ..., weight: ...}`, mixed in proportion to the whole-number weights."""
     subset: str | None = None
-    """Subset of a Hugging Face data set, such as `main` of openai/gsm8k; null: the default subset,
-    and for files."""
+    """Subset of a Hugging Face data set, such as `main` of openai/gsm8k; null for files."""
     split: str = "train"
     """Split of a Hugging Face data set; in a folder, the files named after it, such as `train-*`
     (all files if no file name has a split)."""
     prompt_column: str = "prompt"
-    """Column of the question: a string, or chat messages of which the last is not the
-    assistant's."""
+    """Column of the question: a string, or chat messages up to the assistant's turn."""
     answer_column: str | None = "answer"
     """Column of the reference answer, passed to rewards as `answer`; null: none."""
     image_column: str | None = None
@@ -83,8 +81,7 @@ class DataConfig(Section):
     system_prompt: str | None = None
     """System message put before every prompt; needs apply_chat_template."""
     apply_chat_template: bool = True
-    """Whether prompts go through the tokenizer's chat template; false: prompts are sent as raw
-    text."""
+    """Whether prompts go through the tokenizer's chat template; false: the raw text is sent."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Variables of the chat template, such as `enable_thinking: false` for Qwen3."""
     date: str | None = None

@@ -127,7 +127,7 @@ class EvalConfig(EvalSet):
 
     @model_serializer(mode="wrap")
     def _sets_describe_themselves(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the sets' defaults: each set has them now, and `with_defaults` refuses idle
+        """Leave out the sets' defaults: each set has them, and `with_defaults` refuses idle
         ones."""
         table: dict[str, Any] = write(self)
         return {key: table[key] for key in NOT_OF_A_SET} if self.sets else table

@@ -135,8 +135,7 @@ def _instead_of(key: str, known: Sequence[str]) -> str:
 
 
 def _nearest_keys(key: str, known: Sequence[str]) -> Sequence[str]:
-    """Find the known key that is spelt almost alike in each part, or all keys with the same last
-    part."""
+    """Find the known key that is spelt alike in each part, or all keys with the same last part."""
     section, _, name = key.rpartition(".")
     likeness = {each: _likeness((section, name), each) for each in known}
     nearest = max(known, key=lambda each: likeness[each])

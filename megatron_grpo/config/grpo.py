@@ -40,8 +40,8 @@ class GRPOConfig(Section):
     num_iterations: PositiveInt = 1
     """Passes over each generation."""
     shared_prompts: bool = False
-    """Compute each prompt once per microbatch instead of once per completion; minibatches then keep
-    groups together."""
+    """Compute each prompt once per microbatch, for all completions; minibatches keep groups
+    together."""
 
     dynamic_sample: bool = False
     """Replace prompts whose completions all have the same reward by other prompts (DAPO)."""
@@ -66,8 +66,7 @@ class GRPOConfig(Section):
     """Standard deviation that divides the advantages; default: `group` for the estimator grpo,
     `none` for rloo, `batch` otherwise."""
     multi_objective_aggregation: Aggregation = "sum_then_normalize"
-    """Order for several reward functions; `normalize_then_sum` normalizes each within its group
-    first (GDPO)."""
+    """Order for several rewards; `normalize_then_sum` normalizes each in its group first (GDPO)."""
     supervision: Literal["outcome", "process"] = "outcome"
     """Rewards per completion (`outcome`), or per step of an environment or a process reward model
     (`process`, DeepSeekMath)."""
@@ -104,8 +103,7 @@ class GRPOConfig(Section):
     beta: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the reference model; 0: no reference is loaded."""
     sync_ref_model: bool = False
-    """Whether the reference follows the policy (TR-DPO, arXiv 2404.09656); false: it stays at
-    `model.path`."""
+    """Let the reference follow the policy (TR-DPO, arXiv 2404.09656); false: it stays fixed."""
     ref_model_mixup_alpha: float = Field(default=0.6, gt=0, le=1)
     """TR-DPO's alpha, the weight of the policy in an update of the reference; 1: a copy."""
     ref_model_sync_steps: PositiveInt = 512
@@ -120,8 +118,7 @@ class GRPOConfig(Section):
     """Estimator of the KL divergence (joschu.net/blog/kl-approx.html); default: k1 in the reward,
     k3 in the loss."""
     use_bias_correction_kl: bool = False
-    """Multiply the KL estimate in the loss by the ratio, which makes the gradients of k1 and k3
-    unbiased."""
+    """Multiply the KL estimate in the loss by the ratio: k1 and k3 then have unbiased gradients."""
     kl_target: PositiveFloat | None = None
     """KL divergence per token that beta is adapted towards after every step; null: beta is
     fixed."""
@@ -153,7 +150,7 @@ class GRPOConfig(Section):
 
     @property
     def corrects_rollouts(self) -> bool:
-        """Whether the loss corrects for engines' log-probabilities that differ from the
+        """Whether the loss corrects engines' log-probabilities, where they differ from the
         trainer's."""
         weighs = self.rollout_importance_sampling_mode is not None or self.rollout_rs is not None
         return weighs or self.old_logprobs == "rollout"
@@ -171,12 +168,10 @@ class GRPOConfig(Section):
 
     @property
     def num_old_passes(self) -> int:
-        """Optimizer batches of a generation that get a forward pass before training on the
-        generation.
+        """Optimizer batches of a generation with a forward pass before training on the generation.
 
-        A quantile of entropies, or old log-probabilities for a KL in the rewards, needs a pass over
-        all of them. Otherwise the first batch uses the log-probabilities of its forward in
-        training.
+        A quantile of entropies, or a KL in the rewards, needs all of them. Otherwise the first
+        batch takes the log-probabilities of its forward in training.
         """
         is_kl_reward = self.beta > 0 and self.kl_in_reward
         if self.top_entropy_quantile < 1 or (self.old_logprobs == "recompute" and is_kl_reward):

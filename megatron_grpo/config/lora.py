@@ -30,8 +30,7 @@ class LoraConfig(Section):
     use_rslora: bool = False
     """Whether s is lora_alpha / sqrt(r) (arXiv 2312.03732)."""
     init_lora_weights: Literal[True, "gaussian"] = True
-    """Start of A: PEFT's uniform distribution (true), or a normal one with deviation 1 / r. B
-    starts at 0."""
+    """Start of A: uniform as in PEFT (true), or normal with deviation 1 / r. B starts at 0."""
     adapter_path: Path | None = Field(default=None, strict=False)
     """PEFT folder of adapters that a new run starts from, such as hf/ of another run; null: fresh
     ones. With grpo.sync_ref_model the reference of grpo.beta starts with them, too; otherwise it

@@ -132,8 +132,7 @@ def check_needs(cfg: Config) -> None:
 
 
 def _as_needed(cfg: Config, name: str) -> str:
-    """Format a feature that is off as overrides, or as the number that turns it on: `lora.r above
-    0`."""
+    """Format a feature that is off as overrides, or as a bound of its number: `lora.r above 0`."""
     key = name.split(" with ")[-1]
     default = None if " " in key else default_of(cfg, key)
     words = name.replace(": ", "=")

@@ -1,7 +1,6 @@
-"""`train.offload`: the parts of the training state that leave the GPU, and in which phases of a
-step.
+"""`train.offload`: parts of the training state that leave the GPU, and in which phases of a step.
 
-This file is the schedule; `policy/residency.py` carries it out, and `planning` counts memory by it.
+The schedule only: `policy/residency.py` carries it out, and `planning` counts memory by it.
 """
 
 from collections.abc import Sequence
@@ -76,8 +75,7 @@ def parts_copied(offload: Offload) -> list[Part]:
 
 
 def parts_away(offload: Offload, phase: Phase) -> tuple[Part, ...]:
-    """Parts that are not on the GPU in `phase`: moved, and unused while engines share its
-    memory."""
+    """Moved parts that are off the GPU in `phase`: unused while engines share its memory."""
     if phase not in _WITH_ENGINES:
         return ()
     return tuple(part for part in parts_moved(offload) if part not in _USED[phase])

@@ -24,8 +24,7 @@ OPTIMIZER_MEMORY_KEYS = (
 """Keys of `optimizer` that change only memory, speed or rounding: a resumed run may change them."""
 
 SLOWEST_BFLOAT16_DECAY = 1 - 2**-8
-"""Largest decay rate of bfloat16 moments: above it, some numbers would round back to their old
-value."""
+"""Largest decay rate of bfloat16 moments: above it, some would round back to their old value."""
 
 
 class OptimizerConfig(Section):
@@ -39,8 +38,7 @@ class OptimizerConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay, one step after the last; at most lr."""
     lr_warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up from 0: step 1 has learning rate 0, step lr_warmup_steps + 1 has
-    lr."""
+    """Steps of linear warm-up: step 1 has learning rate 0, step lr_warmup_steps + 1 has lr."""
     lr_decay_style: Literal["constant", "cosine", "linear", "WSD"] = "constant"
     """Shape of the decay from lr to min_lr, from the end of the warm-up to train.num_steps; `WSD`
     decays only in the last lr_wsd_decay_steps."""

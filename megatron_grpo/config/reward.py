@@ -49,7 +49,7 @@ class RewardFunction(Section):
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether the run serves this reward model on the ranks' GPUs, where it sleeps unless it
+        """Whether the run serves this model on the ranks' GPUs, where it sleeps unless it
         scores."""
         return self.is_served_here and bool(self.arguments.get("share_gpus"))
 
@@ -150,8 +150,7 @@ class EnvironmentConfig(Section):
     timeout: PositiveFloat = 60.0
     """Seconds within which `reset` or `step` must return; otherwise the sample has failed."""
     memory_megabytes: PositiveInt = 4096
-    """Maximum private memory (RLIMIT_DATA) of each sample's process, and of each process it
-    starts."""
+    """Maximum private memory (RLIMIT_DATA) of each sample's process and its child processes."""
 
     @field_validator("name")
     @classmethod

@@ -91,8 +91,7 @@ class RolloutConfig(Section):
     health_timeout: PositiveFloat = 30.0
     """Seconds within which an engine must answer a health probe; otherwise it counts as lost."""
     stall_timeout: PositiveFloat = 120.0
-    """Seconds within which an engine with requests must generate a token; otherwise it counts as
-    lost."""
+    """Seconds within which an engine with requests must generate a token, or it counts as lost."""
     quantization: EngineQuantization = "none"
     """Format of linear layers' weights in engines, which the ranks quantise for each push: `fp8`
     (blocks of 128 x 128), `fp8_channel` or `int8` (a scale per row; vLLM only); `none`:
@@ -114,9 +113,8 @@ class RolloutConfig(Section):
     update_weights_bucket_megabytes: PositiveInt = 512
     """Maximum megabytes of buffers per process during a push."""
     weight_transport: Literal["auto", "network", "disk"] = "auto"
-    """`auto`: shared host or GPU memory where possible, else the network; `network`: the network
-    only; `disk`: a folder in train.run_dir, for engines that share only a file system with the
-    ranks."""
+    """`auto`: shared host or GPU memory, else the network; `network`: the network only; `disk`: a
+    folder in train.run_dir, for engines that share only a file system with the ranks."""
 
     @property
     def gpus_per_engine(self) -> int:

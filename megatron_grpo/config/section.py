@@ -28,11 +28,7 @@ def as_yaml(value: Any) -> str:
 def completed(
     table: Mapping[str, Any], names: Iterable[str], run: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Fill the tables `names` of `table` with the keys that only `run` has.
-
-    `completed({"data": {"path": "test"}}, ["data"], {"data": {"path": "a", "split": "b"}})` is
-    `{"data": {"path": "test", "split": "b"}}`.
-    """
+    """Fill keys that a table of `table` lacks from `run`, for the tables `names`."""
     tables = {}
     for name in names:
         given, defaults = table.get(name), run.get(name)

@@ -38,8 +38,7 @@ class SourcesConfig(Section):
     """Several kinds of rows in one run, each with rewards, and an environment or an agent."""
 
     column: str | None = None
-    """Column of the data with the name of a row's source, such as `data_source`; null: no
-    sources."""
+    """Column with the name of a row's source, such as `data_source`; null: no sources."""
     by_name: dict[str, Source] = Field(default={})
     """Sections `reward`, `environment` and `agent` of each source by its name, with the run's
     values as defaults. Metrics are also `source/NAME/*`."""

@@ -68,8 +68,7 @@ class TrainConfig(Section):
     """Length, folder and limits of the run."""
 
     run_dir: Path = Field(strict=False)
-    """Folder for everything that the run writes; a start with an existing folder resumes its
-    run."""
+    """Folder for the run's files; a start with an existing folder resumes its run."""
     init_from: Path | None = Field(default=None, strict=False)
     """Run directory, or RUN_DIR/checkpoints/step_N, whose weights and moments a new run starts with
     at step 0; null: the weights in model.path."""

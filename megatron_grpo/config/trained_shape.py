@@ -1,5 +1,4 @@
-"""Optional parts of a model that are trained: the layer for multi-token prediction, the vision
-tower."""
+"""Optional trained parts of a model: the layer for multi-token prediction, the vision tower."""
 
 from dataclasses import replace
 
@@ -23,10 +22,8 @@ def trained_shape(cfg: Config) -> ModelShape:
 
 
 def _trains_mtp(cfg: Config, shape: ModelShape) -> bool:
-    """Whether the layer for multi-token prediction is trained.
-
-    Raises ValueError for a model without such a layer, and for a layer with its own embedding.
-    """
+    """Whether the layer for multi-token prediction is trained. Raises ValueError for a model
+    without such a layer, and for a layer with its own embedding."""
     if not cfg.model.mtp_num_layers:
         return False
     if not shape.can_train_mtp:

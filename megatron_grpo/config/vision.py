@@ -13,10 +13,8 @@ from parallel import pipeline_layers
 
 
 def mrope_axes(cfg: Config) -> Sequence[int]:
-    """Axis of each RoPE frequency: a token's position in time (0), height (1) or width (2).
-
-    Empty for prompts without images, where all three positions are equal.
-    """
+    """Axis of each RoPE frequency: a token's position in time (0), height (1) or width (2). Empty
+    for prompts without images, where all three positions are equal."""
     if cfg.data.image_column is None:
         return ()
     file = Path(cfg.model.path) / "config.json"
@@ -30,8 +28,7 @@ def mrope_axes(cfg: Config) -> Sequence[int]:
 
 
 def num_deepstack_layers(cfg: Config) -> int:
-    """Number of decoder layers whose output gets image features added (DeepStack); 0 without
-    images."""
+    """Number of decoder layers with image features added to their output (DeepStack)."""
     if cfg.data.image_column is None:
         return 0
     config = read_json(Path(cfg.model.path) / "config.json")
@@ -39,11 +36,8 @@ def num_deepstack_layers(cfg: Config) -> int:
 
 
 def has_tower(cfg: Config, shape: ModelShape, stage: int) -> bool:
-    """Whether ranks of pipeline stage `stage` have the tower.
-
-    With images, these are the stages with the embedding or with a layer that image features are
-    added to.
-    """
+    """Whether ranks of pipeline stage `stage` have the tower. With images, these are the stages
+    with the embedding or with a layer that image features are added to."""
     first, *_ = pipeline_layers(shape.num_layers, cfg.dims)[stage]
     return cfg.data.image_column is not None and first.start < max(1, num_deepstack_layers(cfg))
 

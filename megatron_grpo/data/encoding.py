@@ -44,11 +44,8 @@ def encode_rows(
     rows: Sequence[Row],
     reader: ImageReader | None = None,
 ) -> list[Encoded | Fault]:
-    """Encode the prompt of every row, or say why it has none.
-
-    Raises ValueError if the tokenizer finds no tokens in any row, and for a chat template that is
-    missing or ignores a variable of the config.
-    """
+    """Encode each row's prompt, or say why it has none. Raises ValueError if no row has tokens, and
+    for a chat template that is missing or ignores a variable of the config."""
     chats = [chat_of(data, row) for row in rows]
     if not data.apply_chat_template:
         return _encode(data, tokenizer, chats)

@@ -36,8 +36,7 @@ LIMITS = {
     "vllm": ("limit_mm_per_prompt", {"video": 0}),
     "sglang": ("limit_mm_data_per_request", {}),
 }
-"""By engine that takes images: the argument with the maximum per prompt, and its other required
-entries."""
+"""By engine: the argument with the maximum of images per prompt, and its other required entries."""
 WIDE_MODES = ("I", "F")
 """Prefixes of Pillow's modes with more than 8 bits per channel, which conversion would cut to 8."""
 _SHORT = reprlib.Repr()
@@ -59,8 +58,7 @@ class ImageSource:
 
     @property
     def key(self) -> bytes:
-        """Digest of the bytes, or of the file's name: the folder may have moved, but files do not
-        change."""
+        """Digest of the bytes, or of the file's name: folders may move, but files do not change."""
         own = self.content if isinstance(self.content, bytes) else self.name.encode()
         return hashlib.blake2b(own).digest()
 
@@ -104,8 +102,7 @@ def _image(value: Any, name: str, data: DataConfig) -> ImageSource | Fault:
 
 @contextmanager
 def _named(image: ImageSource) -> "Iterator[Image]":
-    """Open an image, whose pixels are read on first use. OSErrors of the block also name the
-    image."""
+    """Open an image; its pixels are read on first use. OSErrors of the block name the image."""
     from PIL import Image  # noqa: PLC0415
 
     content = image.content
@@ -159,9 +156,7 @@ class ImageReader:
         self, token_ids: Sequence[int], images: Sequence[ImageSource]
     ) -> "tuple[list[int], PromptSources] | Fault":
         """Repeat the token of each image once per feature, and note where each image begins.
-
-        `token_ids` has one token per image, as chat templates write it.
-        """
+        `token_ids` has one token per image, as chat templates write it."""
         if (num_tokens := token_ids.count(self.token_id)) != len(images):
             return Fault(
                 "the prompt has another number of image tokens than the row has images",
@@ -190,8 +185,7 @@ class ImageReader:
         return expanded, sources
 
     def _num_tokens(self, opened: "Image") -> int:
-        """Count the tokens from the header. EXIF's rotation does not matter: it swaps sides at
-        most."""
+        """Count the tokens from the header. EXIF's rotation swaps sides, which keeps the count."""
         if opened.mode.startswith(WIDE_MODES):
             raise ValueError(f"pixels of mode {opened.mode}: save it with 8 bits per channel")
         processor = image_processor(self._folder)
@@ -199,10 +193,8 @@ class ImageReader:
         return num_patches // processor.merge_size**2
 
     def read(self, images: "PromptSources") -> "PromptImages":
-        """Make the patches of the images, as bytes; the receiver scales and shifts them.
-
-        Raises OSError for a damaged file, or one that has changed since its tokens were counted.
-        """
+        """Make the patches of the images, as bytes; the receiver scales and shifts them. Raises
+        OSError for a damaged file, or one that has changed since its tokens were counted."""
         import torch  # noqa: PLC0415
 
         from parallel.images import PromptImages, prompt_positions  # noqa: PLC0415

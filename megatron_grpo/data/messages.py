@@ -8,10 +8,8 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 
 
 def text_of(content: Any) -> str:
-    """Join the text of a message's content, which is a text, null, or a list of text parts.
-
-    Raises ValueError with the reason for any other content.
-    """
+    """Join the text of a message's content, which is a text, null, or a list of text parts. Raises
+    ValueError with the reason for any other content."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -38,11 +36,8 @@ def _wrong_content(what: str) -> ValueError:
 
 
 def message_of_data(given: Any) -> dict[str, Any]:
-    """Convert a row's message for chat templates: its content becomes a text, and the arguments of
-    calls become tables.
-
-    Content may be null only in a message with tool calls. Raises ValueError for an invalid message.
-    """
+    """Convert a row's message for chat templates: content to text, arguments of calls to tables.
+    Content may be null only beside tool calls. Raises ValueError for an invalid message."""
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise ValueError("a message must be a table with a role")
     content = given.get("content")
@@ -55,10 +50,8 @@ def message_of_data(given: Any) -> dict[str, Any]:
 
 
 def _with_table(call: Any) -> Any:
-    """Parse a call's arguments from OpenAI's JSON text, which templates would quote again.
-
-    Other text stays: a model may have called a tool with it.
-    """
+    """Parse a call's arguments from OpenAI's JSON text, which templates would quote again. Other
+    text stays: a model may have called a tool with it."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
         return call
@@ -86,11 +79,8 @@ def json_value(text: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove null fields from the messages of a row, at every level.
-
-    A table gives each struct the fields of all others, as null, and templates test for a field's
-    presence.
-    """
+    """Remove null fields from the messages of a row, at every level. A table gives each struct the
+    fields of all others, as null, and templates test for a field's presence."""
     if isinstance(value, dict):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     if isinstance(value, list):

@@ -44,8 +44,7 @@ class Prompt:
     source: str = ALONE
     """Name of its source in `sources`."""
     is_own: bool = False
-    """Whether the prompt belongs to a single sample: its environment changed it, or its agent made
-    it."""
+    """Whether a single sample has this prompt: its environment changed it, or its agent made it."""
     images: PromptSources | None = None
     data: DataConfig | None = None
     """Settings by which `row` became `text`; None for a prompt that is text only."""
@@ -66,11 +65,8 @@ class Prompt:
 def end_tokens(
     shape: ModelShape, tokenizer: "PreTrainedTokenizerBase", rollout: RolloutConfig
 ) -> tuple[int, ...]:
-    """Collect the tokens that end a completion: the model's, the tokenizer's and
-    `rollout.stop_token_ids`.
-
-    Raises ValueError if there are none, and for a token outside the vocabulary.
-    """
+    """Collect the end tokens of the model, the tokenizer and `rollout.stop_token_ids`. Raises
+    ValueError if there are none, and for a token outside the vocabulary."""
     if (most := max(rollout.stop_token_ids, default=0)) >= shape.vocab_size:
         raise ValueError(
             f"rollout.stop_token_ids has {most}, and the model's vocabulary ends at "
@@ -86,10 +82,8 @@ def end_tokens(
 
 
 def with_date(cfg: Config, tokenizer: "PreTrainedTokenizerBase") -> Config:
-    """Set `data.date` to the time that the chat template writes, if it writes one.
-
-    It is the date saved by the run in `train.run_dir`, or by the replayed run; otherwise now.
-    """
+    """Set `data.date` to the time that the chat template writes, if it writes one. It is the date
+    saved by the run in `train.run_dir`, or by the replayed run; otherwise now."""
     if cfg.data.date is not None or not writes_date(tokenizer):
         return cfg
     saved, date = (cfg.train.replay or cfg.train.run_dir) / "config.yaml", None

@@ -92,11 +92,8 @@ class Record:
 
 def read_rows(data: DataConfig, path: str, invalid: InvalidRows, first: int = 0) -> list[Record]:
     """Read the rows of a .jsonl or .parquet file, of a folder of these, or of a Hugging Face data
-    set.
-
-    `path` is a path of `data`; its rows are numbered from `first`. Unreadable rows are added to
-    `invalid`. Raises ValueError if there are no rows, and for an unknown subset or split.
-    """
+    set. `path` is a path of `data`; its rows are numbered from `first`. Unreadable rows are added
+    to `invalid`. Raises ValueError if there are no rows, and for an unknown subset or split."""
     records, index = [], first
     for source, rows in _sources(data, path):
         for number, row in rows:
@@ -123,8 +120,7 @@ def _without_nulls(row: Row, prompt_column: str) -> Row | Fault:
 
 
 def _sources(data: DataConfig, name: str) -> Iterator[tuple[str, Iterator[Numbered]]]:
-    """Yield each source's rows, with a name to which row numbers are appended: `data.jsonl
-    line`."""
+    """Yield each source's rows, and a name that row numbers are appended to: `data.jsonl line`."""
     data.check_exists()
     path = Path(name)
     if not path.exists():
@@ -144,9 +140,7 @@ def _sources(data: DataConfig, name: str) -> Iterator[tuple[str, Iterator[Number
 
 def _files_of_split(path: Path, split: str) -> list[Path]:
     """Find the files of a folder that are named after the split, or all if no name has a split.
-
-    Raises ValueError if only some names have a split, as the split of the others is unclear.
-    """
+    Raises ValueError if only some names have a split, as the split of the others is unclear."""
     if not path.is_dir():
         if split != DEFAULT_SPLIT:
             raise ValueError(
@@ -269,10 +263,8 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
 
 
 def _silence_of_hub(name: str) -> Exception | None:
-    """Ask the hub about a data set; return the error if it does not answer, None otherwise.
-
-    Without this, `datasets` would ask for up to 80 seconds before it turns to its cache.
-    """
+    """Ask the hub about a data set; return the error if it does not answer, None otherwise. Without
+    this, `datasets` would ask for up to 80 seconds before it turns to its cache."""
     import huggingface_hub  # noqa: PLC0415  # see above
 
     try:

@@ -32,8 +32,7 @@ class Heard(NamedTuple):
     """Messages that an agent's model answered in a turn, and tools that it called."""
 
     roles: tuple[str, ...]
-    """Roles of the messages since the previous turn, such as `tool`; empty for a text
-    completion."""
+    """Roles of the messages since the previous turn, such as `tool`; empty for text completions."""
     calls: tuple[str, ...]
     """Names of the called tools."""
 
@@ -68,10 +67,9 @@ class Sample:
     loss_mask: Sequence[int] = ()
     """int8. 1 for sampled tokens, 0 for observations. Default: all 1."""
     routes: np.ndarray | None = field(default=None, compare=False)
-    """[tokens, layers, columns] uint8, int16 or int32, for each token of prompt and completion
-    except the last: its experts (`rollout.router_replay`), then the positions that its indexers
-    chose (`rollout.indexer_replay`). None without both, or if a dialogue failed before its first
-    turn."""
+    """[tokens, layers, columns] uint8, int16 or int32, for all tokens but the last: experts
+    (`rollout.router_replay`), then positions that indexers chose (`rollout.indexer_replay`). None
+    without both, or if a dialogue failed before its first turn."""
     step_rewards: tuple[tuple[int, float], ...] = ()
     """(index of the last token, reward) of each turn that the environment answered. With an agent,
     of every turn, and the last one has the reward."""
@@ -122,8 +120,7 @@ def extend_spans(spans: list[tuple[int, int]], version: int, num_tokens: int) ->
 
 
 MOST_CHARACTERS = 2000
-"""Maximum characters of a row's value in the log of completions; longer ones, such as the tests of
-a program, are cut."""
+"""Maximum characters of a row's value in the log of completions; longer ones are cut."""
 
 Columns = dict[int, dict[str, Any]]
 """Columns of each row except the prompt, as JSON values, by the row's index."""
@@ -136,10 +133,8 @@ def columns_by_prompt(samples: Iterable[Sample], prompt_column: str) -> Columns:
 
 
 def logged_columns(row: Row, prompt_column: str) -> dict[str, Any]:
-    """Convert the columns of a row, except the prompt, to JSON values.
-
-    Other types become text, numbers that are not finite null; bytes and base64 are left out.
-    """
+    """Convert the columns of a row, except the prompt, to JSON values. Other types become text,
+    numbers that are not finite null; bytes and base64 are left out."""
     return {
         as_unicode(name): _logged(_without_contents(value))
         for name, value in row.items()

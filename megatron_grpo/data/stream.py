@@ -118,8 +118,7 @@ class PromptStream:
         return range(rounds * before[-1] + before[turn], end_rounds * before[-1] + before[end])
 
     def others(self, tried: Collection[int], count: int, order: random.Random) -> list[Prompt]:
-        """Choose up to `count` random prompts, by the paths' weights, whose index is not in
-        `tried`."""
+        """Choose up to `count` random prompts that are not in `tried`, by the paths' weights."""
         num_turns = len(self._turns)
         # A random first turn: with one prompt per call, turn 0 would always choose the first path.
         first = order.randrange(num_turns) if num_turns > 1 else 0
