@@ -116,8 +116,8 @@ def check_text_tower(cfg: Config) -> None:
     """Raise ValueError for features that do not support the text tower of a multimodal model."""
     if cfg.train.export_quantization != "none":
         raise ValueError(
-            f"train.export_quantization is {cfg.train.export_quantization}, and model.path "
-            f"{cfg.model.path} has other towers beside that of text; supported: none"
+            f"train.export_quantization {cfg.train.export_quantization} is not supported for the "
+            f"multimodal model in model.path {cfg.model.path}: set it to none"
         )
 
 

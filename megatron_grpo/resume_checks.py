@@ -124,9 +124,9 @@ def check_same_run(cfg: Config) -> None:
     if differing:
         start = _start_from(before, now) or f"train.init_from={cfg.train.run_dir}"
         raise ValueError(
-            f"train.run_dir {cfg.train.run_dir} holds a run with another config: set what differs "
-            "as before, or remove it. To go on from its weights with what differs, start a run in "
-            f"another train.run_dir with {start}\n  " + "\n  ".join(differing)
+            f"train.run_dir {cfg.train.run_dir} holds a run with another config: restore the keys "
+            "below, or remove the folder. To go on from its weights with the new values, start a "
+            f"run in another train.run_dir with {start}\n  " + "\n  ".join(differing)
         )
     if before["model.path"] != now["model.path"]:
         _check_same_model(step_folder(checkpoints, step) / CHECKPOINT_FOLDER, cfg.model.path)

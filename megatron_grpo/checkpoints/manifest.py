@@ -31,15 +31,15 @@ Manifest = Mapping[str, FileHash]
 """File hashes by path relative to the checkpoint."""
 
 
-def hash_file(path: Path, tell: Callable[[int], None] = lambda num_bytes: None) -> FileHash:
-    """Read the file once, at about 1 GB/s per core, while other threads can run. `tell` is called
+def hash_file(path: Path, report: Callable[[int], None] = lambda num_bytes: None) -> FileHash:
+    """Read the file once, at about 1 GB/s per core, while other threads can run. `report` is called
     with the number of bytes of each block."""
     digest, num_bytes, block = sha256(), 0, bytearray(_BLOCK_BYTES)
     with errors_named(path), path.open("rb", buffering=0) as file:
         while size := file.readinto(block):
             digest.update(memoryview(block)[:size])
             num_bytes += size
-            tell(size)
+            report(size)
     return FileHash(num_bytes, digest.hexdigest())
 
 
@@ -92,7 +92,7 @@ def verify(folder: Path, manifest: Manifest, names: Collection[str], show: Show)
     OSError for a file that exists but cannot be read: it may be intact."""
     done, num_bytes = 0, sum(manifest[name].num_bytes for name in names)
 
-    def tell(size: int) -> None:
+    def report(size: int) -> None:
         nonlocal done
         done += size
         show(done, num_bytes)
@@ -100,7 +100,7 @@ def verify(folder: Path, manifest: Manifest, names: Collection[str], show: Show)
     for name in names:
         expected = manifest[name]
         try:
-            found = hash_file(folder / name, tell)
+            found = hash_file(folder / name, report)
         except FileNotFoundError:
             raise ValueError(f"{name} is missing") from None
         if found.num_bytes != expected.num_bytes:

@@ -114,12 +114,12 @@ def _damage(checkpoint: Path, read: Callable[[], None], way_out: str) -> ValueEr
                 f"command again when it can be read, or {way_out}"
             ) from error
 
-    def tell() -> None:
+    def raise_found() -> None:
         if found:
             raise found[0]
 
     raise_first_failure(attempt, TimeoutError)
-    return first_failure(tell, ValueError)
+    return first_failure(raise_found, ValueError)
 
 
 def _verify(checkpoint: Path) -> None:

@@ -105,17 +105,17 @@ def read_record(folder: Path, step: int) -> Record:
         with errors_named(path):
             found = json.loads(path.read_text(encoding="utf-8"))
         found.pop("versions")
-        said, layout = found.pop("state"), ParallelDims(**found.pop("layout"))
-        ready = said.pop("ready") or []  # a single object, or null, in older checkpoints
+        saved, layout = found.pop("state"), ParallelDims(**found.pop("layout"))
+        ready = saved.pop("ready") or []  # a single object, or null, in older checkpoints
         each = [ready] if isinstance(ready, dict) else ready
-        if groups := said.pop("groups", None):
+        if groups := saved.pop("groups", None):
             groups = OpenGroups(
                 next_number=groups["next_number"],
                 untaken=tuple(groups["untaken"]),
                 asked_at=tuple((number, then) for number, then in groups.get("asked_at", ())),
                 engines=tuple((number, tuple(urls)) for number, urls in groups.get("engines", ())),
             )
-        state = TrainerState(**said, ready=tuple(Ready(**one) for one in each), groups=groups)
+        state = TrainerState(**saved, ready=tuple(Ready(**one) for one in each), groups=groups)
         record = Record(state=state, layout=layout, **found)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"its {STATE_FILE} is damaged: {error!r}") from None

@@ -128,7 +128,7 @@ class AgentConfig(Section):
             raise ValueError(f"{used[0]} and {used[1]} are both set: use one of them")
         if self.has_tools and self.weight:
             raise ValueError(
-                f"agent.weight {self.weight}: no agent of yours gives a reward beside tools: set "
+                f"agent.weight {self.weight}: tools give no reward of their own: set "
                 "agent.weight=0, and name reward functions"
             )
         return self

@@ -105,6 +105,6 @@ def _check_sources(cfg: Config) -> None:
         labels = {function.label for function in view.reward.functions}
         if cfg.has_dialogues and (taken := labels & {AGENT, ENVIRONMENT}):
             raise ValueError(
-                f"sources.by_name.{name}.reward has a function called {min(taken)}, which is what "
-                "metrics call the reward of dialogues: give it another name"
+                f"sources.by_name.{name}.reward has a function called {min(taken)}, the name of "
+                "the reward of dialogues in metrics: give it another name"
             )

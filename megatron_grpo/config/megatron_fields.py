@@ -94,8 +94,8 @@ def check_fp8_model(settings: Mapping[str, Any], shape: ModelShape, dims: Parall
     for name, size in _sizes(shape, dims).items():
         if size % multiple:
             raise ValueError(
-                f"{prefix} multiplies matrices whose sides are multiples of {multiple}, and what a "
-                f"rank has of {name} is {size}: leave it out"
+                f"{prefix} needs matrix sides that are multiples of {multiple}, and {name} is "
+                f"{size} on a rank: leave it out"
             )
 
 

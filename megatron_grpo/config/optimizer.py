@@ -104,7 +104,7 @@ class OptimizerConfig(Section):
             dtype, decay = getattr(self, f"{name}_dtype"), getattr(self, beta)
             if dtype == "bfloat16" and decay > SLOWEST_BFLOAT16_DECAY:
                 raise ValueError(
-                    f"optimizer.{beta} {decay} takes less from a moment in a step "
+                    f"optimizer.{beta} {decay} decays a moment by less per step "
                     f"than bfloat16 resolves, and optimizer.{name}_dtype is bfloat16: use at most "
                     f"{SLOWEST_BFLOAT16_DECAY}, or optimizer.{name}_dtype=float32"
                 )

@@ -131,7 +131,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
         if (self.num_steps is None) == (self.num_epochs is None):
-            given = "missing" if self.num_steps is None else f"{self.num_steps} beside num_epochs"
+            given = "missing" if self.num_steps is None else f"{self.num_steps}, with num_epochs"
             raise ValueError(
                 f"train.num_steps is {given}: give either the number of optimizer steps or, as "
                 "train.num_epochs, of passes over the prompts, and set the other to null"

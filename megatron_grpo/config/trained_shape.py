@@ -33,8 +33,8 @@ def _trains_mtp(cfg: Config, shape: ModelShape) -> bool:
             f"DeepSeek-V3, GLM-4.5, Qwen3-Next or Qwen3.5, and model.path has {found}: set 0"
         )
     config = cfg.model.path / "config.json"
-    is_told = text_config(config, read_json(config)).get("mtp_use_dedicated_embeddings")
-    if is_told or "mtp.embed_tokens.weight" in stored_names(cfg.model.path):
+    is_dedicated = text_config(config, read_json(config)).get("mtp_use_dedicated_embeddings")
+    if is_dedicated or "mtp.embed_tokens.weight" in stored_names(cfg.model.path):
         raise ValueError(
             "model.mtp_num_layers 1: the layer in model.path has an embedding of its own "
             "(mtp_use_dedicated_embeddings, mtp.embed_tokens.weight), which is not supported: set 0"

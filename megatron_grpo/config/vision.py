@@ -49,17 +49,17 @@ def trained_vision(cfg: Config, shape: ModelShape) -> tuple[tuple[str, tuple[int
     kind = read_json(cfg.model.path / "config.json").get("model_type")
     if kind not in WITH_IMAGES:
         raise ValueError(
-            f"model.freeze_vision false: model.path is a {kind}, and vision towers are trained of "
-            f"{', '.join(WITH_IMAGES)} only: leave it out"
+            f"model.freeze_vision false: model.path is a {kind}, and vision towers can be trained "
+            f"for {', '.join(WITH_IMAGES)} only: leave it out"
         )
     first, *_ = pipeline_layers(shape.num_layers, cfg.dims)[0]
     num_layers = num_deepstack_layers(cfg)
     at_least = num_layers * cfg.dims.virtual_pipeline
     if len(first) < num_layers:
         raise ValueError(
-            "model.freeze_vision false does not go with a pipeline whose first stage, or first "
-            f"chunk of layers, has {len(first)} of the {num_layers} layers that features are added "
-            "to: set a smaller parallel.pipeline_parallel_size, or "
+            f"model.freeze_vision false needs the {num_layers} layers with image features in the "
+            f"pipeline's first stage or chunk, which has {len(first)} layers: set a smaller "
+            "parallel.pipeline_parallel_size, or "
             f"parallel.num_layers_in_first_pipeline_stage to {at_least} or more, or leave it out"
         )
     return vision_tensors(cfg.model.path)

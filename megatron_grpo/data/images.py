@@ -159,7 +159,7 @@ class ImageReader:
         `token_ids` has one token per image, as chat templates write it."""
         if (num_tokens := token_ids.count(self.token_id)) != len(images):
             return Fault(
-                "the prompt has another number of image tokens than the row has images",
+                "the prompt's number of image tokens is not the row's number of images",
                 f"{num_tokens} instead of {len(images)}",
             )
         if len(images) > self.most:
@@ -294,7 +294,7 @@ def _check_model(key: str, file: Path) -> None:
     kind = config.get("model_type")
     if kind not in WITH_IMAGES:
         raise ValueError(
-            f"{key}: model.path is a {kind}, and images are supported of {', '.join(WITH_IMAGES)} "
+            f"{key}: model.path is a {kind}, and images are supported for {', '.join(WITH_IMAGES)} "
             "only: leave it out"
         )
     images, text = WITH_IMAGES[kind], text_config(file, config)

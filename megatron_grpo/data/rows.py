@@ -242,11 +242,11 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
     # Imported here because it takes a second, and local files do not need it.
     import datasets  # noqa: PLC0415
 
-    silence, is_offline = _silence_of_hub(name), datasets.config.HF_HUB_OFFLINE
+    failure, is_offline = _hub_failure(name), datasets.config.HF_HUB_OFFLINE
     try:
         # No argument of `load_dataset` keeps it off the hub, so the global is set: it then loads
         # the newest cached version, with a warning.
-        datasets.config.HF_HUB_OFFLINE = is_offline or silence is not None
+        datasets.config.HF_HUB_OFFLINE = is_offline or failure is not None
         try:
             found = datasets.load_dataset(name, data.subset, split=data.split)
         finally:
@@ -254,7 +254,7 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
         yield from _undecoded(found)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         subset = f"subset {data.subset}, " if data.subset else ""
-        reason = f"{silence}; {error}" if silence else error
+        reason = f"{failure}; {error}" if failure else error
         raise ValueError(
             f"data.path {name} is not a local file or folder, and the Hugging Face data set of "
             f"that name ({subset}split {data.split}) cannot be loaded: {reason}. A host without "
@@ -262,7 +262,7 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
         ) from error
 
 
-def _silence_of_hub(name: str) -> Exception | None:
+def _hub_failure(name: str) -> Exception | None:
     """Ask the hub about a data set; return the error if it does not answer, None otherwise. Without
     this, `datasets` would ask for up to 80 seconds before it turns to its cache."""
     import huggingface_hub  # noqa: PLC0415  # see above
