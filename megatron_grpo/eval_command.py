@@ -77,6 +77,7 @@ class FolderEvaluation:
             partners = stack.enter_context(closing(Partners(cfg, tokenizer, ends, self._client)))
             decode = partial(tokenizer.decode, skip_special_tokens=True)
             router = RequestRouter(self._client, decode, streams=False)
+            # The stack closes in reverse order: the router while its loop and client still work.
             stack.callback(lambda: loop.call(router.close()))
             self._evaluations = Evaluations(cfg, shape, tokenizer, router, pools, partners)
             with waiting(self.servers.awaited, "answer") as show:

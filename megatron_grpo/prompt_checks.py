@@ -41,6 +41,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
     check_images(cfg)
     with ExitStack() as stack:
         pools = stack.enter_context(closing(RewardPools()))
+        # Started before the tokenizer: reward functions load in their own processes meanwhile.
         rewards = RewardsBySource(_without_served(cfg), pools)
         tokenizer = load_tokenizer(cfg.model.path)
         cfg = with_date(cfg, tokenizer)

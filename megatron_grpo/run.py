@@ -65,6 +65,7 @@ def open_run(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Run]:
     timeout = PREFLIGHT_TIMEOUT
     if place.rank == 0:
         timeout = timedelta(seconds=cfg.rollout.startup_timeout)
+    # Not left to `init_process_group`: rank 0's config and the watchdog need the store before.
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     cfg = as_rank_0_has_it(cfg, place.rank, store)
     limits = Limits.from_config(cfg, on_gpu=torch.cuda.is_available())

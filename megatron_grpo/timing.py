@@ -101,7 +101,7 @@ class Timeline:
     def add(self, name: str, start: float, seconds: float, row: int, **about: int) -> None:
         """Add an event that began at `start` (`time.time()`) and has ended; safe from any
         thread."""
-        times = {"ts": round(start * 1e6), "dur": round(seconds * 1e6)}
+        times = {"ts": round(start * 1e6), "dur": round(seconds * 1e6)}  # the format counts in µs
         self._append([{"name": name, "ph": "X", **times, "tid": row, "args": about}])
 
     def add_rollout(

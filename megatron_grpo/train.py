@@ -83,6 +83,7 @@ class Trainer:
         self._due_steps = due_steps(cfg)
         run.watchdog.enter("load")  # a phase in which reading files may take long
         shape = trained_shape(cfg)
+        # Before the models: engines that share GPUs measure the memory that ranks have not taken.
         source = open_rollouts(run, shape, stack)
         self._engines_are_awake = False
         """Whether engines that share GPUs hold memory that the ranks need."""
@@ -139,7 +140,7 @@ class Trainer:
             self.sleep_engines()
         self._unlogged |= probe_logprobs(experience, self.preparation)
         if self.cfg.rollout.enable_sleep_mode:
-            self.push(self.step)
+            self.push(self.step)  # again: asleep, the engines lost the weights
 
     def _begin_step(self) -> None:
         """Attribute everything from here on to the next optimizer step, counted from 1 for
@@ -219,10 +220,10 @@ class Trainer:
             self.step += 1
             if self.reference and self.cfg.grpo.sync_ref_model:
                 self.reference.follow(self.policy, self.step)
-            if self._is_boundary():
+            if self._is_boundary():  # the copy overlaps what comes before the push
                 self.residency.copy_ahead("push")
         if (target := self.cfg.grpo.kl_target) is not None:
-            report.metrics["beta"] = self.beta
+            report.metrics["beta"] = self.beta  # of this step, before it is adapted for the next
             num, horizon = self.schedule.minibatch_size, self.cfg.grpo.kl_horizon
             self.beta = adapted_beta(self.beta, report.metrics, target, num, horizon)
         self.checkpoints.poll()
@@ -286,6 +287,7 @@ class Trainer:
         is_last = self.step == self.num_steps
         saves = now or is_last or self.schedule.saves_after(self.step, train.save_interval)
         saves = saves and self.step > self.checkpoints.newest_step
+        # A resumed run lacks the earlier weights that generations in progress were requested from.
         if saves:
             self.rollouts.finish_for_save(self.step, self.timer)
         with self.timer.phase("save"):

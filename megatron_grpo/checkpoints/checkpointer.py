@@ -155,6 +155,7 @@ class Checkpoints:
         self._check_space()
         folder = self._folder / f"step_{state.step}{folders.PARTIAL}"
         raise_first_failure(lambda: self._make_folder(folder), OSError)
+        # Copied before this returns: the tensors are views that the next step changes.
         chunks, tensors = chunks_to_write(parts)
         copies = self._memory.copy(tensors)
         file = folder / file_name(self._rank)
@@ -214,7 +215,7 @@ class Checkpoints:
     def _is_kept(self, step: int) -> bool:
         """Whether the checkpoint of `step` stays for good: `train.keep_every`."""
         every, schedule = self._cfg.train.keep_every, BatchSchedule.of(self._cfg.grpo)
-        # Not `saves_after`: runs of older releases have checkpoints within generations.
+        # Unlike `saves_after`, any step counts: older releases saved within generations.
         return every is not None and step % every < schedule.updates_per_generation
 
     def _submit(

@@ -45,6 +45,7 @@ def hash_file(path: Path, report: Callable[[int], None] = lambda num_bytes: None
 
 def write_hashed(path: Path, parts: Iterable[memoryview]) -> FileHash:
     """Write a file and flush it to disk; return the hash that a later read must give."""
+    # Hashed from memory, not read back: damage on the way to the disk shows at the next load.
     digest, num_bytes = sha256(), 0
     with errors_named(path), path.open("wb") as file:
         for part in parts:

@@ -110,7 +110,7 @@ def _fill(
     else:
         staged = torch.empty(values.shape, dtype=values.dtype)
     if num_elements < part.box.num_elements:
-        staged.zero_()  # padding of this layout
+        staged.zero_()  # rows that this layout pads are in no checkpoint
     loader.fill(name, staged)
     if staged is not values:
         values.copy_(staged)

@@ -75,6 +75,7 @@ class Config(Section):
         """Config of each source's rows, by its name; without sources, the run's own."""
         if not self.sources.by_name:
             return {ALONE: self}
+        # Without sources, so that the view of a source is its own only view.
         return {
             name: self.model_copy(update={**source.own, "sources": SourcesConfig()})
             for name, source in self.sources.by_name.items()

@@ -153,6 +153,7 @@ def with_defaults(evaluation: dict[str, Any], run: Mapping[str, Any]) -> dict[st
     Raises ValueError for a key that every set has itself. A saved config has all keys in each set,
     so an override such as `eval.temperature=0` would otherwise do nothing, silently.
     """
+    # Held-out sets inherit all of `data` except shuffle, which they refuse.
     if isinstance(data := run.get("data"), dict):
         run = {**run, "data": {**data, "shuffle": False}}
     own, sets = completed(evaluation, ("data", "reward"), run), evaluation.get("sets")

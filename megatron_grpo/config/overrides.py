@@ -69,6 +69,7 @@ def _first_of(table: Mapping[Any, Any], key: str) -> tuple[Any, str]:
 
     The part is a number for a held-out set called 2024, and has a dot for a source called math.v2.
     """
+    # The longest name wins, as math and math.v2 may both be sources.
     own = [each for each in table if f"{key}.".startswith(f"{each}.")]
     first = max(own, key=lambda each: len(str(each)), default=key.partition(".")[0])
     return first, key[len(str(first)) :]

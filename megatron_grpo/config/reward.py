@@ -164,6 +164,7 @@ def check_judges(terms: Sequence[RewardFunction], threshold: float, section: str
     """Raise ValueError if bonuses or penalties could decide whether an answer passes."""
     judges = [term for term in terms if term.weight != 0]
     names = [term.name for term in judges]
+    # A weight below 1 would keep right answers, which score 1, under the default threshold of 1.
     is_plain = len(judges) == 1 and judges[0].weight >= 1 and SHAPING.isdisjoint(names)
     if judges and not is_plain:
         unshaped = [name for name in names if name not in SHAPING]

@@ -39,6 +39,8 @@ Loader.yaml_implicit_resolvers = {
     first: [each for each in resolvers if each[0] != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+# PyYAML takes a float only with a dot and a signed exponent: `3e-5` would be a text. The dumper
+# needs the same resolver to quote texts such as `3e-5`.
 for _kind in (Loader, Dumper):
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float",

@@ -66,6 +66,7 @@ class Sample:
     """(version, tokens) of each part of the completion, if a push happened during it."""
     loss_mask: Sequence[int] = ()
     """int8. 1 for sampled tokens, 0 for observations. Default: all 1."""
+    # Not compared: `==` of arrays has no single truth value.
     routes: np.ndarray | None = field(default=None, compare=False)
     """[tokens, layers, columns] uint8, int16 or int32, for all tokens but the last: experts
     (`rollout.router_replay`), then positions that indexers chose (`rollout.indexer_replay`). None
