@@ -52,7 +52,7 @@ class AgentConfig(Section):
     max_turns: PositiveInt = 64
     """Maximum turns of the model per sample."""
     max_tokens: PositiveInt | None = None
-    """Maximum sampled tokens of a sample over all its turns; null: no limit."""
+    """Sampled tokens, over all turns, from which a sample gets no further turn; null: no limit."""
     timeout: PositiveFloat = 600.0
     """Seconds until a sample whose agent has not ended counts as failed."""
     memory_megabytes: PositiveInt = 4096

@@ -72,7 +72,7 @@ class DataConfig(Section):
     """Split of a Hugging Face data set; in a folder, the files named after it, such as `train-*`
     (all files if no file name has a split)."""
     prompt_column: str = "prompt"
-    """Column of the question: a string, or chat messages up to the assistant's turn."""
+    """Column of the question: a string, or chat messages; the last must not be the assistant's."""
     answer_column: str | None = "answer"
     """Column of the reference answer, passed to rewards as `answer`; null: none."""
     image_column: str | None = None

@@ -60,6 +60,7 @@ class GRPOConfig(Section):
     advantage_estimator: AdvantageEstimator = "grpo"
     """Baseline of a reward: the group's mean (`grpo`, `reinforce_plus_plus_baseline`), the mean of
     the group's other rewards (`rloo`), or the batch mean (`reinforce_plus_plus`)."""
+    # Pydantic gives a default factory only the fields above its own: their order matters.
     scale_rewards: ScaleRewards = Field(
         default_factory=lambda data: _SCALE_OF.get(data["advantage_estimator"], "batch")
     )

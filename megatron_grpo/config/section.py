@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """A table of the config: frozen, of known keys and exact types."""
 
+    # Strict, so that `true` for a number is an error rather than 1. Fields of tuples and paths are
+    # not strict themselves, as YAML has only lists and texts for them.
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
