@@ -1,11 +1,10 @@
-"""The command `megatron-grpo`: Ctrl-C ends it with one line, also while it imports the others."""
+"""The command `megatron-grpo`. Ctrl-C ends it with one line, even during imports."""
 
 from checkpoint_convert.utf8_mode import enter_utf8_mode
 from megatron_grpo.launch.process import exit_when_interrupted
 
 
 def main() -> None:
-    """Entry point."""
     enter_utf8_mode()
     exit_when_interrupted(lambda: "interrupted")
     from megatron_grpo.cli import main as run  # takes a second

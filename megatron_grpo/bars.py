@@ -1,4 +1,4 @@
-"""Bars for all that takes long; where output is no terminal, a line from time to time instead."""
+"""Progress bars for slow work; without a terminal, a line from time to time."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,14 +23,14 @@ from rich.table import Column
 from rich.text import Text
 
 PATIENCE_SECONDS = 5.0
-"""A shorter wait shows nothing."""
+"""Shorter waits show nothing."""
 
 LINE_SECONDS = 30.0
-"""Interval between the lines about a wait if there is no bar."""
+"""Interval between the lines about a wait without a bar."""
 
 
 Show = Callable[[int, int], None]
-"""Called from time to time with (how much is done, how much there is in all)."""
+"""Called from time to time with (amount done, total amount)."""
 
 
 class _PhaseColumn(ProgressColumn):
@@ -45,8 +45,8 @@ class _PhaseColumn(ProgressColumn):
 def progress_bar(
     console: Console, amount: ProgressColumn | None = None, *, transient: bool = False
 ) -> Progress:
-    """A bar per task, with its `amount` (default: a count); disabled if there is no terminal. A
-    `transient` one is gone when it stops."""
+    """A bar per task with its `amount` (default: a count); disabled without a terminal. A
+    `transient` bar disappears when it stops."""
     return Progress(
         amount or MofNCompleteColumn(),
         BarColumn(bar_width=24),
@@ -62,7 +62,7 @@ def progress_bar(
 
 
 def tracked[T](items: Sequence[T], what: str) -> Iterable[T]:
-    """The `items`, with a bar on stderr while they are gone through, if that is a terminal."""
+    """Iterate over `items` with a bar on stderr, if that is a terminal."""
     console = Console(stderr=True)
     return track(items, what, console=console, transient=True, disable=not console.is_terminal)
 
@@ -77,7 +77,7 @@ class Wait:
         self._last_line = time.monotonic()
 
     def show(self, done: int, total: int) -> None:
-        """Show how much is done: all in the last call, if at all."""
+        """Show the amount done. The last call, if it comes, has `done == total`."""
         now = time.monotonic()
         if self._task is None:
             self._task = self._bar.add_task(self._what, total=total)
@@ -101,8 +101,8 @@ def waiting(
 ) -> Iterator[Show]:
     """Show the progress of a wait on stdout, once it has taken PATIENCE_SECONDS.
 
-    Yields the function to report progress with. `unit` is as of `Wait`. `shows`: only one of
-    several processes that wait together should.
+    Yields the function to report progress with; `unit` as in `Wait`. Of several processes that wait
+    together, only one should have `shows`.
     """
     if not shows:
         yield lambda done, total: None

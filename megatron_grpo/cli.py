@@ -132,7 +132,8 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 def _check_host(cfg: Config) -> None:
-    """Refuse a wrong layout, missing files, and many hosts' job on one, such as a login node."""
+    """Refuse a wrong layout, missing files, and a job of many hosts on a single one, such as a
+    login node."""
     silence_libraries()
     from checkpoint_convert import check_divisible, hf_tensors
     from megatron_grpo.config.trained_shape import trained_shape
@@ -386,7 +387,7 @@ for command in (report, show, view):
 
 
 def main() -> None:
-    """Entry point. ValueError and OSError become one message on stderr.
+    """Run the command line. ValueError and OSError become one message on stderr.
 
     The exit code is 2 for a mistake that the user can fix, 1 for an error that may be transient.
     """

@@ -52,7 +52,7 @@ class FolderEvaluation:
     OSError if `cfg` cannot be evaluated."""
 
     def __init__(self, cfg: Config, out: Path) -> None:
-        # Nothing is trained on these completions.
+        # Replays are for training, and nothing is trained on these completions.
         rollout = cfg.rollout.model_copy(update={"router_replay": False, "indexer_replay": False})
         cfg = cfg.model_copy(update={"rollout": rollout})
         shape = _check(cfg)
@@ -77,6 +77,7 @@ class FolderEvaluation:
             partners = stack.enter_context(closing(Partners(cfg, tokenizer, ends, self._client)))
             decode = partial(tokenizer.decode, skip_special_tokens=True)
             router = RequestRouter(self._client, decode, streams=False)
+            # The stack closes in reverse order: the router while its loop and client still work.
             stack.callback(lambda: loop.call(router.close()))
             self._evaluations = Evaluations(cfg, shape, tokenizer, router, pools, partners)
             with waiting(self.servers.awaited, "answer") as show:
@@ -92,8 +93,8 @@ class FolderEvaluation:
     def run(self) -> dict[str, float]:
         """Evaluate, write the results to the output folder, and return the metrics.
 
-        Engines that are lost meanwhile are restarted, and asked for the rest. Raises RolloutAborted
-        if none comes back, RewardError, and InstancesLost.
+        Lost engines are restarted and get the remaining prompts. Raises RolloutAborted if no engine
+        comes back, RewardError, and InstancesLost.
         """
         timer = PhaseTimer(lambda phase: None)
         with progress_bar(Console()) as bar:
@@ -133,7 +134,7 @@ class FolderEvaluation:
 
 
 def result_table(metrics: Mapping[str, float], names: Iterable[str]) -> Table:
-    """The metrics as a table for the terminal, with a column for each held-out set of `names`."""
+    """Build a terminal table of the metrics, with a column per held-out set of `names`."""
     table = Table("metric", box=None, header_style="dim")
     columns = []
     for name in names:

@@ -36,10 +36,12 @@ HEALTH_TIMEOUT_SECONDS = 5.0
 def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tuple[Config, str]:
     """Raise ValueError, with the numbers and a legal value, if `cfg` cannot run on this machine.
 
-    Reads the headers of the weights, not the weights, tokenizes the data, loads the reward
-    functions in their own process, and checks that engines given by address are healthy and accept
-    `token`. `starts_here`: whether the run is about to start on this host, so that its CPU matters.
-    Returns `cfg` with `train.num_epochs` as steps, and the first prompt as the model will see it.
+    Reads the headers of the weights only, tokenizes the data, loads the reward functions in their
+    own process, and checks that engines given by address are healthy and accept `token`. With
+    `starts_here` the run is about to start on this host, so its CPU is checked, too.
+
+    Returns `cfg` with `train.num_epochs` converted to steps, and the first prompt as the model will
+    see it.
     """
     BatchSchedule.of(cfg.grpo)
     check_run_dir(cfg.train.run_dir, starts_here=starts_here)
@@ -75,7 +77,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
 
 
 def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
-    """Raise ValueError if the engines cannot split the model, be started, reached or used."""
+    """Raise ValueError if engines cannot split the model, be started, reached or used."""
     check_model_served(cfg, shape)
     check_shared_prompts(cfg.grpo, shape)
     for url in cfg.rollout.base_urls:
@@ -111,16 +113,16 @@ def _check_model(cfg: Config) -> ModelShape:
 
 
 def check_text_tower(cfg: Config) -> None:
-    """Raise ValueError for what is not there for the text tower of a multimodal model."""
+    """Raise ValueError for features that do not support the text tower of a multimodal model."""
     if cfg.train.export_quantization != "none":
         raise ValueError(
-            f"train.export_quantization is {cfg.train.export_quantization}, and model.path "
-            f"{cfg.model.path} has other towers beside that of text; supported: none"
+            f"train.export_quantization {cfg.train.export_quantization} is not supported for the "
+            f"multimodal model in model.path {cfg.model.path}: set it to none"
         )
 
 
 def _check_nccl(environ: Mapping[str, str]) -> None:
-    """Raise ValueError if the environment keeps NCCL from giving memory back."""
+    """Raise ValueError if the environment keeps NCCL from freeing memory."""
     for name, value in (("NCCL_CUMEM_ENABLE", "0"), ("NCCL_DISABLE_MEM_MANAGER", "1")):
         if environ.get(name) == value:
             raise ValueError(
@@ -170,9 +172,11 @@ def _check_megatron(cfg: Config, shape: ModelShape) -> None:
 
 
 def _check_answers(url: str, token: str) -> None:
-    """Raise ValueError if what answers is no engine of ours, ConnectionError if nothing does."""
+    """Raise ValueError if a server at `url` is not an engine of ours, ConnectionError if none
+    answers."""
     status, text = status_of("GET", url, "/health", HEALTH_TIMEOUT_SECONDS)
-    if is_success(status):  # any route that requires the token and changes nothing would do
+    # /health needs no token. /load does, and changes nothing.
+    if is_success(status):
         status, text = status_of("GET", url, "/load", HEALTH_TIMEOUT_SECONDS, token)
     if status == HTTPStatus.UNAUTHORIZED:
         raise ValueError(
@@ -180,7 +184,7 @@ def _check_answers(url: str, token: str) -> None:
             "that the engine was started with"
         )
     if not is_success(status):
-        # An engine that is away may come back, so a job that is requeued may succeed.
+        # Unlike a 4xx, an absent engine may come back: ConnectionError lets a requeued job retry.
         raise (ValueError if 400 <= status < 500 else ConnectionError)(
             f"rollout engine {url} is not healthy ({text}): start it, or correct rollout.base_urls"
         )

@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
     """Raise ValueError if the prompts of `data` cannot be read, sampled, scored or trained on.
 
-    Returns `cfg` with the number of steps that `train.num_epochs` are and the time that the chat
-    template writes, and the first prompt for people, as the model will see it.
+    Returns `cfg` with `train.num_epochs` converted to steps and the date of the chat template, and
+    the first prompt, as the model will see it, for people.
     """
     check_images(cfg)
     with ExitStack() as stack:
         pools = stack.enter_context(closing(RewardPools()))
+        # Started before the tokenizer: reward functions load in their own processes meanwhile.
         rewards = RewardsBySource(_without_served(cfg), pools)
         tokenizer = load_tokenizer(cfg.model.path)
         cfg = with_date(cfg, tokenizer)
@@ -78,7 +79,7 @@ def what_was_tried(cfg: Config) -> str:
 
 
 def check_reward_models(cfg: Config) -> None:
-    """Raise ValueError for reward models that cannot be served or asked as the config says."""
+    """Raise ValueError for reward models that the config does not serve or ask correctly."""
     for function in served_here(cfg.rewards.values()):
         load_function(function)
     check_served(cfg)
@@ -106,7 +107,8 @@ def _check_sources(cfg: Config, prompts: Sequence[Prompt]) -> None:
 
 
 def _rows_of(source: str, cfg: Config, prompts: Sequence[Prompt]) -> list[Row]:
-    """The rows that an environment must be able to begin with; an agent gets all columns."""
+    """Rows that an environment must be able to begin with; none for an agent, which gets all
+    columns."""
     return [] if cfg.partner == AGENT else [each.row for each in prompts if each.source == source]
 
 
@@ -136,7 +138,8 @@ def _described(
 
 
 def _short_text(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The prompt as the model sees it, but for the tokens of an image, which are counted."""
+    """The prompt as the model sees it, except that repeated image tokens are counted: `256
+    <image>`."""
     text: str = tokenizer.decode(list(prompt.token_ids))
     if prompt.images is None:
         return text
@@ -196,7 +199,7 @@ def _has_agent(cfg: Config) -> bool:
 
 
 def _longest_prompt(cfg: Config, prompts: list[Prompt]) -> int:
-    """Tokens of the longest prompt; an agent writes its own, up to a limit."""
+    """Tokens of the longest prompt; for an agent, which writes its own prompts, their limit."""
     if _has_agent(cfg):
         assert cfg.data.max_prompt_length is not None
         return cfg.data.max_prompt_length
@@ -208,8 +211,8 @@ def _check_end_of_turn(
 ) -> None:
     """Refuse a chat template whose end of turn does not end a completion.
 
-    Many base models have the template of ChatML, whose turns end with <|im_end|>, and <|endoftext|>
-    as their only end token: a completion would continue with the user's next turn.
+    Many base models have ChatML's template, whose turns end with <|im_end|>, but only <|endoftext|>
+    as end token: a completion would continue with the user's next turn.
     """
     written = end_of_turn(cfg.data, tokenizer)
     if not written or set(written) & set(ends):
@@ -251,12 +254,12 @@ def _check_context(cfg: Config, shape: ModelShape) -> None:
 
 
 def _check_engine_context(cfg: Config, prompts: list[Prompt], data: str, rollout: str) -> None:
-    """The longest prompt with the longest completion must fit into the engine's context.
+    """Refuse a longest prompt and completion that together exceed the engine's context.
 
-    vLLM would end completions there, which would look as if they had reached their own limit; and
-    it would refuse a longer prompt only when a generation first draws it. `data` and `rollout` name
-    the config tables that have the limits.
+    `data` and `rollout` name the config tables with the limits.
     """
+    # vLLM would end such a completion early, as if it had reached its own limit, and refuse a
+    # longer prompt only when a generation first draws it.
     names = PLANNED[cfg.rollout.engine]
     limit = engine_number(cfg.rollout, names.context)
     longest = _longest_prompt(cfg, prompts)
@@ -271,7 +274,7 @@ def _check_engine_context(cfg: Config, prompts: list[Prompt], data: str, rollout
 
 
 def _check_token_budget(cfg: Config, prompts: list[Prompt]) -> None:
-    """The longest prompt with the longest completion must fit into one microbatch."""
+    """Refuse a longest prompt and completion that together exceed one microbatch."""
     longest = _longest_prompt(cfg, prompts)
     length = longest + cfg.rollout.max_completion_length
     alignment = cfg.alignment

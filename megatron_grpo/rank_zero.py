@@ -29,7 +29,7 @@ class RankZero:
     cfg: Config
     watchdog: Watchdog
     services: RolloutServices | None
-    """Has the engines; None with `train.replay`."""
+    """The engines and their clients; None with `train.replay`."""
     stream: PromptStream
     log: RunLog
     runner: Runner
@@ -44,8 +44,8 @@ class RankZero:
         state: TrainerState,
         stack: ExitStack,
     ) -> "RankZero":
-        """Continue the log after the step of `state`. `source` is what generations come from.
-        Raises ValueError if the state was saved with other prompts."""
+        """Continue the log after the step of `state`; generations come from `source`. Raises
+        ValueError if the state was saved with other prompts."""
         stream = source.stream
         state.check_prompts(stream.fingerprint)
         if state.wandb_id is not None:
@@ -66,13 +66,13 @@ class RankZero:
 
     @property
     def with_engines(self) -> RolloutServices:
-        """The services of a run that makes its generations."""
+        """The services of a run that generates; a replay has none."""
         assert self.services is not None, "train.replay starts no engines"
         return self.services
 
     def wait_ready(self) -> None:
-        """Return when all engines and reward models answer, and sessions can begin. From then on a
-        preemption cancels what they do."""
+        """Wait until all engines and reward models answer, and sessions can begin. From then on a
+        preemption cancels their work."""
         services = self.with_engines
         with self.log.bar.waiting(services.servers.awaited, "answer") as show:
             services.wait_ready(show)
@@ -89,7 +89,7 @@ class RankZero:
 
     def evaluate(self, step: int, timer: PhaseTimer) -> None:
         """Evaluate the weights after `step` optimizer steps, and add the metrics to that step's.
-        Does nothing if they are there. Raises Preempted, NoServingEngine and RolloutAborted."""
+        Does nothing if the log has them. Raises Preempted, NoServingEngine and RolloutAborted."""
         if self.log.has_evaluation(step):
             return
         what = f"the evaluation after step {step}"
@@ -99,8 +99,8 @@ class RankZero:
             self.log.evaluation(step, evaluated, timer.metrics()["time/eval"])
 
     def record(self, step: int, generation: int, batch: RolloutBatch, timer: PhaseTimer) -> None:
-        """Log the groups that dynamic sampling replaced in the generation that `step` begins, and
-        write that generation if `train.save_generations` says so."""
+        """Log the groups that dynamic sampling replaced in the generation that `step` begins. With
+        `train.save_generations`, also write the generation."""
         if self.cfg.train.save_generations:
             with timer.phase("save"):
                 write_generation(self.cfg, generation, batch, self.stream.fingerprint)

@@ -1,4 +1,4 @@
-"""Checks of a run against the one in its run directory, and the one that it starts from."""
+"""Checks of a run against the run in its directory, and against the run that it starts from."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -20,9 +20,9 @@ from megatron_grpo.config.optimizer import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.reporting.tracking import last_step
 from parallel.alignment import round_up
 
-# Keys that a resumed run may change: how long, how fast and where it runs, but not what it learns.
-# Model and data may have moved: a different model is detected by `_check_same_model`, and different
-# data by the fingerprint of the prompts in the checkpoint.
+# Keys that a resumed run may change: length, speed and place, but nothing that changes learning.
+# Paths of model and data are here because files may move: `_check_same_model` detects a different
+# model, and the fingerprint of the prompts in the checkpoint different data.
 CHANGEABLE = (
     "model.path",
     *(f"model.megatron.{name}" for name in PERFORMANCE_FIELDS),
@@ -82,18 +82,18 @@ CHANGEABLE = (
     "swanlab.",
 )
 OF_SOURCE = re.compile(r"^sources\.by_name\..+?\.(?=(reward|environment|agent)\.)")
-"""Prefix of a source's keys before those of the run: `sources.by_name.math.`."""
+"""Prefix of a source's key before the run's key: `sources.by_name.math.`."""
 
 DATE = "data.date"
 FROM_EXPORT = "model.path=<export of that run>"
-"""Start of a run with other `KINDS_OF_STATE` than an earlier one, or with adapters."""
+"""Start of a run whose `KINDS_OF_STATE` differ from the earlier run's, or of one with adapters."""
 FROM_ADAPTERS = "lora.adapter_path=<export of that run>"
 FROM_MERGED = "model.path=<what `checkpoint-convert merge` makes of an export of that run>"
 OF_ADAPTERS = tuple(
     f"lora.{name}"
     for name in ("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules")
 )
-"""Keys in which a run must be like another to start from its adapters."""
+"""Keys that must be equal for a run to start from another run's adapters."""
 KINDS_OF_STATE = {
     "model.mtp_num_layers": 0,
     "model.freeze_vision": True,
@@ -103,7 +103,7 @@ KINDS_OF_STATE = {
 
 
 def check_same_run(cfg: Config) -> None:
-    """Raise ValueError if `train.run_dir` holds a different run from the one that `cfg` describes.
+    """Raise ValueError if `train.run_dir` holds a different run from `cfg`.
 
     The message lists every key that differs, except those that a resumed run may change. Also
     raises if that run's checkpoints are gone, as starting over would drop its records.
@@ -124,17 +124,17 @@ def check_same_run(cfg: Config) -> None:
     if differing:
         start = _start_from(before, now) or f"train.init_from={cfg.train.run_dir}"
         raise ValueError(
-            f"train.run_dir {cfg.train.run_dir} holds a run with another config: set what differs "
-            "as before, or remove it. To go on from its weights with what differs, start a run in "
-            f"another train.run_dir with {start}\n  " + "\n  ".join(differing)
+            f"train.run_dir {cfg.train.run_dir} holds a run with another config: restore the keys "
+            "below, or remove the folder. To go on from its weights with the new values, start a "
+            f"run in another train.run_dir with {start}\n  " + "\n  ".join(differing)
         )
     if before["model.path"] != now["model.path"]:
         _check_same_model(step_folder(checkpoints, step) / CHECKPOINT_FOLDER, cfg.model.path)
 
 
 def _start_from(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Override with which a run of `now` starts from the weights of the run of `before`; empty if
-    it can start from its checkpoints."""
+    """Override that starts a run with config `now` from the weights of a run with config `before`.
+    Empty if `now` can start from that run's checkpoints."""
     if before["lora.r"]:
         are_alike = all(before[key] == now[key] for key in OF_ADAPTERS)
         return FROM_ADAPTERS if are_alike else FROM_MERGED
@@ -143,7 +143,8 @@ def _start_from(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def check_start(cfg: Config) -> None:
-    """Raise ValueError if a new run cannot start from `train.init_from`; a resumed one does not."""
+    """Raise ValueError if a new run cannot start from `train.init_from`; a resumed run ignores the
+    key."""
     if cfg.train.init_from is None or latest_step(cfg.train.run_dir / "checkpoints"):
         return
     checkpoint = checkpoint_at(cfg.train.init_from)
@@ -154,9 +155,9 @@ def check_start(cfg: Config) -> None:
             f"train.init_from {checkpoint} cannot be used: {error}; {instead_of(checkpoint)}"
         ) from None
     kept = checkpoint / CHECKPOINT_FOLDER
-    # An export has the end tokens with which its run trained.
+    # End tokens may differ: an export has the end tokens that its run trained with.
     _check_same_model(kept, cfg.model.path, but_for=("eos_token_ids",))
-    # As text: keys of that run may have other names by now.
+    # As plain YAML, without validation: keys of that run may have been renamed since.
     saved = dict(_flatten(yaml.safe_load((checkpoint / "config.yaml").read_text(encoding="utf-8"))))
     now = dict(_flatten(cfg.model_dump()))
     if saved.get("lora.r"):
@@ -172,12 +173,12 @@ def check_start(cfg: Config) -> None:
 
 
 def _check_never_saved(run_dir: Path) -> None:
-    """Raise ValueError for records of more steps than a run can take without a checkpoint. The
-    first checkpoint is written in the background, and is complete before the second is begun."""
+    """Raise ValueError for records of more steps than a run can take without a checkpoint."""
     if (last := last_step(run_dir)) == 0:
         return
     cfg = _saved_config(run_dir)
     interval = round_up(cfg.train.save_interval, BatchSchedule.of(cfg.grpo).updates_per_generation)
+    # Twice, as the first checkpoint is written in the background, and complete before the second.
     if last > 2 * interval:
         raise ValueError(
             f"train.run_dir {run_dir} holds the records of {last} steps, and its checkpoints, one "
@@ -187,7 +188,8 @@ def _check_never_saved(run_dir: Path) -> None:
 
 
 def _saved_config(run_dir: Path) -> Config:
-    """The config of the run there; keys newer than it have their defaults, which is how it ran."""
+    """Read the config of the run there; keys newer than the file have the defaults that it ran
+    with."""
     saved = run_dir / "config.yaml"
     try:
         return load_config(saved)
@@ -197,8 +199,8 @@ def _saved_config(run_dir: Path) -> Config:
 
 def _check_same_model(kept: Path, folder: Path, but_for: Collection[str] = ()) -> None:
     """Raise ValueError if `folder` describes a different model from `kept`, a checkpoint's copy.
-    Weights are not compared: all but the reference's are read from the checkpoint."""
-    but_for = (*but_for, "num_mtp_layers")  # a checkpoint has only those that were trained
+    Weights are not compared: all weights except the reference's are read from the checkpoint."""
+    but_for = (*but_for, "num_mtp_layers")  # a checkpoint lists only trained ones
     differing = differing_fields(read_shape(kept), read_shape(folder), but_for=but_for)
     if differing:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""One process of a run: how it joins the others, and its engines, models and pushes of weights."""
+"""One process of a run: process groups, engines, models and pushes of weights."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -33,24 +33,24 @@ from parallel.groups import Groups, destroy_groups, init_groups
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Long enough never to fire first: the watchdog detects hangs, and can tell them from normal waits.
 
-While rank 0 generates, scores, reads or writes, the others wait for it in a collective for an
+While rank 0 generates, scores, reads or writes, other ranks wait for it in a collective for an
 unpredictable time. The watchdog also ends collectives whose peer died.
 """
 
 PREFLIGHT_TIMEOUT = timedelta(hours=1)
-"""How long ranks wait for rank 0, which may first download and encode the data."""
+"""Maximum wait for rank 0, which may first download and encode the data."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One process of a run, and what it works with."""
+    """One process of a run, and its means of working with the others."""
 
     cfg: Config
     groups: Groups
     device: torch.device
     num_hosts: int
     token: str | None
-    """Authorizes requests to the engines in `rollout.base_urls`; only rank 0 talks to them."""
+    """Authorizes requests to the engines in `rollout.base_urls`; only rank 0 makes them."""
     watchdog: Watchdog
 
     @property
@@ -65,6 +65,7 @@ def open_run(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Run]:
     timeout = PREFLIGHT_TIMEOUT
     if place.rank == 0:
         timeout = timedelta(seconds=cfg.rollout.startup_timeout)
+    # Not left to `init_process_group`: rank 0's config and the watchdog need the store before.
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     cfg = as_rank_0_has_it(cfg, place.rank, store)
     limits = Limits.from_config(cfg, on_gpu=torch.cuda.is_available())
@@ -74,7 +75,8 @@ def open_run(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Run]:
     lock = run_lock(cfg.train.run_dir) if place.rank == 0 else nullcontext()
     with watchdog, lock:
         device = setup_device(place.local_rank)
-        if device.type == "cuda" and place.rank > 0:  # rank 0 also has engines and reward workers
+        # Not rank 0: its engines and reward workers inherit the CPUs that it may use.
+        if device.type == "cuda" and place.rank > 0:
             run_near(device)
         with process_groups(cfg, place, store) as groups:
             yield Run(cfg, groups, device, place.num_hosts, token, watchdog)
@@ -103,8 +105,7 @@ def _beginning(cfg: Config) -> str:
 
 @contextmanager
 def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator[Groups]:
-    """Process groups over all ranks, which rendezvous in `store`. Not destroyed when training
-    fails: the watchdog then ends the processes."""
+    """Open the process groups of all ranks, which rendezvous in `store`."""
     store.set_timeout(COLLECTIVE_TIMEOUT)  # NCCL communicators rendezvous there on first use
     dist.init_process_group(
         communication_backend(),
@@ -114,18 +115,19 @@ def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator
         store=store,
     )
     dynamic_context = cfg.parallel.dynamic_context_parallel
+    # Without `finally`: after a failure the watchdog ends the processes.
     yield init_groups(cfg.dims, COLLECTIVE_TIMEOUT, dynamic_context=dynamic_context)
-    # If NCCL's communicators are away, they need not come back for this, whose memory engines may
-    # have: `ncclCommDestroy` waits for no peer. At the first buffer that is not there it stops, and
-    # warns, but succeeds (commReclaim, NCCL 2.29.7); the end of the process frees the rest.
+    # Offloaded NCCL communicators need not come back first, and engines may have their memory:
+    # `ncclCommDestroy` waits for no peer, and at the first missing buffer it stops with a warning,
+    # but succeeds (commReclaim, NCCL 2.29.7). The end of the process frees the rest.
     destroy_groups()
     dist.destroy_process_group()
 
 
 def open_rollouts(run: Run, shape: ModelShape, stack: ExitStack) -> RolloutServices | Replay | None:
-    """Start the engines, or open the generations that are replayed; None but on rank 0.
+    """Start the engines, or open the generations of a replay; None on ranks other than 0.
 
-    On return the ranks may take memory: engines that share GPUs have measured what is free, or
+    On return the ranks may take memory: engines that share GPUs have measured the free memory, or
     given theirs back.
     """
     cfg = run.cfg
@@ -142,9 +144,9 @@ def open_rollouts(run: Run, shape: ModelShape, stack: ExitStack) -> RolloutServi
 
 
 def build_models(run: Run, shape: ModelShape) -> tuple[Policy, Reference | None]:
-    """The policy and, if the loss needs one, the reference; collective."""
+    """Build the policy and, if the loss needs one, the reference; collective."""
     cfg, groups = run.cfg, run.groups
-    if steps_done(cfg.train.run_dir / "checkpoints"):  # they have the adapters
+    if steps_done(cfg.train.run_dir / "checkpoints"):  # the checkpoint has the adapters
         lora = cfg.lora.model_copy(update={"adapter_path": None})
         cfg = cfg.model_copy(update={"lora": lora})
     policy = policy_of(cfg, shape, groups)

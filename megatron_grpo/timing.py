@@ -15,21 +15,20 @@ from pathlib import Path
 from typing import Any
 
 IDLE = ""
-"""The phase name between two phases."""
+"""Phase name between two phases."""
 WAIT = "wait_rollout"
-"""The phase in which a step waits for a generation that is made in the background."""
+"""Phase in which a step waits for a generation in the background."""
 
 Record = Callable[[str, float, float], None]
-"""Called with the name of a finished phase, when it began (`time.time()`) and its seconds."""
+"""Called with the name of a finished phase, its beginning (`time.time()`) and its seconds."""
 
 
 class PhaseTimer:
     """Sums seconds by phase name; `metrics()` returns `time/{phase}` and `time/step`.
 
-    `enter` is called with the name of every phase when it begins, and `record` when it is over.
-
-    On CUDA this adds no synchronisation: every phase ends in a host read (a loss, a gradient norm,
-    a barrier), so a phase waits for everything that it has launched.
+    `enter` is called with the name of every phase when it begins, and `record` when it ends. On
+    CUDA this adds no synchronisation: every phase ends in a host read (a loss, a gradient norm, a
+    barrier), which waits for the phase's kernels.
     """
 
     def __init__(self, enter: Callable[[str], None], record: Record | None = None) -> None:
@@ -50,10 +49,10 @@ class PhaseTimer:
             self._seconds[name] += seconds
             if self._record:
                 self._record(both, began, seconds)
-        self._enter(IDLE)  # not after an exception, which belongs to the phase
+        self._enter(IDLE)  # not in `finally`: an exception belongs to the phase
 
     def leave_out(self, seconds: float) -> None:
-        """Do not count `seconds` that have passed as time of the step."""
+        """Leave past `seconds` out of the time of the step."""
         self._start += seconds
 
     def metrics(self) -> dict[str, float]:
@@ -63,34 +62,34 @@ class PhaseTimer:
 
 
 def is_beside(name: str, metrics: Mapping[str, object]) -> bool:
-    """Whether a metric is of a phase that ran in the background, for which the step then waited."""
+    """Whether a metric's phase ran in the background, while the step waited for it."""
     return name in ("time/generate", "time/score") and f"time/{WAIT}" in metrics
 
 
 TIMELINE_FILE = "timeline.json"
 TRAINER, ROLLOUT = 0, 1
-"""The rows: rank 0's part of the steps, and from ROLLOUT on generations made in the background."""
+"""Rows: rank 0's part of the steps, and from ROLLOUT on generations in the background."""
 
 
 class Timeline:
-    """Appends phases to the file, in Chrome's trace event format, as they end.
+    """Appends finished phases to the file, in Chrome's trace event format.
 
-    The format is a JSON array whose closing bracket may be missing: the file of a killed run can be
-    opened, and lacks only the phase that was in progress. Times are wall-clock times, so a resumed
-    run continues in the same file, after the gap in which nothing ran.
+    The format is a JSON array whose closing bracket may be missing, so the file of a killed run can
+    be opened and lacks only the unfinished phase. Times are wall-clock times: a resumed run
+    continues in the same file, after a gap.
 
-    Rank 0 alone suffices: the ranks enter and leave phases together, and wait for each other in
-    them. A step adds some ten lines of about 130 bytes.
+    Rank 0 alone suffices, because ranks enter and leave phases together. A step adds some ten lines
+    of about 130 bytes.
     """
 
     def __init__(self, path: Path, num_rollouts: int = 1) -> None:
-        """At most `num_rollouts` generations, of successive numbers, are made at a time."""
+        """Open the timeline; at most `num_rollouts` generations, of successive numbers, overlap."""
         self.num_rollouts = num_rollouts
         self.step = 0
-        """The trainer's current step, counted from 1; before the first, the number already done."""
+        """The trainer's current step, counted from 1; before the first, the steps already done."""
         self._lock, self._is_broken = threading.Lock(), False
         is_new = not path.exists() or _cut(path) == 0
-        self._file = path.open("ab", buffering=0)  # a full disk leaves nothing to write at the end
+        self._file = path.open("ab", buffering=0)  # else `close` could fail on a full disk
         if is_new:
             more = (f"rollout {number}" for number in range(2, num_rollouts + 1))
             rows = [
@@ -100,14 +99,15 @@ class Timeline:
             self._append(rows, opening="[\n")
 
     def add(self, name: str, start: float, seconds: float, row: int, **about: int) -> None:
-        """Add an event that began at `start` (`time.time()`) and is over; safe from any thread."""
-        times = {"ts": round(start * 1e6), "dur": round(seconds * 1e6)}
+        """Add an event that began at `start` (`time.time()`) and has ended; safe from any
+        thread."""
+        times = {"ts": round(start * 1e6), "dur": round(seconds * 1e6)}  # the format counts in µs
         self._append([{"name": name, "ph": "X", **times, "tid": row, "args": about}])
 
     def add_rollout(
         self, name: str, start: float, seconds: float, *, generation: int, policy_version: int
     ) -> None:
-        """Add a phase of a generation that is made in the background; safe from any thread."""
+        """Add a phase of a generation in the background; safe from any thread."""
         row = ROLLOUT + generation % self.num_rollouts
         self.add(name, start, seconds, row, generation=generation, policy_version=policy_version)
 
@@ -132,7 +132,7 @@ class Timeline:
 
 
 def _cut(path: Path) -> int:
-    """Cut off a line that was being written when the run died; return the bytes that remain."""
+    """Cut off a line that was unfinished when the run died; return the remaining bytes."""
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
     os.truncate(path, whole)

@@ -1,4 +1,4 @@
-"""The training loop that every rank runs; `run` sets up what it runs on."""
+"""The training loop that every rank runs; `run` sets up its surroundings."""
 
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -42,8 +42,8 @@ from parallel.packing import PackedBatch
 def train(run: Run) -> None:
     """Train from the pretrained weights, or the newest checkpoint, to the exported model.
 
-    Raises Preempted on all ranks, after saving, when any of them has been told to stop, and
-    RolloutAborted when generations have ended for good.
+    Raises Preempted on all ranks, after saving, if any of them was told to stop, and RolloutAborted
+    if no more generations can be made.
     """
     num_steps, run_dir = run.cfg.num_steps, run.cfg.train.run_dir
     if (done := steps_done(run_dir / "checkpoints")) >= num_steps:
@@ -73,7 +73,7 @@ def train(run: Run) -> None:
 class Trainer:
     """One rank's part of a run. All ranks call the same methods at the same time.
 
-    `step` counts optimizer steps: it is that of the current weights, and the number of the next
+    `step` counts optimizer steps: it is the step of the current weights, and the number of the next
     step, counted from 0. Only rank 0 has `zero`, the experience and its metrics.
     """
 
@@ -83,9 +83,10 @@ class Trainer:
         self._due_steps = due_steps(cfg)
         run.watchdog.enter("load")  # a phase in which reading files may take long
         shape = trained_shape(cfg)
+        # Before the models: engines that share GPUs measure the memory that ranks have not taken.
         source = open_rollouts(run, shape, stack)
         self._engines_are_awake = False
-        """Whether engines that share GPUs have memory that the ranks need."""
+        """Whether engines that share GPUs hold memory that the ranks need."""
         self.policy, self.reference = build_models(run, shape)
         models = self.policy, self.reference
         self.residency = build_residency(cfg, *models, run.device, run.ranks_per_host)
@@ -112,7 +113,7 @@ class Trainer:
         self.experience: Experience | None = None
         self.minibatches: Minibatches = []
         self._unlogged: dict[str, float] = {}
-        """Metrics of the probe and of a new generation, which the next step logs."""
+        """Metrics of the probe and of new generations, for the next step's log."""
         self.timer = self._new_timer()
 
     def start(self) -> None:
@@ -139,10 +140,11 @@ class Trainer:
             self.sleep_engines()
         self._unlogged |= probe_logprobs(experience, self.preparation)
         if self.cfg.rollout.enable_sleep_mode:
-            self.push(self.step)
+            self.push(self.step)  # again: asleep, the engines lost the weights
 
     def _begin_step(self) -> None:
-        """Attribute what follows to the next optimizer step; counted from 1 for people."""
+        """Attribute everything from here on to the next optimizer step, counted from 1 for
+        people."""
         step = min(self.step + 1, self.num_steps)
         self.run.watchdog.begin_step(step)
         if self.zero:
@@ -150,8 +152,8 @@ class Trainer:
         self.timer = self._new_timer()
 
     def _restore_generations(self) -> None:
-        """Restore the generations that were ready, but not trained on, when the run was saved, and
-        the samples of those in progress."""
+        """Restore the ready generations that were not trained on, and the samples of unfinished
+        ones."""
         state, zero = self.state, self.zero
         if zero is None:
             self.rollouts.ready = {ready.generation: None for ready in state.ready}
@@ -166,15 +168,13 @@ class Trainer:
                     zero.runner.restore(state.groups, samples)
 
     def next_minibatch(self) -> list[PackedBatch]:
-        """This rank's microbatches of the next optimizer step.
-
-        A run that ended within a generation, and is extended, makes that generation anew for the
-        steps on it that are left: its samples are in no checkpoint.
-        """
+        """This rank's microbatches of the next optimizer step."""
+        # A run that ended within a generation and is extended makes the generation anew for its
+        # remaining steps: the samples are in no checkpoint.
         cursor, begins = self.schedule.cursor(self.step), not self._is_within_generation()
         if begins:
             self.rollouts.await_generation(cursor.generation, self.step, self.timer)
-            # Before the generation is taken: a checkpoint keeps one that training has not begun.
+            # Before `pop`: a checkpoint keeps a generation that training has not begun.
             self.stop_if_preempted()
             if batch := self.rollouts.ready.pop(cursor.generation):
                 self.experience = batch.experience
@@ -190,8 +190,8 @@ class Trainer:
         return self.minibatches[cursor.minibatch]
 
     def _prepare(self, cursor: Cursor) -> None:
-        """Compute what is needed once for all steps that train on the generation."""
-        self.minibatches = []  # features of images are freed first
+        """Compute values needed by all steps that train on the generation, once."""
+        self.minibatches = []  # frees the old features of images before new ones are made
         self.minibatches = self.preparation.minibatches(self.experience, cursor, self.timer)
         if self.reference and self.cfg.grpo.kl_in_reward:
             self.experience, self.minibatches = self.preparation.subtract_kl(
@@ -208,7 +208,7 @@ class Trainer:
         self._engines_are_awake = False
 
     def update(self, minibatch: list[PackedBatch]) -> StepReport:
-        """One optimizer step."""
+        """Train on the microbatches of one optimizer step."""
         with profiled_step(self.cfg.train, self.step + 1, self.timer), self.timer.phase("train"):
             self.residency.enter("train")
             report = train_step(
@@ -220,24 +220,24 @@ class Trainer:
             self.step += 1
             if self.reference and self.cfg.grpo.sync_ref_model:
                 self.reference.follow(self.policy, self.step)
-            if self._is_boundary():
+            if self._is_boundary():  # the copy overlaps what comes before the push
                 self.residency.copy_ahead("push")
         if (target := self.cfg.grpo.kl_target) is not None:
-            report.metrics["beta"] = self.beta
+            report.metrics["beta"] = self.beta  # of this step, before it is adapted for the next
             num, horizon = self.schedule.minibatch_size, self.cfg.grpo.kl_horizon
             self.beta = adapted_beta(self.beta, report.metrics, target, num, horizon)
         self.checkpoints.poll()
         return report
 
     def log(self, report: StepReport) -> None:
-        """Log the report of the step, with all metrics since the last one's."""
+        """Log the report of the step, with all metrics since the previous step."""
         metrics, self._unlogged = self._unlogged, {}
         if self.run.device.type == "cuda":
             metrics |= peak_memory(self.run.device)
         if self.zero and self.experience:
             self.zero.log_step(self.step, metrics, report, self.experience, self.timer)
-        # What follows counts towards the next step: its checkpoint never contains a step that the
-        # log lacks.
+        # The log comes before the save: no checkpoint then has a step that the log lacks. The push
+        # and save of this step count towards the next one.
         self._begin_step()
 
     def _is_within_generation(self) -> bool:
@@ -246,11 +246,11 @@ class Trainer:
         return not (is_between or self.schedule.cursor(self.step).starts_generation)
 
     def _is_boundary(self) -> bool:
-        """Not within a generation, unless an evaluation is due."""
+        """Whether a push is due: between generations, or before an evaluation."""
         return not self._is_within_generation() or self.step in self._due_steps
 
     def boundary(self) -> None:
-        """Between two steps: push the weights that the step has made, and evaluate if due."""
+        """Between two steps: push the new weights, and evaluate if due."""
         if not self._is_boundary():
             return
         self.rollouts.before_push(self.step, self.timer, aborts=self.step in self._due_steps)
@@ -262,11 +262,11 @@ class Trainer:
             self.rollouts.request_ahead(self.step)
 
     def push(self, policy_version: int, timer: PhaseTimer | None = None) -> None:
-        """Push the current weights to the engines; raises RolloutAborted when none are left."""
+        """Push the current weights to the engines; raises RolloutAborted if none are left."""
         if self.cfg.train.replay is not None:
-            return  # to no engines
+            return
         if self.cfg.rollout.enable_sleep_mode:
-            torch.cuda.empty_cache()  # engines take their memory back once all ranks are here
+            torch.cuda.empty_cache()  # engines wake once all ranks are here, and need the memory
             self._engines_are_awake = True
         weights = pushed_weights(self.policy, self.cfg, self.run.groups)
         self.weight_sync.push(weights, policy_version, timer or self.timer)
@@ -287,11 +287,12 @@ class Trainer:
         is_last = self.step == self.num_steps
         saves = now or is_last or self.schedule.saves_after(self.step, train.save_interval)
         saves = saves and self.step > self.checkpoints.newest_step
+        # A resumed run lacks the earlier weights that generations in progress were requested from.
         if saves:
             self.rollouts.finish_for_save(self.step, self.timer)
         with self.timer.phase("save"):
-            # The export comes first: a run that resumes from a checkpoint has all exports up to it,
-            # and a checkpoint of the last step says that the run is complete.
+            # The export comes first: a run that resumes from a checkpoint must have all exports up
+            # to it, and a checkpoint of the last step marks the run as complete.
             exports = is_last or (train.export_interval and self.step % train.export_interval == 0)
             if exports and self._exported_step < self.step:
                 folder = train.run_dir / ("hf" if is_last else f"hf_step_{self.step}")
@@ -307,7 +308,6 @@ class Trainer:
             self.zero.log.finish(self.step)
 
     def _checkpoint(self) -> None:
-        """Start writing the checkpoint of the current weights."""
         groups, samples, done = self.zero.runner.open_groups() if self.zero else (None, None, {})
         ready = {n: batch for n, batch in sorted((self.rollouts.ready | done).items()) if batch}
         wandb_id = self.cfg.train.run_dir / WANDB_ID_FILE
@@ -326,27 +326,28 @@ class Trainer:
         self.checkpoints.save(state, saved)
 
     def stop_if_preempted(self) -> None:
-        """Raise Preempted on all ranks if any rank was told to stop. Ranks learn of a signal at
-        different times: else one might stop a step before another."""
+        """Raise Preempted on all ranks if any rank was told to stop."""
+        # Ranks see a signal at different times: without agreement one could stop a step earlier.
         if any_rank(self.run.watchdog.is_preempted):
             raise Preempted
 
     def save_and_stop(self, reason: Preempted | RolloutAborted) -> None:
         """Save the state at the end of the generation, and raise `reason` on all ranks.
 
-        The steps up to there need no engines. Raises Preempted if any rank was told to stop:
-        engines are told at the same time, and may have ended before this was seen. Returns if the
-        run is complete but for an evaluation.
+        The steps up to there need no engines. Raises Preempted if any rank was told to stop.
+        Returns if the run is complete except for an evaluation.
         """
         with suppress(Preempted, RolloutAborted):
             self.rollouts.finish_for_save(self.step, self.timer)
         self.rollouts.give_up()
         if self.zero and self._is_within_generation() and self.step in self._due_steps:
             self.zero.log.warn_if_not_evaluated(self.step, "its weights are in no checkpoint")
-        while self._is_within_generation():  # the samples of which are in no checkpoint
+        # Checkpoints lack the samples of a generation in training, so it is trained to its end.
+        while self._is_within_generation():
             self.log(self.update(self.next_minibatch()))
             self.save()
         self.save(now=True)
+        # Engines get the same signal, and may have ended before a rank saw it.
         is_preempted = any_rank(self.run.watchdog.is_preempted)
         if isinstance(reason, RolloutAborted) and not is_preempted:
             raise reason

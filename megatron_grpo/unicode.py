@@ -1,14 +1,14 @@
-"""Text that can be encoded: JSON, file names and users' code may give half of a surrogate pair."""
+"""Text that can be encoded: JSON, file names and users' code may hold half of a surrogate pair."""
 
 from typing import Any
 
 
 def as_unicode[T](value: T) -> T:
-    """A text, or all texts in lists and dicts, with `?` for each half of a surrogate pair.
+    r"""Replace each half of a surrogate pair by `?`, in a text or in all texts of lists and dicts.
 
-    UTF-8 has no form for such a half: encoders, tokenizers and files raise.
+    UTF-8 cannot encode such a half: encoders, tokenizers and files raise.
 
-    >>> as_unicode({"name": ["caf\\udce9"]})
+    >>> as_unicode({"name": ["caf\udce9"]})
     {'name': ['caf?']}
     """
     found: Any = value

@@ -1,8 +1,9 @@
-"""The training sequences of an optimizer batch: one for each sample, or for each branch of a
-session of an agent.
+"""The training sequences of an optimizer batch: one per sample, or one per branch of an agent's
+session.
 
-Sequences have numbers, which a microbatch keeps as `sequence_index`. Those of sample i of n are i,
-n + i, 2 n + i, ...: so every rank knows the sample of a sequence without communication.
+Sequences have numbers, which a microbatch keeps as `sequence_index`. Branches of sample i of n have
+the numbers i, n + i, 2 n + i, ..., so every rank knows the sample of a sequence without
+communication.
 """
 
 from collections import defaultdict
@@ -18,16 +19,17 @@ from parallel.packing import TokenSequence, by_prompt
 from parallel.shared_prefix import Branched, PromptGroup
 
 BY_TOKEN = ("advantage", "rollout_logprobs", "response_mask")
-"""Fields of a sequence with a value for each token of the completion."""
+"""Fields of a sequence with one value per token of the completion."""
 MOST_PARTS = 8
-"""Most parts of other sequences that a sequence shares: a GPU kernel is compiled for each power of
-two."""
+"""Maximum parts of other sequences that a sequence shares: a GPU kernel is compiled for each power
+of two."""
 
 
 def numbered_sequences(
     samples: Sequence[Sample], wholes: Sequence[TokenSequence]
 ) -> dict[int, TokenSequence]:
-    """The sequences of all samples by number; `wholes` have prompt and whole completion of each."""
+    """Cut the samples into training sequences, by number. `wholes` are prompt and whole completion
+    of each sample."""
     found = dict(enumerate(wholes))
     for i, (sample, whole) in enumerate(zip(samples, wholes, strict=True)):
         for k, branch in enumerate(sample.branches):
@@ -38,8 +40,8 @@ def numbered_sequences(
 
 
 def _root(sample: Sample, branch: Branch) -> int | None:
-    """Index of the branch that sampled the token before this one begins; None if it is a token of
-    the prompt, or if the branch shares more than MOST_PARTS parts."""
+    """Index of the branch that sampled the token before `branch`. None if that token belongs to the
+    prompt, or if the branch shares more than MOST_PARTS parts."""
     if len(branch.context) > MOST_PARTS:
         return None
     _, end = branch.context[-1]
@@ -50,8 +52,8 @@ def _root(sample: Sample, branch: Branch) -> int | None:
 
 
 def prompt_groups(sequences: Mapping[int, TokenSequence]) -> list[PromptGroup]:
-    """Groups of sequences with the same prompt. A branch that continues after a sampled token is in
-    the group of the sequence that it branches off."""
+    """Group the sequences by prompt. A branch that continues after a sampled token joins the group
+    of the sequence that it branches off."""
     places = {number: place for place, number in enumerate(sequences)}
     branches: dict[int, dict[int, Branched]] = defaultdict(dict)
     firsts: list[int] = []
@@ -59,6 +61,7 @@ def prompt_groups(sequences: Mapping[int, TokenSequence]) -> list[PromptGroup]:
         if sequence.root is None:
             firsts.append(number)
             continue
+        # A root may branch off another sequence in turn; the first of the chain has the prompt.
         first = sequence.root
         while (root := sequences[first].root) is not None:
             first = root
@@ -80,7 +83,8 @@ def prompt_groups(sequences: Mapping[int, TokenSequence]) -> list[PromptGroup]:
 
 
 def cut_out(whole: TokenSequence, branch: Branch) -> TokenSequence:
-    """The sequence of one branch, with its part of the values of the whole completion."""
+    """Cut one branch out of prompt and whole completion `whole`, with its part of the values by
+    token."""
     first = whole.num_prompt_tokens
     bounds = [*branch.context, (first + branch.start, first + branch.end)]
     values: dict[str, Any] = {name: getattr(whole, name) for name in BY_TOKEN}
@@ -95,7 +99,7 @@ def cut_out(whole: TokenSequence, branch: Branch) -> TokenSequence:
         **own,
         tokens=tokens,
         num_prompt_tokens=len(tokens) - (branch.end - branch.start),
-        # The engine has not read the last token of a branch.
+        # One row fewer than tokens: the engine never read the last token of a branch.
         routes=None if routes is None else _joined(routes, bounds)[: len(tokens) - 1],
         log_row=None if row is None else row + branch.start,
     )

@@ -1,9 +1,8 @@
-"""Divides a generation over the data-parallel ranks and sends each its part.
+"""Divides a generation over the data-parallel ranks and sends each rank its part.
 
-A part is sent unpacked, and every rank packs its own: 9 bytes per token instead of 38, and more if
-what engines chose is replayed. Images are sent as they are in the data. Each rank that has the
-vision tower makes pixels of those in its part: sending them, 4.7 kB per token of an image, would
-take longer.
+Parts are sent unpacked, 9 bytes per token instead of 38 (more with replayed experts), and every
+rank packs its own. Images are sent as they are in the data. Each rank with the vision tower makes
+the pixels of its part, as sending them, 4.7 kB per token of an image, would take longer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ from parallel.turns import plan_turns
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelShard:
-    """The sequences of one data rank, and which of them make up each microbatch.
+    """The sequences of one data rank, and their division into microbatches.
 
     Tokens and their values are concatenated, one tensor per field of `TokenSequence`: thousands of
     small tensors would take seconds to pickle.
@@ -44,14 +43,14 @@ class DataParallelShard:
     turns: list[Turn]
     """Turns, whose microbatches list numbers of sequences; see `branches`."""
     columns: dict[str, list[Any] | Tensor]
-    """Values of all sequences by field, in the order of the microbatches: a list, or tensors
-    concatenated."""
+    """Values of all sequences by field, in the order of the microbatches: a list, or concatenated
+    tensors."""
     lengths: dict[str, list[int]]
-    """Lengths of the tensors that were concatenated, by field."""
+    """Lengths of the concatenated tensors, by field."""
 
     @classmethod
     def of(cls, sequences: Mapping[int, TokenSequence], turns: list[Turn]) -> "DataParallelShard":
-        """The shard that has these `turns` of an optimizer batch of `sequences`.
+        """Build the shard with these `turns` of an optimizer batch of `sequences`.
 
         Each field must be a tensor in all `sequences` or in none.
         """
@@ -67,7 +66,7 @@ class DataParallelShard:
         return cls(turns=turns, columns=columns, lengths=lengths)
 
     def pack(self, alignment: Alignment, *, share_prompts: bool) -> list[PackedBatch]:
-        """All `microbatches` of the first context rank."""
+        """Pack all `microbatches` of the first context rank."""
         return [*self.microbatches(alignment, share_prompts=share_prompts)]
 
     def microbatches(
@@ -78,7 +77,7 @@ class DataParallelShard:
         context_rank: int = 0,
         index_topk: int = 0,
     ) -> Iterator[PackedBatch]:
-        """The microbatches of a context rank, packed one by one; see `parallel.packing.pack`."""
+        """Pack the microbatches of a context rank, one by one; see `parallel.packing.pack`."""
         values = [
             column.split(self.lengths[name]) if isinstance(column, Tensor) else column
             for name, column in self.columns.items()
@@ -100,7 +99,7 @@ class DataParallelShard:
 
     @property
     def sources(self) -> list[PromptSources]:
-        """The images of its prompts, each once."""
+        """Images of the shard's prompts, without duplicates."""
         return [*dict.fromkeys(each for each in self.columns["images"] if each is not None)]
 
     def with_images(
@@ -123,10 +122,10 @@ def split_for_data_parallel(
     dims: ParallelDims,
     alignment: Alignment,
 ) -> Iterator[list[DataParallelShard]]:
-    """Divide each optimizer batch of the generation: one shard for every data rank.
+    """Divide each optimizer batch of the generation: one shard per data rank.
 
-    `cost` estimates the cost of a sequence by its length, to balance the data ranks. Loss weights
-    are fixed here, over the whole optimizer batch, so that they do not depend on the packing.
+    `cost` estimates a sequence's cost by its length, to balance the data ranks. Loss weights are
+    fixed here, over the whole optimizer batch, so they do not depend on the packing.
     """
     for indices in BatchSchedule.of(cfg.grpo).minibatches(generation, cfg.train.seed):
         samples = [experience.samples[i] for i in indices]
@@ -146,7 +145,7 @@ def _plan(
     dims: ParallelDims,
     alignment: Alignment,
 ) -> list[list[Turn]]:
-    """The turns of each data rank, whose microbatches list positions in `sequences`."""
+    """Plan the turns of each data rank, whose microbatches list positions in `sequences`."""
     max_tokens = cfg.train.max_tokens_per_microbatch
     if cfg.grpo.shared_prompts:
         plan = plan_shared_prompts(prompt_groups(sequences), max_tokens, dims, alignment, cost)
@@ -159,7 +158,7 @@ def _plan(
 
 
 def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:
-    """Prompt and whole completion of each sample."""
+    """Build prompt and whole completion of each sample."""
     samples = [experience.samples[i] for i in indices]
     masks = []
     for i, sample in zip(indices, samples, strict=True):  # all zero if filtered, or not scored
@@ -209,14 +208,11 @@ def distribute(
 ) -> DataParallelShard:
     """Give every rank its shard of an optimizer batch, with pixels if the rank `has_tower`.
 
-    `shards`, one for each data rank, is read on rank 0 only; the others pass None.
-
-    Done in two hops, so that no data is sent twice over the same path: rank 0 scatters to the first
-    rank of every model replica, which broadcasts within its replica.
-
-    Raises OSError for images that cannot be read, or that a rank reads otherwise than the first of
-    its replica.
+    `shards`, one per data rank, is read on rank 0 only; other ranks pass None. Raises OSError for
+    unreadable images, or if a rank reads other pixels than the first of its replica.
     """
+    # Two hops, so that no data crosses the same link twice: rank 0 scatters to the first rank of
+    # every model replica, which broadcasts within its replica.
     received: list[DataParallelShard | None] = [None]
     leader = dist.get_global_rank(groups.replica, 0)
     if groups.rank == leader:
@@ -226,7 +222,8 @@ def distribute(
     if not (sources := received[0].sources):
         return received[0]
     images = read_images(sources, lambda images: images) if has_tower else {}
-    # Other stages need sizes, for positions. Only who decodes an image knows which way it is up.
+    # Stages without the tower need only the sizes, for positions. These are known after decoding,
+    # as EXIF may swap the sides, so they come from the rank that decodes.
     sizes = [replace(each, patches=each.patches.new_empty(0)) for each in images.values()]
     found: list[list[PromptImages]] = [sizes]
     dist.broadcast_object_list(found, src=leader, group=groups.replica)

@@ -33,11 +33,11 @@ class Experience:
     advantages: Tensor
     """[N] float64; with process supervision, the advantage of each completion's first token."""
     token_advantages: list[Tensor] | None = None
-    """[completion tokens] for each sample; only with process supervision."""
+    """[completion tokens] per sample; only with process supervision."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all prompts and completions."""
+        """Tokens of all prompts and completions."""
         return sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in self.samples)
 
 
@@ -47,8 +47,8 @@ def compute_advantages(
     sums: Sequence[float],
     cfg: Config,
 ) -> Experience:
-    """Compute the advantages of scored samples from the `sums` of their rewards, or from the
-    single rewards; a group is all samples of one prompt."""
+    """Compute the advantages of scored samples, from the `sums` of their rewards or from single
+    rewards. A group is all samples of one prompt."""
     grpo = cfg.grpo
     totals = torch.tensor(sums, dtype=torch.float64)
     group_ids = torch.tensor([sample.prompt.index for sample in samples])
@@ -75,8 +75,9 @@ def _process_supervision(
     group_ids: Tensor,
     cfg: Config,
 ) -> Experience:
-    """Advantages of each token (process supervision): from the rewards of steps, by the environment
-    or a process reward model, and the sum of the other reward functions at the last token."""
+    """Compute the advantage of each token (process supervision). Rewards of steps come from the
+    environment or a process reward model; the sum of the other reward functions counts at the last
+    token."""
     process_model = cfg.reward.process_model
     weight = process_model.weight if process_model else cfg.environment.weight
     functions = [each for each in cfg.reward.functions if each is not process_model]
@@ -90,7 +91,7 @@ def _process_supervision(
         steps.append([] if math.isnan(total) else found)
     lengths = [len(sample.completion_ids) for sample in samples]
     by_token = process_advantages(steps, lengths, group_ids)
-    # A completion may have no token.
+    # A sum over at most one value: a completion without tokens gets 0.
     advantages = torch.stack([values[:1].sum() for values in by_token])
     return Experience(samples, rewards, totals, group_ids, advantages, token_advantages=by_token)
 
@@ -124,8 +125,8 @@ def completion_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dic
 def dialogue_metrics(
     samples: Sequence[Sample], rewards: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Metrics of dialogues: turns of the model, and the fractions that reached the maximum of turns
-    or failed; for agents also `branch_metrics`, and the means of the metrics that they report.
+    """Metrics of dialogues: turns of the model, and the fractions that failed or used all turns;
+    with agents also `branch_metrics`, and means of the agents' own metrics.
 
     A sample is a dialogue if its `rewards` have the term of an environment or an agent.
     """
@@ -155,8 +156,7 @@ def dialogue_metrics(
 
 
 def branch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Number of training sequences per session of an agent, and their lengths: sampled tokens, and
-    tokens that the model read before and between them."""
+    """Number of training sequences per session of an agent, and their tokens, sampled and read."""
     num_sequences = [len(sample.sequences) for sample in samples]
     sampled, read = [], []
     for sample in samples:
@@ -177,7 +177,7 @@ def branch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def source_metrics(experience: Experience) -> dict[str, float]:
-    """Share of the completions by source of the data, and means of rewards (without failed ones),
+    """By source of the data: share of the completions, and means of rewards (without failed ones),
     sampled tokens and turns."""
     totals = experience.totals.tolist()
     metrics: dict[str, float] = {}
@@ -188,7 +188,7 @@ def source_metrics(experience: Experience) -> dict[str, float]:
             f"source/{name}/share": len(own) / len(totals),
             f"source/{name}/completions/mean_length": fmean(each.num_sampled for each in of_own),
             f"source/{name}/num_turns/mean": fmean(
-                # The `step_rewards` of a sample that is no dialogue are of a process reward model.
+                # Without a dialogue, `step_rewards` come from a process reward model.
                 max(1, len(experience.samples[i].step_rewards))
                 if {AGENT, ENVIRONMENT} & experience.rewards[i].keys()
                 else 1

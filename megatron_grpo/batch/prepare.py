@@ -1,8 +1,8 @@
 """Prepares a generation for training: packs it, distributes it, and computes log-probabilities.
 
 Log-probabilities of the old policy and of the reference, the tokens of the objective and the KL
-divergence as a reward are computed once, before any training on the generation; only the first
-optimizer batch may have its old log-probabilities from its own forward in training. Every rank has
+divergence as a reward are computed once, before training on the generation. Only the first
+optimizer batch may take its old log-probabilities from its own forward in training. Every rank has
 a `Preparation`, whose methods are collective; only rank 0 has the `Experience`.
 """
 
@@ -51,9 +51,7 @@ def add_logprobs(
     """Fill in `old_logprobs`, `ref_logprobs` if there is a reference, and the entropy fields.
 
     `batches` are this rank's part of one optimizer batch; ranks before the last stage get them back
-    unchanged. Of the one that is trained on next (`is_next`), the old policy is the policy itself,
-    and its pass is skipped unless something else needs it: the ratio is exactly 1, and the loss
-    uses its own log-probabilities, detached; see `with_old_logprobs`.
+    unchanged. `is_next` marks the batch that is trained on next.
     """
     grpo, temperature, entropies = cfg.grpo, cfg.rollout.temperature, list[Tensor]()
     filled = [*batches]
@@ -61,6 +59,8 @@ def add_logprobs(
         filled = [replace(batch, old_logprobs=batch.rollout_logprobs) for batch in batches]
     lacks_old = filled[0].old_logprobs is None
     are_all_needed = grpo.num_old_passes == grpo.steps_per_generation
+    # The batch trained on next needs no pass of its own: the old policy is the policy, the ratio is
+    # exactly 1, and the loss uses its own log-probabilities, detached; see `with_old_logprobs`.
     if grpo.top_entropy_quantile < 1 or (lacks_old and (are_all_needed or not is_next)):
         computed = compute_logprobs(policy, filled, temperature, groups)
         entropies = [entropy for _, entropy in computed]
@@ -79,10 +79,11 @@ def add_logprobs(
 def with_old_logprobs(
     batches: Sequence[PackedBatch], logprobs: Sequence[Tensor], groups: Groups
 ) -> list[PackedBatch]:
-    """Fill in the old log-probabilities that a step on the `batches` had in its own forward.
+    """Fill in the old log-probabilities that a step on the `batches` computed in its own forward.
 
-    `logprobs` [T] are of each batch's tokens on this context rank, 0 elsewhere; none if the batches
-    have theirs, or this is not the last stage. All further steps on the batches compare with them.
+    `logprobs` [T] cover each batch's tokens on this context rank, and are 0 elsewhere; empty if the
+    batches have old log-probabilities, or before the last stage. All further steps on the batches
+    compare with them.
     """
     for batch, of_batch in zip(batches, logprobs, strict=bool(logprobs)):
         dist.all_reduce(of_batch, group=groups.contexts[batch.context_size])
@@ -92,7 +93,7 @@ def with_old_logprobs(
 def _filled(
     batches: Sequence[PackedBatch], name: str, values: Sequence[Tensor]
 ) -> list[PackedBatch]:
-    """The batches with `values` in field `name`; before the last stage there are no values."""
+    """Set field `name` of the batches to `values`; before the last stage `values` is empty."""
     if not values:
         return list(batches)
     of_batch: list[dict[str, Any]] = [{name: value} for value in values]
@@ -113,14 +114,10 @@ class Preparation:
 
     @cached_property
     def alignment(self) -> Alignment:
-        """Multiples of the lengths of packed sequences and microbatches."""
         return self.cfg.alignment
 
     def packed(self, experience: Experience | None, generation: int) -> Minibatches:
-        """This rank's shard of the generation, without log-probabilities.
-
-        Rank 0 divides the next optimizer batch while the others pack theirs.
-        """
+        """This rank's shard of the generation, without log-probabilities."""
         cfg, groups, shards = self.cfg, self.groups, None
         indexer = self.policy.shape.indexer if cfg.rollout.indexer_replay else None
         if experience:
@@ -129,6 +126,7 @@ class Preparation:
             )
         minibatches, at = [], groups.coordinates
         for _ in range(cfg.grpo.steps_per_generation):
+            # `shards` is lazy: rank 0 divides the next batch while the others pack this one.
             has_tower = self.policy.vision is not None
             shard = distribute(next(shards) if shards else None, groups, has_tower=has_tower)
             batches = shard.microbatches(
@@ -140,7 +138,8 @@ class Preparation:
             if shard.sources:
                 batches = with_features(batches, self.policy.vision)
             minibatches.append(list[PackedBatch]())
-            for batch in batches:  # what this rank alone needs is computed on the host
+            # On the host, cut to this rank's part first: the GPU gets only what the rank needs.
+            for batch in batches:
                 if batch.routed_experts is not None or batch.chosen_tokens is not None:
                     batch = with_own_layers(batch, groups)
                 batch = batch.on_rank(groups.dims, at)
@@ -152,8 +151,8 @@ class Preparation:
     def minibatches(
         self, experience: Experience | None, cursor: Cursor, timer: PhaseTimer
     ) -> Minibatches:
-        """This rank's shard of a generation, with the log-probabilities for the loss; training on
-        it begins at `cursor`."""
+        """This rank's shard of a generation, with the log-probabilities for the loss; training
+        begins at `cursor`."""
         with timer.phase("pack"):
             packed = self.packed(experience, cursor.generation)
         with timer.phase("logprobs"):
@@ -172,16 +171,15 @@ class Preparation:
     def after_step(
         self, batches: Sequence[PackedBatch], logprobs: Sequence[Tensor], *, is_skipped: bool
     ) -> list[PackedBatch]:
-        """The batches of a step, for further steps on them: `with_old_logprobs`.
-
-        What broke a skipped step may have broken its `logprobs`, too: then a forward pass
-        recomputes them, with the same weights. Only the last stage knows whether they are needed,
-        so it tells all ranks, and all take part or none.
-        """
+        """Batches of a step with old log-probabilities, for further steps on them:
+        `with_old_logprobs`."""
         if not is_skipped:
             return with_old_logprobs(batches, logprobs, self.groups)
+        # Only the last stage knows whether they are needed, and the forward below is collective.
         if not any_rank(bool(logprobs), self.device):
             return list(batches)
+        # The fault that skipped the step may be in its log-probabilities, too. The weights have not
+        # changed, so a second forward gives the same ones.
         temperature = self.cfg.rollout.temperature
         computed = compute_logprobs(self.policy, batches, temperature, self.groups)
         return _filled(batches, "old_logprobs", [values for values, _ in computed])
@@ -193,8 +191,8 @@ class Preparation:
         generation: int,
         beta: float,
     ) -> tuple[Experience | None, Minibatches]:
-        """Recompute the advantages of both from the rewards minus `beta` times the KL divergence
-        from the reference."""
+        """Recompute the advantages of `experience` and `minibatches`, from the rewards minus `beta`
+        times the KL divergence from the reference."""
         batches = BatchSchedule.of(self.cfg.grpo)
         found = sequence_kl(minibatches, batches.minibatch_size, self.groups)
         indices = batches.minibatches(generation, self.cfg.train.seed)

@@ -1,9 +1,9 @@
-"""Batch arithmetic: which optimizer step trains on which completions of which generation.
+"""Batch arithmetic: the completions of each optimizer step.
 
 Sizes count completions over all ranks and have the names of TRL and ms-swift. A generation of
 `generation_batch_size` completions, `num_generations` per prompt, is split into
 `steps_per_generation` minibatches, each the batch of one optimizer step. It is trained on
-`num_iterations` times before the next one is generated. No torch here: a config is checked before
+`num_iterations` times before the next generation. No torch here: a config is checked before
 anything starts.
 """
 
@@ -17,7 +17,7 @@ from parallel import divisors
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """The position of one optimizer step: a minibatch of a generation, in one pass over it."""
+    """Position of one optimizer step: a minibatch of a generation, in one pass over it."""
 
     generation: int
     iteration: int
@@ -25,7 +25,6 @@ class Cursor:
 
     @property
     def starts_generation(self) -> bool:
-        """Whether this step is the first to use its generation."""
         return self.iteration == 0 and self.minibatch == 0
 
 
@@ -38,7 +37,7 @@ class BatchSchedule:
     steps_per_generation: int = 1
     num_iterations: int = 1
     keep_groups_together: bool = False
-    """Whether the completions of a prompt are kept in one minibatch, as far as they fit."""
+    """Keep the completions of a prompt in one minibatch, as far as they fit."""
 
     def __post_init__(self) -> None:
         if self.generation_batch_size % self.num_generations:
@@ -84,23 +83,24 @@ class BatchSchedule:
         return self.steps_per_generation * self.num_iterations
 
     def cursor(self, step: int) -> Cursor:
-        """The position of optimizer step `step`, counted from 0."""
+        """Position of optimizer step `step`, counted from 0."""
         generation, update = divmod(step, self.updates_per_generation)
         iteration, minibatch = divmod(update, self.steps_per_generation)
         return Cursor(generation=generation, iteration=iteration, minibatch=minibatch)
 
     def saves_after(self, step: int, interval: int) -> bool:
-        """Whether a checkpoint every `interval` steps is due after `step` of them: at the end of a
-        generation, the first at or after a multiple of `interval`."""
+        """Whether a checkpoint is due after `step` steps: at the first end of a generation at or
+        after each multiple of `interval`."""
         return self.cursor(step).starts_generation and step % interval < self.updates_per_generation
 
     def minibatches(self, generation: int, seed: int) -> list[list[int]]:
         """Completions of each minibatch: ascending indices into the generation, each once.
 
-        Completions are dealt at random, as in TRL, so that a minibatch does not consist of a few
-        prompts; with `keep_groups_together`, prompts are dealt. Every pass over the generation uses
-        the same minibatches, which depend on the arguments alone.
+        Every pass over the generation uses the same minibatches, which depend on the arguments
+        alone.
         """
+        # Dealt at random, as in TRL, so that a minibatch does not consist of a few prompts. The
+        # seed is a string, which Python hashes alike in every version and process.
         together = self.num_generations if self.keep_groups_together else 1
         dealt = list(range(self.generation_batch_size // together))
         random.Random(f"minibatches {seed} {generation}").shuffle(dealt)

@@ -1,8 +1,8 @@
 """Values of single tokens of an optimizer step, for people to look at: `train.log_tokens`.
 
-The log has a fixed number of rows, one per token. Rank 0 gives them to the first completions of the
-optimizer batch, which are a random choice of it. Each token is predicted on one rank, which fills
-in its row, so the sum over ranks is the whole log, whatever the layout.
+The log has a fixed number of rows, one per token, which rank 0 gives to the first completions of
+the optimizer batch, a random choice. Each token is predicted on one rank, which fills in its row,
+so the sum over ranks is the whole log, for any layout.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from torch import Tensor
 from megatron_grpo.algorithm.loss import GRPOLoss, LossTokens
 
 VALUES = ("mask", "logprob", "gap", "ratio", "entropy", "loss_weight", "clipped")
-"""The columns of a `TokenLog`."""
+"""Columns of a `TokenLog`."""
 
 
 def first_rows(lengths: Sequence[int], num_rows: int) -> list[int | None]:
-    """Row of the first token of each completion; None for those that get no row.
+    """Row of the first token of each completion; None for completions without a row.
 
-    The completions have `lengths` tokens. The last one that gets a row may not get enough of them.
+    `lengths` are in tokens; the last completion with a row may have fewer rows than tokens.
 
     >>> first_rows([3, 4, 2], 5)
     [0, 3, None]
@@ -30,22 +30,23 @@ def first_rows(lengths: Sequence[int], num_rows: int) -> list[int | None]:
 
 
 class TokenLog:
-    """One rank's part of the log; zero in the rows of tokens of other ranks, and of masked ones.
+    """One rank's part of the log; masked tokens and those of other ranks have rows of zeros.
 
-    `mask` is 1 in the rows that are filled in. `logprob` and `entropy` are the current policy's,
-    `ratio` is that over the old policy, and `gap` the difference of trainer and engine under the
-    policy that generated. `loss_weight` is what the objective of the token is multiplied with,
-    importance weights and masks included. `clipped` is -1 at the lower bound and 1 at the upper.
+    `mask` is 1 in filled rows. `logprob` and `entropy` are the current policy's, `ratio` is over
+    the old policy, and `gap` is trainer minus engine under the policy that generated. `loss_weight`
+    multiplies the token's objective, with importance weights and masks. `clipped` is -1 at the
+    lower bound and 1 at the upper.
     """
 
     def __init__(self, num_rows: int, device: torch.device | str = "cpu") -> None:
-        # The last row takes the tokens without one.
+        # The extra last row takes all tokens without a row. Selecting by a boolean mask instead
+        # would make the CPU wait for the GPU.
         self._rows = torch.zeros(num_rows + 1, len(VALUES), device=device)
         self.values = self._rows[:-1]
         """[rows, values] float32."""
 
     def add(self, tokens: LossTokens, loss: GRPOLoss, gap: Tensor) -> None:
-        """Fill in the rows of the tokens of a microbatch that this rank predicted."""
+        """Fill in the rows of a microbatch's tokens that this rank predicted."""
         rows = tokens.log_rows
         if rows is None:
             return

@@ -1,7 +1,7 @@
-"""Values of tokens that all ranks work out together, for the batches of `prepare.py`.
+"""Values of tokens that all ranks compute together, for the batches of `prepare.py`.
 
-The entropies that the objective keeps, the weights of the entropy bonus, and the KL divergence from
-the reference as a part of the reward (`grpo.kl_in_reward`).
+These are the entropies that the objective keeps, the weights of the entropy bonus, and the KL
+divergence from the reference as a part of the reward (`grpo.kl_in_reward`).
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,15 @@ def keep_high_entropy(
     fraction: float,
     groups: Groups,
 ) -> list[PackedBatch]:
-    """Keep the entropies of response tokens that are at least their (1 - `fraction`) quantile.
-
-    arXiv 2506.01939. The quantile is exact over the whole optimizer batch: `entropies` [T] are of
-    this rank's `batches`, and other ranks hold the others.
-    """
+    """Keep the entropies of response tokens in the top `fraction` (arXiv 2506.01939); others become
+    -inf. The threshold is the exact quantile over the whole optimizer batch: `entropies` [T] belong
+    to this rank's `batches`, and other ranks add theirs."""
     masked = [
         entropy[batch.loss_mask & groups.answers_for(batch.context_size)]
         for batch, entropy in zip(batches, entropies, strict=True)
     ]
     threshold = quantile(torch.cat(masked), 1 - fraction, groups.data_context)
+    # Compared in float32, the dtype of the quantile's values.
     return [
         replace(batch, high_entropy=entropy.where(entropy.float() >= threshold, -torch.inf))
         for batch, entropy in zip(batches, entropies, strict=True)
@@ -41,8 +40,8 @@ def keep_high_entropy(
 
 
 def with_entropy_weights(batches: Sequence[PackedBatch], groups: Groups) -> list[PackedBatch]:
-    """Weight the entropies of the optimizer batch, for the entropy bonus, so that they sum to their
-    mean over the tokens of the objective: whatever the loss type, as in TRL."""
+    """Weight entropies for the entropy bonus: the weighted sum is their mean over the objective's
+    tokens. This holds for every loss type, as in TRL."""
     chosen = [
         b.loss_mask if b.high_entropy is None else b.loss_mask & ~b.high_entropy.isneginf()
         for b in batches
@@ -63,9 +62,8 @@ def with_entropy_weights(batches: Sequence[PackedBatch], groups: Groups) -> list
 def sequence_kl(minibatches: Minibatches, num_samples: int, groups: Groups) -> list[Tensor]:
     """Sum of KL(old policy || reference) over the response tokens: [num_samples] per minibatch.
 
-    Estimated by k1, log old - log reference: used as a reward, only k1 has the gradient of the
-    divergence. Collective, with the same result on all ranks; `num_samples` is the number of
-    samples in an optimizer batch.
+    Collective, with the same result on all ranks; `num_samples` is the number of samples in an
+    optimizer batch.
     """
     found = []
     for batches in minibatches:
@@ -75,8 +73,10 @@ def sequence_kl(minibatches: Minibatches, num_samples: int, groups: Groups) -> l
                 continue  # only the last stage has them
             if not groups.answers_for(batch.context_size):
                 continue  # other context ranks hold the same tokens
+            # k1, log old - log reference: as a reward, only k1 has the divergence's gradient.
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1")
             kl = kl.double().where(batch.loss_mask, 0.0)
+            # Tokens without a sequence have index -1, and add 0 to sample 0.
             sums.index_add_(0, batch.sequence_index.clamp(min=0) % num_samples, kl)
         groups.reduce_over_tokens(sums)
         found.append(sums)
@@ -84,7 +84,7 @@ def sequence_kl(minibatches: Minibatches, num_samples: int, groups: Groups) -> l
 
 
 def by_sample(found: Sequence[Tensor], indices: Sequence[Sequence[int]]) -> Tensor:
-    """Reorder the values of each minibatch's samples, `found`, by their index in the generation.
+    """Reorder each minibatch's values of samples, `found`, by their index in the generation.
 
     `indices` are the samples of each minibatch. Returns [N] float64 on the CPU.
     """
@@ -95,7 +95,8 @@ def by_sample(found: Sequence[Tensor], indices: Sequence[Sequence[int]]) -> Tens
 
 
 def with_advantages(minibatches: Minibatches, advantages: Sequence[Tensor]) -> Minibatches:
-    """The minibatches with new advantages, [samples of the optimizer batch] for each of them."""
+    """Replace the advantages of the minibatches; `advantages` are [samples of the optimizer batch]
+    each."""
     return [
         [
             replace(

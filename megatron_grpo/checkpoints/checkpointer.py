@@ -1,9 +1,9 @@
 """Checkpoints of a run, which all ranks write and read together.
 
-A save is asynchronous: a rank's state is copied to host memory, a thread writes and hashes it while
+A save is asynchronous: a rank copies its state to host memory, a thread writes and hashes it while
 training continues, and later calls publish the folder. Collectives stay on the main thread, and on
-the CPU, so that no GPU waits. Whenever a process is killed, the newest complete checkpoint can be
-found by its manifest.
+the CPU, so no GPU waits. Whenever a process is killed, the manifest identifies the newest complete
+checkpoint.
 """
 
 import shutil
@@ -62,9 +62,9 @@ def write_shared_files(
     index: Future[bytes],
     random_states: Tensor,
 ) -> dict[str, FileHash]:
-    """Write what rank 0 writes for all ranks; returns the hash that each file must have.
+    """Write the files that rank 0 writes for all ranks; return their hashes.
 
-    `experiences` are by the prefix of their files, `index` is of the chunks in all ranks' files,
+    `experiences` are by the prefix of their files, `index` lists the chunks in all ranks' files,
     and `random_states` are bytes [ranks, n].
     """
     sidecar = folder / CHECKPOINT_FOLDER
@@ -91,12 +91,12 @@ class _Saving:
     folder: Path
     task: Future[dict[str, FileHash]]
     is_written: bool = False
-    """Whether the files of all ranks are written; the task is then the publishing."""
+    """Whether all ranks have written their files; the task is then the publishing."""
 
 
 class Checkpoints:
-    """The checkpoints of one run; all ranks make the same calls, which raise OSError on all when a
-    save fails on one. The constructor raises ValueError for state that checkpoints cannot hold."""
+    """The checkpoints of one run. All ranks make the same calls; a save that fails on one raises
+    OSError on all. The constructor raises ValueError for state that checkpoints cannot hold."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Checkpoints:
     ) -> None:
         self._folder, self._residency = cfg.train.run_dir / "checkpoints", residency
         self._cfg, self._policy, self._reference = cfg, policy, reference
-        # Found while all tensors are on their device: torch cuts no views from those that are away.
+        # Now, while all tensors are on their device: torch cannot cut views of an offloaded tensor.
         self._parts = megatron_state.parts_saved(policy, reference)
         self._num_bytes = megatron_state.num_bytes_saved(policy, reference)
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
@@ -117,12 +117,12 @@ class Checkpoints:
         self._index: Future[bytes] | None = None
         self._saving: _Saving | None = None
         self.newest_step = 0
-        """Step of the checkpoint that was loaded, or whose save was started last."""
+        """Step of the checkpoint that was loaded or started last."""
 
     def load(self) -> TrainerState:
         """Load the newest good checkpoint into policy and reference; return the state at its step.
 
-        Without any, step 0 with the policy of `train.init_from`. Raises the ValueError of
+        Without one, step 0 with the policy of `train.init_from`. Raises the ValueError of
         `load_newest` and `load_start`, and OSError without disk space for one more checkpoint.
         """
         state = load_newest(self._folder, self._cfg.dims, self._policy, self._reference)
@@ -135,14 +135,14 @@ class Checkpoints:
     def load_experience(
         self, step: int, prompts: Sequence[Prompt], prefix: str
     ) -> Experience | None:
-        """Read what `write_experience` put into the checkpoint of `step` under this prefix."""
+        """Read the samples that the checkpoint of `step` has under `prefix`."""
         return read_experience(folders.step_folder(self._folder, step), prompts, prefix)
 
     def save(self, state: TrainerState, experiences: Mapping[str, Experience | None]) -> None:
         """Start to save both models in their current state, after waiting for the previous save.
 
         `experiences` of rank 0 are the ready generations and the samples of open groups, by the
-        prefix of their files. Raises FloatingPointError on all ranks, and writes nothing, when a
+        prefix of their files. Raises FloatingPointError on all ranks, and writes nothing, if a
         tensor is not finite.
         """
         self.wait()
@@ -155,6 +155,7 @@ class Checkpoints:
         self._check_space()
         folder = self._folder / f"step_{state.step}{folders.PARTIAL}"
         raise_first_failure(lambda: self._make_folder(folder), OSError)
+        # Copied before this returns: the tensors are views that the next step changes.
         chunks, tensors = chunks_to_write(parts)
         copies = self._memory.copy(tensors)
         file = folder / file_name(self._rank)
@@ -168,10 +169,11 @@ class Checkpoints:
         self._saving = _Saving(state.step, folder, self._submit(folder, write))
 
     def poll(self) -> None:
-        """Advance the save in progress, if all ranks have finished its current stage, by an
-        all-reduce of one byte over gloo; the first call after all files lets rank 0 publish."""
+        """Advance the save in progress if all ranks have finished its stage. Costs an all-reduce of
+        one byte over gloo; the first call after all files are written lets rank 0 publish."""
         if self._saving is None:
             return
+        # Ranks finish at different times, and `_advance` is collective: all must agree to enter.
         is_done = torch.tensor(self._saving.task.done(), dtype=torch.uint8)
         dist.all_reduce(is_done, dist.ReduceOp.MIN)
         if is_done:
@@ -187,7 +189,8 @@ class Checkpoints:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _advance(self, saving: _Saving) -> None:
-        """Finish the current stage: once all files are written, start to publish; then, end."""
+        """Finish the current stage: after the writing, start to publish; after that, end the
+        save."""
         self._saving = None
         hashes: dict[str, FileHash] = {}
         raise_first_failure(lambda: hashes.update(saving.task.result()), OSError)
@@ -196,6 +199,7 @@ class Checkpoints:
         gathered: list[Any] | None = [None] * self._num_ranks if self._rank == 0 else None
         dist.gather_object(hashes, gathered)
 
+        # Also on the thread: syncing the folder and removing old checkpoints may take long.
         def publish() -> dict[str, FileHash]:
             for of_rank in gathered or []:
                 hashes.update(of_rank)
@@ -211,7 +215,7 @@ class Checkpoints:
     def _is_kept(self, step: int) -> bool:
         """Whether the checkpoint of `step` stays for good: `train.keep_every`."""
         every, schedule = self._cfg.train.keep_every, BatchSchedule.of(self._cfg.grpo)
-        # Not `saves_after`: runs of older releases have checkpoints within generations.
+        # Unlike `saves_after`, any step counts: older releases saved within generations.
         return every is not None and step % every < schedule.updates_per_generation
 
     def _submit(
@@ -232,7 +236,7 @@ class Checkpoints:
         state: TrainerState,
         experiences: Mapping[str, Experience | None],
     ) -> Callable[[Path], dict[str, FileHash]] | None:
-        """Writes the files of rank 0 for all ranks; None on the others. Collective."""
+        """Prepare to write the files of rank 0 for all ranks; None on other ranks. Collective."""
         random = megatron_state.random_state()
         rows = [torch.empty_like(random) for _ in range(self._num_ranks)]
         dist.gather(random, rows if self._rank == 0 else None)
@@ -241,7 +245,7 @@ class Checkpoints:
             dist.gather_object((place_chunks(file, chunks), self._objects), gathered)
             placed = [each for of_rank, _ in gathered or [] for each in of_rank]
             objects = [name for _, of_rank in gathered or [] for name in of_rank]
-            # Made on the writing thread, ahead of the write; empty on all ranks but 0.
+            # The thread runs this before the write that needs it; empty except on rank 0.
             self._index = self._thread.submit(index_of, placed, objects)
         if self._rank != 0:
             return None
@@ -267,7 +271,7 @@ class Checkpoints:
             folder.mkdir(parents=True)
 
     def _check_space(self) -> None:
-        """Raise OSError on all ranks when the disk cannot hold one more checkpoint. Collective."""
+        """Raise OSError on all ranks if the disk cannot hold one more checkpoint. Collective."""
         total = torch.tensor(self._num_bytes)
         dist.all_reduce(total)
 

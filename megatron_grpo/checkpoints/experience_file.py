@@ -1,5 +1,5 @@
-"""Saves and loads generations that training has not begun, and samples of unfinished ones: where
-generation overlaps with training, the weights that sampled them no longer exist after a resume."""
+"""Saves and loads ready generations, and the samples of unfinished ones. With generation ahead of
+training, a resumed run cannot make them again: their weights no longer exist."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,11 @@ from megatron_grpo.data.samples import Branch, Heard, Sample
 SAMPLES_FILE = "samples.jsonl"
 TOKENS_FILE = "samples.safetensors"
 READY, OPEN = "ready_", "open_"
-"""Prefixes of both file names: of the next generation, and of the samples of groups that no
-generation has taken."""
+"""Prefixes of both files: of the next generation, and of the samples in open groups."""
 
 
 def ready_prefix(number: int) -> str:
-    """The prefix of the ready generation of that `number`, counted from 0; READY of the next."""
+    """Prefix of ready generation `number`, counted from 0: `ready_`, `ready_1_`, ..."""
     return f"{READY}{number}_" if number else READY
 
 
@@ -71,8 +70,8 @@ def write_experience(folder: Path, experience: Experience, prefix: str) -> None:
 
 
 def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str) -> Experience | None:
-    """Read what `write_experience` wrote for this `prefix`, if anything; ValueError when one of its
-    prompts is not among `prompts`, those of the data."""
+    """Read the files that `write_experience` wrote for `prefix`; None if there are none. Raises
+    ValueError if the data's `prompts` lack one of theirs."""
     samples_file = folder / f"{prefix}{SAMPLES_FILE}"
     if not samples_file.exists():
         return None
@@ -130,7 +129,7 @@ def _routes(tensors: Mapping[str, Tensor]) -> list[np.ndarray | None]:
 
 
 def _own(prompt: Prompt) -> dict[str, Any] | None:
-    """The fields of a prompt that are of one sample alone; None if it is that of the data."""
+    """Fields of a prompt that belongs to a single sample; None for a prompt of the data."""
     if not prompt.is_own:
         return None
     return {"token_ids": [*prompt.token_ids], "text": prompt.text, "is_own": True}

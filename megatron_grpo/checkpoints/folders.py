@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: `step_N` after N optimizer steps, and `LATEST`.
+"""The folders of a run's checkpoints: `step_N` after N optimizer steps, and the pointer `LATEST`.
 
 A checkpoint is written under a temporary name and renamed once all of it is on disk. Does not
 import torch, as a config is validated before anything starts.
@@ -23,9 +23,9 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def candidates(folder: Path) -> list[int]:
-    """Steps of the checkpoints to try, best first: the one in `LATEST`, then earlier ones; later
+    """Steps of the checkpoints to try, best first: the one in `LATEST`, then earlier ones. Later
     ones hold discarded work. If `LATEST` names no existing checkpoint, all steps, newest first.
-    Raises ValueError when there is a `LATEST` but no checkpoint."""
+    Raises ValueError if there is a `LATEST` but no checkpoint."""
     steps = sorted(_steps(folder), reverse=True)
     pointer = folder / POINTER
     latest = _named_in(pointer)
@@ -38,13 +38,13 @@ def candidates(folder: Path) -> list[int]:
 
 
 def latest_step(folder: Path) -> int:
-    """Optimizer steps of the checkpoint to try first, 0 if none; ValueError like `candidates`."""
+    """Step of the checkpoint to try first, 0 if there is none; ValueError like `candidates`."""
     return next(iter(candidates(folder)), 0)
 
 
 def checkpoint_at(path: Path) -> Path:
-    """The checkpoint that `train.init_from` names: the newest of a run directory, or one itself;
-    ValueError when there is none."""
+    """Find the checkpoint that `train.init_from` names: the newest of a run directory, or `path`
+    itself. Raises ValueError if there is none."""
     if _step_of(path.name) and path.is_dir():
         return path
     checkpoints = path / "checkpoints"
@@ -57,7 +57,7 @@ def checkpoint_at(path: Path) -> Path:
 
 
 def instead_of(checkpoint: Path) -> str:
-    """Advice if `train.init_from` cannot use `checkpoint`: the newest other of its run."""
+    """Advice if `train.init_from` cannot use `checkpoint`: the newest other one of its run."""
     others = _steps(checkpoint.parent) - {step_in(checkpoint)}
     other = (
         f"another checkpoint, such as {step_folder(checkpoint.parent, max(others))}"
@@ -72,8 +72,8 @@ def step_in(checkpoint: Path) -> int:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Finish publications that were interrupted after the rename; remove other leftovers. What
-    cannot be removed keeps a name that is ignored."""
+    """Finish publications that were interrupted after the rename; remove other leftovers. A
+    leftover that cannot be removed keeps a name that is ignored."""
     pointer = folder / (POINTER + PARTIAL)
     if step_folder(folder, _named_in(pointer)).is_dir():
         os.replace(pointer, folder / POINTER)
@@ -89,11 +89,11 @@ def remove_leftovers(folder: Path) -> None:
 def publish(
     partial: Path, step: int, keep: int, is_kept: Callable[[int], bool] = lambda _: False
 ) -> None:
-    """Make the complete folder `partial` the newest checkpoint; drop all but the `keep` newest and
-    those of steps that are kept for good.
+    """Make the complete folder `partial` the newest checkpoint; drop old ones.
 
-    Wherever this is interrupted, a complete checkpoint exists. Once the new one has its final name,
-    it counts as the newest, because `remove_leftovers` then updates `LATEST`.
+    The `keep` newest stay, and the steps of which `is_kept` is true. An interruption at any point
+    leaves a complete checkpoint. Once the new one has its final name, it counts as the newest,
+    because `remove_leftovers` then updates `LATEST`.
     """
     folder = partial.parent
     final = step_folder(folder, step)
@@ -103,6 +103,8 @@ def publish(
         final.rename(replaced)
     pointer = folder / (POINTER + PARTIAL)  # only now: it must not refer to the replaced folder
     pointer.write_text(final.name + "\n", encoding="utf-8")
+    # Each `sync` puts one step on disk before the next: after a power failure, the steps done are
+    # a prefix of these lines, which `remove_leftovers` finishes or undoes.
     sync(pointer)
     sync(folder)
     partial.rename(final)
@@ -115,16 +117,16 @@ def publish(
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, complete or not. It is renamed first, so an interrupted removal leaves
-    no incomplete one and frees the name; the next start tries again, such as for open NFS files."""
-    # No new folder to replace: where a quota of files is used up, removing must still work.
+    """Remove a checkpoint, complete or not. It is renamed first, so an interrupted removal frees
+    the name. The next start tries again, for example if open NFS files prevented it."""
+    # A plain rename needs no new file: removing must also work at the limit of a file quota.
     name = f"{checkpoint.name}.{secrets.token_hex(4)}{PARTIAL}"
     leftover = checkpoint.rename(checkpoint.with_name(name))
     shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _drop_others(folder: Path, step: int, keep: int, is_kept: Callable[[int], bool]) -> None:
-    """Drop old checkpoints, and later ones, which were discarded when the run went back."""
+    """Drop old checkpoints, and later ones: the run went back and discarded them."""
     steps = sorted(_steps(folder))
     own = [other for other in steps if other <= step]
     kept = {*own[-keep:], *filter(is_kept, own)}
@@ -134,7 +136,7 @@ def _drop_others(folder: Path, step: int, keep: int, is_kept: Callable[[int], bo
 
 
 def _steps(folder: Path) -> set[int]:
-    """Steps of the existing checkpoints, including those that were about to be replaced."""
+    """Steps of the existing checkpoints, including checkpoints about to be replaced."""
     if not folder.exists():
         return set()
     # Not with glob, which hides errors of the file system.
@@ -143,7 +145,7 @@ def _steps(folder: Path) -> set[int]:
 
 
 def _named_in(pointer: Path) -> int:
-    """The step that a pointer names; 0 for none."""
+    """Step that a pointer names; 0 for none."""
     return (
         _step_of(pointer.read_text(errors="replace", encoding="utf-8").strip())
         if pointer.exists()
@@ -152,5 +154,5 @@ def _named_in(pointer: Path) -> int:
 
 
 def _step_of(name: str) -> int:
-    """The step in a checkpoint's name; 0 for another name."""
+    """Step in a checkpoint's name; 0 for another name."""
     return int(name.removeprefix("step_")) if re.fullmatch(r"step_[1-9]\d*", name) else 0

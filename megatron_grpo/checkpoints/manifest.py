@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: size and SHA-256 of every file in it.
+"""The manifest of a checkpoint: size and SHA-256 of every file.
 
 Disks and networks flip bits, and neither Megatron-Core nor safetensors would notice. The manifest
-is the last file of a checkpoint to be written: a folder without one is not complete.
+is written last: a folder without one is not complete.
 """
 
 import heapq
@@ -31,20 +31,21 @@ Manifest = Mapping[str, FileHash]
 """File hashes by path relative to the checkpoint."""
 
 
-def hash_file(path: Path, tell: Callable[[int], None] = lambda num_bytes: None) -> FileHash:
-    """Read the file once, about 1 s per GB of a core, during which other threads can run; `tell`
-    is called with the number of bytes of each block."""
+def hash_file(path: Path, report: Callable[[int], None] = lambda num_bytes: None) -> FileHash:
+    """Read the file once, at about 1 GB/s per core, while other threads can run. `report` is called
+    with the number of bytes of each block."""
     digest, num_bytes, block = sha256(), 0, bytearray(_BLOCK_BYTES)
     with errors_named(path), path.open("rb", buffering=0) as file:
         while size := file.readinto(block):
             digest.update(memoryview(block)[:size])
             num_bytes += size
-            tell(size)
+            report(size)
     return FileHash(num_bytes, digest.hexdigest())
 
 
 def write_hashed(path: Path, parts: Iterable[memoryview]) -> FileHash:
-    """Write a file and flush it to disk; return the hash it must have when it is read."""
+    """Write a file and flush it to disk; return the hash that a later read must give."""
+    # Hashed from memory, not read back: damage on the way to the disk shows at the next load.
     digest, num_bytes = sha256(), 0
     with errors_named(path), path.open("wb") as file:
         for part in parts:
@@ -70,8 +71,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of `folder`; ValueError when it is missing or damaged, OSError, naming the file,
-    when it exists but cannot be read."""
+    """Read the manifest of `folder`. Raises ValueError if it is missing or damaged, and OSError,
+    naming the file, if it exists but cannot be read."""
     path = folder / MANIFEST_FILE
     try:
         with errors_named(path):
@@ -88,11 +89,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, manifest: Manifest, names: Collection[str], show: Show) -> None:
-    """Hash the files `names`; ValueError that names the first one that differs or is missing,
-    OSError for one that exists but cannot be read: it may be intact."""
+    """Hash the files `names`. Raises ValueError naming the first that differs or is missing, and
+    OSError for a file that exists but cannot be read: it may be intact."""
     done, num_bytes = 0, sum(manifest[name].num_bytes for name in names)
 
-    def tell(size: int) -> None:
+    def report(size: int) -> None:
         nonlocal done
         done += size
         show(done, num_bytes)
@@ -100,7 +101,7 @@ def verify(folder: Path, manifest: Manifest, names: Collection[str], show: Show)
     for name in names:
         expected = manifest[name]
         try:
-            found = hash_file(folder / name, tell)
+            found = hash_file(folder / name, report)
         except FileNotFoundError:
             raise ValueError(f"{name} is missing") from None
         if found.num_bytes != expected.num_bytes:
@@ -110,7 +111,7 @@ def verify(folder: Path, manifest: Manifest, names: Collection[str], show: Show)
 
 
 def fair_share(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
-    """The files that `rank` verifies: largest first, each to the rank with the fewest bytes."""
+    """Files that `rank` verifies: largest first, each to the rank with the fewest bytes."""
     loads = [(0, other) for other in range(num_ranks)]
     mine = []
     for name in sorted(manifest, key=lambda name: (-manifest[name].num_bytes, name)):

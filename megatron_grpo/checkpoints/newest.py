@@ -1,7 +1,7 @@
-"""Loads the newest good checkpoint, or that of another run, on all ranks together.
+"""Loads the newest good checkpoint, or the one of another run, on all ranks together.
 
-Loading a pickle calls whatever it names. torch and Megatron-Core so load the index of a checkpoint
-and the objects in its files: all pickles are screened first.
+Loading a pickle calls whatever it names, and torch and Megatron-Core load a checkpoint's index and
+objects as pickles: all of them are screened first.
 """
 
 import sys
@@ -25,7 +25,7 @@ from parallel.collectives import first_failure, raise_first_failure
 
 
 def steps_done(folder: Path) -> int:
-    """Optimizer steps of the newest checkpoint in `folder`; 0 when there is none. Collective.
+    """Optimizer steps of the newest checkpoint in `folder`; 0 if there is none. Collective.
 
     Rank 0 decides: other hosts may have an outdated view of a network file system. Raises the
     ValueError of `folders.latest_step`.
@@ -36,12 +36,11 @@ def steps_done(folder: Path) -> int:
 def load_newest(
     folder: Path, dims: ParallelDims, policy: Policy, reference: Reference | None
 ) -> TrainerState:
-    """Load the newest good checkpoint in `folder` into both models; return the state at its step,
-    0 when there are none.
+    """Load the newest good checkpoint in `folder` into both models; return the state at its step.
 
-    One that does not match its manifest is reported on stderr, and the one before it is tried.
-    Raises on all ranks ValueError when there are some but none is good, and TimeoutError when one
-    cannot be read, as it may be good.
+    The step is 0 without any checkpoint. A checkpoint that does not match its manifest is reported
+    on stderr, and the one before it is tried. Raises on all ranks ValueError if none of the
+    checkpoints is good, and TimeoutError if one cannot be read, as it may be good.
     """
 
     def find() -> list[int]:
@@ -73,8 +72,8 @@ def load_newest(
 def load_start(init_from: Path, policy: Policy) -> None:
     """Load weights, master weights and moments, and nothing else, from a checkpoint of another run.
 
-    Raises on all ranks ValueError when the checkpoint is not good, and TimeoutError when it cannot
-    be read.
+    Raises on all ranks ValueError if the checkpoint is not good, and TimeoutError if it cannot be
+    read.
     """
     checkpoint = _from_rank_0(lambda: folders.checkpoint_at(init_from))  # it may be saving others
     way_out = _from_rank_0(lambda: folders.instead_of(checkpoint))
@@ -95,11 +94,9 @@ def _from_rank_0[T](find: Callable[[], T]) -> T:
 
 
 def _damage(checkpoint: Path, read: Callable[[], None], way_out: str) -> ValueError | None:
-    """Call `read`; the error of the first rank that finds data of `checkpoint` missing or changed,
-    on all ranks.
+    """Call `read`; return on all ranks the first rank's error about missing or changed data.
 
-    If the file system fails to answer, the checkpoint may be intact: falling back to the one before
-    would discard it. That raises TimeoutError on all ranks, with the user's `way_out` if it stays.
+    Raises TimeoutError on all ranks, with the user's `way_out`, if the file system fails to answer.
     """
     found: list[ValueError] = []
 
@@ -111,17 +108,18 @@ def _damage(checkpoint: Path, read: Callable[[], None], way_out: str) -> ValueEr
         except ValueError as error:
             found.append(error)
         except OSError as error:
+            # Not damage: falling back to the checkpoint before would discard an intact one.
             raise TimeoutError(
                 f"{checkpoint} cannot be read: {error}. It may be intact: start the same "
                 f"command again when it can be read, or {way_out}"
             ) from error
 
-    def tell() -> None:
+    def raise_found() -> None:
         if found:
             raise found[0]
 
     raise_first_failure(attempt, TimeoutError)
-    return first_failure(tell, ValueError)
+    return first_failure(raise_found, ValueError)
 
 
 def _verify(checkpoint: Path) -> None:
@@ -136,7 +134,7 @@ def _verify(checkpoint: Path) -> None:
 def _read(
     checkpoint: Path, step: int, dims: ParallelDims, policy: Policy, reference: Reference | None
 ) -> None:
-    """Load a checkpoint; if that fails half-way, another overwrites everything, or the run ends."""
+    """Load a checkpoint; after a failure, another one overwrites everything, or the run ends."""
     if dist.get_rank() == 0:
         screen_checkpoint(checkpoint)
     record = trainer_state.read_record(checkpoint, step)
@@ -151,10 +149,11 @@ def _read(
 
 
 def _read_start(checkpoint: Path, policy: Policy) -> None:
-    """Load what a new run starts from. Adam's step count belongs to the moments."""
+    """Load the state that a new run starts from."""
     if dist.get_rank() == 0:
         screen_checkpoint(checkpoint)
     counters = trainer_state.read_record(checkpoint, folders.step_in(checkpoint)).counters
+    # The schedule starts anew. Adam's step count does not: its bias correction fits the moments.
     own_schedule = {"scheduler": policy.scheduler.state_dict()}
     megatron_state.set_counters(policy, counters | own_schedule)
     parts = megatron_state.parts_saved(policy, None)
@@ -163,7 +162,7 @@ def _read_start(checkpoint: Path, policy: Policy) -> None:
 
 
 def screen_checkpoint(folder: Path) -> None:
-    """Raise ValueError when loading `folder` would call more than loading tensors requires."""
+    """Raise ValueError if loading `folder` would call more than loading tensors requires."""
     common = ("common.pt", 0, (folder / "common.pt").stat().st_size)
     for name, offset, length in [common, *sorted(set(read_object_places(folder / ".metadata")))]:
         with (folder / name).open("rb") as file:

@@ -1,8 +1,8 @@
 """A rank's own file of a checkpoint: copied to the host, written, and read box by box.
 
 The file is in Megatron-Core's torch_dist format. Megatron's own writer forks a process for every
-file, and its reader executes pickles; torch's FileSystemWriter does not hash what it writes, and
-its FileSystemReader loads whole chunks: all of a tensor for an eighth of its columns.
+file, and its reader executes pickles. torch's FileSystemWriter does not hash its output, and its
+FileSystemReader loads whole chunks: all of a tensor for an eighth of its columns.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,20 +24,20 @@ from parallel import Box, Layout, ShardMapping
 from parallel.page_locked import page_locked_bytes
 
 MAX_CHUNK_BYTES = 1 << 30  # other loaders read chunks whole
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes: `Tensor.view(dtype)` needs an offset that the dtype's size divides
 
 
 class HostMemory:
-    """Host memory for one copy of what a rank saves, reused from save to save."""
+    """Host memory for one copy of a rank's saved state, reused from save to save."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: Sequence[Tensor | SplitFloats]) -> list[memoryview]:
-        """Row-major copies of the tensors, valid until the next call."""
+        """Copy the tensors, row-major; the copies are valid until the next call."""
         room = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         if sum(room) > len(self._bytes):
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old memory first
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # so old and new are never held at once
             self._bytes = page_locked_bytes(sum(room))
         copies, whole = [], self._bytes.numpy().data
         for tensor, offset in zip(tensors, accumulate(room, initial=0), strict=False):
@@ -52,7 +52,7 @@ class HostMemory:
 
 
 def chunks_to_write(parts: Iterable[StatePart]) -> tuple[list[Chunk], list[Tensor | SplitFloats]]:
-    """The chunks that this rank writes of its parts, and the values of each, as views."""
+    """Chunks that this rank writes of its parts, and the values of each, as views."""
     chunks: list[Chunk] = []
     tensors: list[Tensor | SplitFloats] = []
     for part in parts:
@@ -74,8 +74,8 @@ def read_parts(
 ) -> None:
     """Fill all parts, in place, from a checkpoint that was saved at any layout.
 
-    Raises ValueError that names what is missing or has another shape, or if a resumed run would
-    silently continue with its initial reference, as only one of both holds one.
+    Raises ValueError naming missing tensors and other shapes, or if only one of checkpoint and
+    resumed run has a reference that follows the policy: it would silently start over.
     """
     keys = {part.key for part in parts}
     done, num_bytes = 0, sum(part.values.nbytes for part in parts)
@@ -110,7 +110,7 @@ def _fill(
     else:
         staged = torch.empty(values.shape, dtype=values.dtype)
     if num_elements < part.box.num_elements:
-        staged.zero_()  # padding of this layout
+        staged.zero_()  # rows that this layout pads are in no checkpoint
     loader.fill(name, staged)
     if staged is not values:
         values.copy_(staged)

@@ -1,9 +1,8 @@
-"""A rank's part of the training state: which boxes of which whole tensors are in its memory.
+"""A rank's part of the training state: the boxes of whole tensors that its memory holds.
 
 Keys, shapes and offsets are Megatron-Core's own (`sharded_state_dict`), so its `dist_checkpointing`
-can load what is written here. Master weights and moments are split where the distributed optimizer
-splits them, in ranges of the concatenated parameters, which are cut into boxes of their tensors: no
-tensor is gathered.
+can load these files. The distributed optimizer splits master weights and moments into ranges of the
+concatenated parameters; these are cut into boxes of their tensors, so no tensor is gathered.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,18 +46,18 @@ class StatePart:
     values: Tensor | SplitFloats
     """[box.size], a view of the live tensor."""
     is_replica: bool
-    """Whether another rank has the same part, and writes it."""
+    """Whether another rank has the same part and writes it."""
     is_padded: bool
     """Whether the whole tensor may end in zero rows that only this layout adds."""
 
 
 def weight_parts(policy: Policy) -> list[StatePart]:
-    """The parts of the policy's weights, or of its adapters: the frozen ones are not saved."""
+    """Parts of the policy's weights, or of its adapters: frozen weights are not saved."""
     return _parts_of(policy, policy.saved_parameters(), "")
 
 
 def _parts_of(model: Model, tensors: Mapping[str, Tensor], prefix: str) -> list[StatePart]:
-    """The parts of `tensors`, which have the names and shapes of the model's saved parameters."""
+    """Parts of `tensors`, which have the names and shapes of the model's saved parameters."""
     names = {parameter: name for name, parameter in model.saved_parameters().items()}
     return [
         StatePart(
@@ -96,7 +95,7 @@ def weight_layout(model: Model) -> Layout:
 
 
 def optimizer_parts(policy: Policy) -> list[StatePart]:
-    """The parts of the master weights and moments that this rank's optimizer updates."""
+    """Parts of the master weights and moments that this rank's optimizer updates."""
     sharded_of: dict[Tensor, list[Any]] = {}
     for sharded in _sharded(policy):
         if not isinstance(sharded, ShardedObject):
@@ -118,7 +117,8 @@ def chained_optimizers(policy: Policy) -> list[Any]:
 
 
 def object_names(policy: Policy) -> list[str]:
-    """Names of empty entries that Megatron requires; ValueError if one holds FP8 scales or so."""
+    """Names of empty entries that Megatron requires; ValueError if one is not, such as FP8
+    scales."""
     objects = [sharded for sharded in _sharded(policy) if isinstance(sharded, ShardedObject)]
     full = [each.key for each in objects if isinstance(each.data, Tensor) and each.data.numel()]
     if full:
@@ -145,7 +145,7 @@ def num_bytes_saved(policy: Policy, reference: Reference | None) -> int:
 
 
 def counters(policy: Policy) -> dict[str, Any]:
-    """State that is the same on all ranks: optimizer steps taken and the learning-rate schedule."""
+    """State that is equal on all ranks: optimizer steps taken and the learning-rate schedule."""
     return {
         "optimizer_steps": steps_taken(policy.optimizer),
         "scheduler": policy.scheduler.state_dict(),
@@ -156,7 +156,9 @@ def counters(policy: Policy) -> dict[str, Any]:
 def set_counters(policy: Policy, saved: Mapping[str, Any]) -> None:
     """Restore `counters`."""
     set_steps_taken(policy.optimizer, saved["optimizer_steps"])
-    policy.scheduler.num_steps = 0  # set by a checkpoint that failed to load: Megatron adds to it
+    # Megatron's `load_state_dict` adds to this, and a checkpoint that failed to load may have set
+    # it.
+    policy.scheduler.num_steps = 0
     policy.scheduler.load_state_dict(saved["scheduler"])
     if policy.mtp:
         policy.mtp.num_steps = saved["mtp_steps"]
@@ -169,7 +171,7 @@ def random_state() -> Tensor:
 
 
 def set_random_state(row: Tensor) -> None:
-    """Restore `random_state`, if it is of the same generators: a CPU has fewer than a GPU."""
+    """Restore `random_state`, unless it has other generators: a CPU has fewer than a GPU."""
     lengths = [len(state) for state in _random_states()]
     if len(row) != sum(lengths):
         return
@@ -191,8 +193,8 @@ def _random_states() -> list[Tensor]:
 
 
 def _sharded(model: Model) -> Iterator[Any]:
-    """Megatron's description of every parameter and of the other objects of the modules; of a model
-    with adapters, of those alone, in PEFT's tensors."""
+    """Megatron's descriptions of every parameter, and of other objects of the modules. A model with
+    adapters gives those of the adapters alone, as PEFT's tensors."""
     if model.adapters is not None:
         yield from model.adapters.sharded()
         return
@@ -203,8 +205,8 @@ def _sharded(model: Model) -> Iterator[Any]:
 
 
 def _parts(sharded: Any) -> Iterator[tuple[ShardedTensor, Box]]:
-    """The parts of a parameter that are separate in the whole tensor, each with its box in the
-    parameter; several for a factory, which describes the fused gate and up."""
+    """Parts of a parameter that are separate in the whole tensor, each with its box in the
+    parameter. A factory has several: it describes the fused gate and up."""
     is_cut = isinstance(sharded, ShardedTensorFactory)
     for part in nested_values(sharded.build()) if is_cut else [sharded]:
         yield part, _box_within(part.data, sharded.data)
@@ -213,6 +215,7 @@ def _parts(sharded: Any) -> Iterator[tuple[ShardedTensor, Box]]:
 def _box_within(view: Tensor, whole: Tensor) -> Box:
     assert view.stride() == whole.stride(), "a part of a parameter is a box of it"
     assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), "not a copy"
+    # Row-major, so strides fall from dimension to dimension: each takes its index off the offset.
     offset, start = int(view.storage_offset()) - int(whole.storage_offset()), []
     for stride in whole.stride():
         index, offset = divmod(offset, stride)
@@ -235,14 +238,15 @@ def _states_of(optimizer: Any, parameter: Tensor, sharded: Any) -> Iterator[Stat
                 shape=tuple(part.global_shape),
                 box=_whole_box(part, common.moved(within.start, (0,) * len(within.start))),
                 values=_with_stack(part, view.select(values)),
-                # Data ranks hold copies of a weight, but distinct parts of its states.
+                # `replica_id` ends in the data rank. Data ranks hold copies of a weight, but
+                # distinct parts of its states, so each writes its own.
                 is_replica=not is_main_replica((*part.replica_id[:-1], 0)),
                 is_padded=part.allow_shape_mismatch,
             )
 
 
 def _whole_box(part: ShardedTensor, inside: Box) -> Box:
-    """A box of a part, in the coordinates of the whole tensor."""
+    """Move a box of a part to the coordinates of the whole tensor."""
     offset = tuple(part.global_offset)
     start = _stacked(part, inside.start, 0)
     return Box(
@@ -251,7 +255,7 @@ def _whole_box(part: ShardedTensor, inside: Box) -> Box:
 
 
 def _stacked(part: ShardedTensor, shape: Shape, extent: int = 1) -> Shape:
-    """A shape of a part, with the leading dimensions along which Megatron stacks parameters."""
+    """Prepend the dimensions along which Megatron stacks parameters to a shape of a part."""
     return (extent,) * part.prepend_axis_num + shape
 
 

@@ -27,17 +27,17 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenGroups:
-    """The groups that no generation has taken, by the number of their prompt in the stream."""
+    """Groups that no generation has taken, by the number of their prompt in the stream."""
 
     next_number: int
-    """The first number that was not requested yet."""
+    """First number that was not requested yet."""
     untaken: tuple[int, ...]
-    """The lower numbers that no generation has taken: they are requested again."""
+    """Lower numbers that no generation has taken; they are requested again."""
     asked_at: tuple[tuple[int, int], ...] = ()
-    """(number, generation at which it was requested) of groups with samples in the checkpoint,
-    whose `group_ids` are these numbers."""
+    """(number, generation that requested it) of groups with samples in the checkpoint, whose
+    `group_ids` are these numbers."""
     engines: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    """(number, addresses of the engines that have answered) of groups with samples there."""
+    """(number, addresses of the engines that answered) of groups with samples in the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +46,23 @@ class TrainerState:
 
     step: int
     num_skipped_in_a_row: int = 0
-    """Number of consecutive skipped steps, up to this one."""
+    """Consecutive skipped steps, up to this one."""
     wandb_id: str | None = None
     prompts: str | None = None
     """Fingerprint of the prompts that generations are drawn from."""
     beta: float | None = None
     """Weight of the KL penalty in the next step."""
     base: int | None = None
-    """Checksum of the frozen weights that adapters were trained on; None: there are no adapters."""
+    """Checksum of the frozen weights below the adapters; None without adapters."""
     ready: tuple[Ready, ...] = ()
-    """Generations that training has not begun, in their order."""
+    """Generations that training has not begun, in order."""
     groups: OpenGroups | None = None
-    """The groups in the queue of `rollout.over_sampling`; without it, those of generations in
-    progress, with `rollout.in_flight_updates`."""
+    """Groups in the queue of `rollout.over_sampling`; with `rollout.in_flight_updates` alone, the
+    groups of generations in progress."""
 
     def check_base(self, now: int | None) -> None:
-        """Raise ValueError when the saved adapters are of a model with other weights than now."""
+        """Raise ValueError if the frozen weights differ from those that the adapters were trained
+        on."""
         if self.step and self.base != now:
             raise ValueError(
                 f"the checkpoint of step {self.step} has adapters of other weights than those in "
@@ -69,7 +70,7 @@ class TrainerState:
             )
 
     def check_prompts(self, now: str) -> None:
-        """Raise ValueError when the run was saved with prompts that have another fingerprint."""
+        """Raise ValueError if the run was saved with other prompts than the current ones."""
         if self.prompts not in (None, now):
             raise ValueError(
                 f"the checkpoint of step {self.step} was made with {self.prompts}, but data.path "
@@ -86,9 +87,9 @@ class Record:
     state: TrainerState
     layout: ParallelDims
     counters: dict[str, Any]
-    """Counters of the optimizer and its schedule, the same on all ranks."""
+    """Counters of the optimizer and its schedule, equal on all ranks."""
     cursor: dict[str, int]
-    """Where the next step is in the data. Follows from the step; saved for human readers."""
+    """Position of the next step in the data. Follows from the step; saved for human readers."""
 
 
 def write_record(folder: Path, record: Record) -> None:
@@ -98,23 +99,23 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def read_record(folder: Path, step: int) -> Record:
-    """Read `trainer.json` of the checkpoint of `step`; ValueError if damaged, OSError if unread."""
+    """Read `trainer.json` of the checkpoint of `step`; ValueError if damaged."""
     path = folder / STATE_FILE
     try:
         with errors_named(path):
             found = json.loads(path.read_text(encoding="utf-8"))
         found.pop("versions")
-        said, layout = found.pop("state"), ParallelDims(**found.pop("layout"))
-        ready = said.pop("ready") or []  # one by itself, or null, in older checkpoints
+        saved, layout = found.pop("state"), ParallelDims(**found.pop("layout"))
+        ready = saved.pop("ready") or []  # a single object, or null, in older checkpoints
         each = [ready] if isinstance(ready, dict) else ready
-        if groups := said.pop("groups", None):
+        if groups := saved.pop("groups", None):
             groups = OpenGroups(
                 next_number=groups["next_number"],
                 untaken=tuple(groups["untaken"]),
                 asked_at=tuple((number, then) for number, then in groups.get("asked_at", ())),
                 engines=tuple((number, tuple(urls)) for number, urls in groups.get("engines", ())),
             )
-        state = TrainerState(**said, ready=tuple(Ready(**one) for one in each), groups=groups)
+        state = TrainerState(**saved, ready=tuple(Ready(**one) for one in each), groups=groups)
         record = Record(state=state, layout=layout, **found)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"its {STATE_FILE} is damaged: {error!r}") from None
@@ -129,7 +130,7 @@ def write_random_states(folder: Path, rows: Tensor) -> None:
 
 
 def read_random_state(folder: Path, rank: int) -> Tensor:
-    """The random state of a rank, bytes [n]."""
+    """Read the random state of a rank, bytes [n]."""
     with safe_open(folder / RANDOM_FILE, "pt") as file:
         row: Tensor = file.get_slice("bytes")[rank]
     return row

@@ -8,8 +8,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from megatron_grpo.config.section import Section
 
 AGENT = "agent"
-"""`Config.partner` of a run with agents, and the label of the reward that an agent gives itself;
-those of reward functions must differ from it."""
+"""`Config.partner` of a run with agents, and the label of the agent's own reward; no reward
+function may have this label."""
 
 PYTHON = "python"
 """The built-in tool."""
@@ -18,63 +18,62 @@ PYTHON_ARGUMENTS = ("timeout", "memory_megabytes", "python", "sandbox")
 MOST_PORT = 65535
 
 LIMITS = ("context_length_exceeded", "limit_reached")
-"""Codes of the endpoint's answers to requests beyond a limit, after which an agent may end well.
-The first is OpenAI's."""
+"""Codes of the endpoint's refusals of requests beyond a limit; an agent may end well after one. The
+first is OpenAI's."""
 
 
 class AgentConfig(Section):
     """The agent: your program, which asks an OpenAI-compatible endpoint for the model's turns."""
 
     command: str | None = None
-    """A program that is started for each sample, such as `python agent.py`: a row of the data is
-    JSON on its stdin, and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY
-    are set. The last line of its stdout is its reward, in JSON. No shell."""
+    """Program started for each sample, without a shell, such as `python agent.py`. It reads a row
+    of the data as JSON on stdin, finds the endpoint in OPENAI_BASE_URL and OPENAI_API_KEY (or
+    ANTHROPIC_*), and prints its reward in JSON as the last line."""
     function: str | None = None
     """Instead of a command, `file.py:function`: an async function of an `openai.AsyncOpenAI` client
-    and a row of the data, which returns the reward."""
+    and a row of the data that returns the reward."""
     tools: tuple[str, ...] = Field(default=(), strict=False)
-    """Instead of an agent, functions that the model may call: `python`, which runs programs of the
-    model under bubblewrap, or `file.py:function`, with type hints and a docstring that describes
-    it and its `Args:`. Needs rollout.tool_call_parser."""
+    """Instead of an agent, functions that the model may call: `python` (runs programs under
+    bubblewrap) or `file.py:function` with type hints and a docstring with `Args:`. Needs
+    rollout.tool_call_parser."""
     python_arguments: dict[str, Any] = Field(default={})
     """Arguments of the tool `python`: `timeout` (10 seconds), `memory_megabytes` (1024), `python`
-    (the interpreter); with `sandbox: none` programs run unsandboxed, with your rights."""
+    (the interpreter) and `sandbox`; `sandbox: none` runs programs unsandboxed, with your rights."""
     mcp_servers: tuple[str, ...] = Field(default=(), strict=False)
-    """MCP servers whose tools it may call: commands, started for each sample, or addresses."""
+    """MCP servers with tools for the model: commands, started for each sample, or addresses."""
     listen: str | None = None
-    """Instead of an agent, `HOST:PORT`, where agents outside of the run take tasks over HTTP; port
-    0: any. Address and token are in `agents.json` of the run directory."""
+    """Instead of an agent, `HOST:PORT` where agents outside the run take tasks over HTTP; port 0
+    picks a free one. `agents.json` in the run directory has address and token."""
     max_tool_characters: PositiveInt = 16384
-    """Maximum characters of a tool's result; the rest is cut."""
+    """Maximum characters of a tool's result; longer results are cut."""
     weight: float = 1.0
-    """Weight of the agent's own reward, term `agent` of the total; 0: it gives none, as with
-    tools."""
+    """Weight of the agent's own reward, the term `agent` of the total; 0 for agents without a
+    reward, and with tools."""
     max_turns: PositiveInt = 64
     """Maximum turns of the model per sample."""
     max_tokens: PositiveInt | None = None
-    """Sampled tokens of a sample, all turns together, after which it gets no further turn."""
+    """Sampled tokens, over all turns, from which a sample gets no further turn; null: no limit."""
     timeout: PositiveFloat = 600.0
-    """Seconds within which an agent must end; otherwise the sample has failed."""
+    """Seconds until a sample whose agent has not ended counts as failed."""
     memory_megabytes: PositiveInt = 4096
     """Maximum private memory (RLIMIT_DATA) of each process of an agent."""
     on_rewrite: Literal["branch", "drop"] = "branch"
-    """If an agent sends messages that are not the ones it had with others appended: `branch` trains
-    on what it has sampled before and after, `drop` on none of it."""
+    """When an agent changes earlier messages instead of appending: `branch` trains on the tokens
+    sampled before and after the change, `drop` on none of the sample."""
 
     @property
     def is_used(self) -> bool:
-        """Whether samples are made by an agent."""
         return any(self._actors.values())
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where the endpoint listens."""
+        """Host and port on which the endpoint listens; port 0: any."""
         host, _, port = (self.listen or "127.0.0.1:0").rpartition(":")
         return host, int(port)
 
     @property
     def _actors(self) -> dict[str, bool]:
-        """By the keys that say so, whether it is they who act."""
+        """Whether each kind of agent is configured, by its key."""
         return {
             "agent.command": self.command is not None,
             "agent.function": self.function is not None,
@@ -129,7 +128,7 @@ class AgentConfig(Section):
             raise ValueError(f"{used[0]} and {used[1]} are both set: use one of them")
         if self.has_tools and self.weight:
             raise ValueError(
-                f"agent.weight {self.weight}: no agent of yours gives a reward beside tools: set "
+                f"agent.weight {self.weight}: tools give no reward of their own: set "
                 "agent.weight=0, and name reward functions"
             )
         return self

@@ -1,6 +1,6 @@
-"""Checks of a whole config, after its sections have checked themselves.
+"""Checks of a whole config, after each section has checked itself.
 
-They need the config alone; `preflight.py` also checks it against the model and the engines, and
+Only the config is needed here; `preflight.py` checks it against the model and the engines, and
 `prompt_checks.py` against the data.
 """
 
@@ -14,11 +14,12 @@ from megatron_grpo.config.sources import OWN_SECTIONS
 
 
 def check_config(cfg: Config) -> None:
-    """Raise ValueError, with a legal value, for the first mistake in a run or in a source of it."""
+    """Raise ValueError, with a legal value, for the first mistake in the run or its sources."""
     if not cfg.sources.by_name:
         _check(cfg)
         return
-    # What sources may have of their own is checked for each: as in a run by itself.
+    # Sections that sources may override are at their defaults here, since a source checks its own
+    # merged sections below, as a run without sources.
     _check(cfg.model_copy(update={name: type(getattr(cfg, name))() for name in OWN_SECTIONS}))
     for name, view in cfg.by_source.items():
         try:
@@ -61,7 +62,7 @@ def _check_rewards(cfg: Config) -> None:
 
 
 def _check_evaluations(cfg: Config) -> None:
-    """Refuse keys that no evaluation uses, and thresholds that do not say whether answers pass."""
+    """Refuse keys that no evaluation uses, and pass thresholds that shaped rewards could cross."""
     idle = [name for name, value in cfg.eval if value != getattr(EvalConfig(), name)]
     if not cfg.eval.named_sets and idle:
         raise ValueError(
@@ -87,7 +88,7 @@ def _check_evaluations(cfg: Config) -> None:
 
 
 def _check_sources(cfg: Config) -> None:
-    """Refuse sources that cannot be together."""
+    """Refuse sources that one run cannot combine."""
     views, limit = cfg.by_source, cfg.reward.max_failed_fraction
     listening = [name for name, view in views.items() if view.agent.listen is not None]
     if len(listening) > 1:
@@ -104,6 +105,6 @@ def _check_sources(cfg: Config) -> None:
         labels = {function.label for function in view.reward.functions}
         if cfg.has_dialogues and (taken := labels & {AGENT, ENVIRONMENT}):
             raise ValueError(
-                f"sources.by_name.{name}.reward has a function called {min(taken)}, which is what "
-                "metrics call the reward of dialogues: give it another name"
+                f"sources.by_name.{name}.reward has a function called {min(taken)}, the name of "
+                "the reward of dialogues in metrics: give it another name"
             )

@@ -1,4 +1,4 @@
-"""The configuration of a run: its sections, and what follows from several of them.
+"""The configuration of a run: its sections, and values derived from several of them.
 
 Each section has its own file, which defines the type, default and meaning of every key and checks
 the section by itself; `checks.py` checks them together. Nothing imports torch, so mistakes are
@@ -64,7 +64,7 @@ class Config(Section):
 
     @property
     def rewards(self) -> dict[str, RewardConfig]:
-        """How training and held-out sets with their own reward are scored, by section."""
+        """Scoring of training, and of held-out sets with their own, by section of the config."""
         own = {f"{section_of(n)}.reward": s.reward for n, s in self.eval.named_sets.items()}
         key = "sources.by_name.{}.reward" if self.sources.by_name else "reward"
         trained = {key.format(name): view.reward for name, view in self.by_source.items()}
@@ -72,9 +72,10 @@ class Config(Section):
 
     @property
     def by_source(self) -> dict[str, "Config"]:
-        """The run as it is for the rows of each source, by name; of a run without, itself."""
+        """Config of each source's rows, by its name; without sources, the run's own."""
         if not self.sources.by_name:
             return {ALONE: self}
+        # Without sources, so that the view of a source is its own only view.
         return {
             name: self.model_copy(update={**source.own, "sources": SourcesConfig()})
             for name, source in self.sources.by_name.items()
@@ -88,17 +89,17 @@ class Config(Section):
 
     @property
     def num_engines(self) -> int:
-        """Number of engines that the run works with; a replay has none."""
+        """Number of engines in use; a replay has none."""
         return 0 if self.train.replay is not None else self.rollout.num_engines
 
     @property
     def offload(self) -> Offload:
-        """State that makes room for engines: `train.offload`, or `none` without engines."""
+        """`train.offload`, or `none` without engines."""
         return self.train.offload if self.num_engines else "none"
 
     @property
     def trackers(self) -> list[str]:
-        """Packages that the run sends its metrics to."""
+        """Packages that receive the run's metrics."""
         used = {
             "tensorboard": self.train.tensorboard,
             "wandb": self.wandb.project,
@@ -109,7 +110,7 @@ class Config(Section):
 
     @property
     def reward_terms(self) -> tuple[RewardFunction, ...]:
-        """The terms of the total reward, a weighted sum: the functions, and the dialogue's own."""
+        """Terms of the total reward: the functions, and the partner's own reward."""
         return self.terms_of(self.reward)
 
     @property
@@ -120,19 +121,19 @@ class Config(Section):
 
     @property
     def has_dialogues(self) -> bool:
-        """Whether any row is answered by an environment or an agent."""
+        """Whether an environment or an agent answers any row."""
         return any(view.partner for view in self.by_source.values())
 
     @property
     def partner(self) -> str:
-        """The model's partner in sessions, `agent` or `environment`, which is also the label of the
-        reward that it gives; empty without one."""
+        """Partner of the model in sessions, `agent` or `environment`, which is also the label of
+        the partner's reward; empty without one."""
         if self.agent.is_used:
             return AGENT
         return "" if self.environment.name is None else ENVIRONMENT
 
     def terms_of(self, reward: RewardConfig) -> tuple[RewardFunction, ...]:
-        """The terms of a total reward: the functions, and the dialogue's own."""
+        """Terms of a total reward: its functions, and the partner's own reward."""
         if not self.partner:
             return reward.functions
         weight = self.agent.weight if self.partner == AGENT else self.environment.weight
@@ -140,7 +141,8 @@ class Config(Section):
 
     @property
     def mixes_in_float32(self) -> bool:
-        """Whether the reference also has float32 weights, which `model.dtype` would round."""
+        """Whether the reference has a float32 copy: `model.dtype` would round small updates
+        away."""
         is_mixed = self.grpo.sync_ref_model and self.grpo.ref_model_mixup_alpha < 1
         return is_mixed and self.model.dtype != "float32"
 
@@ -151,6 +153,6 @@ class Config(Section):
 
     @property
     def alignment(self) -> Alignment:
-        """Multiples of the lengths of packed sequences and microbatches."""
+        """Multiples that the lengths of packed sequences and microbatches are padded to."""
         multiple = token_multiple(self.model.megatron)
         return Alignment.for_mesh(self.dims, self.parallel.sequence_parallel, multiple)

@@ -1,8 +1,8 @@
 """Features of a run that exclude each other: docs/compatibility.md is printed from this table.
 
-A row is a pair, by the names of `features.py`: why its first feature does not go with the other,
-and after a semicolon what to do instead, if not to leave out one of the two. To add a conflict is
-to add a row.
+A row is a pair of features, by the names of `features.py`, and the reason why they exclude each
+other. A remedy may follow a semicolon; the default is "leave out one of the two". To add a
+conflict, add a row.
 """
 
 from megatron_grpo.config.config import Config
@@ -17,20 +17,22 @@ _BY_SEQUENCE = (
 )
 _BALANCED = "model.megatron.moe_router_load_balancing_type: aux_loss"
 
-_FROZEN = "it does not know a model of which most weights are frozen; leave it out, or set lora.r=0"
-_IMAGES = "it was not made to go with images yet"
+_FROZEN = "it does not support frozen weights; leave it out, or set lora.r=0"
+_IMAGES = "it does not support images yet"
 _LAYER = (
-    "it does not know the layer for multi-token prediction; leave it out, or set "
+    "it does not support the layer for multi-token prediction; leave it out, or set "
     "model.mtp_num_layers=0"
 )
-_TRAINED_DRAFTS = "pushes fill the layer of model.path that engines draft with"
-_EIGHT_BITS = "it was not made to go with quantised engines yet"
-_UNTRIED = "it was not tried with several groups; leave it out, or use rollout.engine=vllm"
-_TOWERS = "models that take images have a vision tower, which is not quantised"
-_NO_MODEL = "no model that takes images has what it needs"
+_TRAINED_DRAFTS = "engines must draft with the layer of model.path, which pushes update"
+_EIGHT_BITS = "it does not support quantised engines yet"
+_UNTRIED = "it is untested with several groups; leave it out, or use rollout.engine=vllm"
+_TOWERS = "vision towers are not quantised"
+_NO_MODEL = "no supported model has both"
 _SHARE = "pushes send each worker its share of the tower, not all of it"
 _OTHER_ENGINE = "it is for another engine; leave it out"
-_ALIKE = "it compares old log-probabilities of the trainer and the engines, which would be the same"
+_ALIKE = (
+    "it compares the trainer's old log-probabilities with the engines', and they would be equal"
+)
 _ADAMW = "it is for AdamW"
 _BFLOAT16 = "it is for bfloat16 weights; leave it out, or set model.dtype=bfloat16"
 _COUNTED = "its tokens would be counted by the number of ranks that split them"
@@ -50,12 +52,12 @@ CONFLICTS = {
     "alone; use rollout.engine=vllm, or set lora.sync=merged",
     ("lora.sync: adapter", "rollout.weight_transport: disk"): "adapters are pushed to engines, not "
     "read from a folder; use rollout.weight_transport=auto, or set lora.sync=merged",
-    ("lora.sync: adapter", "rollout.quantization"): "it leaves the weights to engines, and ranks "
-    "must push those that are quantised; set lora.sync=merged, or rollout.quantization=none",
-    ("lora.sync: adapter", "rollout.router_replay"): "engines of vLLM do not serve adapters of a "
+    ("lora.sync: adapter", "rollout.quantization"): "engines would load the weights themselves, "
+    "and ranks must push quantised ones; set lora.sync=merged, or rollout.quantization=none",
+    ("lora.sync: adapter", "rollout.router_replay"): "vLLM's engines do not serve adapters of a "
     "mixture of experts here; set lora.sync=merged",
     ("lora.sync: adapter", "rollout.vllm.load_format: dummy"): "engines would start with random "
-    "weights, and get no others; leave load_format out, or set lora.sync=merged",
+    "weights, and pushes would not replace them; leave load_format out, or set lora.sync=merged",
     # Generations ahead.
     ("rollout.max_staleness", "rollout.enable_sleep_mode"): "engines that sleep while the ranks "
     "train cannot generate meanwhile",
@@ -63,19 +65,19 @@ CONFLICTS = {
     "dialogues cannot be saved before they end; set rollout.over_sampling=1",
     ("rollout.recompute_kv_cache: false", "rollout.engine: sglang"): "SGLang does not empty its "
     "prefix cache while it has requests",
-    ("rollout.recompute_kv_cache: false", "rollout.router_replay"): "vLLM keeps experts by the "
-    "tokens of a prefix, and would take those of older weights for new ones",
-    ("rollout.vllm.speculative_config", "rollout.recompute_kv_cache: false"): "drafts were not "
-    "made to go with caches of older weights yet",
-    ("rollout.indexer_replay", "rollout.in_flight_updates"): "an engine reads what precedes a push "
-    "anew, and keeps only what its indexers choose then",
+    ("rollout.recompute_kv_cache: false", "rollout.router_replay"): "vLLM caches the experts of a "
+    "prefix by its tokens, and would reuse the choices of older weights",
+    ("rollout.vllm.speculative_config", "rollout.recompute_kv_cache: false"): "drafts do not "
+    "support caches of older weights yet",
+    ("rollout.indexer_replay", "rollout.in_flight_updates"): "after a push an engine reads earlier "
+    "tokens again, and keeps only its indexers' new choices",
     # Engines.
     ("rollout.vllm", "rollout.engine: sglang"): _OTHER_ENGINE,
     ("rollout.sglang", "rollout.engine: vllm"): _OTHER_ENGINE,
     ("rollout.python", "rollout.engine: vllm"): "engines of vLLM run in the trainer's environment; "
     "leave it out",
-    ("rollout.vllm.speculative_config", "rollout.enable_sleep_mode"): "sleep loses all weights, "
-    "and those that engines draft with are not pushed, or in part",
+    ("rollout.vllm.speculative_config", "rollout.enable_sleep_mode"): "sleep drops all weights, "
+    "and pushes do not restore all weights that engines draft with",
     ("rollout.tensor_parallel_size", _GROUPS): _UNTRIED,
     ("rollout.in_flight_updates", _GROUPS): _UNTRIED,
     ("rollout.router_replay", _GROUPS): _UNTRIED,
@@ -88,24 +90,25 @@ CONFLICTS = {
     ("rollout.vllm.speculative_config", "rollout.quantization"): _EIGHT_BITS,
     ("rollout.enable_sleep_mode with rollout.engine: sglang", "rollout.quantization"): "SGLang's "
     "memory saver would lose the scales of keys and values, which no push brings",
-    ("rollout.quantization: fp8_channel or int8", "rollout.engine: sglang"): "SGLang turns weights "
-    "with a scale per row over after loading; use rollout.quantization=fp8, or rollout.engine=vllm",
+    ("rollout.quantization: fp8_channel or int8", "rollout.engine: sglang"): "SGLang transposes "
+    "weights with a scale per row after loading; use rollout.quantization=fp8, or "
+    "rollout.engine=vllm",
     ("rollout.quantization", "train.offload of weights"): "the ranks need the maxima of weights "
     "before each push; set train.offload=optimizer",
     ("rollout.quantization of pushes", "model.dtype: float32"): _BFLOAT16,
     ("rollout.quantization_aware", "model.megatron.fp8"): "FP8 would round the rounded weights",
     # Routers and indexers.
-    ("model.megatron.moe_router_fusion", "rollout.router_replay"): "its kernel chooses experts "
-    "itself, and nobody can say which",
+    ("model.megatron.moe_router_fusion", "rollout.router_replay"): "its kernel chooses the experts "
+    "itself, and cannot be given the engines' choice",
     ("rollout.router_replay", "rollout.vllm.enable_prefix_caching: false"): "vLLM keeps the "
     "experts of tokens in its prefix cache",
-    ("rollout.indexer_replay", "rollout.tensor_parallel_size"): "SGLang tells what its indexers "
-    "choose only if each worker has all heads of attention; set that to 1, and "
+    ("rollout.indexer_replay", "rollout.tensor_parallel_size"): "SGLang reports its indexers' "
+    "choices only if each worker has all attention heads; set tensor_parallel_size to 1, and "
     "rollout.data_parallel_size to the workers of an engine",
     ("rollout.indexer_replay", "rollout.sglang.enable_two_batch_overlap"): "both halves of a batch "
-    "would be noted in the same rows",
+    "would be recorded in the same rows",
     ("rollout.indexer_replay", "rollout.sglang.chunked_prefill_size: -1"): "a whole prompt has too "
-    "many tokens to be noted",
+    "many tokens to record",
     # The layer for multi-token prediction.
     ("lora.r", "model.mtp_num_layers"): _LAYER,
     ("grpo.shared_prompts", "model.mtp_num_layers"): _LAYER,
@@ -144,7 +147,7 @@ CONFLICTS = {
     ("reward_model", "dialogues"): "it scores completions of one turn, the only one that its chat "
     "template places",
     ("rewards in parts", "sources"): "each of sources.by_name has parts of its own",
-    ("rewards in parts", "reward.clip_range"): "that clips the total alone; set "
+    ("rewards in parts", "reward.clip_range"): "clip_range clips only the total; set "
     "reward.clip_range=null",
     # Advantages and loss.
     ("grpo.dynamic_sample", "rewards in parts"): "equal totals may have different parts; set "
@@ -155,16 +158,16 @@ CONFLICTS = {
     "of their group; set grpo.scale_rewards=group",
     ("grpo.kl_in_reward: true", "rewards in parts"): "the KL divergence is subtracted from the "
     "total; set grpo.kl_in_reward=false",
-    ("grpo.supervision: process", "grpo.multi_objective_aggregation: normalize_then_sum"): "each "
-    "compares other parts; set grpo.supervision=outcome",
+    ("grpo.supervision: process", "grpo.multi_objective_aggregation: normalize_then_sum"): "one "
+    "compares steps, the other reward functions; set grpo.supervision=outcome",
     ("grpo.scale_rewards: group or none", _WHITENED): "its advantages are divided "
     "by the deviation of the batch; set grpo.scale_rewards=batch",
     ("grpo.delta", "grpo.loss_type: gmpo or cispo or sapo or vespo"): "that has no dual clip; set "
     "grpo.delta=null",
-    ("grpo.rollout_rs", "grpo.loss_type: vespo"): "vespo has a weight of the whole sequence, which "
-    "is next to 0 for a far one; set grpo.rollout_rs=null",
-    (_BY_SEQUENCE, "grpo.loss_type: vespo"): "vespo multiplies weights of tokens "
-    "into its own of the sequence; use token_truncate or token_mask",
+    ("grpo.rollout_rs", "grpo.loss_type: vespo"): "vespo's own weight is almost 0 for a sequence "
+    "far off the policy; set grpo.rollout_rs=null",
+    (_BY_SEQUENCE, "grpo.loss_type: vespo"): "vespo multiplies the tokens' weights "
+    "into its own weight of the sequence; use token_truncate or token_mask",
     ("grpo.rollout_importance_sampling_mode", "grpo.old_logprobs: rollout"): _ALIKE,
     ("grpo.rollout_rs", "grpo.old_logprobs: rollout"): f"{_ALIKE}; leave out one of the two, or "
     "use grpo.off_policy_mask_threshold",
@@ -178,30 +181,30 @@ CONFLICTS = {
     ("optimizer.use_precision_aware_optimizer", "optimizer.optimizer: muon"): _ADAMW,
     ("optimizer.optimizer_cpu_offload", "optimizer.optimizer: muon"): _ADAMW,
     ("optimizer.use_precision_aware_optimizer", "optimizer.optimizer_cpu_offload"): "states on the "
-    "host are float32, of which it changes none",
-    ("train.offload", "optimizer.optimizer_cpu_offload"): "it would move state beside an optimizer "
-    "that is on the host for good",
+    "host stay float32",
+    ("train.offload", "optimizer.optimizer_cpu_offload"): "the optimizer's state is on the host "
+    "already",
     ("optimizer.optimizer_cpu_offload", "model.dtype: float32"): _BFLOAT16,
     ("optimizer.use_precision_aware_optimizer", "model.dtype: float32"): _BFLOAT16,
     ("optimizer.grad_reduce_in_fp32: false", "model.dtype: float32"): _BFLOAT16,
     # Sequences.
-    ("parallel.dynamic_context_parallel", "grpo.shared_prompts"): "it does not know prompts that "
-    "several sequences share",
+    ("parallel.dynamic_context_parallel", "grpo.shared_prompts"): "it does not support prompts "
+    "that several sequences share",
     ("model.megatron.cp_comm_type", "grpo.shared_prompts"): "it is for Transformer Engine's "
     "attention, which shared prompts replace",
     ("model.megatron.moe_aux_loss_coeff", "parallel.dynamic_context_parallel"): _COUNTED,
     ("model.megatron.moe_z_loss_coeff", "parallel.dynamic_context_parallel"): _COUNTED,
     (_BALANCED, "parallel.dynamic_context_parallel"): _COUNTED,
     # Length and replays.
-    ("train.num_epochs", "data.path with several sets"): "these are passed over at different "
-    "times, as their weights say; set train.num_epochs=null and give train.num_steps",
+    ("train.num_epochs", "data.path with several sets"): "weighted sets complete their epochs at "
+    "different times; set train.num_epochs=null and give train.num_steps",
     ("train.replay", "eval.data or eval.sets"): "a replay starts no engines, which evaluations "
     "need; set eval.data=null and eval.sets={}",
 }
 
 
 def check_conflicts(cfg: Config) -> None:
-    """Raise ValueError for the first row of which `cfg` has both features on."""
+    """Raise ValueError for the first pair of features that `cfg` turns on together."""
     for (a, b), reason in CONFLICTS.items():
         if is_on(cfg, a) and is_on(cfg, b):
             why, _, instead = reason.partition("; ")

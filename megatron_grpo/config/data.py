@@ -44,16 +44,16 @@ class WeightedPath(Section):
     """One of several sets of prompts that a run mixes."""
 
     path: str
-    """As `data.path` of a single set."""
+    """A file, folder or data set, as in `data.path` of a single set."""
     weight: int = Field(ge=1, le=1000)
-    """A whole number: how many prompts are drawn of this set for those of the others."""
+    """Share of this set among the prompts, 1 to 1000: weights 2 and 1 draw two prompts to one."""
 
 
 ONE, SEVERAL = KINDS_OF_PATH = ("one", "several")
 FILE_SUFFIXES = (".jsonl", ".parquet")
 CONVERSION = "docs/data.md has commands that convert other formats"
 HUB_NAME = re.compile(r"(?!data/)[\w-][\w.-]*(/[\w.-]+)?")
-"""NAME or OWNER/NAME; the shipped configs have their data in `data`."""
+"""NAME or OWNER/NAME, but not a path below `data/`, the folder of the shipped configs' data."""
 
 
 class DataConfig(Section):
@@ -64,42 +64,41 @@ class DataConfig(Section):
         | Annotated[tuple[WeightedPath, ...], Field(strict=False), Tag(SEVERAL)],
         Discriminator(lambda value: SEVERAL if isinstance(value, list | tuple) else ONE),
     ]
-    """A .jsonl or .parquet file, a folder of them, or the name of a Hugging Face data set; or a
-    list of such sets, each as `{path: ..., weight: ...}`, that are drawn from in the proportion of
-    the weights, which are whole numbers."""
+    """A .jsonl or .parquet file, a folder of these, or the name of a Hugging Face data set; or a
+    list of `{path: ..., weight: ...}`, mixed in proportion to the whole-number weights."""
     subset: str | None = None
     """Subset of a Hugging Face data set, such as `main` of openai/gsm8k; null for files."""
     split: str = "train"
     """Split of a Hugging Face data set; in a folder, the files named after it, such as `train-*`
-    (all files if none is named after a split)."""
+    (all files if no file name has a split)."""
     prompt_column: str = "prompt"
-    """Column of the question: a string, or chat messages that do not end with the assistant's."""
+    """Column of the question: a string, or chat messages; the last must not be the assistant's."""
     answer_column: str | None = "answer"
     """Column of the reference answer, passed to rewards as `answer`; null: none."""
     image_column: str | None = None
-    """Column of a row's images: a path from the folder of `path`, bytes, base64 (`data:image/...`),
-    or a list of these; null: none. They come before the user's first text (docs/images.md)."""
+    """Column of images, placed before the user's first text (docs/images.md): a path relative to
+    the folder of `path`, bytes, base64 (`data:image/...`), or a list of these. Null: no images."""
     system_prompt: str | None = None
-    """System message put before every prompt; requires apply_chat_template."""
+    """System message put before every prompt; needs apply_chat_template."""
     apply_chat_template: bool = True
     """Whether prompts go through the tokenizer's chat template; false: the raw text is sent."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Variables of the chat template, such as `enable_thinking: false` for Qwen3."""
     date: str | None = None
-    """The time that a chat template writes as today's (`strftime_now`), such as
-    `2026-11-29T08:30:00+00:00`; null: that of the run's first start, which its config.yaml then
-    has, or null for a template that writes none."""
+    """Time that the chat template writes as today's (`strftime_now`), in ISO 8601, such as
+    `2026-11-29T08:30:00+00:00`. Null: the time of the run's first start, saved in its
+    config.yaml."""
     max_prompt_length: PositiveInt | None = None
-    """Leave out rows with longer prompts (in tokens); null: a prompt that does not fit is an
-    error."""
+    """Maximum prompt tokens; rows with longer prompts are left out. Null: a prompt that does not
+    fit the model's context is an error."""
     on_invalid: Literal["error", "skip"] = "error"
-    """Rows that cannot be used: `error` lists them and stops, `skip` leaves them out."""
+    """Unusable rows: `error` lists them and stops, `skip` leaves them out."""
     shuffle: bool = True
     """Whether each epoch has its own random order, derived from train.seed; false: row order."""
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """`chat_template_kwargs`, and `date` in the place of the clock."""
+        """`chat_template_kwargs`, and `date` in place of the clock."""
         if self.date is None:
             return self.chat_template_kwargs
         # Without its offset, as transformers' own `strftime_now` has none.
@@ -108,14 +107,13 @@ class DataConfig(Section):
 
     @property
     def paths(self) -> tuple[WeightedPath, ...]:
-        """All paths, with their weights."""
         if isinstance(self.path, str):
             return (WeightedPath(path=self.path, weight=1),)
         return self.path
 
     def check_exists(self) -> None:
-        """Raise ValueError for a path that is not there and no name of a Hugging Face data set, and
-        for a file of another format."""
+        """Raise ValueError for a missing path that cannot be a data set's name, and for other file
+        formats."""
         for name in (each.path for each in self.paths):
             is_read = name.endswith(FILE_SUFFIXES)
             if (is_read or not HUB_NAME.fullmatch(name)) and not Path(name).exists():

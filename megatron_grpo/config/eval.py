@@ -26,15 +26,15 @@ NOT_OF_A_SET = ("data", "interval", "sets")
 class EvalSet(Section):
     """Held-out prompts, and how they are sampled and scored in training and by the command.
 
-    No gradient is taken of these samples, so the distribution may be truncated, or greedy.
+    No gradient is taken of these samples, so sampling may be truncated or greedy.
     """
 
     data: DataConfig | None = None
-    """Held-out prompts: the keys of `data`, whose values are the defaults; null: none."""
+    """Held-out prompts: the keys of `data`, which also gives their defaults; null: none."""
     reward: RewardConfig | None = None
-    """Scoring: the keys of `reward`, whose values are the defaults; null: the same as `reward`."""
+    """Scoring: the keys of `reward`, which also gives their defaults; null: `reward` itself."""
     max_prompts: PositiveInt | None = None
-    """Number of prompts to evaluate, the first ones of the data; null: all."""
+    """Maximum prompts to evaluate, from the beginning of the data; null: all."""
     num_generations: PositiveInt = 1
     """Completions per prompt: the n of pass@k and mean@n."""
     k: tuple[PositiveInt, ...] = Field(
@@ -42,15 +42,14 @@ class EvalSet(Section):
     )
     """Values of k in pass@k, each at most num_generations; default: 1 and num_generations."""
     pass_threshold: float = 1.0
-    """A completion passes when its weighted sum of rewards is at least this; required with several
-    functions, or with one that shapes or has a weight below 1."""
+    """Weighted sum of rewards from which a completion passes; required with several functions, a
+    shaping function or a weight below 1."""
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature, 0 (greedy) or at least 0.01; null: rollout.temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that make up this probability, above 0; 1: from all
-    tokens."""
+    """Sample from the likeliest tokens with this total probability; 1: all tokens."""
     top_k: int = -1
-    """Sample from this many likeliest tokens, at least 1; -1: from all tokens."""
+    """Sample from this many likeliest tokens; -1: all tokens."""
     max_completion_length: PositiveInt | None = None
     """Maximum tokens per completion, including the end token; null:
     rollout.max_completion_length."""
@@ -93,15 +92,14 @@ class EvalSet(Section):
 
 
 class EvalConfig(EvalSet):
-    """When to evaluate, and one set of held-out prompts, or several by name."""
+    """When to evaluate, and on one set of held-out prompts, or several by name."""
 
     interval: PositiveInt = 10
-    """Optimizer steps between evaluations; there is also one before the first and after the last
-    step."""
+    """Optimizer steps between evaluations; the run also evaluates before the first step and after
+    the last."""
     sets: dict[str, EvalSet] = Field(default={})
-    """Several sets in place of `data`, by name: the keys of `eval` but for interval, whose values
-    are the defaults, and refused if each set has its own; a set that is null is left out.
-    Metrics are then `eval/NAME/*`."""
+    """Several sets by name, instead of `data`: each has the keys of `eval` except interval and
+    sets, with their values here as defaults; a null set is left out. Metrics are `eval/NAME/*`."""
 
     @field_validator("sets", mode="after")
     @classmethod
@@ -129,31 +127,33 @@ class EvalConfig(EvalSet):
 
     @model_serializer(mode="wrap")
     def _sets_describe_themselves(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without the defaults of sets, which each set has now and `with_defaults` refuses."""
+        """Leave out the sets' defaults: each set has them, and `with_defaults` refuses idle
+        ones."""
         table: dict[str, Any] = write(self)
         return {key: table[key] for key in NOT_OF_A_SET} if self.sets else table
 
     @property
     def named_sets(self) -> Mapping[str, EvalSet]:
-        """The held-out sets by name; `eval.data` alone is one with the name ""."""
+        """Held-out sets by name; `eval.data` alone is a set with the name ""."""
         return self.sets if self.data is None else {"": self}
 
 
 def section_of(name: str) -> str:
-    """The table of the config that describes the set `name`."""
+    """Section of the config that describes the set `name`: `eval.sets.NAME`, or `eval`."""
     return f"eval.sets.{name}" if name else "eval"
 
 
 def with_defaults(evaluation: dict[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """The table `evaluation` with the keys that it leaves out.
+    """Complete the table `evaluation` with defaults.
 
     `eval.data` and `eval.reward` take theirs from `data` and `reward` of `run`. With `eval.sets`,
-    the other keys of `evaluation` move into each set that lacks them, and a set that is null is
-    left out: `{k: [1], sets: {a: {data: A}, b: null}}` becomes `{sets: {a: {k: [1], data: A}}}`.
+    the other keys of `evaluation` move into each set that lacks them, and null sets are left out:
+    `{k: [1], sets: {a: {data: A}, b: null}}` becomes `{sets: {a: {k: [1], data: A}}}`.
 
     Raises ValueError for a key that every set has itself. A saved config has all keys in each set,
-    where an override such as `eval.temperature=0` would otherwise be ignored without a word.
+    so an override such as `eval.temperature=0` would otherwise do nothing, silently.
     """
+    # Held-out sets inherit all of `data` except shuffle, which they refuse.
     if isinstance(data := run.get("data"), dict):
         run = {**run, "data": {**data, "shuffle": False}}
     own, sets = completed(evaluation, ("data", "reward"), run), evaluation.get("sets")
@@ -184,7 +184,7 @@ def with_defaults(evaluation: dict[str, Any], run: Mapping[str, Any]) -> dict[st
 
 
 def _keys(table: Mapping[str, Any]) -> list[str]:
-    """The keys that a set can have, with those of `reward` (null: all of them) as `reward.KEY`."""
+    """Keys of a set, with the keys of `reward` (all of them if it is null) as `reward.KEY`."""
     reward = table.get("reward", {})
     parts = reward if isinstance(reward, dict) else RewardConfig.model_fields
     others = [key for key in table if key not in (*NOT_OF_A_SET, "reward")]

@@ -1,8 +1,8 @@
 """Features of a run by the names of docs/compatibility.md, and whether a config has them on.
 
 A name begins with the key that turns the feature on. `KEY` is on with a value that is neither empty
-nor the default, `KEY: VALUE` or `KEY: VALUE or VALUE` with that value, and `A with B` if both are.
-`FEATURES` has those that more decides.
+nor the default, `KEY: VALUE` or `KEY: VALUE or VALUE` with that value, and `A with B` with both.
+`FEATURES` has the features that depend on more than one key.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ def _trains_drafter(cfg: Config) -> bool:
 
 
 def _drafts_without_pushes(cfg: Config) -> bool:
-    """Whether engines draft with weights that no push brings."""
+    """Whether engines draft with weights that pushes do not update."""
     method = cfg.rollout.drafts.get("method")
     return method not in (None, "ngram", "ngram_gpu", "suffix") and not _trains_drafter(cfg)
 
@@ -55,7 +55,7 @@ FEATURES: dict[str, Callable[[Config], object]] = {
     "environment": lambda cfg: cfg.environment.name is not None,
     "eval.data or eval.sets": lambda cfg: cfg.eval.named_sets,
     "grpo.advantage_estimator other than grpo": lambda cfg: cfg.grpo.advantage_estimator != "grpo",
-    # No engines would get adapters or quantised weights of a run that replays generations.
+    # A replay starts no engines, so nothing is pushed.
     "lora.sync: adapter": lambda cfg: cfg.lora.is_served and cfg.train.replay is None,
     "model.mtp_num_layers of a drafter": _trains_drafter,
     "reward_model": _has_reward_model,
@@ -89,11 +89,10 @@ _KEYS = {
     "rewards in parts": ("grpo.supervision", "grpo.multi_objective_aggregation"),
     "sources": ("sources.column",),
 }
-"""The keys of features whose names do not begin with one."""
+"""Keys of features whose names do not begin with a key."""
 
 
 def is_on(cfg: Config, name: str) -> bool:
-    """Whether `cfg` has the feature on."""
     if name in FEATURES:
         return bool(FEATURES[name](cfg))
     if " with " in name:
@@ -115,7 +114,7 @@ def keys_of(name: str) -> tuple[str, ...]:
 
 
 def as_overrides(cfg: Config, name: str) -> str:
-    """A feature that is on as overrides: `rollout.max_staleness=2`."""
+    """Format a feature that is on as overrides: `rollout.max_staleness=2`."""
     keys = keys_of(name)
     given = [key for key in keys if len(keys) == 1 or value_of(cfg, key) != default_of(cfg, key)]
     shown = [f"{key}={as_yaml(to_jsonable_python(value_of(cfg, key)))}" for key in given]
@@ -123,7 +122,7 @@ def as_overrides(cfg: Config, name: str) -> str:
 
 
 def value_of(cfg: Config, key: str) -> Any:
-    """The value of a dotted key; None if a table that is passed through does not have it."""
+    """Value of a dotted key; None for a missing key of a pass-through table."""
     table: Any = cfg
     for name in key.split("."):
         if isinstance(table, Section):
@@ -134,7 +133,7 @@ def value_of(cfg: Config, key: str) -> Any:
 
 
 def default_of(cfg: Config, key: str) -> Any:
-    """The default of a dotted key, which may depend on other keys; None in other tables."""
+    """Default of a dotted key, which may depend on other keys; None in pass-through tables."""
     section, _, name = key.rpartition(".")
     table = value_of(cfg, section)
     if not isinstance(table, Section):

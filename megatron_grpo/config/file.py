@@ -1,4 +1,4 @@
-"""Configs as YAML: a file plus `key.sub=value` overrides, checked strictly; and back."""
+"""Read and write configs as YAML: a file plus `key.sub=value` overrides, checked strictly."""
 
 import difflib
 import json
@@ -20,8 +20,8 @@ from megatron_grpo.config.sources import Source
 from megatron_grpo.config.yaml_text import Loader, dump
 from megatron_grpo.unicode import is_unicode
 
-# Options of other libraries, chat templates and user code, which check the names themselves;
-# held-out sets have some of them, too.
+# Tables for other libraries, chat templates and user code, which check the names themselves. Keys
+# are compared by their ends, as sets and sources have some of these tables, too.
 PASS_THROUGH_KEYS = (
     "model.megatron",
     "data.chat_template_kwargs",
@@ -40,19 +40,18 @@ EXPECTED = {
 
 
 NEAR = 0.75
-"""Likeness from which a key is taken for a misspelling of another: num_epochs and num_steps have
-0.74."""
+"""Similarity from which a key counts as a misspelling: num_epochs and num_steps have 0.74."""
 
 
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
-"""The last part, or the last two, of keys of verl, TRL and Megatron-LM, and what they are here."""
+"""Last one or two parts of keys of verl, TRL and Megatron-LM, and their equivalents here."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML config and apply overrides such as `optimizer.lr=1e-6`: see `overrides`.
 
-    Relative paths in it are relative to the current directory. Raises ValueError, one line per
-    mistake, for unknown keys (with what was meant), wrong types and conflicting sizes.
+    Relative paths are relative to the current directory. Raises ValueError, one line per mistake,
+    for unknown keys (with a suggestion), wrong types and conflicting sizes.
     """
     if path.is_dir():
         raise ValueError(
@@ -100,9 +99,9 @@ def parse_config(table: dict[str, Any]) -> Config:
 
 
 def with_num_steps(config: Config, num_steps: int) -> Config:
-    """`config` with `train.num_steps` in place of `train.num_epochs`, if it has these.
+    """Replace `train.num_epochs` by `train.num_steps`; a config without epochs stays as it is.
 
-    Raises ValueError if the schedule of the learning rate does not fit into so few steps.
+    Raises ValueError if the learning-rate schedule does not fit into `num_steps`.
     """
     if config.train.num_epochs is None:
         return config
@@ -113,7 +112,7 @@ def with_num_steps(config: Config, num_steps: int) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML: `load_config` reads an equal config back."""
+    """Format the resolved config as YAML; `load_config` reads an equal config back."""
     return dump(config.model_dump(mode="json"))
 
 
@@ -136,7 +135,7 @@ def _instead_of(key: str, known: Sequence[str]) -> str:
 
 
 def _nearest_keys(key: str, known: Sequence[str]) -> Sequence[str]:
-    """The known key that is spelt almost alike in each part, or those with the same last part."""
+    """Find the known key that is spelt alike in each part, or all keys with the same last part."""
     section, _, name = key.rpartition(".")
     likeness = {each: _likeness((section, name), each) for each in known}
     nearest = max(known, key=lambda each: likeness[each])
@@ -146,7 +145,7 @@ def _nearest_keys(key: str, known: Sequence[str]) -> Sequence[str]:
 
 
 def _likeness(parts: tuple[str, str], candidate: str) -> float:
-    """From 0 to 1, that of the part that is less alike: the section, or the name in it."""
+    """Similarity from 0 to 1 of the less similar part: the section or the name."""
     section, _, name = candidate.rpartition(".")
     pairs = zip(parts, (section, name), strict=True)
     return min(difflib.SequenceMatcher(None, a, b).ratio() for a, b in pairs)
@@ -161,7 +160,7 @@ def _parse_yaml(text: str, source: str) -> Any:
 
 
 def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every settable key below `section`, with its description."""
+    """Yield every settable key below `section`, with its description."""
     for name, field in section.model_fields.items():
         kind: Any = field.annotation
         if isinstance(kind, UnionType):  # Section | None
@@ -173,7 +172,7 @@ def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
 
 
 def _leaves(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values in nested tables, by dotted names; an empty table is a value."""
+    """Yield the values of nested tables by dotted names; an empty table is a value."""
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{key}.")
@@ -182,7 +181,7 @@ def _leaves(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _names(table: Mapping[str, Any], section: str, key: str) -> list[Any]:
-    """The names in a table of tables."""
+    """Names in a table of tables, such as `eval.sets`."""
     found = table.get(section)
     named = found.get(key) if isinstance(found, Mapping) else None
     return [*named] if isinstance(named, Mapping) else []
@@ -196,7 +195,7 @@ def _is_known(key: str, known: Sequence[str]) -> bool:
 
 
 def _mistakes(error: ValidationError) -> Iterator[str]:
-    """One line per mistake: the key, what was given and what is expected."""
+    """Describe each mistake on one line: the key, the given value and the expected one."""
     descriptions = dict(_known_keys(Config))
     for detail in error.errors():
         # A default that depends on an invalid field: that field's own error is reported already.
@@ -221,7 +220,7 @@ def _describe(detail: ErrorDetails, descriptions: Mapping[str, str]) -> str:
 
 
 def _held_out(location: Sequence[str | int]) -> str:
-    """Names the held-out set of a mistake, which is said in the words of the run's own keys."""
+    """Name the held-out set of a mistake: the message itself names keys as the run has them."""
     if location[:2] == ("eval", "sets") and len(location) > 2:
         return f"{section_of(str(location[2]))}: "
     return "eval: " if location[:1] == ("eval",) else ""

@@ -11,38 +11,37 @@ from megatron_grpo.config.section import Section
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (arXiv 2106.09685) that are trained in place of the model's weights.
+    """Low-rank adapters (arXiv 2106.09685), trained in place of the model's weights.
 
-    A linear layer computes W x + s B (A x), where A [r, in] and B [out, r] are trained and W is
-    frozen.
+    A linear layer computes W x + s B (A x); A [r, in] and B [out, r] are trained, W is frozen.
     """
 
     r: NonNegativeInt = 0
-    """Rank of the adapters; 0: there are none, and all weights are trained."""
+    """Rank of the adapters; 0: no adapters, all weights are trained."""
     lora_alpha: PositiveFloat = 16.0
-    """Scale: s is lora_alpha / r."""
+    """Numerator of the scale s = lora_alpha / r."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False)] = (
         "all-linear"
     )
-    """Linear layers with adapters, by the ends of their Hugging Face names, such as
-    [q_proj, v_proj] or [mlp.down_proj]; all-linear: all but the head."""
+    """Linear layers with adapters, by the ends of their Hugging Face names, such as [q_proj,
+    v_proj] or [mlp.down_proj]; all-linear: all except the head."""
     exclude_modules: tuple[str, ...] = Field(default=(), strict=False)
-    """Linear layers without, by the ends of their names."""
+    """Linear layers without adapters, by the ends of their names."""
     use_rslora: bool = False
     """Whether s is lora_alpha / sqrt(r) (arXiv 2312.03732)."""
     init_lora_weights: Literal[True, "gaussian"] = True
-    """How A begins: uniform as PEFT's, or normal with deviation 1 / r. B begins at 0."""
+    """Start of A: uniform as in PEFT (true), or normal with deviation 1 / r. B starts at 0."""
     adapter_path: Path | None = Field(default=None, strict=False)
-    """Folder of PEFT's whose adapters a new run starts from, such as hf/ of another run; null:
-    those of init_lora_weights. The reference of grpo.beta is the model without adapters, or, with
-    grpo.sync_ref_model, begins with these."""
+    """PEFT folder of adapters that a new run starts from, such as hf/ of another run; null: fresh
+    ones. With grpo.sync_ref_model the reference of grpo.beta starts with them, too; otherwise it
+    has no adapters."""
     sync: Literal["adapter", "merged"] = "adapter"
-    """Tensors of a push: A and s B (`adapter`), to engines that have loaded the model themselves,
-    or W + s B A (`merged`), which any engine computes with."""
+    """Tensors of a push: `adapter` sends A and s B to engines that loaded the model themselves;
+    `merged` sends W + s B A, for any engine."""
 
     @property
     def is_served(self) -> bool:
-        """Whether engines hold the adapters beside weights that they have loaded themselves."""
+        """Whether engines apply adapters to weights that they have loaded themselves."""
         return self.r > 0 and self.sync == "adapter"
 
     @property
@@ -51,15 +50,15 @@ class LoraConfig(Section):
         return self.lora_alpha / (sqrt(self.r) if self.use_rslora else self.r)
 
     def targets(self, linears: list[str], others: list[str]) -> list[str]:
-        """The names of `linears`, e.g. ``model.layers.0.mlp.up_proj``, that have an adapter.
+        """Choose the layers with an adapter among `linears`, e.g. ``model.layers.0.mlp.up_proj``.
 
-        `others` are those that cannot have one: experts, routers and tables. Raises ValueError for
-        a name in the config that fits no layer or one of the others.
+        `others` are the names that cannot have one: experts, routers and tables. Raises ValueError
+        for a name in the config that fits no layer, or only a layer of `others`.
         """
         for key in ("target_modules", "exclude_modules"):
             if (names := getattr(self, key)) != "all-linear":
                 self._check_known(key, names, linears, others)
-        # Of a large mixture there are tens of thousands.
+        # Every name is compared once: a large mixture of experts has tens of thousands.
         wanted = [name for name in linears if self._is_target(name, is_linear=True)]
         if refused := [name for name in others if self._is_target(name, is_linear=False)]:
             raise ValueError(

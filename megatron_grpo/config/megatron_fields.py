@@ -44,14 +44,14 @@ PERFORMANCE_FIELDS = (
 """Fields that change only speed, memory or rounding: a resumed run may change them."""
 
 ROUTER_LOSS_FIELDS = ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_z_loss_coeff")
-"""Fields of the auxiliary losses of a mixture's routers, which change what the model learns."""
+"""Fields of the auxiliary losses of routers, which change what the model learns."""
 
 LEGAL_VALUES = {
     "attention_backend": ("auto", "flash", "fused", "unfused"),
     # Transformer Engine 2.11 has all_gather and a2a+p2p only for sequences that are not packed.
     "cp_comm_type": ("p2p", "a2a"),
     "fp8": ("e4m3", "hybrid"),
-    # The scales of `delayed` are a history of earlier products, which no checkpoint has.
+    # `delayed` scales by a history of earlier products, which checkpoints do not have.
     "fp8_recipe": ("blockwise", "mxfp8", "tensorwise"),
     "moe_flex_dispatcher_backend": ("deepep", "hybridep"),
     "moe_router_dtype": ("fp32", "fp64"),
@@ -61,29 +61,28 @@ LEGAL_VALUES = {
     # allgather needs equally many tokens on all ranks, and packed microbatches differ in length.
     "moe_token_dispatcher_type": ("alltoall", "flex"),
 }
-"""Legal values of fields of which Megatron accepts more, or ignores what it does not know."""
+"""Legal values of fields for which Megatron accepts more values, or ignores unknown ones."""
 
 DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 """Numbers of ranks for which DeepEP has settings: `get_dispatch_config` in
-deep_ep/buffers/legacy.py at commit dd758ca, which Megatron-Core calls. Above 8 they are in nodes of
-8."""
+deep_ep/buffers/legacy.py at commit dd758ca, which Megatron-Core calls. More than 8 ranks are in
+nodes of 8."""
 
 
 def uses_deepep(megatron: Mapping[str, Any]) -> bool:
-    """Whether DeepEP sends tokens to experts."""
     backend = megatron.get("moe_flex_dispatcher_backend", "deepep")
     return megatron.get("moe_token_dispatcher_type") == "flex" and backend == "deepep"
 
 
 def token_multiple(megatron: Mapping[str, Any]) -> int:
-    """Number of which a rank's tokens of a microbatch must be a multiple, by these fields."""
+    """Divisor of a rank's token count per microbatch; above 1 for FP8."""
     if not megatron.get("fp8"):
         return 1
     return 32 if megatron.get("fp8_recipe") == "mxfp8" else 16
 
 
 def check_fp8_model(settings: Mapping[str, Any], shape: ModelShape, dims: ParallelDims) -> None:
-    """Raise ValueError for a model with which `fp8` does not go on any GPU."""
+    """Raise ValueError for a model that `fp8` cannot train on any GPU."""
     if not settings.get("fp8"):
         return
     prefix = f"model.megatron.fp8 {settings['fp8']}"
@@ -91,17 +90,17 @@ def check_fp8_model(settings: Mapping[str, Any], shape: ModelShape, dims: Parall
         raise ValueError(
             f"{prefix} is not supported for a model with sparse attention: leave it out"
         )
-    multiple = token_multiple(settings)  # of columns as well
+    multiple = token_multiple(settings)  # kernels need it of rows (tokens) and columns alike
     for name, size in _sizes(shape, dims).items():
         if size % multiple:
             raise ValueError(
-                f"{prefix} multiplies matrices whose sides are multiples of {multiple}, and what a "
-                f"rank has of {name} is {size}: leave it out"
+                f"{prefix} needs matrix sides that are multiples of {multiple}, and {name} is "
+                f"{size} on a rank: leave it out"
             )
 
 
 def _sizes(shape: ModelShape, dims: ParallelDims) -> dict[str, int]:
-    """The sides of matrices, by what users call them."""
+    """Sides of a rank's matrices, by users' names for them."""
     sizes = {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size // dims.tensor,

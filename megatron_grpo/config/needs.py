@@ -15,8 +15,8 @@ NEEDS = {
     "train.offload=none",
     ("train.offload of the reference by name", "grpo.beta"): "grpo.beta=0 loads none; leave "
     "reference out",
-    ("train.offload_communicators", "train.offload of weights"): "it moves what is left on the GPU "
-    "when weights have left; set train.offload=all or a list with weights, or leave it out",
+    ("train.offload_communicators", "train.offload of weights"): "it moves buffers that remain on "
+    "the GPU after the weights; set train.offload=all or a list with weights, or leave it out",
     (
         "optimizer.exp_avg_dtype: bfloat16",
         "optimizer.use_precision_aware_optimizer: true",
@@ -35,10 +35,10 @@ NEEDS = {
     ("rollout.recompute_kv_cache: false", "rollout.in_flight_updates: true"): "it keeps keys and "
     "values of completions that go on after a push; set that, or leave it out",
     ("rollout.max_staleness", "a correction for older weights"): "samples of older weights would "
-    "be taken for those of the current ones; set grpo.old_logprobs=rollout, or a "
+    "count as samples of the current ones; set grpo.old_logprobs=rollout, or a "
     "grpo.rollout_importance_sampling_mode such as token_truncate",
     # Engines.
-    ("rollout.indexer_replay", "rollout.engine: sglang"): "vLLM does not tell which tokens its "
+    ("rollout.indexer_replay", "rollout.engine: sglang"): "vLLM does not report which tokens its "
     "indexers choose; set that, or leave it out",
     ("rollout.quantization_aware", "rollout.quantization"): "it trains for quantised engines; set "
     "that to fp8, fp8_channel or int8, or leave it out",
@@ -53,8 +53,8 @@ NEEDS = {
     "tensor-parallel ranks, and parallel.tensor_parallel_size is 1; leave it out, or raise that",
     ("parallel.num_layers_in_first_pipeline_stage", "parallel.pipeline_parallel_size"): _STAGES,
     ("parallel.num_layers_in_last_pipeline_stage", "parallel.pipeline_parallel_size"): _STAGES,
-    ("parallel.overlap_param_gather", "parallel.overlap_grad_reduce: true"): "it gathers by the "
-    "buckets into which only that divides the weights; set that as well",
+    ("parallel.overlap_param_gather", "parallel.overlap_grad_reduce: true"): "it gathers bucket by "
+    "bucket, and only overlap_grad_reduce makes buckets; set that as well",
     ("parallel.dynamic_context_parallel", "parallel.context_parallel_size"): "there are no ranks "
     "to divide; set that to 2 or more",
     # Prompts and rewards.
@@ -71,14 +71,14 @@ NEEDS = {
     "none; use a beta above 0, such as 0.04, or leave it out",
     ("grpo.kl_target", "grpo.beta"): "beta is adapted from an initial one; use a grpo.beta above "
     "0, such as 0.04",
-    ("grpo.use_bias_correction_kl", "grpo.kl_in_reward: false with grpo.beta"): "it multiplies "
-    "that by the ratio; leave it out, or use grpo.kl_in_reward=false and a grpo.beta above 0",
+    ("grpo.use_bias_correction_kl", "grpo.kl_in_reward: false with grpo.beta"): "it is for a KL "
+    "term in the loss; leave it out, or use grpo.kl_in_reward=false and a grpo.beta above 0",
     ("grpo.kl_in_reward: true with grpo.advantage_estimator: grpo", "grpo.beta"): "there is no KL "
     "divergence to subtract; set that, or grpo.kl_in_reward=false",
     ("lora.adapter_path", "lora.r"): "there are no adapters; set that to the rank in its "
     "adapter_config.json, or leave it out",
 }
-"""Why the first feature of each pair needs the other, and after a semicolon what to do."""
+"""Why the first feature of each pair needs the second, and after a semicolon the remedy."""
 
 IDLE = {
     "grpo.dynamic_sample: true": (
@@ -112,10 +112,10 @@ IDLE = {
 
 
 def check_needs(cfg: Config) -> None:
-    """Raise ValueError for the first feature that lacks what it needs, and for the first key that
-    does nothing and has another value than its default.
+    """Raise ValueError for the first feature whose need is not met, or an idle key with a value
+    other than its default.
 
-    Whether a key was given says nothing: a config that was dumped gives all of them.
+    Values are compared, since a saved config gives every key.
     """
     for (feature, needed), reason in NEEDS.items():
         if is_on(cfg, feature) and not is_on(cfg, needed):
@@ -132,7 +132,7 @@ def check_needs(cfg: Config) -> None:
 
 
 def _as_needed(cfg: Config, name: str) -> str:
-    """A feature that is off as overrides, or by the numbers that turn it on: `lora.r above 0`."""
+    """Format a feature that is off as overrides, or as a bound of its number: `lora.r above 0`."""
     key = name.split(" with ")[-1]
     default = None if " " in key else default_of(cfg, key)
     words = name.replace(": ", "=")

@@ -1,6 +1,6 @@
-"""`train.offload`: what leaves the GPU, and in which phases of a step.
+"""`train.offload`: parts of the training state that leave the GPU, and in which phases of a step.
 
-The schedule alone: `policy/residency.py` carries it out, and `planning` counts by it.
+The schedule only: `policy/residency.py` carries it out, and `planning` counts memory by it.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ Part = Literal["weights", "reference", "gradients", "optimizer"]
 Phase = Literal["log-probabilities", "train", "update", "push", "generate"]
 
 PARTS: tuple[Part, ...] = ("weights", "reference", "gradients", "optimizer")
-"""In the order in which they come back: the first two are needed first."""
+"""In the order of their return: the first two are needed first."""
 NOT_COPIED: tuple[Part, ...] = ("gradients",)
 """Freed without a copy: a step zeroes gradients before it adds to them."""
 
@@ -28,12 +28,12 @@ _MOVED: dict[str, tuple[Part, ...]] = {
     "optimizer": ("gradients", "optimizer"),
     "all": PARTS,
 }
-"""Words that are no part, or more than one. Gradients cost nothing beside moments."""
+"""Words for several parts, or none. Gradients go with the moments: they are freed at no cost."""
 _WITH_ENGINES: tuple[Phase, ...] = ("push", "generate")
 
 
 def _checked(given: object) -> object:
-    """`given`, if it is a value of `train.offload`; ValueError otherwise."""
+    """Return `given` if it is a value of `train.offload`; raise ValueError otherwise."""
     legal = f"it is {', '.join(_MOVED)}, or a list of {', '.join(sorted(PARTS))}"
     if isinstance(given, str) and given in _MOVED:
         return given
@@ -54,7 +54,7 @@ Offload = Annotated[
 
 
 def words(offload: str | Sequence[object]) -> str:
-    """A value of `train.offload` as a config has it."""
+    """Format a value of `train.offload` as a config writes it."""
     return offload if isinstance(offload, str) else f"[{', '.join(map(str, offload))}]"
 
 
@@ -63,35 +63,35 @@ def parts_used(phase: Phase) -> tuple[Part, ...]:
 
 
 def parts_moved(offload: Offload) -> tuple[Part, ...]:
-    """The parts that are not on the GPU in some phase."""
+    """Parts that leave the GPU in some phase."""
     named = [offload] if isinstance(offload, str) else offload
     moved = {part for name in named for part in _MOVED.get(name, (name,))}
     return tuple(part for part in PARTS if part in moved)
 
 
 def parts_copied(offload: Offload) -> list[Part]:
-    """The moved parts whose values are on the host meanwhile."""
+    """Moved parts that are copied to the host."""
     return [part for part in parts_moved(offload) if part not in NOT_COPIED]
 
 
 def parts_away(offload: Offload, phase: Phase) -> tuple[Part, ...]:
-    """The parts that are not on the GPU in `phase`: those unused while engines share its memory."""
+    """Moved parts that are off the GPU in `phase`: unused while engines share its memory."""
     if phase not in _WITH_ENGINES:
         return ()
     return tuple(part for part in parts_moved(offload) if part not in _USED[phase])
 
 
 FEWER = "fewer parts"
-"""Stands for a shorter list in place of a value of `train.offload`."""
+"""Placeholder for a shorter list of parts."""
 
 
 def smaller(offload: Offload) -> list[str]:
-    """Values of `train.offload` that take less host memory than one that takes some."""
+    """Values of `train.offload` that take less host memory than `offload`."""
     if offload == "all":
         return ["optimizer", "none"]
     return [FEWER, "none"] if len(parts_copied(offload)) > 1 else ["none"]
 
 
 def communicates(phase: Phase) -> bool:
-    """Whether ranks may communicate over NCCL in a phase; while engines generate, over gloo."""
+    """Whether ranks may use NCCL in a phase; while engines generate they use gloo."""
     return phase != "generate"

@@ -24,28 +24,28 @@ OPTIMIZER_MEMORY_KEYS = (
 """Keys of `optimizer` that change only memory, speed or rounding: a resumed run may change them."""
 
 SLOWEST_BFLOAT16_DECAY = 1 - 2**-8
-"""With a decay rate above it, some bfloat16 numbers would be rounded back to what they were."""
+"""Largest decay rate of bfloat16 moments: above it, some would round back to their old value."""
 
 
 class OptimizerConfig(Section):
     """AdamW or Muon, and the schedule of the learning rate."""
 
     optimizer: Literal["adam", "muon"] = "adam"
-    """`adam`: AdamW. `muon`: matrices of the weight files, except for embedding and head, move by
-    their orthogonalized momentum, and all else by AdamW (docs/formulas.md)."""
+    """`adam` is AdamW. `muon` moves matrices by their orthogonalized momentum, and embedding, head
+    and all else by AdamW (docs/formulas.md)."""
     lr: PositiveFloat
     """Peak learning rate, at most 1."""
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of the decay, one step after the last step; at most lr."""
+    """Learning rate at the end of the decay, one step after the last; at most lr."""
     lr_warmup_steps: NonNegativeInt = 0
-    """Linear warm-up steps from 0: step 1 has learning rate 0, step lr_warmup_steps + 1 has lr."""
+    """Steps of linear warm-up: step 1 has learning rate 0, step lr_warmup_steps + 1 has lr."""
     lr_decay_style: Literal["constant", "cosine", "linear", "WSD"] = "constant"
-    """Shape of the decay from lr to min_lr, from the end of the warm-up to train.num_steps; `WSD`:
-    only in the last lr_wsd_decay_steps."""
+    """Shape of the decay from lr to min_lr, from the end of the warm-up to train.num_steps; `WSD`
+    decays only in the last lr_wsd_decay_steps."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """Shape of the decay at the end of WSD."""
+    """Shape of WSD's decay."""
     lr_wsd_decay_steps: PositiveInt | None = None
-    """Optimizer steps of the decay at the end of WSD, which must be given."""
+    """Optimizer steps of WSD's decay; required for WSD."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay rate of the first moment."""
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -53,29 +53,29 @@ class OptimizerConfig(Section):
     adam_eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Decay rate of Muon's momentum, which is Nesterov's."""
+    """Decay rate of Muon's (Nesterov) momentum."""
     muon_extra_scale_factor: PositiveFloat = 0.2
-    """Root mean square of Muon's updates of a matrix of full rank; 0.2 is about that of AdamW's, so
-    that `lr` suits both (Moonlight, arXiv 2502.16982)."""
+    """Root mean square of Muon's update of a full-rank matrix; 0.2 is about AdamW's, so that `lr`
+    suits both (Moonlight, arXiv 2502.16982)."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of tensors with two or more dimensions, embedding, head and adapters
-    included; those of one dimension, such as norms and biases, have none."""
+    included; norms and biases have none."""
     max_grad_norm: PositiveFloat = 1.0
-    """Maximum global norm of the gradients; larger ones are scaled down to it."""
+    """Maximum global gradient norm; larger gradients are scaled down to it."""
     grad_reduce_in_fp32: bool = True
-    """Whether gradients are added up in float32, over microbatches and over ranks; false: in
-    bfloat16, in half the memory and with half the traffic."""
+    """Whether gradients are summed in float32, over microbatches and ranks; false: in bfloat16,
+    with half the memory and traffic."""
     use_precision_aware_optimizer: bool = False
-    """Whether only those 16 bits of float32 master weights are kept that bfloat16 weights lack,
-    which loses nothing, and moments may be bfloat16; by Transformer Engine, on a GPU."""
+    """Store of the float32 master weights only the 16 bits that the bfloat16 weights lack
+    (lossless), and allow bfloat16 moments. Needs Transformer Engine and a GPU."""
     exp_avg_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the first moment; bfloat16 needs use_precision_aware_optimizer."""
     exp_avg_sq_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the second moment; bfloat16 needs use_precision_aware_optimizer."""
     optimizer_cpu_offload: bool = False
-    """Whether master weights and moments are in host memory, where the CPU updates weights."""
+    """Keep master weights and moments in host memory; the CPU updates the weights."""
     optimizer_offload_fraction: float = Field(default=1.0, gt=0, le=1)
-    """The fraction of them for which that is so; the rest is on the GPU."""
+    """Fraction of the optimizer state that optimizer_cpu_offload keeps in host memory."""
 
     @model_validator(mode="after")
     def _check_rates(self) -> Self:
@@ -104,14 +104,14 @@ class OptimizerConfig(Section):
             dtype, decay = getattr(self, f"{name}_dtype"), getattr(self, beta)
             if dtype == "bfloat16" and decay > SLOWEST_BFLOAT16_DECAY:
                 raise ValueError(
-                    f"optimizer.{beta} {decay} takes less from a moment in a step "
+                    f"optimizer.{beta} {decay} decays a moment by less per step "
                     f"than bfloat16 resolves, and optimizer.{name}_dtype is bfloat16: use at most "
                     f"{SLOWEST_BFLOAT16_DECAY}, or optimizer.{name}_dtype=float32"
                 )
         return self
 
     def check_schedule(self, num_steps: int) -> None:
-        """Raise ValueError if the schedule of the learning rate does not fit into so many steps."""
+        """Raise ValueError if the learning-rate schedule does not fit into `num_steps`."""
         warmup, decay = self.lr_warmup_steps, self.lr_wsd_decay_steps
         if warmup >= num_steps:
             raise ValueError(

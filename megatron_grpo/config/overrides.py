@@ -1,8 +1,8 @@
 """Overrides of keys, `key.sub=value`: the key's type says how the value is read.
 
-The value of a key that takes a text is the text as it stands, and any other value is YAML. So are
-quotes, null and, where the key takes them, lists and tables. The shell is where people write
-overrides, and `data.system_prompt=Answer after ####` shall not lose its end to a YAML comment.
+The value of a text key is the text as it stands, because overrides are written in a shell:
+`data.system_prompt=Answer after ####` must not lose its end to a YAML comment. Other values are
+YAML, and so are a quoted text, null and, if the key takes them, lists and tables.
 """
 
 import re
@@ -22,10 +22,10 @@ NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 PLAIN_NUMBER = re.compile(
     r"[-+]?(0|[1-9]\d*|(\d+\.\d*|\.\d+)(e[-+]?\d+)?|\d+e[-+]?\d+|\.inf)|\.nan", re.IGNORECASE
 )
-"""Numbers that read as they stand: to YAML 1.1, 010 is 8, 1:30 is 90, and 2026_11 is 202611."""
+"""Numbers that mean what they look like: YAML 1.1 reads 010 as 8, 1:30 as 90, 2026_11 as 202611."""
 PLAIN_BOOLS = ("true", "false")
 QUOTED = re.compile(r"""\s*('([^']|'')*'|"([^"\\]|\\.)*")\s*(\s#.*)?""", re.DOTALL)
-"""A text in quotes as a whole, with or without a comment behind it."""
+"""A text that is quoted as a whole, with or without a comment behind it."""
 NULLS = ("", "~", "null", "Null", "NULL")
 BRACKETS = {"[": "]", "{": "}"}
 SYNTAX = (
@@ -41,8 +41,8 @@ SYNTAX = (
 def apply_override(table: dict[Any, Any], override: str, section: type[BaseModel]) -> None:
     """Set one `key.sub=value` in the nested table of a section, creating missing tables.
 
-    Raises ValueError, one line, for a value that YAML cannot read or reads as something else than
-    what stands there.
+    Raises ValueError, one line, for a value that YAML cannot read or reads as something other than
+    its text.
     """
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -65,17 +65,18 @@ def apply_override(table: dict[Any, Any], override: str, section: type[BaseModel
 
 
 def _first_of(table: Mapping[Any, Any], key: str) -> tuple[Any, str]:
-    """The first part of a dotted key, as the table has it, and the rest, from the dot on.
+    """Split a dotted key into its first part, as the table has it, and the rest, from the dot on.
 
-    It is a number for a held-out set called 2024, and has dots for a source called math.v2.
+    The part is a number for a held-out set called 2024, and has a dot for a source called math.v2.
     """
+    # The longest name wins, as math and math.v2 may both be sources.
     own = [each for each in table if f"{key}.".startswith(f"{each}.")]
     first = max(own, key=lambda each: len(str(each)), default=key.partition(".")[0])
     return first, key[len(str(first)) :]
 
 
 def _members(kind: Any) -> Sequence[Any]:
-    """The types of a union, without annotations; those of its values for a Literal."""
+    """Types of a union, without annotations; for a Literal the types of its values."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _members(arguments[0])
@@ -87,9 +88,9 @@ def _members(kind: Any) -> Sequence[Any]:
 
 
 def _kind_below(kind: Any, name: str) -> Any:
-    """The type of the value `name` in a table, or of the items of a list if it is empty.
+    """Type of the value `name` in a table, or of a list's items if `name` is empty.
 
-    A text below a key that is not known, which is refused when all overrides are read.
+    An unknown key counts as text; `parse_config` refuses it after all overrides are applied.
     """
     for member in _members(kind):
         origin, arguments = get_origin(member), get_args(member)
@@ -106,14 +107,14 @@ def _kind_below(kind: Any, name: str) -> Any:
 
 
 def _takes_text(kind: Any) -> bool:
-    """Whether every scalar of this type is a text, but for null."""
+    """Whether every scalar of this type, except null, is a text."""
     members = _members(kind)
     is_text = any(member in (str, Path) for member in members)
     return is_text and not any(member in (bool, int, float, Any) for member in members)
 
 
 def _takes(kind: Any, bracket: str) -> bool:
-    """Whether the type has lists, or for { tables."""
+    """Whether the type has lists, or tables if `bracket` is {."""
     for member in _members(kind):
         origin = get_origin(member) or member
         is_table = origin is dict or (isinstance(origin, type) and issubclass(origin, BaseModel))
@@ -123,7 +124,7 @@ def _takes(kind: Any, bracket: str) -> bool:
 
 
 def _read(text: str, kind: Any) -> Any:
-    """The value of a key of this type; raises ValueError with the reason."""
+    """Parse the value of a key of type `kind`; raises ValueError with the reason."""
     if _takes_text(kind):
         bare = text.strip()
         is_bracketed = BRACKETS.get(bare[:1]) == bare[-1:] and _takes(kind, bare[:1])
@@ -144,7 +145,7 @@ def _read(text: str, kind: Any) -> Any:
 
 
 def _refuse_dropped(text: str) -> None:
-    """Raise ValueError for what YAML would leave out of a value, or join."""
+    """Raise ValueError if YAML would drop part of a value, or join its lines."""
     end = 0
     for token in yaml.scan(text, Loader):
         start, between = token.start_mark.index, text[end : token.start_mark.index]
@@ -167,9 +168,9 @@ def _refuse_dropped(text: str) -> None:
 
 
 def _set_types(node: yaml.Node, kind: Any, loader: Loader) -> None:
-    """Make texts of the scalars that the type wants as texts, and of the names in tables.
+    """Turn scalars into texts if the type wants texts, and names in tables, too.
 
-    Raises ValueError for a number or a truth value that may have been meant as something else.
+    Raises ValueError for a number or truth value that YAML reads as something else.
     """
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:

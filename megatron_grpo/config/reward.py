@@ -9,17 +9,16 @@ from megatron_grpo.config.agent import AGENT
 from megatron_grpo.config.section import Section
 
 ENVIRONMENT = "environment"
-"""`Config.partner` of a run with environments, and the label of the reward that these give; those
-of reward functions must differ from it."""
+"""`Config.partner` of a run with environments, and the label of their reward; no reward function
+may have this label."""
 
 RIGHT = ("exact", "math_answer", "unit_tests")
 """Built-in functions that score right answers 1 and all others 0."""
 SHAPING = frozenset({"cosine", "repetition", "reward_model", "soft_overlong"})
-"""Built-in functions that do not say whether an answer is right: they must not decide whether it
+"""Built-in functions that do not judge whether an answer is right, and must not decide whether it
 passes an evaluation."""
 REWARD_MODEL = "reward_model"
 BUILT_IN = frozenset({*RIGHT, *SHAPING, "format", "judge"})
-"""The names of all built-in functions."""
 
 
 class RewardFunction(Section):
@@ -35,27 +34,28 @@ class RewardFunction(Section):
 
     @property
     def label(self) -> str:
-        """Short name for metrics and messages: the function's name without its file."""
+        """Name for metrics and messages: the function's name without its file."""
         return self.name.rpartition(":")[2]
 
     @property
     def is_served_here(self) -> bool:
-        """Whether it is a reward model that the run serves itself."""
+        """Whether the function is a reward model that the run serves itself."""
         return self.name == REWARD_MODEL and "path" in self.arguments
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of a reward model that the run serves itself."""
+        """GPUs of a reward model that the run serves itself; 0 for other functions."""
         return int(self.arguments.get("tensor_parallel_size", 1)) if self.is_served_here else 0
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether it is such a model on the GPUs of ranks, where it sleeps unless it scores."""
+        """Whether the run serves this model on the ranks' GPUs, where it sleeps unless it
+        scores."""
         return self.is_served_here and bool(self.arguments.get("share_gpus"))
 
     @property
     def scores_steps(self) -> bool:
-        """Whether it is a process reward model."""
+        """Whether the function is a process reward model."""
         return self.name == REWARD_MODEL and self.arguments.get("step_tag") is not None
 
 
@@ -63,19 +63,19 @@ class RewardConfig(Section):
     """How completions are scored."""
 
     functions: tuple[RewardFunction, ...] = Field(default=(), strict=False)
-    """Reward functions: a name, or a table with name, weight and arguments."""
+    """Reward functions: each a name, or a table with name, weight and arguments."""
     clip_range: tuple[float, float] | None = Field(default=None, strict=False)
-    """Bounds of the total reward, such as [-10, 10], which is clipped to them; null: it is not. To
-    scale a function, set its weight."""
+    """Bounds that the total reward is clipped to, such as [-10, 10]; null: no clipping. To scale a
+    function, set its weight."""
     timeout: PositiveFloat = 60.0
-    """Seconds within which a function must score all completions of one prompt."""
+    """Seconds within which a function must score all completions of a prompt."""
     max_failed_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the completions of a generation or evaluation that may fail to be scored; these are
-    masked, and more stop the run."""
+    """Share of the completions of a generation or evaluation whose scoring may fail. They are
+    masked; more failures stop the run."""
     max_concurrent_calls: PositiveInt = 64
-    """Maximum concurrent calls of asynchronous functions, one prompt each."""
+    """Maximum concurrent calls of asynchronous functions; one call scores one prompt."""
     num_workers: PositiveInt = 2
-    """Number of processes that score in parallel."""
+    """Processes that score in parallel."""
     memory_megabytes: PositiveInt = 4096
     """Maximum private memory (RLIMIT_DATA) of each scoring process, and of each process it
     starts."""
@@ -99,7 +99,7 @@ class RewardConfig(Section):
 
     @property
     def process_model(self) -> RewardFunction | None:
-        """The function that scores steps, if one does."""
+        """The process reward model among the functions, if any."""
         return next((function for function in self.functions if function.scores_steps), None)
 
     @model_validator(mode="after")
@@ -121,7 +121,7 @@ class RewardConfig(Section):
 
 
 def served_here(rewards: Iterable[RewardConfig]) -> list[RewardFunction]:
-    """The reward models that a run with these rewards serves itself, each of them once."""
+    """Reward models that the run serves itself, without duplicates."""
     found: list[RewardFunction] = []
     for function in (each for reward in rewards for each in reward.functions):
         if function.is_served_here and function.arguments not in [f.arguments for f in found]:
@@ -130,7 +130,7 @@ def served_here(rewards: Iterable[RewardConfig]) -> list[RewardFunction]:
 
 
 def count_gpus(models: Iterable[RewardFunction], *, shared: bool) -> int:
-    """GPUs of those of the reward models that share them, or of the others."""
+    """GPUs of the models that share the ranks' GPUs, or with `shared=False` of the others."""
     return sum(model.num_gpus for model in models if model.shares_gpus == shared)
 
 
@@ -138,13 +138,11 @@ class EnvironmentConfig(Section):
     """The environment: your code, which answers each turn of the model."""
 
     name: str | None = None
-    """`file.py:ClassName`, a class with `reset` and `step`; null: completions have a single
-    turn."""
+    """`file.py:ClassName`, a class with `reset` and `step`; null: no environment."""
     arguments: dict[str, Any] = Field(default={})
     """Keyword arguments of the class."""
     weight: float = 1.0
-    """Weight of the environment's reward, summed over the steps: term `environment` of the
-    total."""
+    """Weight of the environment's reward, the sum over steps: term `environment` of the total."""
     max_turns: PositiveInt = 8
     """Maximum turns of the model per completion."""
     observation_role: Literal["user", "tool"] = "user"
@@ -152,7 +150,7 @@ class EnvironmentConfig(Section):
     timeout: PositiveFloat = 60.0
     """Seconds within which `reset` or `step` must return; otherwise the sample has failed."""
     memory_megabytes: PositiveInt = 4096
-    """Maximum private memory (RLIMIT_DATA) of each sample's process and of processes it starts."""
+    """Maximum private memory (RLIMIT_DATA) of each sample's process and its child processes."""
 
     @field_validator("name")
     @classmethod
@@ -163,9 +161,10 @@ class EnvironmentConfig(Section):
 
 
 def check_judges(terms: Sequence[RewardFunction], threshold: float, section: str) -> None:
-    """Raise ValueError if bonuses or penalties could decide whether a right answer passes."""
+    """Raise ValueError if bonuses or penalties could decide whether an answer passes."""
     judges = [term for term in terms if term.weight != 0]
     names = [term.name for term in judges]
+    # A weight below 1 would keep right answers, which score 1, under the default threshold of 1.
     is_plain = len(judges) == 1 and judges[0].weight >= 1 and SHAPING.isdisjoint(names)
     if judges and not is_plain:
         unshaped = [name for name in names if name not in SHAPING]

@@ -18,34 +18,33 @@ from checkpoint_convert.quantized.scheme import EngineQuantization
 from megatron_grpo.config.section import Section
 
 MIN_TEMPERATURE = 0.01
-"""vLLM raises any lower temperature to this, except 0, which is greedy."""
+"""vLLM raises lower temperatures to this, except 0, which is greedy."""
 
 
 SGLANG_STOPS = 32
-"""Most strings that may end a completion of SGLang."""
+"""Maximum number of stop strings in SGLang."""
 
 
 class RolloutConfig(Section):
     """The engines that generate completions."""
 
     engine: Literal["vllm", "sglang"] = "vllm"
-    """The generation server."""
+    """Inference server of the engines."""
     python: Path | None = Field(default=None, strict=False)
-    """With engine sglang, the Python interpreter of the environment that it is installed in, such
-    as .venv-sglang/bin/python; default: the trainer's."""
+    """Python interpreter of SGLang's environment, such as .venv-sglang/bin/python; null: the
+    trainer's."""
     base_urls: tuple[str, ...] = Field(default=(), strict=False)
-    """URLs of engines that are already running, such as http://host:8000; empty: the run starts
-    them."""
+    """URLs of running engines, such as http://host:8000; empty: the run starts its engines."""
     num_engines: PositiveInt = Field(default_factory=lambda data: len(data["base_urls"]) or 1)
-    """Number of engines; default: the number of base_urls, or 1 without any."""
+    """Number of engines; default: one per URL in base_urls, or 1."""
     tensor_parallel_size: PositiveInt = 1
     """Tensor-parallel ranks of each engine: at most the GPUs of a node, or a multiple of them."""
     data_parallel_size: PositiveInt = 1
-    """Groups of tensor-parallel ranks in each engine of a mixture of experts, which share the
-    experts: each has requests, attention and a cache of its own (vLLM's data parallelism, SGLang's
-    of attention)."""
+    """Groups of tensor-parallel ranks in each engine of a mixture of experts (vLLM's data
+    parallelism, SGLang's data-parallel attention). They share the experts; each has its own
+    requests, attention and cache."""
     temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE)
-    """Sampling temperature, at least 0.01; the trainer also divides its logits by it."""
+    """Sampling temperature, at least 0.01; the trainer divides its logits by it, too."""
     top_p: float = 1.0
     """Must be 1.0: the trainer cannot reproduce a truncated distribution."""
     top_k: int = -1
@@ -53,80 +52,78 @@ class RolloutConfig(Section):
     max_completion_length: PositiveInt
     """Maximum tokens per completion, including the end token and observations."""
     stop_token_ids: tuple[NonNegativeInt, ...] = Field(default=(), strict=False)
-    """Tokens that end a completion or turn, in addition to those of config.json and tokenizer; for
-    a base model with a chat template, the one that ends its turns."""
+    """Tokens that end a completion or turn, besides the end tokens of config.json and tokenizer. A
+    base model with a chat template needs the token that ends its turns."""
     stop: tuple[str, ...] = Field(default=(), strict=False)
-    """Strings that end a completion or turn, and belong to it."""
+    """Strings that end a completion or turn; the string stays in the completion."""
     tool_call_parser: str | None = None
-    """The engine's parser of calls of tools in the turns of agents, such as hermes or qwen3_coder;
-    a parser of reasoning is vllm.reasoning_parser or sglang.reasoning_parser."""
+    """Engine's parser of tool calls in agents' turns, such as hermes or qwen3_coder; reasoning has
+    vllm.reasoning_parser or sglang.reasoning_parser."""
     max_staleness: NonNegativeInt = 0
-    """Generations that may be made ahead while the ranks train; samples are at most that many
-    pushes of weights old when training on them begins. 0: synchronous. Refused where engines would
-    share several GPUs with the ranks."""
+    """Generations made ahead; samples are at most this many pushes old when training on them
+    begins. 0: synchronous. Refused if engines share several GPUs with the ranks."""
     in_flight_updates: bool = False
-    """Push weights without waiting for completions in progress: these go on under the new weights,
-    which compute their tokens anew. Needed by a max_staleness above 1."""
+    """Push weights while completions are in progress; they continue under the new weights. Required
+    by a max_staleness above 1."""
     recompute_kv_cache: bool = True
-    """After a push in flight, engines compute the keys and values of what they go on with anew.
-    false: they keep those of older weights, as PipelineRL does, which saves that prefill; no
-    version alone gives the tokens that follow their probabilities then. vLLM only."""
+    """Recompute keys and values of completions in progress after a push. False keeps those of older
+    weights (PipelineRL, vLLM only) and saves the prefill; later tokens then mix versions."""
     over_sampling: float = Field(default=1.0, ge=1.0)
-    """Above 1: as many times the prompts of a generation are at the engines, the first groups that
-    are complete make up the generation, and the others go on into the next, for at most
-    max_staleness generations. Needs in_flight_updates; at most max_staleness + 1."""
+    """Factor of extra prompts at the engines, up to max_staleness + 1: the first complete groups
+    make up the generation, and the others continue into later ones. Above 1 needs
+    in_flight_updates."""
     async_generate: bool = False
-    """Deprecated: true stands for max_staleness 1."""
+    """Deprecated: true means max_staleness 1."""
     enable_sleep_mode: bool = False
-    """Between generations, engines give the memory of weights and cache to the ranks on the same
-    GPUs (vLLM's sleep mode of level 2, SGLang's memory saver). No use to engines on GPUs of their
-    own."""
+    """Between generations, engines free the memory of weights and cache for the ranks on the same
+    GPUs (vLLM's sleep level 2, SGLang's memory saver). Useless for engines on their own GPUs."""
     router_replay: bool = False
-    """With a mixture of experts, send each token in training to the experts that the engine chose
-    for it (R3, arXiv 2510.11370)."""
+    """With a mixture of experts, train each token with the experts that the engine chose for it
+    (R3, arXiv 2510.11370)."""
     indexer_replay: bool = False
-    """With sparse attention, let each token in training attend to the tokens that the engine's
-    indexers chose for it (Megatron-LM's `dsa_enable_indexer_replay`); not vLLM."""
+    """With sparse attention, train each token with the tokens that the engine's indexers chose for
+    it (Megatron-LM's `dsa_enable_indexer_replay`). SGLang only."""
     startup_timeout: PositiveFloat = 300.0
     """Seconds within which a started engine must answer."""
     request_timeout: PositiveFloat = 600.0
-    """Seconds within which an engine must answer any request but those for completions, which
-    may take any time: see stall_timeout."""
+    """Seconds within which an engine must answer requests other than completions; for these see
+    stall_timeout."""
     health_timeout: PositiveFloat = 30.0
     """Seconds within which an engine must answer a health probe; otherwise it counts as lost."""
     stall_timeout: PositiveFloat = 120.0
     """Seconds within which an engine with requests must generate a token, or it counts as lost."""
     quantization: EngineQuantization = "none"
-    """Weights of linear layers in engines, which the ranks quantise for each push: `fp8` (blocks of
-    128 x 128), `fp8_channel` or `int8` (a scale per row; not SGLang); `none`: in model.dtype."""
+    """Format of linear layers' weights in engines, which the ranks quantise for each push: `fp8`
+    (blocks of 128 x 128), `fp8_channel` or `int8` (a scale per row; vLLM only); `none`:
+    model.dtype."""
     quantization_ignore: list[str] = Field(default=[])
-    r"""Modules whose weights stay in model.dtype, also in `train.export_quantization`, by their
-    names in the weight files or by what these begin with as a regular expression after `re:`
-    (compressed-tensors' `ignore`), such as `re:model\.layers\.0\.`."""
+    r"""Modules whose weights stay in model.dtype, also in `train.export_quantization`: names in the
+    weight files, or after `re:` a regular expression for their beginning, such as
+    `re:model\.layers\.0\.` (compressed-tensors' `ignore`)."""
     quantization_aware: bool = False
-    """Train with the numbers that quantised engines have for weights; the gradient of these is
-    applied to the weights themselves (quantisation-aware training)."""
+    """Quantisation-aware training: forward and backward use the engines' quantised weights, and
+    gradients update the unquantised ones."""
     max_quantization_gap: PositiveFloat = 0.05
-    """Mean difference of log-probabilities between ranks and quantised engines, in nats, above
-    which a run ends at its start unless something in `grpo` corrects for it."""
+    """Maximum mean difference of log-probabilities (nats) between ranks and quantised engines at
+    the start of a run without a correction in `grpo`; above it, the run ends."""
     vllm: dict[str, Any] = Field(default={})
     """Fields of vLLM's EngineArgs, passed on unchanged."""
     sglang: dict[str, Any] = Field(default={})
     """Fields of SGLang's ServerArgs, passed on unchanged."""
     update_weights_bucket_megabytes: PositiveInt = 512
-    """Maximum megabytes of buffers per process while weights are sent to the engines."""
+    """Maximum megabytes of buffers per process during a push."""
     weight_transport: Literal["auto", "network", "disk"] = "auto"
-    """`auto`: host or GPU memory that both ends share, else the network; `network`: only that;
-    `disk`: a folder in train.run_dir, for engines that share only a file system with the ranks."""
+    """`auto`: shared host or GPU memory, else the network; `network`: the network only; `disk`: a
+    folder in train.run_dir, for engines that share only a file system with the ranks."""
 
     @property
     def gpus_per_engine(self) -> int:
-        """Workers of each engine, with a GPU each where there are any."""
+        """Workers of each engine, with one GPU each unless they run on CPUs."""
         return self.tensor_parallel_size * self.data_parallel_size
 
     @property
     def engine_size_text(self) -> str:
-        """The keys that give `gpus_per_engine`, for messages."""
+        """The keys behind `gpus_per_engine`, for messages."""
         groups = (
             f" and rollout.data_parallel_size {n}" if (n := self.data_parallel_size) > 1 else ""
         )
@@ -228,7 +225,7 @@ class RolloutConfig(Section):
 
     @property
     def drafts(self) -> dict[str, Any]:
-        """The table `speculative_config` of vLLM; empty if engines do not draft."""
+        """Table `speculative_config` of vLLM; empty if engines do not draft."""
         table = self.vllm.get("speculative_config")
         return table if isinstance(table, dict) else {}
 
@@ -239,5 +236,5 @@ class RolloutConfig(Section):
 
     @property
     def num_speculative_tokens(self) -> int:
-        """Tokens of a draft of engines; 0: they do not draft."""
+        """Tokens of an engine's draft; 0 without drafts."""
         return int(self.drafts.get("num_speculative_tokens", 0))

@@ -12,13 +12,15 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """A table of the config: frozen, of known keys and exact types."""
 
+    # Strict, so that `true` for a number is an error rather than 1. Fields of tuples and paths are
+    # not strict themselves, as YAML has only lists and texts for them.
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
 def as_yaml(value: Any) -> str:
-    """A value as an override has it, on one line."""
+    """Format a value as an override writes it, on one line."""
     if isinstance(value, Mapping | Sequence) and not isinstance(value, str):
         text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
         return text.removesuffix("\n")
@@ -28,7 +30,7 @@ def as_yaml(value: Any) -> str:
 def completed(
     table: Mapping[str, Any], names: Iterable[str], run: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`table`, of whose tables `names` those that it has take what they leave out from `run`."""
+    """Fill keys that a table of `table` lacks from `run`, for the tables `names`."""
     tables = {}
     for name in names:
         given, defaults = table.get(name), run.get(name)

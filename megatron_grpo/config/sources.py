@@ -19,15 +19,15 @@ class Source(Section):
     """How rows of one kind are answered and scored."""
 
     reward: RewardConfig | None = None
-    """Scoring: the keys of `reward`, whose values are the defaults; null: the same as `reward`."""
+    """Scoring: the keys of `reward`, which also gives their defaults; null: `reward` itself."""
     environment: EnvironmentConfig | None = None
-    """The keys of `environment`, whose values are the defaults; null: the same as `environment`."""
+    """The keys of `environment`, which also gives their defaults; null: `environment` itself."""
     agent: AgentConfig | None = None
-    """The keys of `agent`, whose values are the defaults; null: the same as `agent`."""
+    """The keys of `agent`, which also gives their defaults; null: `agent` itself."""
 
     @property
     def own(self) -> dict[str, Section]:
-        """The sections in which it differs from the run, by name."""
+        """Sections of the source that replace the run's, by name."""
         return {name: section for name, section in self if section is not None}
 
 
@@ -38,10 +38,10 @@ class SourcesConfig(Section):
     """Several kinds of rows in one run, each with rewards, and an environment or an agent."""
 
     column: str | None = None
-    """Column of the data that says which of `by_name` a row is of, such as `data_source`."""
+    """Column with the name of a row's source, such as `data_source`; null: no sources."""
     by_name: dict[str, Source] = Field(default={})
-    """By the value in that column, the sections `reward`, `environment` and `agent` of such rows,
-    as far as they differ from the run's. Metrics are then also `source/NAME/*`."""
+    """Sections `reward`, `environment` and `agent` of each source by its name, with the run's
+    values as defaults. Metrics are also `source/NAME/*`."""
 
     @field_validator("by_name", mode="after")
     @classmethod
@@ -65,11 +65,11 @@ class SourcesConfig(Section):
         return self
 
     def of(self, row: Mapping[str, Any]) -> str:
-        """The source of a row that has the column."""
+        """Source of a row; the row must have the column."""
         return ALONE if self.column is None else str(row[self.column])
 
     def scored_by(self, reward: RewardConfig | None) -> "SourcesConfig":
-        """Give all sources one `reward`, if there is one."""
+        """Replace the reward of every source by `reward`, unless that is None."""
         if reward is None:
             return self
         return self.model_copy(
@@ -83,7 +83,7 @@ class SourcesConfig(Section):
 
 
 def with_sources(run: dict[str, Any]) -> dict[str, Any]:
-    """The table of a run, with the sections of each of its sources completed from its own."""
+    """Complete the sections of each source in the table of a run from the run's own."""
     table = run.get("sources")
     named = table.get("by_name") if isinstance(table, dict) else None
     if not (isinstance(table, dict) and isinstance(named, dict)):

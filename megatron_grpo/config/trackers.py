@@ -1,4 +1,4 @@
-"""Where metrics go besides the run directory and TensorBoard: wandb, trackio, SwanLab."""
+"""Trackers besides the run directory and TensorBoard: wandb, trackio, SwanLab."""
 
 from pydantic import Field, NonNegativeInt
 
@@ -9,17 +9,17 @@ class WandbConfig(Section):
     """Logging to Weights & Biases: offline without WANDB_API_KEY, unless WANDB_MODE is set."""
 
     project: str | None = None
-    """Project to log to; null: nothing is logged to wandb."""
+    """Project to log to; null: no logging to wandb."""
     name: str | None = None
     """Name of the run; null: wandb chooses one."""
     entity: str | None = None
-    """Team or user whose project it is; null: the default of the API key."""
+    """Team or user that owns the project; null: the default of the API key."""
     group: str | None = None
-    """Group of the run, such as the sweep that it is part of."""
+    """Group of the run, such as its sweep."""
     tags: tuple[str, ...] = Field(default=(), strict=False)
     """Labels of the run."""
     num_completions: NonNegativeInt = 16
-    """Maximum completions per step in wandb's table; `completions.jsonl` has all of them."""
+    """Maximum completions per step in wandb's table; `completions.jsonl` has all."""
 
 
 class TrackioConfig(Section):
@@ -27,21 +27,21 @@ class TrackioConfig(Section):
     server."""
 
     project: str | None = None
-    """Project to log to; null: nothing is logged with trackio (`pip install trackio`)."""
+    """Project to log to; null: no logging with trackio (`pip install trackio`)."""
     name: str | None = None
-    """Name of the run, which a resumed job continues by it; null: that of the run directory."""
+    """Name of the run, by which a resumed job continues it; null: the name of the run directory."""
     num_completions: NonNegativeInt = 16
-    """Maximum completions per step in trackio's table; `completions.jsonl` has all of them."""
+    """Maximum completions per step in trackio's table; `completions.jsonl` has all."""
 
 
 class SwanlabConfig(Section):
     """Logging to SwanLab: offline without SWANLAB_API_KEY, unless SWANLAB_MODE is set."""
 
     project: str | None = None
-    """Project to log to; null: nothing is logged to SwanLab (`pip install swanlab`)."""
+    """Project to log to; null: no logging to SwanLab (`pip install swanlab`)."""
     name: str | None = None
     """Name of the run; null: SwanLab chooses one."""
     workspace: str | None = None
-    """User or organization whose project it is; null: that of the API key."""
+    """User or organization that owns the project; null: the owner of the API key."""
     num_completions: NonNegativeInt = 16
-    """Maximum completions per step in SwanLab's table; `completions.jsonl` has all of them."""
+    """Maximum completions per step in SwanLab's table; `completions.jsonl` has all."""

@@ -22,33 +22,31 @@ from megatron_grpo.config.section import Section
 from parallel import ParallelDims
 
 HUB_NAME = re.compile(r"(?!models/)[\w.-]+/[\w.-]+")
-"""OWNER/NAME; the shipped configs have their models in `models`."""
+"""OWNER/NAME, but not a path below `models/`, the folder of the shipped configs' models."""
 
 
 class ModelConfig(Section):
     """The model to train."""
 
     path: Path = Field(strict=False)
-    """Hugging Face folder: config.json, safetensors, tokenizer."""
+    """Hugging Face folder with config.json, safetensors and tokenizer."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the weights in forward and backward; master weights are float32."""
     freeze_moe_router: bool = False
-    """With a mixture of experts, keep the weights of its routers as they were read."""
+    """Leave the weights of a mixture's routers untrained."""
     freeze_vision: bool = True
-    """Whether prompts with images leave the weights of the vision tower as they were read; false:
-    it is trained, too."""
+    """Leave the vision tower's weights untrained; false: train them on prompts with images."""
     mtp_num_layers: Literal[0, 1] = 0
-    """1: also train the model's layer for multi-token prediction, with which engines draft
-    (`speculative_config` of method `mtp` in rollout.vllm), to predict what is sampled. The policy
-    is trained as without it."""
+    """1: also train the layer for multi-token prediction, with which engines draft (method `mtp` of
+    rollout.vllm.speculative_config), on sampled tokens. The policy's training does not change."""
     megatron: dict[str, Any] = Field(default={})
     """Fields of Megatron-Core's TransformerConfig for speed, memory, rounding and the losses of
-    routers; those listed above."""
+    routers: the list above."""
 
     def check_folder(self, only_config: bool = False) -> None:
-        """Raise ValueError, with the command that downloads the model, if it is not in `path`.
+        """Raise ValueError, with the command that downloads the model, if `path` lacks it.
 
-        `only_config`: of its files, config.json is enough.
+        With `only_config`, config.json is enough.
         """
         if only_config and not (self.path / "config.json").is_file():
             problem = "has no config.json: plan needs only this file of a model"
@@ -70,72 +68,70 @@ class TrainConfig(Section):
     """Length, folder and limits of the run."""
 
     run_dir: Path = Field(strict=False)
-    """Folder for everything the run writes; starting with the same folder again resumes the run."""
+    """Folder for the run's files; a start with an existing folder resumes its run."""
     init_from: Path | None = Field(default=None, strict=False)
-    """Run directory, or RUN_DIR/checkpoints/step_N, whose weights and moments a new run starts
-    from, at step 0; null: the weights in model.path."""
+    """Run directory, or RUN_DIR/checkpoints/step_N, whose weights and moments a new run starts with
+    at step 0; null: the weights in model.path."""
     num_steps: PositiveInt | None = None
-    """Number of optimizer steps; either this or num_epochs is required."""
+    """Optimizer steps of the run; required unless num_epochs is given."""
     num_epochs: PositiveInt | None = None
-    """Passes over the prompts, from which the number of optimizer steps follows when the data is
-    read; prompts that dynamic_sample draws in addition do not count."""
+    """Passes over the prompts, from which the number of optimizer steps follows; dynamic_sample's
+    extra prompts do not count."""
     seed: NonNegativeInt = 42
     """Seed of the data order and of all sampling."""
     max_tokens_per_microbatch: PositiveInt = 4096
-    """Maximum tokens, with alignment padding, in one forward pass of one model replica."""
+    """Maximum tokens, with alignment padding, in one forward pass of a model replica."""
     offload: Offload = "none"
-    """Training state that is in its host's memory while engines in sleep mode have the GPU:
-    `optimizer` (moments, master weights; gradients are freed) or `all` (weights and reference,
-    too), or a list of `gradients`, `optimizer`, `weights`, `reference`."""
+    """State in host memory while engines in sleep mode use the GPU: `optimizer` (moments and master
+    weights; gradients are freed), `all` (also weights and reference), or a list of `gradients`,
+    `optimizer`, `weights`, `reference`."""
     offload_communicators: bool = False
-    """Where weights leave (offload), whether buffers that NCCL has for NVLink and PCIe are on the
-    host, too, while engines generate. Not run on GPUs yet."""
+    """With weights offloaded, also move NCCL's NVLink and PCIe buffers to the host while engines
+    generate."""
     save_interval: PositiveInt = 10
-    """Optimizer steps between checkpoints. Each is written when a generation ends, the first at or
-    after a multiple of this; the last step always writes one."""
+    """Optimizer steps between checkpoints, each written at the first end of a generation from then
+    on. The last step always writes one."""
     export_interval: PositiveInt | None = None
-    """Optimizer steps between Hugging Face exports, each to a folder hf_step_N of its own; null:
-    export only the end, to hf."""
+    """Optimizer steps between Hugging Face exports, to folders hf_step_N; null: only the final one,
+    to hf."""
     export_quantization: Quantization = "none"
-    """Weights of linear layers in exports: `fp8` (blocks of 128 x 128), `fp8_channel` or `int8` (a
-    scale per row), or `nvfp4` (4 bits, blocks of 16), for vLLM and SGLang; `none`: in
+    """Format of linear layers' weights in exports, for vLLM and SGLang: `fp8` (blocks of 128 x
+    128), `fp8_channel` or `int8` (a scale per row), or `nvfp4` (4 bits, blocks of 16); `none`:
     model.dtype."""
     keep_checkpoints: PositiveInt = 2
-    """Number of newest checkpoints to keep on disk."""
+    """Newest checkpoints to keep on disk."""
     keep_every: PositiveInt | None = None
-    """The first checkpoint at or after each multiple of this is kept for good; a multiple of
-    save_interval. Null: only the newest are kept."""
+    """Keep the first checkpoint at or after each multiple of this many steps for good; a multiple
+    of save_interval. Null: keep only the newest."""
     hang_timeout: PositiveFloat | None = None
-    """Seconds without progress in a training phase until the run is stopped; the first step has
-    more, and each phase at least twice the longest time that it took before in this run. While a
-    rank computes on a CPU, four times as long. Time in which the job is suspended does not count.
-    Null: 45, on GPUs 300, where the first save or evaluation may still compile kernels and make
-    connections."""
+    """Seconds without progress in a training phase that stop the run; null: 45, on GPUs 300. The
+    first step, phases that took long before and computation on CPUs get more (docs/cluster.md);
+    time in which the job is suspended does not count."""
     max_skipped_steps: PositiveInt = 3
-    """Steps with a NaN or infinite loss or gradient are skipped; this many in a row stop the
-    run."""
+    """Consecutive steps with a NaN or infinite loss or gradient that stop the run; fewer are
+    skipped."""
     save_generations: bool = False
-    """Whether every generation is written to `generations` in run_dir, for replay."""
+    """Write every generation to `generations` in run_dir, for replay."""
     replay: Path | None = Field(default=None, strict=False)
-    """Run directory with generations: these are trained on, and no engines are started; null: the
-    engines make new ones."""
+    """Run directory whose saved generations are trained on, without engines; null: engines
+    generate."""
     log_tokens: NonNegativeInt = 4096
-    """Tokens of each step whose values (log-probability, ratio, entropy, weight, ...) are written
-    to tokens.jsonl, for `megatron-grpo view`; 0: none."""
+    """Tokens per step whose values (log-probability, ratio, entropy, weight, ...) go to
+    tokens.jsonl, for `megatron-grpo view`; 0: none."""
     print_completions: NonNegativeInt = 0
     """Completions of each step to print, with their rewards."""
     profile_steps: tuple[PositiveInt, ...] = Field(default=(), strict=False)
-    """Steps, counted from 1, that torch's profiler records, to `profile` in run_dir."""
+    """Steps, counted from 1, that torch's profiler records to `profile` in run_dir."""
     profile_ranks: tuple[NonNegativeInt, ...] = Field(default=(0,), strict=False)
     """Ranks whose profiles are recorded."""
     tensorboard: bool = False
-    """Whether metrics are also written for TensorBoard, to `tensorboard` in run_dir; this needs the
-    extra `tensorboard`."""
+    """Also write metrics for TensorBoard, to `tensorboard` in run_dir; needs the extra
+    `tensorboard`."""
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
         if (self.num_steps is None) == (self.num_epochs is None):
-            given = "missing" if self.num_steps is None else f"{self.num_steps} beside num_epochs"
+            given = "missing" if self.num_steps is None else f"{self.num_steps}, with num_epochs"
             raise ValueError(
                 f"train.num_steps is {given}: give either the number of optimizer steps or, as "
                 "train.num_epochs, of passes over the prompts, and set the other to null"
@@ -151,7 +147,7 @@ class TrainConfig(Section):
 
 @cache
 def _mesh(**sizes: Any) -> ParallelDims:
-    """Made once: a plan asks for it a million times."""
+    """Cached, because a plan asks for it a million times."""
     return ParallelDims(**sizes)
 
 
@@ -165,17 +161,16 @@ class ParallelConfig(Section):
     virtual_pipeline_parallel_size: PositiveInt = 1
     """Model chunks per pipeline rank (interleaved 1F1B)."""
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
-    """Layers of the first pipeline rank, in all its chunks; null: as even as possible."""
+    """Layers of the first pipeline rank, in all its chunks; null: an even split."""
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
-    """Layers of the last pipeline rank, which also computes the logits; null: as even as
-    possible."""
+    """Layers of the last pipeline rank, which also computes the logits; null: an even split."""
     context_parallel_size: PositiveInt = 1
     """Ranks that split every sequence."""
     dynamic_context_parallel: bool = False
-    """Split each microbatch over as few of these ranks as its longest sequence needs, so that
-    short sequences are not exchanged; the others compute other microbatches meanwhile."""
+    """Split each microbatch over as few context ranks as its longest sequence needs; the other
+    ranks compute other microbatches. Short sequences then need no exchange."""
     expert_parallel_size: PositiveInt = 1
-    """Ranks that the experts of each layer are distributed over, whole; 1 for dense models."""
+    """Ranks that each hold whole experts of every layer; 1 for dense models."""
     expert_tensor_parallel_size: PositiveInt = Field(
         default_factory=lambda data: data["tensor_parallel_size"]
     )
@@ -183,19 +178,18 @@ class ParallelConfig(Section):
     data_parallel_size: PositiveInt = 1
     """Replicas of the model."""
     sequence_parallel: bool = Field(default_factory=lambda data: data["tensor_parallel_size"] > 1)
-    """Whether tensor-parallel ranks also split the activations between matrices; default: true when
+    """Whether tensor-parallel ranks also split the activations between matrices; default: true if
     tensor_parallel_size is above 1."""
     overlap_grad_reduce: bool = False
-    """Whether gradients are summed over data and context ranks, bucket by bucket, during the last
-    backward of an optimizer step; otherwise after it."""
+    """Sum gradients over data and context ranks bucket by bucket during the last backward of a
+    step; false: after it."""
     overlap_param_gather: bool = False
-    """Whether data and context ranks gather updated weights, bucket by bucket, during the next
-    forward; otherwise right after the update. What reads weights before, such as a push, gathers
-    them first."""
+    """Gather updated weights over data and context ranks bucket by bucket during the next forward;
+    false: right after the update. A push gathers them first."""
 
     @property
     def dims(self) -> ParallelDims:
-        """The mesh; raises ValueError when the sizes are incompatible."""
+        """The mesh; raises ValueError for incompatible sizes."""
         return _mesh(
             tensor=self.tensor_parallel_size,
             pipeline=self.pipeline_parallel_size,
@@ -209,7 +203,7 @@ class ParallelConfig(Section):
         )
 
     def check_dispatch(self, megatron: Mapping[str, Any]) -> None:
-        """Raise ValueError if DeepEP cannot send tokens among the ranks that share experts."""
+        """Raise ValueError if DeepEP has no settings for the number of ranks that share experts."""
         sizes = self.expert_parallel_size, self.expert_tensor_parallel_size
         if not uses_deepep(megatron) or prod(sizes) in (1, *DEEPEP_RANKS):
             return

@@ -1,4 +1,4 @@
-"""Parts of a model that are trained: its layer for multi-token prediction, its vision tower."""
+"""Optional trained parts of a model: the layer for multi-token prediction, the vision tower."""
 
 from dataclasses import replace
 
@@ -11,10 +11,10 @@ from megatron_grpo.config.vision import trained_vision
 
 
 def trained_shape(cfg: Config) -> ModelShape:
-    """The shape of the model in `cfg.model.path`: `trains_mtp` says whether its layer for
-    multi-token prediction is a part, and `vision` whether its vision tower is.
+    """Read the shape of the model in `cfg.model.path`.
 
-    Raises ValueError if they cannot be trained.
+    `trains_mtp` and `vision` say whether its layer for multi-token prediction and its vision tower
+    are trained. Raises ValueError if they cannot be.
     """
     shape = read_shape(cfg.model.path)
     vision, trains_mtp = trained_vision(cfg, shape), _trains_mtp(cfg, shape)
@@ -22,8 +22,8 @@ def trained_shape(cfg: Config) -> ModelShape:
 
 
 def _trains_mtp(cfg: Config, shape: ModelShape) -> bool:
-    """Raises ValueError if the model has no such layer, or one with its own embedding, and for what
-    does not know one."""
+    """Whether the layer for multi-token prediction is trained. Raises ValueError for a model
+    without such a layer, and for a layer with its own embedding."""
     if not cfg.model.mtp_num_layers:
         return False
     if not shape.can_train_mtp:
@@ -33,8 +33,8 @@ def _trains_mtp(cfg: Config, shape: ModelShape) -> bool:
             f"DeepSeek-V3, GLM-4.5, Qwen3-Next or Qwen3.5, and model.path has {found}: set 0"
         )
     config = cfg.model.path / "config.json"
-    is_told = text_config(config, read_json(config)).get("mtp_use_dedicated_embeddings")
-    if is_told or "mtp.embed_tokens.weight" in stored_names(cfg.model.path):
+    is_dedicated = text_config(config, read_json(config)).get("mtp_use_dedicated_embeddings")
+    if is_dedicated or "mtp.embed_tokens.weight" in stored_names(cfg.model.path):
         raise ValueError(
             "model.mtp_num_layers 1: the layer in model.path has an embedding of its own "
             "(mtp_use_dedicated_embeddings, mtp.embed_tokens.weight), which is not supported: set 0"

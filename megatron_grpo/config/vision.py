@@ -13,8 +13,8 @@ from parallel import pipeline_layers
 
 
 def mrope_axes(cfg: Config) -> Sequence[int]:
-    """Whether each of RoPE's frequencies rotates by a token's position in time (0), height (1) or
-    width (2); none if prompts have no images, and all three are equal."""
+    """Axis of each RoPE frequency: a token's position in time (0), height (1) or width (2). Empty
+    for prompts without images, where all three positions are equal."""
     if cfg.data.image_column is None:
         return ()
     file = Path(cfg.model.path) / "config.json"
@@ -23,12 +23,12 @@ def mrope_axes(cfg: Config) -> Sequence[int]:
     sections: list[int] = rope["mrope_section"]
     if not rope.get("mrope_interleaved"):
         return [axis for axis, size in enumerate(sections) for _ in range(size)]
-    # They take turns, and time goes on alone where the others have as many as they should.
+    # The axes alternate 0, 1, 2. Once height or width has its frequencies, time takes its turns.
     return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections))]
 
 
 def num_deepstack_layers(cfg: Config) -> int:
-    """How many decoder layers have features added to what they return."""
+    """Number of decoder layers with image features added to their output (DeepStack)."""
     if cfg.data.image_column is None:
         return 0
     config = read_json(Path(cfg.model.path) / "config.json")
@@ -36,30 +36,30 @@ def num_deepstack_layers(cfg: Config) -> int:
 
 
 def has_tower(cfg: Config, shape: ModelShape, stage: int) -> bool:
-    """Whether ranks of a pipeline stage have the tower: those with the embedding, or with a layer
-    that features are added to, if prompts have images."""
+    """Whether ranks of pipeline stage `stage` have the tower. With images, these are the stages
+    with the embedding or with a layer that image features are added to."""
     first, *_ = pipeline_layers(shape.num_layers, cfg.dims)[stage]
     return cfg.data.image_column is not None and first.start < max(1, num_deepstack_layers(cfg))
 
 
 def trained_vision(cfg: Config, shape: ModelShape) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """`ModelShape.vision` of the run; raises ValueError if its tower cannot be trained."""
+    """`ModelShape.vision` of the run; raises ValueError if the tower cannot be trained."""
     if cfg.model.freeze_vision:
         return ()
     kind = read_json(cfg.model.path / "config.json").get("model_type")
     if kind not in WITH_IMAGES:
         raise ValueError(
-            f"model.freeze_vision false: model.path is a {kind}, and vision towers are trained of "
-            f"{', '.join(WITH_IMAGES)} only: leave it out"
+            f"model.freeze_vision false: model.path is a {kind}, and vision towers can be trained "
+            f"for {', '.join(WITH_IMAGES)} only: leave it out"
         )
     first, *_ = pipeline_layers(shape.num_layers, cfg.dims)[0]
     num_layers = num_deepstack_layers(cfg)
     at_least = num_layers * cfg.dims.virtual_pipeline
     if len(first) < num_layers:
         raise ValueError(
-            "model.freeze_vision false does not go with a pipeline whose first stage, or first "
-            f"chunk of layers, has {len(first)} of the {num_layers} layers that features are added "
-            "to: set a smaller parallel.pipeline_parallel_size, or "
+            f"model.freeze_vision false needs the {num_layers} layers with image features in the "
+            f"pipeline's first stage or chunk, which has {len(first)} layers: set a smaller "
+            "parallel.pipeline_parallel_size, or "
             f"parallel.num_layers_in_first_pipeline_stage to {at_least} or more, or leave it out"
         )
     return vision_tensors(cfg.model.path)

@@ -7,11 +7,11 @@ import yaml
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.1 with three fixes: `3e-5` is a number, `2026-11-29` is a text, and a key given twice
-    is an error."""
+    """YAML 1.1 with three fixes: `3e-5` is a number, `2026-11-29` is a text, a duplicate key is an
+    error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Raise ConstructorError for a key that is given twice, of which YAML takes the last."""
+        """Raise ConstructorError for a duplicate key; PyYAML would silently use its last value."""
         keys = []
         for key, _ in node.value:
             if key.value in keys:
@@ -34,11 +34,13 @@ def _quoted(dumper: Dumper, text: str) -> yaml.ScalarNode:
 
 Dumper.add_representer(str, _quoted)
 
-# No key takes a date, and a dumped config has it as a text.
+# No key takes a date, so `2026-11-29` must stay the text that users wrote.
 Loader.yaml_implicit_resolvers = {
     first: [each for each in resolvers if each[0] != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+# PyYAML takes a float only with a dot and a signed exponent: `3e-5` would be a text. The dumper
+# needs the same resolver to quote texts such as `3e-5`.
 for _kind in (Loader, Dumper):
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float",
@@ -48,5 +50,5 @@ for _kind in (Loader, Dumper):
 
 
 def dump(value: Any) -> str:
-    """Block style, in the order given: `Loader` reads an equal value back."""
+    """Write block style in the given order; `Loader` reads an equal value back."""
     return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)

@@ -1,4 +1,4 @@
-"""From a row of the data to the text and tokens that an engine receives."""
+"""Turn a row of the data into the text and tokens that an engine receives."""
 
 import re
 import reprlib
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_ERRORS = (TemplateError, TypeError)
-"""Errors raised by a template itself, or by one that gets a field of an unexpected type."""
+"""Errors of Jinja, and of a template that gets a field of an unexpected type."""
 TEXTS_AT_ONCE = 4096
-"""Enough for all cores; the lists that the tokenizer makes of them are not kept."""
+"""Enough for all cores; more would hold more of the tokenizer's lists in memory at a time."""
 IMAGE_MARK = "<image>"
-"""Placeholder of an image in the text of many data sets."""
+"""Placeholder of an image in the texts of many data sets."""
 Chat = str | list[dict[str, Any]]
 """A text that is used as it is, or messages for the chat template."""
 
@@ -34,7 +34,7 @@ class Encoded:
 
     text: str
     token_ids: "array[int]"
-    """int32: a list takes nine times the memory, and data may have 10^8 tokens."""
+    """int32. An array, as a list takes nine times the memory, and data may have 10^8 tokens."""
     images: PromptSources | None = None
 
 
@@ -44,8 +44,8 @@ def encode_rows(
     rows: Sequence[Row],
     reader: ImageReader | None = None,
 ) -> list[Encoded | Fault]:
-    """The prompt of every row, or why it has none. Raises ValueError if the tokenizer makes no
-    tokens of any row, or its chat template is missing or ignores a variable of the config."""
+    """Encode each row's prompt, or say why it has none. Raises ValueError if no row has tokens, and
+    for a chat template that is missing or ignores a variable of the config."""
     chats = [chat_of(data, row) for row in rows]
     if not data.apply_chat_template:
         return _encode(data, tokenizer, chats)
@@ -67,7 +67,7 @@ def encode_rows(
 def _encode(
     data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Any | Fault]
 ) -> list[Encoded | Fault]:
-    """Tokens of texts; those with half of a surrogate pair, from whichever field, have none."""
+    """Tokenize texts; a text with half of a surrogate pair, from any field, becomes a fault."""
     invalid = Fault(f"{data.prompt_column!r} is not valid Unicode")
     found = [text if isinstance(text, Fault) or is_unicode(text) else invalid for text in texts]
     return _map_valid(found, lambda valid: _tokenize(data, tokenizer, valid))
@@ -107,7 +107,7 @@ def _map_valid[T, U](
 
 
 def chat_of(data: DataConfig, row: Row) -> Chat | Fault:
-    """Messages of a row, or its text where there is no chat template."""
+    """Build the messages of a row, or its text without a chat template."""
     for column in (data.prompt_column, data.answer_column):
         if column is not None and (fault := _check_column(column, row)):
             return fault
@@ -139,7 +139,7 @@ def chat_of(data: DataConfig, row: Row) -> Chat | Fault:
 def _with_image_parts(
     data: DataConfig, row: Row, messages: list[dict[str, Any]]
 ) -> list[dict[str, Any]] | Fault:
-    """The messages with the row's images before the text of the first one of the user, as parts."""
+    """Put the row's images, as parts, before the text of the user's first message."""
     if data.image_column and any(IMAGE_MARK in message["content"] for message in messages):
         return Fault(
             f"{data.prompt_column!r} has {IMAGE_MARK} in its text: take it out, as images come "
@@ -170,7 +170,7 @@ def _check_column(column: str, row: Row) -> Fault | None:
 
 
 def _messages(column: str, prompt: Any) -> list[dict[str, Any]] | Fault:
-    """A prompt as messages whose contents are texts."""
+    """Convert a prompt to messages whose contents are texts."""
     kind = f"{column!r} is neither a text nor messages with role and content"
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
@@ -187,7 +187,7 @@ def _messages(column: str, prompt: Any) -> list[dict[str, Any]] | Fault:
 
 
 def render_chats(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", chats: Any) -> Any:
-    """The text of a chat, or of each chat in a list, up to the beginning of the model's turn."""
+    """Render a chat, or each chat of a list, up to the beginning of the model's turn."""
     return tokenizer.apply_chat_template(
         chats, tokenize=False, add_generation_prompt=True, **data.template_variables
     )
@@ -200,7 +200,7 @@ def writes_date(tokenizer: "PreTrainedTokenizerBase") -> bool:
 def _render(
     data: DataConfig, tokenizer: "PreTrainedTokenizerBase", chats: list[Any]
 ) -> Sequence[str | Fault]:
-    """Texts of chats, rendered all at once, or one by one if the template refuses some."""
+    """Render all chats at once, or one by one if the template refuses some."""
 
     def render_one(chat: Any) -> str | Fault:
         try:
@@ -219,7 +219,7 @@ def _render(
 def _tokenize(
     data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: list[Any]
 ) -> list[Encoded | Fault]:
-    """Tokenize many texts at once: fast tokenizers use all cores."""
+    """Tokenize many texts at once, as fast tokenizers then use all cores."""
     token_ids = [
         array("i", ids)
         for start in range(0, len(texts), TEXTS_AT_ONCE)

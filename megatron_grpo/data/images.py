@@ -1,7 +1,7 @@
 """Images of rows: their tokens in prompts, and their patches for vision towers.
 
-Pixels are made here alone, by the model's own processor, for trainer and engines alike. Those of a
-whole data set would not fit into memory: a prompt has its images as they are in the data.
+The model's own processor makes the pixels, once for trainer and engines alike. Prompts keep images
+as they are in the data, since the pixels of a whole data set would not fit into memory.
 """
 
 import base64
@@ -36,9 +36,9 @@ LIMITS = {
     "vllm": ("limit_mm_per_prompt", {"video": 0}),
     "sglang": ("limit_mm_data_per_request", {}),
 }
-"""The engines that take images, their argument for the most of a prompt, and what else it says."""
+"""By engine: the argument with the maximum of images per prompt, and its other required entries."""
 WIDE_MODES = ("I", "F")
-"""Beginnings of Pillow's names for pixels of more than 8 bits, which it would cut to 8."""
+"""Prefixes of Pillow's modes with more than 8 bits per channel, which conversion would cut to 8."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 200  # a path is shown whole, and base64 is not
 
@@ -48,9 +48,9 @@ class ImageSource:
     """An image of a row."""
 
     name: str
-    """Its path as in the row, or which image of the row it is."""
+    """Path as in the row, or a description such as `image 2 of the row`."""
     content: Path | bytes
-    """An image file, or what is in it."""
+    """An image file, or its bytes."""
 
     @property
     def shown(self) -> str:
@@ -58,19 +58,19 @@ class ImageSource:
 
     @property
     def key(self) -> bytes:
-        """Digest of the content, or of the file name: files may have moved, but do not change."""
+        """Digest of the bytes, or of the file's name: folders may move, but files do not change."""
         own = self.content if isinstance(self.content, bytes) else self.name.encode()
         return hashlib.blake2b(own).digest()
 
 
 def image_limits(rollout: RolloutConfig) -> tuple[str, Any]:
-    """The key of the most images of a prompt, and its value."""
+    """Key of the maximum images per prompt, and its value."""
     name, _ = LIMITS[rollout.engine]
     return f"rollout.{rollout.engine}.{name}", getattr(rollout, rollout.engine).get(name)
 
 
 def images_of(data: DataConfig, row: Row) -> list[ImageSource] | Fault:
-    """The images of a row; none if the column is null or an empty list."""
+    """Find the images of a row; none if the column is null or an empty list."""
     found = row.get(data.image_column) if data.image_column else None
     if found is None:
         return []
@@ -102,7 +102,7 @@ def _image(value: Any, name: str, data: DataConfig) -> ImageSource | Fault:
 
 @contextmanager
 def _named(image: ImageSource) -> "Iterator[Image]":
-    """Open an image, whose pixels are read on first use; OSError names it, also of the block."""
+    """Open an image; its pixels are read on first use. OSErrors of the block name the image."""
     from PIL import Image  # noqa: PLC0415
 
     content = image.content
@@ -118,7 +118,7 @@ def _named(image: ImageSource) -> "Iterator[Image]":
 
 
 def _pixels(opened: "Image") -> "Image":
-    """RGB, the right way up; over white where it is transparent, as vLLM has it."""
+    """Convert to RGB, the right way up; transparent pixels become white, as in vLLM."""
     from PIL import Image, ImageOps  # noqa: PLC0415
 
     upright = ImageOps.exif_transpose(opened)
@@ -139,7 +139,7 @@ def image_processor(folder: Path) -> Any:
 
 
 class ImageReader:
-    """Reads images for a model. It can be sent to other processes of the run."""
+    """Reads images for a model. Picklable, so it can be sent to other processes of the run."""
 
     def __init__(self, cfg: Config) -> None:
         self._folder = cfg.model.path
@@ -155,11 +155,11 @@ class ImageReader:
     def expand(
         self, token_ids: Sequence[int], images: Sequence[ImageSource]
     ) -> "tuple[list[int], PromptSources] | Fault":
-        """The tokens of a prompt with one for each feature of its images, and where these begin;
-        `token_ids` has one for each image, as chat templates write it."""
+        """Repeat the token of each image once per feature, and note where each image begins.
+        `token_ids` has one token per image, as chat templates write it."""
         if (num_tokens := token_ids.count(self.token_id)) != len(images):
             return Fault(
-                "the prompt has another number of image tokens than the row has images",
+                "the prompt's number of image tokens is not the row's number of images",
                 f"{num_tokens} instead of {len(images)}",
             )
         if len(images) > self.most:
@@ -185,7 +185,7 @@ class ImageReader:
         return expanded, sources
 
     def _num_tokens(self, opened: "Image") -> int:
-        """Count the tokens from the header; an image that EXIF turns has as many."""
+        """Count the tokens from the header. EXIF's rotation swaps sides, which keeps the count."""
         if opened.mode.startswith(WIDE_MODES):
             raise ValueError(f"pixels of mode {opened.mode}: save it with 8 bits per channel")
         processor = image_processor(self._folder)
@@ -193,8 +193,8 @@ class ImageReader:
         return num_patches // processor.merge_size**2
 
     def read(self, images: "PromptSources") -> "PromptImages":
-        """The patches of the images, as bytes: whoever takes them scales and shifts them. Raises
-        OSError for a file that has changed since its tokens were counted, or is damaged."""
+        """Make the patches of the images, as bytes; the receiver scales and shifts them. Raises
+        OSError for a damaged file, or one that has changed since its tokens were counted."""
         import torch  # noqa: PLC0415
 
         from parallel.images import PromptImages, prompt_positions  # noqa: PLC0415
@@ -233,11 +233,11 @@ class PromptSources:
 
     images: tuple[ImageSource, ...]
     starts: tuple[int, ...]
-    """Place of the first token of each in the prompt."""
+    """Position of each image's first token in the prompt."""
     counts: tuple[int, ...]
-    """Tokens of each."""
+    """Tokens of each image."""
     num_tokens: int
-    """Length of the prompt."""
+    """Tokens of the prompt."""
     reader: ImageReader = field(repr=False, compare=False)
 
     @property
@@ -255,18 +255,18 @@ class PromptSources:
 def read_images[T](
     prompts: Iterable[PromptSources | None], made_of: Callable[["PromptImages"], T]
 ) -> dict[PromptSources | None, T]:
-    """Map the sources of each prompt to `made_of` its images; equal ones are read once, in at most
-    8 threads: decoding, resizing and hashing let others run."""
+    """Map the sources of each prompt to `made_of` its images. Equal sources are read once."""
     different = [*dict.fromkeys(filter(None, prompts))]
     if not different:
         return {}
+    # Threads suffice: decoding, resizing and hashing release the interpreter's lock.
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as threads:
         made = threads.map(lambda images: made_of(images.read()), different)
         return dict(zip(different, made, strict=True))
 
 
 def check_images(cfg: Config) -> None:
-    """Raise ValueError for what does not go with prompts that have images."""
+    """Raise ValueError if the model or the engine cannot take prompts with images."""
     if cfg.data.image_column is None:
         return
     key = "data.image_column"
@@ -294,7 +294,7 @@ def _check_model(key: str, file: Path) -> None:
     kind = config.get("model_type")
     if kind not in WITH_IMAGES:
         raise ValueError(
-            f"{key}: model.path is a {kind}, and images are supported of {', '.join(WITH_IMAGES)} "
+            f"{key}: model.path is a {kind}, and images are supported for {', '.join(WITH_IMAGES)} "
             "only: leave it out"
         )
     images, text = WITH_IMAGES[kind], text_config(file, config)

@@ -1,14 +1,14 @@
-"""Chat messages of data and of agents: OpenAI's forms, and what tables do to them."""
+"""Chat messages of data and agents: OpenAI's forms, and how tables store them."""
 
 import json
 from typing import Any
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of the parts of a content that are text, and the field that has it."""
+"""Types of content parts that are text, and the field with the text."""
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a text, null, or parts of text, which are put end to end;
+    """Join the text of a message's content, which is a text, null, or a list of text parts. Raises
     ValueError with the reason for any other content."""
     if content is None:
         return ""
@@ -36,8 +36,8 @@ def _wrong_content(what: str) -> ValueError:
 
 
 def message_of_data(given: Any) -> dict[str, Any]:
-    """Convert a row's message for templates: a text, with tables as the arguments of calls. The
-    content may be null beside calls of tools. Raises ValueError for what is no message."""
+    """Convert a row's message for chat templates: content to text, arguments of calls to tables.
+    Content may be null only beside tool calls. Raises ValueError for an invalid message."""
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise ValueError("a message must be a table with a role")
     content = given.get("content")
@@ -50,8 +50,8 @@ def message_of_data(given: Any) -> dict[str, Any]:
 
 
 def _with_table(call: Any) -> Any:
-    """Parse a call's arguments from OpenAI's JSON text, which templates would quote again; other
-    text stays: a model may have called a tool like that."""
+    """Parse a call's arguments from OpenAI's JSON text, which templates would quote again. Other
+    text stays: a model may have called a tool with it."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
         return call
@@ -59,7 +59,7 @@ def _with_table(call: Any) -> Any:
 
 
 def arguments_of(text: str) -> dict[str, Any] | str:
-    """Parse the arguments of a call; text that is no object in JSON comes back as it is.
+    """Parse the arguments of a call; a text that is no JSON object is returned unchanged.
 
     >>> arguments_of('{"a": 1}'), arguments_of("[1]"), arguments_of("")
     ({'a': 1}, '[1]', {})
@@ -69,7 +69,7 @@ def arguments_of(text: str) -> dict[str, Any] | str:
 
 
 def json_value(text: str) -> Any:
-    """Parse JSON, which has no NaN and no infinity; any other text comes back as it is."""
+    """Parse JSON, which has no NaN and no infinity; any other text is returned unchanged."""
     try:
         value = json.loads(text)
         json.dumps(value, allow_nan=False)
@@ -79,8 +79,8 @@ def json_value(text: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """The messages of a row without null fields, at every level: a table gives each struct the
-    fields of all others, as null, and templates test whether a field is there."""
+    """Remove null fields from the messages of a row, at every level. A table gives each struct the
+    fields of all others, as null, and templates test for a field's presence."""
     if isinstance(value, dict):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""From rows of data to prompts of token ids."""
+"""Turn rows of data into prompts of token ids."""
 
 import logging
 from array import array
@@ -40,21 +40,21 @@ class Prompt:
     row: Row
     """The columns of the row, with the reference answer also as `answer`."""
     path: int = 0
-    """Number of its path in `data.path`, if that is a list."""
+    """Index of its path in `data.path`, if that is a list."""
     source: str = ALONE
-    """Its source, by the name in `sources`."""
+    """Name of its source in `sources`."""
     is_own: bool = False
-    """Whether it is of one sample alone: its environment has changed it, or its agent made it."""
+    """Whether a single sample has this prompt: its environment changed it, or its agent made it."""
     images: PromptSources | None = None
     data: DataConfig | None = None
-    """How `row` became `text`; None for a text alone."""
+    """Settings by which `row` became `text`; None for a prompt that is text only."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", array("i", self.token_ids))
 
     @property
     def messages(self) -> Chat:
-        """The messages that `text` was rendered from; without a chat template, `text` itself."""
+        """Messages that `text` was rendered from; without a chat template, `text` itself."""
         if self.data is None or not self.data.apply_chat_template:
             return self.text
         chat = chat_of(self.data, self.row)
@@ -65,8 +65,8 @@ class Prompt:
 def end_tokens(
     shape: ModelShape, tokenizer: "PreTrainedTokenizerBase", rollout: RolloutConfig
 ) -> tuple[int, ...]:
-    """Tokens that end a completion: the model's, the tokenizer's and `rollout.stop_token_ids`;
-    ValueError if there are none, and for one that the model does not have."""
+    """Collect the end tokens of the model, the tokenizer and `rollout.stop_token_ids`. Raises
+    ValueError if there are none, and for a token outside the vocabulary."""
     if (most := max(rollout.stop_token_ids, default=0)) >= shape.vocab_size:
         raise ValueError(
             f"rollout.stop_token_ids has {most}, and the model's vocabulary ends at "
@@ -82,8 +82,8 @@ def end_tokens(
 
 
 def with_date(cfg: Config, tokenizer: "PreTrainedTokenizerBase") -> Config:
-    """`cfg` with the time that the chat template writes: that of the first start of the run in
-    `train.run_dir`, or of the one that is replayed; now, if there is none."""
+    """Set `data.date` to the time that the chat template writes, if it writes one. It is the date
+    saved by the run in `train.run_dir`, or by the replayed run; otherwise now."""
     if cfg.data.date is not None or not writes_date(tokenizer):
         return cfg
     saved, date = (cfg.train.replay or cfg.train.run_dir) / "config.yaml", None
@@ -104,10 +104,11 @@ def load_prompts(
 ) -> list[Prompt]:
     """Read the data of `cfg.data` and encode every prompt as the engine will receive it.
 
-    The model's context of `max_position_embeddings` tokens must hold the prompt and
-    `rollout.max_completion_length` more, whose key is `limit`. Rows that cannot be used, or have a
-    fault according to `fault_of`, are listed in one ValueError, or left out if `data.on_invalid` is
-    skip. With `warns`, log how many rows are left out, also by `data.max_prompt_length`.
+    The model's context of `max_position_embeddings` tokens must hold the prompt and a completion of
+    `rollout.max_completion_length` tokens; `limit` is that key's name in errors. Rows that cannot
+    be used, or have a fault according to `fault_of`, are listed in one ValueError, or left out if
+    `data.on_invalid` is skip. `warns` logs how many rows are left out, also by
+    `data.max_prompt_length`.
     """
     longest = _longest_prompt(cfg, max_position_embeddings, limit)
     prompts: list[Prompt] = []
@@ -226,7 +227,7 @@ def _settle(
 def _short_ones(
     data: DataConfig, prompts: list[Prompt], longest: int, *, warns: bool
 ) -> list[Prompt]:
-    """Prompts of at most `data.max_prompt_length` tokens that fit into the model's context."""
+    """Select the prompts within `data.max_prompt_length` and the model's context."""
     most = min(data.max_prompt_length or longest, longest)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     short = [prompt for prompt in prompts if len(prompt.token_ids) <= most]

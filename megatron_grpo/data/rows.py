@@ -35,7 +35,7 @@ class Fault:
 
 
 class InvalidRows:
-    """The unusable rows of a data set."""
+    """Unusable rows of a data set: counts by kind of fault, and the first few in order."""
 
     def __init__(self) -> None:
         self.kinds: Counter[str] = Counter()
@@ -45,9 +45,9 @@ class InvalidRows:
         return self.kinds.total()
 
     def add(self, index: int, place: str, fault: Fault) -> None:
-        """Record a fault of row `index` of the data, which is at `place`."""
+        """Record a fault of row `index` of the data; `place` names its file and line."""
         self.kinds[fault.kind] += 1
-        # Not in order: unreadable rows come first, and then those that cannot become prompts.
+        # Rows arrive out of order: first the unreadable ones, then those that make no prompt.
         insort(self._first, (index, f"{place}: {fault}"))
         del self._first[NUM_SHOWN:]
 
@@ -57,7 +57,7 @@ class InvalidRows:
 
     @property
     def listing(self) -> str:
-        """A line for each of the first rows, in the order of the data, and one for the rest."""
+        """One line for each of the first rows, in the order of the data, and one for the rest."""
         lines = [text for _, text in self._first]
         if len(self) > NUM_SHOWN:
             lines.append(f"and {len(self) - NUM_SHOWN} more")
@@ -66,18 +66,18 @@ class InvalidRows:
 
 DEFAULT_SPLIT = DataConfig.model_fields["split"].default
 SPLITS = frozenset({DEFAULT_SPLIT, "validation", "valid", "val", "dev", "test", "eval"})
-"""Names of splits by which files of a folder can be named."""
+"""Split names that the names of files may begin with."""
 NUM_NAMED = 10
-"""Most files of a folder that an error message lists."""
+"""Maximum number of a folder's files in an error message."""
 HUB_SECONDS = 10.0
-"""Time-out of the hub."""
+"""Time-out of a request to the hub."""
 Numbered = tuple[int, Row | Fault]
 """A row with its number in its file: lines count from 1, rows of a table from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row, and where it was read from."""
+    """A row, and the place that it was read from."""
 
     index: int
     """Number of the row in the data, from 0; counts unreadable rows, but not blank lines."""
@@ -91,11 +91,9 @@ class Record:
 
 
 def read_rows(data: DataConfig, path: str, invalid: InvalidRows, first: int = 0) -> list[Record]:
-    """The rows of a .jsonl or .parquet file, of a folder of them, or of a Hugging Face data set.
-
-    `path` is one of `data`; its rows are numbered from `first` on. Rows that cannot be read are
-    added to `invalid`. Raises ValueError without any rows, and for a subset or split that is none.
-    """
+    """Read the rows of a .jsonl or .parquet file, of a folder of these, or of a Hugging Face data
+    set. `path` is a path of `data`; its rows are numbered from `first`. Unreadable rows are added
+    to `invalid`. Raises ValueError if there are no rows, and for an unknown subset or split."""
     records, index = [], first
     for source, rows in _sources(data, path):
         for number, row in rows:
@@ -111,7 +109,7 @@ def read_rows(data: DataConfig, path: str, invalid: InvalidRows, first: int = 0)
 
 
 def _without_nulls(row: Row, prompt_column: str) -> Row | Fault:
-    """The row with the messages of its prompt as they are where tables fill nothing in."""
+    """Remove the null fields that tables add to the messages of a row's prompt."""
     chat = row.get(prompt_column)
     if not isinstance(chat, list):
         return row
@@ -122,7 +120,7 @@ def _without_nulls(row: Row, prompt_column: str) -> Row | Fault:
 
 
 def _sources(data: DataConfig, name: str) -> Iterator[tuple[str, Iterator[Numbered]]]:
-    """The sources, each with a name to which row numbers are appended, and its rows."""
+    """Yield each source's rows, and a name that row numbers are appended to: `data.jsonl line`."""
     data.check_exists()
     path = Path(name)
     if not path.exists():
@@ -141,8 +139,8 @@ def _sources(data: DataConfig, name: str) -> Iterator[tuple[str, Iterator[Number
 
 
 def _files_of_split(path: Path, split: str) -> list[Path]:
-    """The files of a folder that are named after the split, or all if none is named after a split;
-    if only some are, it is unclear to which split the others belong."""
+    """Find the files of a folder that are named after the split, or all if no name has a split.
+    Raises ValueError if only some names have a split, as the split of the others is unclear."""
     if not path.is_dir():
         if split != DEFAULT_SPLIT:
             raise ValueError(
@@ -205,7 +203,7 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[Row | Fault]:
     try:
         rows = batch.to_pylist()
     except UnicodeDecodeError:
-        # Arrow does not say which row it is, so each is read alone.
+        # Arrow does not name the bad row, so each row is read on its own.
         if len(batch) == 1:
             yield Fault("not UTF-8")
             return
@@ -224,13 +222,13 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[Row | Fault]:
 
 
 def _has_json(kind: pyarrow.DataType) -> bool:
-    """Whether a column is JSON as text, or holds some: `datasets` writes rows of JSON like that."""
+    """Whether a column is JSON as text, or contains some: `datasets` writes rows of JSON so."""
     is_json = isinstance(kind, pyarrow.BaseExtensionType) and kind.extension_name == "arrow.json"
     return is_json or any(_has_json(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def _parsed(value: Any, kind: pyarrow.DataType) -> Any:
-    """A value of a table with what is JSON in it as values."""
+    """Parse the JSON texts inside a value of a table."""
     if value is None or not _has_json(kind):
         return value
     if isinstance(value, str):
@@ -244,11 +242,11 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
     # Imported here because it takes a second, and local files do not need it.
     import datasets  # noqa: PLC0415
 
-    silence, is_offline = _silence_of_hub(name), datasets.config.HF_HUB_OFFLINE
+    failure, is_offline = _hub_failure(name), datasets.config.HF_HUB_OFFLINE
     try:
-        # The global, as no argument of `load_dataset` keeps it from asking the hub: it then loads
-        # the newest in its cache, with a warning.
-        datasets.config.HF_HUB_OFFLINE = is_offline or silence is not None
+        # No argument of `load_dataset` keeps it off the hub, so the global is set: it then loads
+        # the newest cached version, with a warning.
+        datasets.config.HF_HUB_OFFLINE = is_offline or failure is not None
         try:
             found = datasets.load_dataset(name, data.subset, split=data.split)
         finally:
@@ -256,7 +254,7 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
         yield from _undecoded(found)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         subset = f"subset {data.subset}, " if data.subset else ""
-        reason = f"{silence}; {error}" if silence else error
+        reason = f"{failure}; {error}" if failure else error
         raise ValueError(
             f"data.path {name} is not a local file or folder, and the Hugging Face data set of "
             f"that name ({subset}split {data.split}) cannot be loaded: {reason}. A host without "
@@ -264,22 +262,22 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
         ) from error
 
 
-def _silence_of_hub(name: str) -> Exception | None:
-    """Error of a request about a data set; None if the hub answers, or requests are not allowed.
-    `datasets` asks for up to 80 seconds before it turns to its cache."""
+def _hub_failure(name: str) -> Exception | None:
+    """Ask the hub about a data set; return the error if it does not answer, None otherwise. Without
+    this, `datasets` would ask for up to 80 seconds before it turns to its cache."""
     import huggingface_hub  # noqa: PLC0415  # see above
 
     try:
         huggingface_hub.HfApi().dataset_info(name, timeout=HUB_SECONDS)
-    except (OSError, ValueError):  # refused by the hub, HF_HUB_OFFLINE, or not a name for it
-        return None  # `datasets` meets the same, and says more
+    except (OSError, ValueError):  # refused by the hub, HF_HUB_OFFLINE, or an illegal name
+        return None  # `datasets` raises for the same reason, in more detail
     except huggingface_hub.utils.httpx.RequestError as error:
         return error
     return None
 
 
 def _undecoded(found: Any) -> Iterable[Row]:
-    """The rows of a data set, with images as the bytes and paths that tables have."""
+    """Iterate over a data set's rows, with images as the bytes and paths that tables store."""
     import datasets  # noqa: PLC0415  # see above
 
     rows, as_stored = found.to_iterable_dataset(), datasets.Image(decode=False)

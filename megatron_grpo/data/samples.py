@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
 
 class Branch(NamedTuple):
-    """A sequence that is trained on: a part of a completion, and what the model read before it."""
+    """A training sequence: part of a completion, and the context that the model read before it."""
 
     context: tuple[tuple[int, int], ...]
-    """Bounds of parts of prompt and completion, joined, that end to end come before it."""
+    """(start, end) of the parts of prompt and completion that, end to end, are the context."""
     start: int
     end: int
-    """Its own part of the completion."""
+    """End of the branch's own part of the completion, from `start`."""
 
 
 class Heard(NamedTuple):
-    """Messages that a turn of an agent's model answered, and tools that it called."""
+    """Messages that an agent's model answered in a turn, and tools that it called."""
 
     roles: tuple[str, ...]
-    """Roles of the messages since the turn before it, such as `tool`; none of a text completion."""
+    """Roles of the messages since the previous turn, such as `tool`; empty for text completions."""
     calls: tuple[str, ...]
-    """Names of the tools that it called."""
+    """Names of the called tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One completion of one prompt: a single turn, or a dialogue with an environment or an agent.
 
-    Values per token are kept in arrays: 9 bytes for each of perhaps 10^8 tokens; tuples take 76.
+    Values per token are arrays: 9 bytes for each of perhaps 10^8 tokens, where tuples take 76.
     """
 
     prompt: "Prompt"
@@ -53,34 +53,35 @@ class Sample:
     logprobs: Sequence[float]
     """float32. Log-probability of each sampled token, after temperature; 0 for observations."""
     finish_reason: str
-    """`stop` when an end token or stop string was sampled, `length` when the limit was reached.
+    """`stop` for a sampled end token or stop string, `length` for the token limit.
 
-    In a dialogue `stop` when the environment was done, `max_turns` when it was not after the last
-    turn, `length` when a turn was cut off or no tokens were left, `failed` when it failed.
+    In a dialogue, `stop` if the environment was done, `max_turns` if it was not done after the last
+    turn, `length` if a turn was cut off or no tokens were left, `failed` if it failed.
     """
     text: str
-    """The completion without special tokens, except those around observations."""
+    """Completion without special tokens, except the special tokens around observations."""
     policy_version: int
     """Version of the weights that sampled the first token, as the engine reports it."""
     versions: tuple[tuple[int, int], ...] = ()
-    """Version and number of tokens of each part of the completion, if a push fell into it."""
+    """(version, tokens) of each part of the completion, if a push happened during it."""
     loss_mask: Sequence[int] = ()
-    """int8. 1 for each sampled token, and 0 for those of observations. Default: all 1."""
+    """int8. 1 for sampled tokens, 0 for observations. Default: all 1."""
+    # Not compared: `==` of arrays has no single truth value.
     routes: np.ndarray | None = field(default=None, compare=False)
-    """[tokens, layers, columns] uint8, int16 or int32: for each token of prompt and completion but
-    the last, its experts (`rollout.router_replay`), and then the positions that its indexers chose
-    (`rollout.indexer_replay`); None without both, or if a dialogue failed before its first turn."""
+    """[tokens, layers, columns] uint8, int16 or int32, for all tokens but the last: experts
+    (`rollout.router_replay`), then positions that indexers chose (`rollout.indexer_replay`). None
+    without both, or if a dialogue failed before its first turn."""
     step_rewards: tuple[tuple[int, float], ...] = ()
-    """(index of the last token, reward) of each turn that the environment answered; with an agent
-    of every turn, the reward at the last."""
+    """(index of the last token, reward) of each turn that the environment answered. With an agent,
+    of every turn, and the last one has the reward."""
     heard: tuple[Heard, ...] = ()
-    """Messages and tools of an agent's turns, one entry for each of `step_rewards`."""
+    """Messages and tools of an agent's turns, parallel to `step_rewards`."""
     branches: tuple[Branch, ...] = ()
-    """Sequences of an agent that did not only append to its messages; their own parts do not
-    overlap. Default: a single one, the completion after the prompt."""
+    """Training sequences of an agent that changed its messages; their own parts do not overlap.
+    Default: a single sequence, the completion after the prompt."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Measurements of an agent, and its calls of tools."""
+    """Measurements by an agent, and counts of its tool calls."""
 
     def __post_init__(self) -> None:
         mask = self.loss_mask or b"\1" * len(self.completion_ids)
@@ -95,7 +96,7 @@ class Sample:
 
     @property
     def sequences(self) -> tuple[Branch, ...]:
-        """Sequences to train on: the `branches`, or the whole."""
+        """Sequences to train on: the `branches`, or prompt and completion."""
         whole = Branch(((0, len(self.prompt.token_ids)),), 0, len(self.completion_ids))
         return self.branches or (whole,)
 
@@ -105,14 +106,14 @@ class Sample:
 
     @property
     def dialogue_reward(self) -> float:
-        """The sum of the step rewards; NaN when the environment or the agent failed."""
+        """Sum of the step rewards; NaN if the environment or the agent failed."""
         if self.finish_reason == "failed":
             return math.nan
         return math.fsum(reward for _, reward in self.step_rewards)
 
 
 def extend_spans(spans: list[tuple[int, int]], version: int, num_tokens: int) -> None:
-    """Add a part of a completion to its `Sample.spans`, or to the last one of that version."""
+    """Append a part of a completion to its `Sample.spans`; a part of the same version is merged."""
     if spans and spans[-1][0] == version:
         num_tokens += spans.pop()[1]
     if num_tokens:
@@ -120,21 +121,21 @@ def extend_spans(spans: list[tuple[int, int]], version: int, num_tokens: int) ->
 
 
 MOST_CHARACTERS = 2000
-"""Longer values of a row, such as the tests of a program, are cut in the log of completions."""
+"""Maximum characters of a row's value in the log of completions; longer ones are cut."""
 
 Columns = dict[int, dict[str, Any]]
-"""Columns of each row of the data but for the prompt, as values of JSON."""
+"""Columns of each row except the prompt, as JSON values, by the row's index."""
 
 
 def columns_by_prompt(samples: Iterable[Sample], prompt_column: str) -> Columns:
-    """The columns of the samples' prompts, for logs: made once for each, as they may be large."""
+    """Columns of the samples' prompts, for logs. Made once per prompt, as they may be large."""
     rows = {sample.prompt.index: sample.prompt.row for sample in samples}
     return {index: logged_columns(row, prompt_column) for index, row in rows.items()}
 
 
 def logged_columns(row: Row, prompt_column: str) -> dict[str, Any]:
-    """The columns of a row but the prompt as values of JSON: others become text or, if they are not
-    finite, null; bytes and base64 are left out."""
+    """Convert the columns of a row, except the prompt, to JSON values. Other types become text,
+    numbers that are not finite null; bytes and base64 are left out."""
     return {
         as_unicode(name): _logged(_without_contents(value))
         for name, value in row.items()
@@ -165,8 +166,7 @@ def _logged(value: Any) -> Any:
 def first_seed(seed: int, series: int, position: int) -> int:
     """Seed of sample 0 of the prompt at `position` of generation `series`; sample i gets this + i.
 
-    A pure function: samples do not depend on which engine serves which prompt. 62 bits of a hash:
-    neighbouring arguments give unrelated seeds, and those of all samples stay within int64.
+    A pure function, so samples do not depend on the engine that serves a prompt.
     """
     return _hash(seed, series, position)
 
@@ -177,10 +177,12 @@ def turn_seed(seed: int, series: int, position: int, sample_index: int, turn: in
 
 
 def seed_after(seed: int, num_tokens: int) -> int:
-    """Seed of the tokens that follow `num_tokens` that were sampled with `seed`."""
+    """Seed of the tokens that follow `num_tokens` tokens sampled with `seed`."""
     return _hash(seed, num_tokens)
 
 
 def _hash(*numbers: int) -> int:
+    # A hash, so that neighbouring arguments give unrelated seeds. It has 62 bits: engines take
+    # int64, which must also hold `first_seed` plus the index of a sample.
     digest = hashlib.blake2b("/".join(map(str, numbers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 2

@@ -1,4 +1,4 @@
-"""The order of prompts: which ones each generation takes."""
+"""The order of prompts: the prompts of each generation."""
 
 import math
 import random
@@ -15,10 +15,10 @@ ONE_PATH = (WeightedPath(path="data", weight=1),)
 
 
 class PromptStream:
-    """Prompts by generation number: a pure function of it, so that resuming needs no state.
+    """Prompts by generation number: a pure function, so resuming needs no state.
 
     Several `paths` take turns by their weights, spread evenly: the stride scheduling of Waldspurger
-    and Weihl (MIT/LCS/TM-528, 1995). A path that is used up begins again, before the others do.
+    and Weihl (MIT/LCS/TM-528, 1995). A path that is used up starts over on its own.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class PromptStream:
         ]
         self._prompts_of = [[each for each in prompts if each.path == path] for path in numbers]
         self._begins = [[(0, 0)] for _ in numbers]
-        """Epoch of a path, and place in it, at which each generation begins; as far as asked."""
+        """(epoch, place) at which each generation begins, by path; computed as far as needed."""
         self._orders: list[tuple[int, list[int]]] = [(-1, []) for _ in numbers]
-        """The newest epoch of each path, and its order."""
+        """(epoch, order) of each path's latest epoch."""
         self._check_sizes()
 
     @classmethod
@@ -52,7 +52,7 @@ class PromptStream:
         return cls(prompts, batch_size, cfg.train.seed, cfg.data.shuffle, cfg.data.paths)
 
     def _check_sizes(self) -> None:
-        # After so many generations the shares of the paths repeat.
+        # The shares of the paths repeat after this many generations.
         period = len(self._turns) // math.gcd(len(self._turns), self.batch_size)
         for path, prompts in enumerate(self._prompts_of):
             most = max(len(self._places(path, generation)) for generation in range(period))
@@ -69,7 +69,7 @@ class PromptStream:
         """Number and digest of the prompts; other prompts would make other generations."""
         digest = sha256()
         for prompt in self.prompts:
-            # With the number of ids, so that no two ways to divide them have the same bytes.
+            # The number of ids makes the bytes unambiguous: [1], [2, 3] differs from [1, 2], [3].
             numbers = (prompt.index, len(prompt.token_ids), *prompt.token_ids)
             digest.update(array("q", numbers).tobytes())
             digest.update(prompt.images.key if prompt.images else b"")
@@ -82,7 +82,7 @@ class PromptStream:
         """The `batch_size` different prompts of generation `generation_index` (0, 1, ...).
 
         With `shuffle`, every epoch of a path has its own order and drops the rows that do not fill
-        a whole batch. Otherwise the rows are taken in order and wrap around.
+        a whole batch. Otherwise rows are taken in order and wrap around.
         """
         first = generation_index * self.batch_size
         drawn = [iter(self._draw(path, generation_index)) for path in range(len(self._paths))]
@@ -92,7 +92,7 @@ class PromptStream:
         ]
 
     def _draw(self, path: int, generation: int) -> list[Prompt]:
-        """The prompts of one path in a generation."""
+        """Prompts of one path in a generation."""
         prompts, places = self._prompts_of[path], self._places(path, generation)
         if not self.shuffle:
             return [prompts[place % len(prompts)] for place in places]
@@ -100,7 +100,7 @@ class PromptStream:
         while len(begins) <= generation:
             (epoch, place), last = begins[-1], len(begins) - 1
             place += len(self._places(path, last))
-            # A generation of two epochs could have a prompt twice: it begins the new one instead.
+            # A generation across two epochs could have a prompt twice, so it starts the new epoch.
             fits = place + len(self._places(path, last + 1)) <= size
             begins.append((epoch, place) if fits else (epoch + 1, 0))
         epoch, begin = begins[generation]
@@ -110,17 +110,17 @@ class PromptStream:
         return [prompts[i] for i in order[begin : begin + len(places)]]
 
     def _places(self, path: int, generation: int) -> range:
-        """The numbers of a generation's prompts of one path, among all of it that are drawn."""
-        # before[n] prompts are of this path in the first n turns of a round, before[-1] in all.
+        """Numbers of a generation's prompts of one path, counting all draws of the path from 0."""
+        # The first n turns of a round take before[n] prompts of this path, a round before[-1].
         before = self._turns_before[path]
         rounds, turn = divmod(generation * self.batch_size, len(self._turns))
         end_rounds, end = divmod((generation + 1) * self.batch_size, len(self._turns))
         return range(rounds * before[-1] + before[turn], end_rounds * before[-1] + before[end])
 
     def others(self, tried: Collection[int], count: int, order: random.Random) -> list[Prompt]:
-        """Up to `count` prompts at random whose index is not `tried`, by the weights of paths."""
+        """Choose up to `count` random prompts that are not in `tried`, by the paths' weights."""
         num_turns = len(self._turns)
-        # From any turn on: asked for one prompt at a time, turn 0 would always be the first path.
+        # A random first turn: with one prompt per call, turn 0 would always choose the first path.
         first = order.randrange(num_turns) if num_turns > 1 else 0
         turns = [self._turns[(first + i) % num_turns] for i in range(count)]
         chosen: list[Prompt] = []
@@ -130,13 +130,13 @@ class PromptStream:
         return chosen
 
     def epochs(self, num_generations: float) -> float:
-        """Passes over the prompts after this many generations; of several paths, in the mean."""
+        """Passes over the prompts after `num_generations`; the mean over several paths."""
         per_epoch = len(self.prompts) / self.batch_size
         drops_rows = self.shuffle and len(self._paths) == 1
         return num_generations / (math.floor(per_epoch) if drops_rows else per_epoch)
 
     def num_generations(self, num_epochs: int) -> int:
-        """Generations after which `num_epochs` passes over the prompts of one path are complete."""
+        """Generations that complete `num_epochs` passes over the prompts of one path."""
         if self.shuffle:
             return num_epochs * (len(self.prompts) // self.batch_size)
         return -(-num_epochs * len(self.prompts) // self.batch_size)
@@ -145,7 +145,7 @@ class PromptStream:
 def _turns(weights: Sequence[int]) -> list[int]:
     """Order of the paths in one round: weights (2, 1) give 0, 1, 0.
 
-    The turn j = 0, 1, ... of a path is due at (j + 1/2) / weight, and earlier paths come first.
+    Turn j = 0, 1, ... of a path is due at (j + 1/2) / weight; ties go to the earlier path.
     """
     whole = [weight // math.gcd(*weights) for weight in weights]
     due = [((j + 0.5) / weight, path) for path, weight in enumerate(whole) for j in range(weight)]

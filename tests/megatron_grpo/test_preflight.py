@@ -179,7 +179,7 @@ REFUSED = [
     (f"reward.functions=[{OVERLONG}]", "length 60", "below soft_max_length 50", "such as 10"),
     # What a kind of model does not have.
     ("SGLANG + rollout.indexer_replay=true", "and this model has no indexers: leave it out"),
-    ("tower: HALF + train.export_quantization=int8", "_quantization is int8, and model.path"),
+    ("tower: HALF + train.export_quantization=int8", "_quantization int8 is not supported for"),
     ("tower: HALF + rollout.quantization=int8", "rollout.quantization is int8, and model.path"),
     ("windows: train.seed=1", "1 have a window of attention; engines serve it only with"),
     ("no windows: SGLANG", "rollout.engine sglang is not supported for the qwen3"),

@@ -379,7 +379,7 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
 HALF = "model.dtype=bfloat16"
 SHORT_FORMS = {"HALF": HALF, "PRECISE": f"{HALF} + optimizer.use_precision_aware_optimizer=true"}
 REFUSED = [
-    ("train.num_epochs=1", "train.num_steps is 15 beside num_epochs: give either"),
+    ("train.num_epochs=1", "train.num_steps is 15, with num_epochs: give either"),
     ("train.num_steps=null", "train.num_steps is missing: give either"),
     ("data.path=null", "config key data.path = None: input should be a valid string"),
     ("data.path=[a.jsonl]", "config key data.path.0 = 'a.jsonl': expected a table of keys"),

@@ -69,7 +69,7 @@ def test_a_held_out_set_is_scored_by_its_own_reward_whatever_the_source():
         ),
         ("rollout.over_sampling=2", "sources.by_name.game: rollout.over_sampling=2"),
         ("sources.by_name.math.reward.max_failed_fraction=0.5", "limit of the whole run (0.1)"),
-        ("sources.by_name.math.reward.functions=[m.py:environment]", "called environment, which"),
+        ("sources.by_name.math.reward.functions=[m.py:environment]", "called environment, the"),
     ],
 )
 def test_what_no_source_can_be_is_refused_by_its_name(override, told):

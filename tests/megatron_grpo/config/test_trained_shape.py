@@ -84,5 +84,5 @@ def test_trained_shape_refuses_too_few_layers_in_the_first_stage(tmp_path):
 
 
 def test_trained_shape_refuses_a_model_without_a_tower(folders):
-    with pytest.raises(ValueError, match="a qwen3, and vision towers are trained of"):
+    with pytest.raises(ValueError, match="a qwen3, and vision towers can be trained for"):
         shape_with(folders["qwen3"], *TOWER)

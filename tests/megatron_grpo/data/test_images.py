@@ -237,7 +237,7 @@ def test_engines_that_take_no_images_are_refused(model, tmp_path, override, told
         ("qwen2_5_vl", {"mrope_interleaved": True}, {}, "and mrope_interleaved False"),
         ("qwen3_vl", {"mrope_section": [4, 6, 7]}, {}, "three sizes whose sum is 16"),
         ("qwen3_vl", {}, {"deepstack_visual_indexes": None}, "_indexes of vision_config is None"),
-        ("qwen3_5", {}, {}, "images are supported of qwen2_5_vl, qwen3_vl, qwen3_vl_moe only"),
+        ("qwen3_5", {}, {}, "images are supported for qwen2_5_vl, qwen3_vl, qwen3_vl_moe only"),
     ],
 )
 def test_check_images_refuses_models_of_unknown_ways(tmp_path, family, rope, vision, told):

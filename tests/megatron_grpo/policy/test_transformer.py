@@ -211,11 +211,16 @@ def known(answer: tuple[bool, str], *, return_reason: bool) -> tuple[bool, str]:
     [
         (SHAPE, ParallelDims(), None, "needs model.megatron.fp8_recipe: blockwise for Hopper"),
         (SHAPE, ParallelDims(), "mxfp8", "mxfp8 is not for this GPU: it needs compute capability"),
-        (SHAPE, ParallelDims(tensor=4), "blockwise", "a rank has of intermediate_size is 24"),
-        (replace(SHAPE, hidden_size=72), ParallelDims(), "tensorwise", "has of hidden_size is 72"),
+        (SHAPE, ParallelDims(tensor=4), "blockwise", "intermediate_size is 24 on a rank"),
+        (
+            replace(SHAPE, hidden_size=72),
+            ParallelDims(),
+            "tensorwise",
+            "hidden_size is 72 on a rank",
+        ),
         (
             replace(SHAPE, latent=replace(LATENT, rank=24)),
-            *(ParallelDims(), "tensorwise", "has of kv_lora_rank is 24"),
+            *(ParallelDims(), "tensorwise", "kv_lora_rank is 24 on a rank"),
         ),
         (SHAPE, ParallelDims(tensor=2), "blockwise", None),
         (MIXTURE, ParallelDims(), "tensorwise", None),
