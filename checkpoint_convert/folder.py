@@ -44,7 +44,7 @@ def integer(path: Path, values: Mapping[str, Any], key: str, minimum: int = 1) -
 
 
 def even(path: Path, values: Mapping[str, Any], key: str) -> int:
-    """Read the size of what RoPE rotates."""
+    """Read an even integer: RoPE rotates pairs."""
     value = integer(path, values, key)
     if value % 2:
         raise ValueError(f"{path}: {key} is {value}; it must be even, as RoPE rotates pairs")

@@ -26,12 +26,12 @@ from parallel import (
 
 
 def hf_tensors(shape: ModelShape) -> dict[str, Shape]:
-    """Name and shape of every tensor of the model, as weight files have it, if not stacked."""
+    """Name and shape of every tensor of the model, with stacks of experts taken apart."""
     return {each.name: each.whole_shape for each in _sources(shape)}
 
 
 def file_tensors(shape: ModelShape) -> dict[str, Shape]:
-    """Name and shape of every tensor of the weight files, some of which may be stacks."""
+    """Name and shape of every tensor of the weight files, stacks of experts included."""
     return {
         each.stack.name if each.stack else each.name: (
             each.stack.stored_shape if each.stack else each.whole_shape
@@ -41,9 +41,9 @@ def file_tensors(shape: ModelShape) -> dict[str, Shape]:
 
 
 def file_layout(shape: ModelShape) -> Layout:
-    """Layout of the model in the tensors of the weight files.
+    """Layout of the stored tensors (`file_tensors`) in the coordinates of `hf_tensors`.
 
-    Shapes are those of `file_tensors`, but for stacks: see `StackPlace`.
+    A stack has the dimensions of `StackPlace.shape`, in which every expert is a box.
     """
     shapes, pieces = {}, []
     for name, each in {each.name: each for each in _sources(shape)}.items():
@@ -64,9 +64,9 @@ def float32_tensors(shape: ModelShape) -> set[str]:
 
 
 def hf_dtypes(shape: ModelShape, dtype: str, float32: str) -> dict[str, str]:
-    """The dtype of each tensor of the weight files of a model of `dtype`.
+    """Dtype of each Hugging Face tensor in a model of `dtype`.
 
-    `float32` is the name of float32 in the language of `dtype`, such as F32 beside BF16.
+    `float32` is the name of float32 in the notation of `dtype`: F32 with BF16.
     """
     always = float32_tensors(shape)
     return {name: float32 if name in always else dtype for name in hf_tensors(shape)}
@@ -105,7 +105,7 @@ def megatron_sender(
     transformer_engine: bool,
     layout: Layout | None = None,
 ) -> Sender:
-    """Tensors that the rank at `at` can send to engines, and the other ranks that could.
+    """The rank's tensors that can be sent to engines, each with all ranks that hold it.
 
     The copy of a tied embedding is never sent: the ranks that hold the embedding itself send it.
     `layout` is the rank's `megatron_layout`, if it is already known.
@@ -132,7 +132,7 @@ def local_parameters(
 
 
 def first_senders(shape: ModelShape, dims: ParallelDims) -> Iterator[Sender]:
-    """The senders of all ranks that own anything, by rank: every tensor's first holder is one."""
+    """Senders of all ranks that own tensors, in rank order; they include every first holder."""
     return (
         megatron_sender(shape, dims, at, transformer_engine=True) for at in _owners(shape, dims)
     )
@@ -145,6 +145,8 @@ def _holders(parameter: Parameter, dims: ParallelDims, at: Coordinates) -> range
         return range(0)
     if parameter.is_expert:
         place = dims.expert_place(at)
+        # In a stage, ranks repeat the same (expert, expert tensor) coordinates with this period:
+        # data ranks of experts are the slowest axis.
         offset = place.expert * dims.expert_tensor + place.tensor
         return range(first + offset, end, dims.expert * dims.expert_tensor)
     if parameter.split is None:
@@ -177,12 +179,13 @@ def checkpoint_layout(shape: ModelShape, padded_vocab: int) -> Layout:
 
 
 def checkpoint_boxes(shape: ModelShape, dims: ParallelDims) -> Iterator[list[tuple[str, Box]]]:
-    """For each rank of `dims` that owns anything: the boxes of checkpoint tensors that it saves."""
+    """For each rank of `dims` that owns anything: (key, box) of the checkpoint tensors it saves."""
     for at in _owners(shape, dims):
         owned = []
         chunks = _chunks(shape, dims, at, transformer_engine=True)
         for parameter in chain.from_iterable(chunks):
             rank, size, is_replica = _place(parameter, dims, at)
+            # Without a split, tensor rank 0 saves for all.
             if not (is_replica or parameter.is_copy or (parameter.split is None and rank)):
                 key = parameter.key or parameter.name
                 owned += [(key, box) for box in stored_boxes(parameter, rank, size)]
@@ -249,7 +252,7 @@ def _whole_model(shape: ModelShape, padded_vocab: int) -> list[Parameter]:
 
 
 def _sources(shape: ModelShape) -> Iterator[Tensor]:
-    """The tensors of the weight files; the embedding is there twice if it is tied."""
+    """Tensors of the weight files; a tensor of fused weights comes once for each of its parts."""
     for parameter in _whole_model(shape, shape.vocab_size):
         yield from parameter.sources
 

@@ -34,6 +34,7 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
         sync_tree(partial)
         partial.rename(out)
         sync(out.parent)
+    # Not `Exception`: signals raise `_Stopped` in the CLI, or KeyboardInterrupt.
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -9,7 +9,7 @@ from checkpoint_convert.families.description import Family
 from checkpoint_convert.folder import boolean, integer, number
 from checkpoint_convert.layer_types import FULL, WINDOWED
 
-# Parameters with one supported value for every RoPE type, which vLLM reads.
+# Parameters that vLLM reads, with one supported value for every RoPE type.
 _REQUIRED: dict[str, Any] = {"rope_dim": None, "use_fope": False}
 # The supported RoPE types, and further parameters with one supported value: Megatron-Core has these
 # numbers of Llama 3's scaling built in.
@@ -24,19 +24,19 @@ _REQUIRED_OF_TYPE: dict[str, dict[str, Any]] = {
     "yarn": {},
 }
 _TRAINED_LENGTH = "original_max_position_embeddings"
-# Keys outside of `rope_parameters` that are read, and of the older form of these.
+# RoPE's keys at the top level: both forms of its parameters, and the base.
 _OWN = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 def read_ropes(
     path: Path, config: Mapping[str, Any], family: Family
 ) -> tuple[float, dict[str, Any] | None, float | None]:
-    """`read_rope`, and the base of the RoPE of layers with a window; None: it is the same RoPE.
+    """(base, scaling, base of windowed layers); the last is None if all layers share one RoPE.
 
-    Where these layers have their own, `rope_parameters` has an object for each kind of layer. The
-    older `rope_scaling` is that of layers without a window, as `rope_theta` is.
+    For two RoPEs, `rope_parameters` has an object for each kind of layer. The older `rope_scaling`
+    and `rope_theta` are of layers without a window. See `read_rope`.
     """
-    if not family.rope.partial_factor:  # no layer has it
+    if not family.rope.partial_factor:  # no layer has RoPE
         return 10_000.0, None, None
     windows = family.windows
     if windows is None or windows.rope_theta is None:
@@ -99,11 +99,11 @@ def read_rope(
 
 
 def num_positions(path: Path, config: Mapping[str, Any]) -> int:
-    """How many positions of the model's context are supported: all that its config names, or those
-    before the first where `llama_4_scaling_beta` of RoPE changes queries."""
+    """Supported context length: `max_position_embeddings`, or less (see Ministral 3)."""
     num, rope = integer(path, config, "max_position_embeddings"), _parameters(path, config)
     if not rope.get("llama_4_scaling_beta"):
         return num
+    # `llama_4_scaling_beta` changes queries from this position on, in transformers alone.
     return min(num, integer(path, rope, _TRAINED_LENGTH))
 
 
@@ -146,15 +146,14 @@ def _check(path: Path, rope: Mapping[str, Any], required: Mapping[str, Any]) -> 
 def _yarn(
     path: Path, config: Mapping[str, Any], rope: Mapping[str, Any], *, has_mla: bool
 ) -> dict[str, Any]:
-    """Everything that YaRN (arXiv 2309.00071) computes with.
+    """Parameters of YaRN (arXiv 2309.00071), with the defaults of transformers and vLLM.
 
-    Parameters that are absent have the values that transformers and vLLM take for them, except the
-    length that the model was trained on: these take `max_position_embeddings`, but that is the
-    length with scaling.
+    The trained length has no default: both take `max_position_embeddings`, the scaled length.
     """
     factor, trained_length = number(path, rope, "factor"), integer(path, rope, _TRAINED_LENGTH)
     length = integer(path, config, "max_position_embeddings")
-    if length > factor * trained_length:  # vLLM would read beyond its table of so many positions
+    # vLLM would read beyond its table of factor * trained_length positions.
+    if length > factor * trained_length:
         raise ValueError(
             f"{path}: max_position_embeddings({length}) is more than factor({factor:g}) * "
             f"{_TRAINED_LENGTH}({trained_length}) of yarn RoPE scaling: set it to at most "
@@ -188,11 +187,10 @@ def _attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> flo
 
 
 def _latent_attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> float:
-    """Likewise for latent attention, where a part of queries and keys is not rotated.
+    """Factor of queries and keys in latent attention: 0.1 mscale_all_dim ln(factor) + 1.
 
-    The factor of `mscale_all_dim` is for both parts. Before that, the rotated part alone has the
-    factor of `mscale` over that of `mscale_all_dim`, which must be 1. vLLM does not read the other
-    two settings.
+    It applies to both parts of a head. The rotated part has a further factor, the quotient of those
+    of `mscale` and `mscale_all_dim`, which must be 1. vLLM does not read the other two settings.
     """
     over, under = rope.get("mscale"), rope.get("mscale_all_dim")
     if over is None or over != under:

@@ -30,7 +30,7 @@ _SIDECAR = re.compile(
 NOTHING: Mapping[str, Any] = {}
 _TEMPLATES = "additional_chat_templates"
 JSON_FILE, SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
-# The last is byte-level BPE's in two files, the format in which Qwen2 was published.
+# vocab.json is half of byte-level BPE in two files, the format in which Qwen2 was published.
 TOKENIZER_FILES = (JSON_FILE, SENTENCEPIECE_FILE, "vocab.json")
 # Files that Megatron-LM and our training runs write next to the checkpoint folders.
 _POINTERS = ("latest_checkpointed_iteration.txt", "LATEST")
@@ -96,7 +96,8 @@ def main_dtype(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> str:
 def sidecar_files(folder: Path) -> list[Path]:
     """The files in `folder` that belong to its model besides the weights.
 
-    Raises ValueError for a link to what is no model's file: it may not be meant to be shared.
+    Raises ValueError for a link to a file outside of any model, which may not be meant to be
+    shared.
     """
     files = [
         file
@@ -127,9 +128,9 @@ def copy_sidecar_files(
 ) -> None:
     """Copy the sidecar files from one folder to another, and adjust config.json.
 
-    It names `dtype`, `num_mtp_layers` layers that predict further tokens, no code, as none is
-    copied, and no quantisation but that of `further` keys, as weights were dequantised when they
-    were read. Raises ValueError like `sidecar_files`.
+    It names `dtype` and `num_mtp_layers` multi-token-prediction layers, and loses `auto_map`, as no
+    code is copied, and its quantisation, as weights are dequantised on reading. `further` keys are
+    added. Raises ValueError like `sidecar_files`.
     """
     for file in sidecar_files(source):
         copy = folder / file.relative_to(source)
@@ -156,8 +157,8 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def _check_link(folder: Path, file: Path) -> None:
-    """A link may lead to the same file of another model's folder, or to where the Hub's cache
-    stores files: `blobs`, beside `snapshots`."""
+    """Raise ValueError for a link out of `folder`, unless to the file of the same name of another
+    model, or into the Hub's cache: its files are in `blobs`, a sibling of `snapshots`."""
     target = file.resolve()
     is_cached = target.parent.name == "blobs" and target.parent.with_name("snapshots").is_dir()
     models = [parent for parent in target.parents[:2] if (parent / "config.json").is_file()]

@@ -15,7 +15,7 @@ from checkpoint_convert.shape import ModelShape, split_obstacles
 from parallel import Box, Layout, Shape, ShardMapping, divisors
 
 VOCAB_MULTIPLE = 64
-"""The vocabulary is padded to a multiple of this, for any number of ranks."""
+"""vLLM's DEFAULT_VOCAB_PADDING_SIZE: the vocabulary's multiple, for any number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +25,13 @@ class EngineDims:
     tensor: int = 1
     """Number of workers over which every layer's matrices are split."""
     data: int = 1
-    """Number of such groups of workers. Each has requests of its own and all weights but those of
-    the experts, which all workers of the engine share."""
+    """Number of groups of `tensor` workers. Each group has its own requests and all weights except
+    experts, which all workers of the engine share."""
     expert_parallel: bool = False
-    """Whether whole experts are distributed over the workers, instead of splitting each expert's
-    matrices."""
+    """Whether workers hold whole experts, instead of a part of every expert's matrices."""
     gathers_mlps: bool = False
-    """Whether all workers of all groups share MLPs and shared experts, too, as in SGLang, which
-    also gives each worker equally many experts."""
+    """Whether all workers of all groups also share MLPs and shared experts, and each holds equally
+    many experts, as in SGLang."""
 
     @property
     def num_workers(self) -> int:
@@ -43,10 +42,10 @@ class EngineDims:
 def engine_layouts(shape: ModelShape, dims: EngineDims) -> list[Layout]:
     """Layouts of one engine's workers, in the coordinates of the weight files, by rank.
 
-    Local names are those of the worker's `pushable_parameters`, such as
-    ``model.layers.3.self_attn.qkv_proj.weight``, without a tied head; shapes, too.
-    `ShardMapping.is_replica` marks what a worker of lower rank also holds. Raises the ValueError of
-    `check_engine_dims`.
+    Local names and shapes are those of the worker's `pushable_parameters`, such as
+    ``model.layers.3.self_attn.qkv_proj.weight``; a tied head is not among them.
+    `ShardMapping.is_replica` marks parts that a worker of lower rank also holds. Raises ValueError
+    like `check_engine_dims`.
     """
     check_engine_dims(shape, dims)
     parameters = engine_parameters(shape)
@@ -99,7 +98,7 @@ def worker_layout(
         number, size = part_of(parameter, shape, dims, rank)
         if not parameter.is_expert:
             part = worker_shard(parameter, number, size)
-            is_copy = number != rank  # the worker with the part's number has it, too
+            is_copy = number != rank  # worker `number` holds it, too
             first, num_rows = parameter.vllm.rows or (0, part.shape[0])
             shapes[name] = (num_rows, *part.shape[1:])
             pieces += [
@@ -114,6 +113,7 @@ def worker_layout(
             if parameter.vllm.alternates:
                 part = _alternating(part)
             shapes[name] = (len(experts), *part.shape)
+            # Workers' outputs of the second linear layer are summed: the bias must count once.
             if number > 0 and parameter.vllm.is_added_once:
                 zeros.append((name, Box((index, 0), (1, *part.shape))))
             else:
@@ -137,8 +137,7 @@ def part_of(
 
 
 def _experts(shape: ModelShape, dims: EngineDims, rank: int) -> range:
-    """The experts that a worker holds; if they do not divide evenly, the first workers hold one
-    more."""
+    """Experts of a worker; if they do not divide evenly, the first workers hold one more."""
     if shape.moe is None:
         return range(0)
     if not dims.expert_parallel:
@@ -149,11 +148,9 @@ def _experts(shape: ModelShape, dims: EngineDims, rank: int) -> range:
 
 
 def _has_whole_shared_expert(shape: ModelShape, dims: EngineDims) -> bool:
-    """Whether every worker holds the whole shared expert.
-
-    Where vLLM deals tokens out over the tensor-parallel workers before the experts, each computes
-    all of its own tokens.
-    """
+    """Whether every worker holds the whole shared expert."""
+    # vLLM's `use_sequence_parallel_moe`: a group's tokens are distributed over its workers before
+    # the experts, so each worker computes all of the shared expert, for its own tokens.
     deals_out = dims.expert_parallel and dims.tensor > 1 and dims.data > 1
     return deals_out and FAMILIES[shape.family].engines.vllm.has_whole_shared_expert
 
@@ -213,12 +210,12 @@ def _cut(
 
 
 def _from(box: Box, row: int) -> Box:
-    """The box of a tensor whose first row is `row` of a larger one, in that."""
+    """Shift a box by `row` rows, from a part of a tensor to the whole."""
     return Box((box.start[0] + row, *box.start[1:]), box.size) if row else box
 
 
 def _alternating(part: Shard) -> Shard:
-    """Rows of two sources in turn: [rows of each, 2, columns]."""
+    """Let the rows of two sources alternate: [rows of each, 2, columns]."""
     rows, *columns = part.shape
     rows //= 2
     axes = (0, *range(2, len(part.shape) + 1))
@@ -262,8 +259,8 @@ def engine_sizes(shape: ModelShape, dims: EngineDims) -> list[int]:
 
 def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
     further = {"padded vocabulary": _padded_vocab(shape)}
-    # Where a worker has all of a norm over all heads, vLLM does not know copies of heads in it; nor
-    # does its gpt-oss know any.
+    # vLLM replicates key-value heads under a norm over all heads only if it splits the norm
+    # (MiniMaxText01RMSNormTP), and not in gpt-oss, which divides their number by the workers.
     has_whole_norms = not FAMILIES[shape.family].engines.vllm.has_split_norms
     if shape.has_sinks or (shape.norms_all_heads and has_whole_norms):
         further["num_key_value_heads"] = shape.num_key_value_heads
@@ -274,7 +271,7 @@ def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
     if dims.expert_parallel and dims.num_workers > shape.moe.num_experts:
         obstacles.append(f"{workers}is more than num_experts({shape.moe.num_experts})")
     size = shape.moe.intermediate_size
-    # vLLM asks for both of such stacks, however the workers share experts.
+    # Of alternating stacks, vLLM requires even matrices even where workers hold whole experts.
     is_stacked = shape.moe.stacks == "alternating"
     if (is_stacked or not dims.expert_parallel) and size % dims.num_workers:
         obstacles.append(f"{workers}does not divide intermediate_size of the experts({size})")

@@ -41,7 +41,7 @@ from parallel.views import as_whole
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OF_MODEL = ("embedding.", "decoder.", "output_layer.", VISION)
-"""How the keys of weights begin; others are of the optimizer's or the trainer's state."""
+"""Prefixes of the keys of weights; other keys are of the optimizer's or the trainer's state."""
 _TENSOR_SIZES = range(1, 65)
 
 Progress = Callable[[int, int], None]
@@ -54,14 +54,14 @@ class Weights:
 
     shape: ModelShape
     layout: Layout
-    """Boxes of the Hugging Face tensors that the stored tensors are."""
+    """Maps the stored tensors to boxes of the Hugging Face tensors."""
     tensors: StoredTensors
     format: str
     """``safetensors``, ``bin`` or ``torch_dist``."""
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Dtype of every Hugging Face tensor: all its boxes are of one stored tensor."""
+        """Dtype of every Hugging Face tensor; all its boxes are stored in the same dtype."""
         return {piece.tensor: self.tensors.dtypes[piece.local] for piece in self.layout.pieces}
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class Weights:
 
 
 def open_weights(path: Path, shape: ModelShape, names: Collection[str] | None = None) -> Weights:
-    """The weights of a model of `shape` in a Hugging Face folder (safetensors or `.bin`) or a
+    """Open the weights of a model of `shape`: a Hugging Face folder (safetensors or `.bin`) or a
     Megatron torch_dist checkpoint.
 
     Reads only headers, except for a tied model that also stores its head: then both tables are
@@ -92,7 +92,7 @@ def open_weights(path: Path, shape: ModelShape, names: Collection[str] | None = 
 
 
 def as_laid_out(places: Mapping[str, TensorPlace], layout: Layout) -> dict[str, TensorPlace]:
-    """The places of some tensors of `file_layout`, with the dimensions that they have in it."""
+    """Give the places of stored tensors the dimensions that they have in `layout` (stacks)."""
     return {name: replace(place, shape=layout.shapes[name]) for name, place in places.items()}
 
 
@@ -160,7 +160,7 @@ def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
 
 
 def _trained_mtp_keys(path: Path, shape: ModelShape) -> Collection[str]:
-    """Keys of the layer for multi-token prediction that was trained; none without exactly these.
+    """Keys of the trained MTP layer; none unless the checkpoint has all of them.
 
     Layers that Megatron-LM trained may have others, and are left out.
     """
@@ -238,12 +238,12 @@ def _are_in_order(*axes: Axes) -> bool:
     return all([*each] == sorted(each) for each in axes)
 
 
-# Limit for the rows that are kept. If they are larger, only the columns are read.
+# Largest rows to keep. Of larger ones, only the columns are read.
 _MAX_BYTES = 64 << 20
 
 
 class RowCache:
-    """Tensors of which whole rows are read, and kept while boxes of their columns are asked for.
+    """Reads whole rows, and keeps them for further boxes of their columns.
 
     In a file, a box of columns is a small run in every row: 8 tensor ranks would read each row in 8
     runs, one after the other.
@@ -267,7 +267,7 @@ class RowCache:
             self._source.read_into(name, box, target)
             return
         if self._kept != (name, rows):
-            self._kept = None
+            self._kept = None  # until the read succeeds: it overwrites the kept rows
             if num_bytes > len(self._memory):
                 self._memory = torch.empty(num_bytes, dtype=torch.uint8)
             self._rows = self._memory[:num_bytes].view(target.dtype).view(rows.size)

@@ -11,11 +11,11 @@ from checkpoint_convert.shape import LinearShape, ModelShape
 def linear_attention(
     shape: ModelShape, linear: LinearShape, source: str, target: str
 ) -> list[Parameter]:
-    """`source` and `target` are name prefixes in weight files and in Megatron.
+    """Parameters of the gated delta rule; prefixes are `source` in files, `target` in Megatron.
 
-    Ranks split heads of keys, each with its heads of values. Of each come, one after the other, the
-    projections to queries, keys, values, gates of outputs, strengths of updates (beta), and decays
-    (alpha); and so do the rows of the convolution of the first three.
+    Ranks split key heads, each with its value heads. For each key head come, one after the other,
+    the projections to queries, keys, values, output gates, strengths of updates (beta) and decays
+    (alpha). The convolution has the rows of the first three.
     """
     num_heads, hidden = linear.num_value_heads, shape.hidden_size
     keys, values = linear.num_key_heads * linear.key_dim, num_heads * linear.value_dim
@@ -57,20 +57,20 @@ def linear_attention(
 
 
 A_LOG = "A_log"
-"""Parameter of which a vLLM engine holds -exp(value), in a model with Mamba-2's layers."""
+"""Parameter of Mamba-2 that a vLLM engine holds as -exp(value)."""
 
 
 def mamba(shape: ModelShape, linear: LinearShape, source: str, target: str) -> list[Parameter]:
-    """Mamba-2's; `source` and `target` are name prefixes in weight files and in Megatron.
+    """Parameters of Mamba-2; prefixes are as in `linear_attention`.
 
-    Ranks split groups, each with its heads. Of each come, one after the other, the projections to
-    gates, x, B, C and steps; and so do the rows of the convolution of x, B and C.
+    Ranks split groups, each with its heads. For each group come, one after the other, the
+    projections to gates, x, B, C and steps. The convolution has the rows of x, B and C.
     """
     groups, num_heads, hidden = linear.num_key_heads, linear.num_value_heads, shape.hidden_size
     states, values = groups * linear.key_dim, num_heads * linear.value_dim
 
     def fused(name: str, sizes: Sequence[int], *columns: int) -> Parameter:
-        """Parameter whose sources are rows of one tensor also in the files."""
+        """Parameter with sources that the files also store as rows of one tensor."""
         stored = f"{source}{name}"
         parts = in_one_tensor(stored, [Tensor(stored, (size, *columns)) for size in sizes])
         own = target + name.replace("conv1d.", "conv1d_")

@@ -67,7 +67,7 @@ class StoredTensors:
         self.check_finite(name, place, target)
 
     def check_finite(self, name: str, place: TensorPlace, values: Tensor) -> None:
-        """Raise ValueError, unless they may be anything, for values read that are not finite."""
+        """Raise NotFiniteError for NaN or infinite values, if `must_be_finite`."""
         if self.must_be_finite and not is_finite(values):
             kind = "NaN" if values.isnan().any() else "infinite"
             raise NotFiniteError(
@@ -93,10 +93,8 @@ class StoredTensors:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether none of the values is NaN or infinite.
-
-    By their extremes, which a NaN takes over: many times as fast as `isfinite`.
-    """
+    """Whether none of the values is NaN or infinite."""
+    # `aminmax` returns NaN if any value is NaN, and is many times as fast as torch.isfinite.
     return not values.numel() or all(isfinite(each) for each in torch.aminmax(values))
 
 
@@ -109,7 +107,7 @@ def check_values(places: Mapping[str, TensorPlace]) -> None:
 
 
 def same_values(a: TensorPlace, b: TensorPlace, max_elements: int = 1 << 20) -> bool:
-    """Whether two stored tensors of one shape have the same values, in whichever dtypes."""
+    """Whether two stored tensors of one shape have the same values, in any dtypes."""
 
     def read(name: str, box: Box) -> Tensor:
         values = torch.empty(box.size, dtype=DTYPES[stored.dtypes[name]])
@@ -127,7 +125,7 @@ _SHORT_HALVES_BYTES = 1 << 14
 
 
 def whole_rows(shape: Shape, box: Box, itemsize: int) -> Box:
-    """The rows of a stored tensor that `box` is a part of, if rows are short; or `box`.
+    """Widen `box` to whole rows of a stored tensor if rows are short; else return `box`.
 
     Gate and up may alternate in a file: each is one element of every row of two. Or they are the
     halves of rows, in stacks [experts, inputs, 2, outputs].
@@ -143,9 +141,9 @@ def whole_rows(shape: Shape, box: Box, itemsize: int) -> Box:
 
 
 def read_box(descriptor: int, place: TensorPlace, box: Box, target: Tensor) -> None:
-    """Read `box` of a stored tensor into `target`; directly if that is contiguous.
+    """Read `box` of a stored tensor into `target`; without a copy if that is contiguous.
 
-    Of short rows all columns are read, as the elements of one would be reads of their own.
+    Short rows are read whole: each element of one column would be a read of its own.
     """
     rows = whole_rows(place.shape, box, target.itemsize)
     if rows != box:
@@ -197,8 +195,10 @@ def _run_starts(shape: Shape, box: Box) -> tuple[list[int], int]:
     """First elements and common length of the runs of consecutive elements that make up `box`."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     inner = len(shape) - 1
+    # Dimensions from `inner` on form one run: all that follow it are whole.
     while inner > 0 and box.size[inner] == shape[inner]:
         inner -= 1
     first = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+    # Not strict: there are strides for inner dimensions, too.
     outer = [range(0, n * s, s) for n, s in zip(box.size[:inner], strides, strict=False)]
     return [first + sum(steps) for steps in product(*outer)], box.size[inner] * strides[inner]

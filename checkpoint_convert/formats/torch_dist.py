@@ -1,12 +1,12 @@
 """Reads Megatron-Core's torch_dist checkpoints without Megatron-Core.
 
-The format is that of torch.distributed.checkpoint. A tensor of the checkpoint, named by its key,
-is cut into chunks: boxes, each saved by torch.save somewhere in a file `*.distcp`. The pickle
+The format is that of torch.distributed.checkpoint. A tensor of the checkpoint, named by its key, is
+cut into chunks: boxes, each saved by torch.save somewhere in a file `*.distcp`. The pickle
 `.metadata` says which box is at which bytes of which file. Megatron-Core adds `common.pt`, a pickle
 of everything that is not a tensor, which is never read here, and `metadata.json`, written last.
 
-torch and Megatron-Core load `.metadata` without restriction. Here every class of theirs that it
-names is replaced by an inert one, and everything else is refused.
+torch and Megatron-Core load `.metadata` without restriction. Here an inert class stands for every
+class of theirs that it names, and everything else is refused.
 """
 
 import io
@@ -37,7 +37,7 @@ class StoredChunk:
     key: str
     box: Box
     dtype: str
-    """By safetensors' name, or by torch's if it is not supported."""
+    """By safetensors' name, or by torch's if unsupported."""
     file: str
     offset: int
     length: int
@@ -55,7 +55,7 @@ class StoredChunks:
     shapes: Mapping[str, Shape]
     """Shape by key."""
     layout: Layout
-    """Boxes of the keys that the chunks are. Not checked to cover the keys."""
+    """Maps the chunks to boxes of the keys; not checked to cover them."""
     tensors: "ChunkTensors"
     """The values, by the chunk names of the layout."""
 
@@ -184,7 +184,7 @@ def read_object_places(path: Path) -> list[tuple[str, int, int]]:
 
 @contextmanager
 def _malformed_named(path: Path) -> Iterator[None]:
-    """Raise ValueError for whatever a malformed pickle provokes; OSError stays what it is."""
+    """Raise ValueError for whatever a malformed pickle provokes; OSError passes unchanged."""
     try:
         yield
     except OSError:

@@ -54,7 +54,7 @@ class Chunk:
 
     @property
     def name(self) -> str:
-        """The name that `read_chunks` gives it."""
+        """The name that `read_chunks` gives the chunk."""
         return chunk_name(self.key, self.box)
 
     @property
@@ -136,6 +136,7 @@ def finish_checkpoint(folder: Path, index: bytes) -> None:
     (folder / _EMPTY_FILE).write_bytes(_saved([None]))  # all empty objects are stored once
     (folder / METADATA_FILE).write_bytes(index)
     (folder / _COMMON_FILE).write_bytes(_saved({}))
+    # Last, as in Megatron-Core's `save`: a folder without metadata.json is not a checkpoint.
     (folder / BACKENDS_FILE).write_text(json.dumps(_BACKEND_VERSIONS), encoding="utf-8")
 
 
