@@ -276,6 +276,7 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
         num_groups=num_groups,
         groups_per_token=groups_per_token,
         weight_scale=1.0 if keys.weight_scale is None else number(path, values, keys.weight_scale),
+        # Families have one of the two keys, or neither.
         shared_intermediate_size=(
             _count(path, values, keys.shared_size, minimum=1)
             or size * _count(path, values, keys.num_shared)

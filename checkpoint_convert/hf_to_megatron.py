@@ -116,9 +116,9 @@ def import_checkpoint(
 
     The checkpoint loads at any layout. Each rank of `dims` finds its parts as separate chunks, and
     so do ranks with other pipeline and expert sizes. `hf_config` is the folder with config.json and
-    tokenizer; None uses those of `hf`. `dtype` (a safetensors name such as "BF16") converts all
-    weights; None keeps the dtype of each. `out` appears only when it is complete. Raises ValueError
-    if the model, `dims` or `out` is invalid.
+    tokenizer; None: `hf`. `dtype` (a safetensors name such as "BF16") converts all weights; None
+    keeps the dtype of each. `out` appears only when it is complete. Raises ValueError if the model,
+    `dims` or `out` is invalid.
     """
     config = model_config(hf, hf_config)
     with closing(open_weights(hf, read_shape(config))) as weights:

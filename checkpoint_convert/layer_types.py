@@ -83,6 +83,7 @@ def _by_rule(path: Path, config: Mapping[str, Any], windows: Windows, num_layers
             else windows.every
         )
     return [
+        # The last of each `every` layers: every = 4 makes three with a window, then one without.
         FULL if layer < first or (every and (layer + 1) % every == 0) else WINDOWED
         for layer in range(num_layers)
     ]

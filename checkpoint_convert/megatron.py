@@ -46,6 +46,7 @@ def file_layout(shape: ModelShape) -> Layout:
     A stack has the dimensions of `StackPlace.shape`, in which every expert is a box.
     """
     shapes, pieces = {}, []
+    # By name: the parts of a fused tensor are one stored tensor.
     for name, each in {each.name: each for each in _sources(shape)}.items():
         whole = Box.whole(each.whole_shape)
         if each.stack is None:
@@ -158,7 +159,7 @@ def checkpoint_layout(shape: ModelShape, padded_vocab: int) -> Layout:
     """The tensors of a torch_dist checkpoint, in the coordinates of the weight files.
 
     They are the same for every mesh that saves them, except for the rows that pad the embedding to
-    `padded_vocab`. Layers, and the experts of a layer, are stacked: the tensor
+    `padded_vocab`. Layers, if all have equal modules, and the experts of a layer are stacked:
     ``decoder.layers.mlp.linear_fc2.weight`` is [layers, hidden, intermediate], and
     ``decoder.layers.mlp.experts.experts.linear_fc2.weight`` is [layers, experts, hidden,
     intermediate].
@@ -169,6 +170,7 @@ def checkpoint_layout(shape: ModelShape, padded_vocab: int) -> Layout:
         shapes[key] = (*(size for _, size in parameter.stack_axes), *parameter.shape)
         part = shard(parameter, 0, 1)
         depth = len(parameter.stack_axes)
+        # The leading dimensions of a stack have no counterpart in a layer's tensor.
         axes = tuple(range(depth, len(shapes[key]))) if depth else ()
         zeros += [(key, stacked(parameter, box)) for box in part.zeros]
         pieces += [
@@ -208,6 +210,7 @@ def extra_states(shape: ModelShape) -> list[str]:
             for parameter in decoder.layer(
                 shape, index, experts, transformer_engine=transformer_engine
             ):
+                # Experts' own names are numbered, differently in each kind of module; keys are not.
                 name = parameter.key if parameter.is_expert else parameter.name
                 if not name.startswith("mlp.router.") and name.endswith(".weight"):
                     module = prefix + name.rpartition(".")[0]
@@ -233,6 +236,7 @@ def _place(parameter: Parameter, dims: ParallelDims, at: Coordinates) -> tuple[i
 def _owners(shape: ModelShape, dims: ParallelDims) -> list[Coordinates]:
     """Coordinates of ranks that hold anything but replicas; without experts, one per shard."""
     places = [dims.coordinates(rank) for rank in range(dims.world_size)]
+    # Experts are split over data ranks, too: those above 0 own some.
     have_experts = [
         any("moe" in shape.modules(layer) for chunk in chunks for layer in chunk)
         for chunks in pipeline_layers(shape.num_layers, dims)
@@ -277,7 +281,8 @@ def _chunks(
         is_first, is_last = layers.start == 0, layers.stop == shape.num_layers
         chunk = []
         if is_first:
-            # In the order of computation: gradients that are not finite are named by it.
+            # In the order of computation, which `policy/skipped_steps.py` walks back to name the
+            # first gradient that was not finite.
             chunk = vision_tower(shape.vision) + decoder.embedding(shape, padded_vocab)
         for local_index, index in enumerate(layers):
             chunk += [

@@ -50,7 +50,7 @@ class MergedTensors(StoredTensors):
             target.copy_(merged(target, a, b, self._adapter.scale))
 
     def close(self) -> None:
-        """Close all files, those of the base as well."""
+        """Close all files, the base's included."""
         super().close()
         self._base.close()
 

@@ -84,7 +84,7 @@ def read_adapter(folder: Path, weights: Mapping[str, Shape]) -> StoredAdapter:
     faults = [*_faults_of_config(config)]
     if faults:
         raise ValueError(f"the adapter in {folder} is of a kind that is not supported: {faults[0]}")
-    rank, alpha = config["r"], config.get("lora_alpha", 8)
+    rank, alpha = config["r"], config.get("lora_alpha", 8)  # 8: PEFT's default
     header = read_header(folder / ADAPTER_WEIGHTS)
     places = {_tensor_of_text(name): place for name, place in header.items()}
     modules = [*dict.fromkeys(weight_of(name).removesuffix(WEIGHT) for name in places)]
@@ -107,6 +107,7 @@ def read_adapter(folder: Path, weights: Mapping[str, Shape]) -> StoredAdapter:
         raise ValueError(
             f"the adapter in {folder} does not fit the model:\n  " + "\n  ".join(faults)
         )
+    # Rank-stabilised LoRA (arXiv 2312.03732) scales by alpha / sqrt(r).
     divisor = math.sqrt(rank) if config.get("use_rslora") else rank
     return StoredAdapter(rank, alpha / divisor, tuple(modules), places)
 

@@ -86,7 +86,7 @@ def _check_same_model(path: Path, given: Path) -> None:
 
 
 def main_dtype(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> str:
-    """The dtype with the most elements, which is the one that config.json names."""
+    """The dtype with the most elements, for config.json."""
     totals: Counter[str] = Counter()
     for name, shape in shapes.items():
         totals[dtypes[name]] += prod(shape)

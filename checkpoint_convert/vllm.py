@@ -196,6 +196,7 @@ def _cut(
             extent = box.size[split] // num_parts
             box = box.narrowed(split, part * extent, extent)
             is_replica = copy > 0
+        # What lies beyond the stored tensor is padding.
         num_stored = min(max(shape[dim] - box.start[dim], 0), box.size[dim])
         local = Box((row, *(0 for _ in shape[1:])), box.size)
         if num_stored < box.size[dim]:

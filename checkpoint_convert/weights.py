@@ -117,6 +117,7 @@ def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
             f"{', '.join(found)} ..."
         )
     vision = tuple((key, size) for key, size in stored.shapes.items() if key.startswith(VISION))
+    # config.json does not say what was trained; the checkpoint's keys do.
     shape = replace(shape, trains_mtp=bool(layer), vision=vision)
     wanted = checkpoint_layout(shape, _padded_vocab(path, shape, stored.shapes[_EMBEDDING][0]))
     faults = [
@@ -156,6 +157,7 @@ def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
             f"{path} has an embedding of {num_rows:,} rows, but the config says vocab_size "
             f"{shape.vocab_size:,}, which no mesh pads to that: were tokens added?"
         )
+    # Fewer rows than the vocabulary are then reported as a wrong shape, with all other faults.
     return max(num_rows, shape.vocab_size)
 
 

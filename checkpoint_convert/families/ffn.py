@@ -165,10 +165,12 @@ class _Stack:
         """Place two tensors in a stack that fuses them (gate and up), as halves or alternating."""
         rows, *columns = tensors[0].shape
         if self.kind == "alternating":
+            # [experts, inputs, outputs, 2], where a tensor is [outputs, inputs]: axes in reverse.
             stored, shape = (self.size, *columns, 2 * rows), (self.size, *columns, rows, 2)
             axes, half = tuple(range(len(columns) + 1, 0, -1)), len(shape) - 1
         elif self.kind == "transposed":
             stored, shape = (self.size, *columns, 2 * rows), (self.size, *columns, 2, rows)
+            # [experts, inputs, 2, outputs]: axes in reverse, but for the halves.
             half = len(columns) + 1
             axes = (half + 1, *range(len(columns), 0, -1))
         else:

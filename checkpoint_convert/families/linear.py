@@ -21,6 +21,7 @@ def linear_attention(
     keys, values = linear.num_key_heads * linear.key_dim, num_heads * linear.value_dim
     fused, rates, conv = (f"{source}{x}.weight" for x in ("in_proj_qkvz", "in_proj_ba", "conv1d"))
     if FAMILIES[shape.family].linear == "by head":
+        # Already grouped by key head, in Megatron-Core's order: one source each.
         qkvz: tuple[Tensor, ...] = (Tensor(fused, (2 * (keys + values), hidden)),)
         ba: tuple[Tensor, ...] = (Tensor(rates, (2 * num_heads, hidden)),)
     else:

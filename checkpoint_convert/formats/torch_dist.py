@@ -69,6 +69,7 @@ class ChunkTensors(StoredTensors):
 
     def __init__(self, folder: Path, chunks: Mapping[str, StoredChunk]) -> None:
         self._found: dict[str, TensorPlace] = {}
+        # The base class sees each place that `_place` adds later.
         super().__init__(self._found)
         self.dtypes = {name: chunk.dtype for name, chunk in chunks.items()}
         self._folder, self._chunks = folder, chunks
@@ -214,6 +215,7 @@ def _place_in_folder(key: str, place: dict[str, Any]) -> tuple[str, int, int]:
     if place.get("transform_descriptors"):
         raise ValueError(f"{key} is stored with transforms: {place['transform_descriptors']}")
     file = place["relative_path"]
+    # The name of `Path("..")` is "..", too.
     if file != Path(file).name or file == "..":
         raise ValueError(f"{key} is in a file outside the folder: {file}")
     offset, length = _whole_numbers((place["offset"], place["length"]))
@@ -275,7 +277,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The fields of the pickled `Metadata`, whose values are inert objects and Python's own."""
+    """The fields of the pickled `Metadata`: inert objects and Python's own types."""
     with errors_named(path):
         content = path.read_bytes()
     fields: dict[str, Any] = _Unpickler(io.BytesIO(content)).load().state

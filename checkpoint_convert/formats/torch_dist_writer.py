@@ -119,7 +119,7 @@ def file_parts(chunks: Sequence[Chunk], values: Sequence[memoryview]) -> Iterato
 
 
 def index_of(created: Sequence[CreatedChunk], empty_objects: Sequence[str] = ()) -> bytes:
-    """The content of `.metadata`: which chunk is where. The same for all checkpoints of the chunks.
+    """The content of `.metadata`: the file and offset of each chunk; equal for equal chunks.
 
     `empty_objects` are entries that Megatron-Core requires but that hold nothing, such as
     ``decoder.layers.mlp.linear_fc1._extra_state/shard_0_2`` (layer 0 of 2). Raises ValueError

@@ -67,6 +67,7 @@ def _locate_indexed(
 ) -> dict[str, TensorPlace]:
     index = _chosen(_renamed(_weight_map(path), rename), is_wanted)
     files = sorted(set(index.values()))
+    # The name of `Path("..")` is "..", too.
     outside = [file for file in files if file != Path(file).name or file == ".."]
     if outside:
         raise ValueError(f"{path} names files outside the folder: {outside}")

@@ -49,7 +49,7 @@ class QuantizedModel:
         return {self.scale_name(n): self.agreed_shape(n) for n in self.matrices}
 
     def scale_name(self, weight: str) -> str:
-        """Name of the agreed scales of a weight: all ranks with a part of the weight hold the same.
+        """Name of the agreed scales of a weight, which all ranks with a part of it hold.
 
         They are the scales of its blocks or, if the scheme has one, the scale of the whole matrix;
         then each rank has the scales of its own blocks.
@@ -97,6 +97,7 @@ def quantized_model(
     routers = [each.sources[0].name for each in parameters if each.name == ROUTER]
     ignored = [*(name.removesuffix(WEIGHT) for name in (*routers, *others)), HEAD]
     config = quantization_config(quantization, ignored)
+    # The path only names the scheme in errors.
     scheme = scheme_of(Path(quantization), config, dtype)
     _check_fits(linear, scheme)
     matrices = {source.name: source.whole_shape for each in linear for source in each.sources}
@@ -131,7 +132,7 @@ def _ignored(
 ) -> dict[str, None]:
     """The weights of linear layers that are not to be quantised: see `quantized_model`.
 
-    Raises ValueError for a name without a module, and for one that lacks others of its group:
+    Raises ValueError for a name without a module, and for a name without the rest of its group:
     engines quantise the parts of a matrix, and the experts of a layer, together.
     """
     if not ignore:
@@ -215,8 +216,8 @@ def quantized_layout(
 ) -> Layout:
     """Layout of a rank of the quantised model, from its `layout` before quantisation.
 
-    Of the tensor ranks that hold the same scales, the first owns them. Raises ValueError, naming a
-    weight, if the rank holds parts of blocks that must be whole.
+    The first tensor rank with a part of a weight owns its agreed scales. Raises ValueError, naming
+    a weight, if the rank holds parts of blocks that must be whole.
     """
     shapes, pieces, scales = {**layout.shapes}, [], {}
     for piece in layout.pieces:
@@ -226,6 +227,7 @@ def quantized_layout(
         if not model.scheme.whole:
             pieces.append(piece)
         else:
+            # Gone already if an earlier piece is of the same local tensor (q, k, v).
             shapes.pop(piece.local, None)
             size = Box.whole(layout.shapes[piece.local])
             for suffix, block in model.scheme.cut.items():
@@ -242,6 +244,8 @@ def quantized_layout(
 def check_ranks(shape: ModelShape, dims: ParallelDims, model: QuantizedModel) -> None:
     """Raise ValueError, like `quantized_layout`, if ranks could not export a quantised model."""
     if model.scheme.whole:
+        # One rank for each stage: the parts of its others have the same size, and begin at
+        # multiples.
         for first in range(0, dims.world_size, dims.stage_size):
             at = dims.coordinates(first)
             layout = megatron_layout(shape, dims, at, transformer_engine=False)

@@ -1,10 +1,10 @@
 """Numbers of 8 or 4 bits with a scale for each block: rounded from values, and read back.
 
 A number q stands for q times the scale of its block; there are no offsets, so zero stands for zero.
-The largest absolute value of a block stands for the largest number: the scales of
-compressed-tensors, and for FP8 also those of DeepSeek and ModelOpt. Numbers of 4 bits (E2M1) have
-dtype uint8, each in a byte of its own until they are `packed`; their scales are relative to a scale
-of the whole matrix (NVFP4). All functions are pure; `DequantizedTensors` reads files.
+The largest absolute value of a block stands for the largest number, as in compressed-tensors and,
+for FP8, in DeepSeek's files and ModelOpt's. Numbers of 4 bits (E2M1) have dtype uint8, each in a
+byte of its own until they are `packed`; their scales are relative to a scale of the whole matrix
+(NVFP4). All functions are pure; `DequantizedTensors` reads files.
 """
 
 from collections.abc import Mapping

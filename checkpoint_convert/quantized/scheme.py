@@ -203,10 +203,10 @@ def _ignoring(config: Mapping[str, Any]) -> str:
 
 
 def scheme_of(path: Path, table: Mapping[str, Any], read_as: str) -> Scheme:
-    """The scheme that `table` describes: quantization_config, in the file `path`.
+    """The scheme that `table`, the quantization_config in the file `path`, describes.
 
-    `read_as` is the dtype of the model in config.json, as safetensors names it. Raises ValueError,
-    naming the setting, for one that is not supported.
+    `read_as` is the dtype of the model in config.json, as safetensors names it. Raises ValueError
+    that names an unsupported setting.
     """
     match table.get("quant_method"):
         case "fp8" if table.get("weight_block_size") is None:

@@ -147,6 +147,7 @@ class QuantizedShard(Mapping[str, Tensor]):
                     yield _Part(here, scales, block, part.start, None)
                     continue
                 own = relative_scales(block_maxima(weight[here.slices], block), scales)
+                # With the rounded scales of blocks, by which readers multiply.
                 yield _Part(here, own.float() / scales, block, (0, 0), own)
 
     @property
