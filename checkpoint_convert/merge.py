@@ -45,6 +45,7 @@ class MergedTensors(StoredTensors):
         module = name.removesuffix(WEIGHT)
         if module in self._adapter.modules:
             rank, ((row, column), (rows, columns)) = self._adapter.rank, (box.start, box.size)
+            # A box of the weight needs all r rows of A, but only its columns, and its rows of B.
             a = self._read(a_name(module), Box((0, column), (rank, columns)))
             b = self._read(b_name(module), Box((row, 0), (rows, rank)))
             target.copy_(merged(target, a, b, self._adapter.scale))

@@ -158,6 +158,7 @@ def _has_whole_shared_expert(shape: ModelShape, dims: EngineDims) -> bool:
 def worker_shard(parameter: Parameter, rank: int, size: int) -> Shard:
     """Worker `rank`'s share of every source, one after the other, each followed by zeros."""
     name = parameter.name_in_engine
+    # Without names, so that all layers share `_cut`'s cache.
     sources = tuple([(source.shape, source.num_heads) for source in parameter.sources])
     split = parameter.split if parameter.vllm.split is None else parameter.vllm.split
     parts, zeros, whole = _cut(sources, split, parameter.zero_rows, rank, size)
@@ -180,8 +181,7 @@ def _cut(
     """The parts of a worker's parameter, its boxes of zeros, and its shape.
 
     Each part is the number of its source, its boxes in the parameter and in the source, and whether
-    a worker of lower rank also holds it. Cached, and therefore without names, because all layers
-    are alike.
+    a worker of lower rank also holds it.
     """
     parts, zeros = [], []
     row = 0
