@@ -73,8 +73,8 @@ Ignored = Annotated[
     list[str] | None,
     typer.Option(
         "--ignore",
-        help="A module that is not quantised, or re: and a regular expression of what names begin "
-        "with (compressed-tensors' ignore); may be repeated.",
+        help="Module to leave unquantised, or re: and a regular expression of how names begin "
+        "(compressed-tensors' ignore); may be repeated.",
     ),
 ]
 Workers = Annotated[int, _size("--workers", "Number of worker processes.")]

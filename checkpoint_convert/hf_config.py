@@ -70,7 +70,7 @@ def read_shape(folder: str | Path) -> ModelShape:
     values = _with_defaults(family, config)
     # First: it sets num_hidden_layers and rms_norm_eps, which the other readers need.
     block_types = read_blocks(path, values) if family.has_block_types else ()
-    _check_carried_over(path, family, values)
+    _check_supported(path, family, values)
     _scheme(path, whole)  # refuses an unsupported scheme
     window, windowed_layers = read_windows(path, values, family)
     rope_theta, rope_scaling, window_rope_theta = read_ropes(path, values, family)
@@ -326,19 +326,19 @@ def _num_dense_layers(path: Path, values: Mapping[str, Any], key: str | None) ->
     return num
 
 
-def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -> None:
+def _check_supported(path: Path, family: Family, config: Mapping[str, Any]) -> None:
     factor = family.rope.partial_factor
     rotary = {"partial_rotary_factor": factor} if factor else {}  # without RoPE nobody reads it
     refused = [
-        f"{key} is {config[key]!r}, only {carried!r} is supported"
-        for key, carried in {**_REQUIRED, **rotary, **family.required}.items()
+        f"{key} is {config[key]!r}, only {supported!r} is supported"
+        for key, supported in {**_REQUIRED, **rotary, **family.required}.items()
         # null, false, 0 and an empty list all mean that a feature is off
-        if key in config and config[key] != carried and (config[key] or carried)
+        if key in config and config[key] != supported and (config[key] or supported)
     ]
     refused += [
-        f"{key} is {config.get(key)!r}, only {carried!r} is supported"
-        for key, carried in family.explicit.items()
-        if config.get(key) != carried
+        f"{key} is {config.get(key)!r}, only {supported!r} is supported"
+        for key, supported in family.explicit.items()
+        if config.get(key) != supported
     ]
     if family.rope.size is not None:
         size, given = integer(path, config, "head_dim"), config.get(family.rope.size)
@@ -347,7 +347,9 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
             refused.append(f"{key} is {given!r}, only {own} is supported")
     alternates = family.experts is not None and family.experts.stacks == "alternating"
     if is_mxfp4(config) and not alternates:
-        refused.append("weights are quantised with quant_method 'mxfp4', which is of stacks only")
+        refused.append(
+            "weights are quantised with quant_method 'mxfp4', which only stacks of experts may have"
+        )
     # `layer_types.py` checks the kinds of these families' layers.
     has_kinds = family.windows or family.linear or family.indexer_pairs
     layers = [] if has_kinds else config.get("layer_types") or []

@@ -81,8 +81,8 @@ def _faults_of_mtp(
     is_quantized = isinstance(scheme, Scheme) and place.dtype == scheme.dtype
     if not place.shape or not (place.dtype in ITEM_SIZES or is_quantized):
         yield (
-            f"{name} {list(place.shape)} has dtype {place.dtype}, supported are tensors with "
-            f"dimensions of {sorted(ITEM_SIZES)}"
+            f"{name} {list(place.shape)} has dtype {place.dtype}; it must have a dimension, and "
+            f"one of the dtypes {sorted(ITEM_SIZES)}"
         )
 
 

@@ -12,7 +12,7 @@ WINDOWED, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attentio
 """Values of `layer_types` for a layer with a window, for one without, and for linear attention."""
 # Entry for a layer with an indexer in per-layer lists of transformers' config.
 _INDEXED = {"layer_types": "indexed_attention", "indexer_types": "full"}
-_LEAST_STEP = 1e-3
+_MAX_TIME_STEP_MIN = 1e-3
 """Largest supported `time_step_min`, that of published models: see `families/nemotron_h.py`."""
 _LETTERS: dict[str, Module] = {"M": "linear", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of `hybrid_override_pattern`."""
@@ -48,8 +48,8 @@ def read_windows(
         window = integer(path, config, "sliding_window")
     if window is None and windows.rope_theta is not None and not config.get("layer_types"):
         raise ValueError(
-            f"{path}: sliding_window is {config.get('sliding_window')!r}; transformers reads that "
-            f"only where layer_types says {FULL} of every layer"
+            f"{path}: sliding_window is {config.get('sliding_window')!r}; transformers accepts "
+            f"that only if layer_types says {FULL} for every layer"
         )
     own = _by_rule(path, config, windows, num_layers) if window else [FULL] * num_layers
     given = config.get("layer_types") or own
@@ -155,10 +155,10 @@ def read_linear(
 
 def _mamba(path: Path, values: Mapping[str, Any]) -> LinearShape:
     num_groups, num_heads = (integer(path, values, key) for key in ("n_groups", "mamba_num_heads"))
-    if (least := number(path, values, "time_step_min")) > _LEAST_STEP:
+    if (least := number(path, values, "time_step_min")) > _MAX_TIME_STEP_MIN:
         raise ValueError(
-            f"{path}: time_step_min is {least:g}; it must be at most {_LEAST_STEP:g}, as vLLM and "
-            "Megatron-Core let steps be below it, and transformers does not"
+            f"{path}: time_step_min is {least:g}; it must be at most {_MAX_TIME_STEP_MIN:g}, as "
+            "vLLM and Megatron-Core let steps be below it, and transformers does not"
         )
     if num_heads % num_groups:
         raise ValueError(f"{path}: n_groups({num_groups}) must divide mamba_num_heads({num_heads})")

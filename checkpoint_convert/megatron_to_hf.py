@@ -122,8 +122,8 @@ def _towers(
         ) from error
     if others and quantized is not None:
         raise ValueError(
-            f"{source_folder} has other towers beside that of text, with which quantised weights "
-            "are not supported: leave the quantization out"
+            f"quantised weights are not supported for the multimodal model in {source_folder}: "
+            "leave the quantization out"
         )
     return names, others
 
@@ -166,7 +166,7 @@ def export_checkpoint(
             "checkpoints/step_100 of a run"
         )
     if ignore and quantization == "none":
-        raise ValueError(f"{ignore[0]} to ignore, and no quantization: give --quantization, too")
+        raise ValueError(f"--ignore {ignore[0]} needs --quantization")
     config = model_config(megatron, hf_config)
     with closing(open_weights(megatron, read_shape(config))) as weights:
         shape, shapes = weights.shape, hf_tensors(weights.shape)

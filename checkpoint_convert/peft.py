@@ -91,7 +91,7 @@ def read_adapter(folder: Path, weights: Mapping[str, Shape]) -> StoredAdapter:
     unknown = [module for module in modules if module + WEIGHT not in weights]
     if unknown:
         raise ValueError(
-            f"the adapter in {folder} is of another model: this one has no {unknown[0]}"
+            f"the adapter in {folder} is of another model: the base has no {unknown[0]}"
         )
     wanted = adapter_tensors(modules, rank, weights)
     faults = [f"{name} is missing" for name in wanted if name not in places]

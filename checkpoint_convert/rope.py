@@ -25,7 +25,7 @@ _REQUIRED_OF_TYPE: dict[str, dict[str, Any]] = {
 }
 _TRAINED_LENGTH = "original_max_position_embeddings"
 # RoPE's keys at the top level: both forms of its parameters, and the base.
-_OWN = ("rope_parameters", "rope_scaling", "rope_theta")
+_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 def read_ropes(
@@ -55,14 +55,14 @@ def read_ropes(
         raise ValueError(f"{path}: rope_scaling is {older!r}; it must be null or an object")
     bases = windows.rope_theta
     full = {"rope_theta": config.get("rope_theta", bases[0]), **of_full, **older}
-    alone = {key: value for key, value in config.items() if key not in _OWN}
-    theta, scaling = read_rope(path, alone | {"rope_parameters": full}, family)
+    others = {key: value for key, value in config.items() if key not in _ROPE_KEYS}
+    theta, scaling = read_rope(path, others | {"rope_parameters": full}, family)
     own = {"rope_theta": config.get(windows.rope_theta_key or "", bases[1]), **of_windowed}
-    window_theta, window_scaling = read_rope(path, alone | {"rope_parameters": own}, family)
+    window_theta, window_scaling = read_rope(path, others | {"rope_parameters": own}, family)
     if window_scaling is not None:
         raise ValueError(
-            f"{path}: RoPE scaling {window_scaling['rope_type']!r} of {WINDOWED} is not supported; "
-            f"supported: ['default'], and those of {FULL}"
+            f"{path}: RoPE scaling {window_scaling['rope_type']!r} of {WINDOWED} is not supported: "
+            f"only {FULL} may be scaled"
         )
     is_same = scaling is None and window_theta == theta
     return theta, scaling, None if is_same else window_theta
@@ -90,12 +90,12 @@ def read_rope(
         if partial_rotary_factor != 1.0:
             raise ValueError(
                 f"{path}: yarn RoPE scaling is not supported for a model that rotates a part of "
-                f"each head ({partial_rotary_factor:g}), as its factor of attention would be that "
-                "of this part alone: set rope_type to 'default'"
+                f"each head ({partial_rotary_factor:g}), as its attention factor would then scale "
+                "that part alone: set rope_type to 'default'"
             )
         return theta, _yarn(path, config, rope, has_mla=family.has_mla)
-    counting = ("rope_type", "factor", *_REQUIRED_OF_TYPE[rope["rope_type"]])
-    return theta, {key: value for key, value in rope.items() if key in counting}
+    kept = ("rope_type", "factor", *_REQUIRED_OF_TYPE[rope["rope_type"]])
+    return theta, {key: value for key, value in rope.items() if key in kept}
 
 
 def num_positions(path: Path, config: Mapping[str, Any]) -> int:
@@ -198,10 +198,10 @@ def _latent_attention_factor(path: Path, rope: Mapping[str, Any], factor: float)
             f"{path}: RoPE mscale({over}) and mscale_all_dim({under}) must be equal numbers for "
             "latent attention"
         )
-    for key, carried in (("attention_factor", None), ("truncate", True)):
-        if rope.get(key) != carried:
+    for key, supported in (("attention_factor", None), ("truncate", True)):
+        if rope.get(key) != supported:
             raise ValueError(
-                f"{path}: RoPE {key} is {rope.get(key)!r}, only {carried!r} is supported for "
+                f"{path}: RoPE {key} is {rope.get(key)!r}, only {supported!r} is supported for "
                 "latent attention"
             )
     return 1 + 0.1 * number(path, rope, "mscale_all_dim") * log(max(factor, 1.0))

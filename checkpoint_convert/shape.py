@@ -8,7 +8,7 @@ from typing import Any, Literal
 from parallel import ParallelDims, Shape, divisors, pipeline_layers
 
 # Fields that do not change what is computed: Mistral and Llama compute the same.
-_NO_NUMBERS = (
+_NEUTRAL_FIELDS = (
     "family",
     "max_position_embeddings",
     "eos_token_ids",
@@ -280,7 +280,7 @@ def named_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def differing_fields(
-    a: ModelShape, b: ModelShape, but_for: Collection[str] = _NO_NUMBERS
+    a: ModelShape, b: ModelShape, but_for: Collection[str] = _NEUTRAL_FIELDS
 ) -> list[str]:
     """Fields outside `but_for` that make models compute different things: ``name: a, b``."""
     fields, others = named_fields(a), named_fields(b)
@@ -315,8 +315,8 @@ def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
     if linear is not None and linear.num_key_heads % (dims.tensor * dims.context):
         raise ValueError(
             f"tensor({dims.tensor}) * context({dims.context}) cannot split linear attention: it "
-            f"does not divide {_key_heads(linear)}({linear.num_key_heads}), of which each rank "
-            "computes some for all tokens"
+            f"does not divide {_key_heads(linear)}({linear.num_key_heads}): each rank computes "
+            "whole heads, for all tokens"
         )
     if shape.moe is None:
         if dims.expert > 1:

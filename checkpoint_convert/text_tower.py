@@ -54,10 +54,10 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             "supported: convert them to bfloat16 first, and take the key out"
         )
     rope = _rope(text)
-    said = {*text, *(key for each in rope.values() for key in each)}
-    if "num_local_experts" in said:  # transformers 5's name for the key
-        said.add("num_experts")
-    absent = [key for key in (*_EXPLICIT, *whole.explicit) if key not in said]
+    given = {*text, *(key for each in rope.values() for key in each)}
+    if "num_local_experts" in given:  # transformers 5's name for the key
+        given.add("num_experts")
+    absent = [key for key in (*_EXPLICIT, *whole.explicit) if key not in given]
     if absent and not whole.has_defaults_of_family:
         others = "".join(f", nor has its {key}" for key in rope if absent[0] == "rope_theta")
         raise ValueError(f"{path}: text_config has no {absent[0]}{others}")
@@ -72,7 +72,7 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     is_untied = tied == [True] and _TIED not in config and not whole.is_tied_by_text
     if tied[:1] != tied[-1:] or not (whole.has_defaults_of_family or (tied and not is_untied)):
         raise ValueError(
-            f"{path}: {_TIED} must be said, and be the same inside and outside of text_config, and "
+            f"{path}: {_TIED} must be given, with one value inside and outside of text_config; it "
             f"is {tied}"
         )
     ends = {key: config[key] for key in ("eos_token_id",) if config.get(key) is not None}

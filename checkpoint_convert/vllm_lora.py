@@ -74,25 +74,25 @@ def worker_adapters(
     shapes: dict[str, Shape] = {}
     pieces: list[ShardMapping] = []
     zeros: list[tuple[str, Box]] = []
-    full = max_rank_for(rank)
+    max_rank = max_rank_for(rank)
     for parameter in engine_parameters(shape):
         if len(parameter.shape) != 2 or _module(parameter).rpartition(".")[2] not in ends:
             continue
         part = worker_shard(parameter, worker, dims.tensor)
         for number, piece in enumerate(part.pieces):
             source = piece.tensor.removesuffix(WEIGHT)
-            low = rank if source in modules else 0
+            own_rank = rank if source in modules else 0
             (rows, columns), (row, column) = piece.box.size, piece.box.start
             a, b = (f"{_module(parameter)}.lora_{x}.{number}" for x in "AB")
-            shapes |= {a: (full, columns), b: (rows, full)}
-            if low:
-                kept = Box((0, 0), (low, columns))
+            shapes |= {a: (max_rank, columns), b: (rows, max_rank)}
+            if own_rank:
+                kept = Box((0, 0), (own_rank, columns))
                 pieces.append(ShardMapping(a, kept, a_name(source), Box((0, column), kept.size)))
-                kept = Box((0, 0), (rows, low))
+                kept = Box((0, 0), (rows, own_rank))
                 pieces.append(ShardMapping(b, kept, b_name(source), Box((row, 0), kept.size)))
-            if low < full:
-                zeros.append((a, Box((low, 0), (full - low, columns))))
-                zeros.append((b, Box((0, low), (rows, full - low))))
+            if own_rank < max_rank:
+                zeros.append((a, Box((own_rank, 0), (max_rank - own_rank, columns))))
+                zeros.append((b, Box((0, own_rank), (rows, max_rank - own_rank))))
     return Layout(shapes, tuple(pieces), tuple(zeros))
 
 

@@ -40,7 +40,7 @@ from parallel import (
 from parallel.views import as_whole
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-_OF_MODEL = ("embedding.", "decoder.", "output_layer.", VISION)
+_WEIGHT_PREFIXES = ("embedding.", "decoder.", "output_layer.", VISION)
 """Prefixes of the keys of weights; other keys are of the optimizer's or the trainer's state."""
 _TENSOR_SIZES = range(1, 65)
 
@@ -108,7 +108,7 @@ def whole_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
     layer = _trained_mtp_keys(path, shape)
-    stored = read_chunks(path, keys=lambda key: key.startswith(_OF_MODEL) or key in layer)
+    stored = read_chunks(path, keys=lambda key: key.startswith(_WEIGHT_PREFIXES) or key in layer)
     stored.tensors.check_files()
     if _EMBEDDING not in stored.shapes:
         found = [*read_chunks(path).shapes, "nothing"][:3]

@@ -182,14 +182,14 @@ class SavedTensor(NamedTuple):
 def saved_tensor(shape: Shape, dtype: str) -> SavedTensor:
     """Bytes of torch.save for a contiguous tensor; its memory is never touched."""
     tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
-    around = _Around()
+    around = _BytesAroundValues()
     with torch.serialization.skip_data():
         torch.save(tensor, cast(IO[bytes], around))
     head, tail = around.parts
     return SavedTensor(bytes(head), tensor.nbytes, bytes(tail))
 
 
-class _Around:
+class _BytesAroundValues:
     """File object that keeps the bytes before and after the values, which torch.save seeks past."""
 
     def __init__(self) -> None:

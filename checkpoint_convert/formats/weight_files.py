@@ -94,8 +94,8 @@ def _check_read_alike(
         for name, place in held.items():
             if name in found and not (place == found[name] or same_values(place, found[name])):
                 raise ValueError(
-                    f"{path} says that {name} is in {found[name].file.name}, and {file} holds "
-                    "another of that name: take it out of one of them"
+                    f"{path} says that {name} is in {found[name].file.name}, but {file} holds "
+                    "other values of that name: take one of them out"
                 )
             if name == HEAD and name not in found:
                 raise ValueError(

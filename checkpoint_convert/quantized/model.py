@@ -103,8 +103,8 @@ def quantized_model(
     matrices = {source.name: source.whole_shape for each in linear for source in each.sources}
     if not matrices:
         raise ValueError(
-            f"{_IGNORE} names all linear layers, so that quantization {quantization} has none: "
-            "leave out one of the two"
+            f"{_IGNORE} names all linear layers, which leaves none for quantization "
+            f"{quantization}: set only one of the two"
         )
     fused = _fused(linear)
     of_experts = [source.name for each in linear if each.is_expert for source in each.sources]
@@ -184,15 +184,15 @@ def _check_fits(linear: list[Parameter], scheme: Scheme) -> None:
     ]
     if cut:
         raise ValueError(
-            f"quantization fp8 has blocks of {rows} rows, into which these weights do not divide, "
-            f"and engines put others below them: {_shown(cut)}: use fp8_channel or int8"
+            f"quantization fp8 has blocks of {rows} rows; these weights do not divide into blocks, "
+            f"but engines fuse others below them: {_shown(cut)}: use fp8_channel or int8"
         )
     sizes = {source.name: source.whole_shape for each in linear for source in each.sources}
     cut = [f"{name} {list(size)}" for name, size in sizes.items() if size[1] % columns]
     if scheme.whole and cut:
         raise ValueError(
-            f"quantization nvfp4 has blocks of {columns} columns, into which these weights do not "
-            f"divide: {_shown(cut)}: use fp8_channel or int8"
+            f"quantization nvfp4 needs the columns of weights to be a multiple of {columns}: "
+            f"{_shown(cut)}: use fp8_channel or int8"
         )
 
 

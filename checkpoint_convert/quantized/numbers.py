@@ -22,14 +22,14 @@ from parallel import Box, Shape
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.5, torch.uint8: 6.0}
 """Number for a block's largest value before rounding: half the range of the dtype."""
-_MOST = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
+_RANGES = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the lower three bits of a number of 4 bits (E2M1); the fourth is its sign."""
 # Midpoints between these values. Ties go to the even code: down at the first four, else up.
 _TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 # Elements to multiply at a time: 4 MiB in float32.
 _MAX_ELEMENTS = 1 << 20
-_MOST_ROUNDED = 1.5
+_SCALE_ERROR = 1.5
 """Largest factor by which rounding to FP8 makes a scale too small: that of its smallest numbers."""
 
 
@@ -98,7 +98,7 @@ def quantized(
     if dtype == torch.uint8:
         return _to_fp4(divided)
     # Before rounding: a block's largest value is 127.5 in INT8.
-    limited = divided.clamp_(*_MOST[dtype])
+    limited = divided.clamp_(*_RANGES[dtype])
     return (limited.round_() if dtype == torch.int8 else limited).to(dtype)
 
 
@@ -245,7 +245,7 @@ class DequantizedTensors(StoredTensors):
 
         # Infinity is clamped to the largest number of the block.
         largest = read(torch.full_like(values, torch.inf))
-        fits = values.abs() <= _MOST_ROUNDED * largest
+        fits = values.abs() <= _SCALE_ERROR * largest
         return torch.where(fits, read(values), values).to(DTYPES[place.scheme.read_as])
 
     def _scales(self, place: QuantizedPlace, box: Box) -> tuple[Shape, Tensor]:

@@ -16,7 +16,7 @@ from checkpoint_convert.quantized.scheme import (
 from parallel import Box, Shape
 
 # Scales and zero points with which engines quantise activations, keys and values.
-_OF_ACTIVATIONS = (
+_ACTIVATION_SUFFIXES = (
     *(".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale"),
     *(".input_zero_point", ".output_zero_point", ".input_global_scale"),
 )
@@ -77,7 +77,7 @@ def with_scales(
 
     Tensors that only quantisation needs are left out.
     """
-    found = {n: place for n, place in places.items() if not n.endswith(_OF_ACTIVATIONS)}
+    found = {n: place for n, place in places.items() if not n.endswith(_ACTIVATION_SUFFIXES)}
     faults = []
     for name, place in places.items():
         if name.endswith(_ZERO_POINT):
@@ -126,7 +126,7 @@ def _with_scales(
     if scheme.whole and place.shape[1] % block[1]:
         raise ValueError(
             f"{name}{scheme.numbers} in {place.file.name} has rows of {place.shape[1]} numbers, "
-            f"of which blocks have {block[1]}: they must divide"
+            f"which is no multiple of a block's {block[1]}"
         )
     shapes: list[Shape] = [grid]
     if scheme.block[1] is None:  # a scale per tensor or row needs no second dimension
@@ -135,7 +135,7 @@ def _with_scales(
     require = f"blocks of {list(block)} in a matrix of {list(place.shape)} require {list(grid)}"
     _check_scale(*of_blocks, shapes, scheme.scale_dtypes, require)
     for each in whole:
-        _check_scale(*each, [(1,), ()], ("F32",), "that of a whole matrix has [1]")
+        _check_scale(*each, [(1,), ()], ("F32",), "the scale of a whole matrix has [1]")
     return QuantizedPlace(
         *(place.file, place.dtype, place.shape, place.offset, place.num_bytes),
         *(name, scheme, block, replace(of_blocks[1], shape=grid)),
