@@ -179,6 +179,7 @@ def export_checkpoint(
             places = as_laid_out(check_weights(folder, shape), layout)
             before = 0
             if quantized is not None and quantized.scheme.whole:
+                # First: `transfer` quantises blocks relative to these scales.
                 before = write_whole_scales(
                     weights, layout, places, quantized.fused, num_workers, progress
                 )

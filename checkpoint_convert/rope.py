@@ -179,6 +179,7 @@ def _attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> flo
     """Factor of queries and keys: the paper's sqrt(1 / t), 0.1 ln(factor) + 1."""
     if rope.get("attention_factor") is not None:
         return number(path, rope, "attention_factor")
+    # No growth below 1, as in `get_mscale` of transformers.
     growth = 0.1 * log(max(factor, 1.0))
     if rope.get("mscale") and rope.get("mscale_all_dim"):  # either alone means nothing
         over, under = (number(path, rope, key) for key in ("mscale", "mscale_all_dim"))
@@ -190,7 +191,7 @@ def _latent_attention_factor(path: Path, rope: Mapping[str, Any], factor: float)
     """Factor of queries and keys in latent attention: 0.1 mscale_all_dim ln(factor) + 1.
 
     It applies to both parts of a head. The rotated part has a further factor, the quotient of those
-    of `mscale` and `mscale_all_dim`, which must be 1. vLLM does not read the other two settings.
+    of `mscale` and `mscale_all_dim`, which must be 1.
     """
     over, under = rope.get("mscale"), rope.get("mscale_all_dim")
     if over is None or over != under:
@@ -198,6 +199,7 @@ def _latent_attention_factor(path: Path, rope: Mapping[str, Any], factor: float)
             f"{path}: RoPE mscale({over}) and mscale_all_dim({under}) must be equal numbers for "
             "latent attention"
         )
+    # vLLM does not read these for latent attention.
     for key, supported in (("attention_factor", None), ("truncate", True)):
         if rope.get(key) != supported:
             raise ValueError(

@@ -265,6 +265,7 @@ class ModelShape:
     @property
     def has_equal_layers(self) -> bool:
         """Whether all layers have the same modules; Megatron then stacks them in checkpoints."""
+        # As `non_homogeneous_layers` in Megatron-Core's TransformerBlock.sharded_state_dict.
         if self.linear_layers or self.block_types:
             return False
         return self.moe is None or self.moe.num_dense_layers in (0, self.num_layers)

@@ -103,6 +103,7 @@ def sidecar_files(folder: Path) -> list[Path]:
         file
         for file in (*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja"))
         if _SIDECAR.fullmatch(file.name)
+        # These describe weight files that are not copied.
         and not file.name.endswith((".index.json", ADAPTER_FILE, MODELOPT_FILE))
         and file.is_file()
     ]

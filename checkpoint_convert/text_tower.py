@@ -62,6 +62,7 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         others = "".join(f", nor has its {key}" for key in rope if absent[0] == "rope_theta")
         raise ValueError(f"{path}: text_config has no {absent[0]}{others}")
     for key, value in whole.required.items():
+        # Not `!=`: JSON's 1 equals True.
         if text[key] is not value:
             raise ValueError(
                 f"{path}: {key} is {text[key]!r}, only {value!r} is supported: transformers has no "

@@ -20,4 +20,5 @@ def enter_utf8_mode() -> None:
     if os.environ.get(VARIABLE) == "1":
         return
     os.environ[VARIABLE] = "1"
+    # `orig_argv` keeps options of Python such as -m.
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -65,6 +65,7 @@ def engine_parameters(shape: ModelShape) -> list[Parameter]:
     experts = range(shape.moe.num_experts if shape.moe else 0)
     for index in range(shape.num_layers):
         parameters += decoder.layer(shape, index, experts, transformer_engine=True)
+    # A tied head is the embedding itself: no parameter of its own.
     parameters += decoder.head(shape, padded_vocab, shares_embedding=True)
     if shape.trains_mtp:
         parameters += decoder.mtp_layer(shape, experts, transformer_engine=True)

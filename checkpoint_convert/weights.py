@@ -43,6 +43,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _WEIGHT_PREFIXES = ("embedding.", "decoder.", "output_layer.", VISION)
 """Prefixes of the keys of weights; other keys are of the optimizer's or the trainer's state."""
 _TENSOR_SIZES = range(1, 65)
+"""Tensor parallel sizes that may have padded the vocabulary of a checkpoint."""
 
 Progress = Callable[[int, int], None]
 """Called from time to time with (bytes done, total bytes)."""

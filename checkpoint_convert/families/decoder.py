@@ -76,8 +76,7 @@ def layer(
 
     `source` is its prefix in weight files, by default `layer_prefix`. Transformer Engine keeps a
     norm in the linear layer that follows it, except where several layers read the normalised
-    states: before experts and their router, and before latent attention. Checkpoints use
-    Transformer Engine's norm names.
+    states: before experts and before latent attention. Checkpoints use its names of norms.
     """
     source = source or layer_prefix(shape, index)
     if shape.block_types:
@@ -108,6 +107,7 @@ def layer(
     before_mlp = FC1_NORM if moe is None else MLP_NORM
     of_attention, of_mlp = [], []
     if shape.has_pre_norms:
+        # In files, post_attention_layernorm precedes the MLP, or with post norms follows attention.
         name = "pre_feedforward_layernorm" if shape.has_post_norms else "post_attention_layernorm"
         of_attention.append(norm(ATTENTION_NORM, before_attention, "input_layernorm"))
         of_mlp.append(norm(MLP_NORM, before_mlp, name))
@@ -178,6 +178,7 @@ def mtp_layer(shape: ModelShape, experts: range, *, transformer_engine: bool) ->
         # Weight files may stack the experts of layers but not these, as some of Qwen3.5's do.
         shape = replace(shape, moe=replace(shape.moe, stacks=shape.moe.mtp_stacks))
     inner = layer(
+        # An index behind the last layer: attention, not linear attention, and experts if any.
         *(shape, shape.num_layers, experts),
         transformer_engine=transformer_engine,
         source=of_layer,

@@ -174,6 +174,7 @@ class _Stack:
             half = len(columns) + 1
             axes = (half + 1, *range(len(columns), 0, -1))
         else:
+            # [experts, 2, outputs, inputs]: axes in order.
             stored, shape = (self.size, 2 * rows, *columns), (self.size, 2, rows, *columns)
             axes, half = tuple(range(2, len(shape))), 1
         first = (self.index, *(0 for _ in shape[1:]))

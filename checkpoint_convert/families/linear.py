@@ -29,6 +29,7 @@ def linear_attention(
         qkv = in_one_tensor(name, [Tensor(name, (size, hidden)) for size in (keys, keys, values)])
         qkvz = (*qkv, Tensor(f"{source}in_proj_z.weight", (values, hidden)))
         ba = tuple(Tensor(f"{source}in_proj_{x}.weight", (num_heads, hidden)) for x in "ba")
+    # Depthwise convolution: weights are [channels, 1, width].
     kernel = (1, linear.kernel_size)
     mixed = in_one_tensor(conv, [Tensor(conv, (size, *kernel)) for size in (keys, keys, values)])
     by_head = partial(Parameter, split=0, interleave_groups=linear.num_key_heads)

@@ -87,6 +87,7 @@ class StoredTensors:
         """A file descriptor for reading `path`; valid only until the next call."""
         if path not in self._descriptors:
             if len(self._descriptors) == _MAX_OPEN_FILES:
+                # The file that was opened first.
                 os.close(self._descriptors.pop(next(iter(self._descriptors))))
             self._descriptors[path] = os.open(path, os.O_RDONLY)
         return self._descriptors[path]

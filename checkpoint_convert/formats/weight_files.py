@@ -79,7 +79,7 @@ def _locate_indexed(
     if lost:
         raise ValueError(f"{path} names tensors that are not there: {lost}")
     found = {name: places[file][name] for name, file in index.items()}
-    if is_wanted is None:
+    if is_wanted is None:  # otherwise some files were not opened
         _check_read_alike(path, found, places)
     return found
 
@@ -132,6 +132,7 @@ def _files_read(folder: Path) -> tuple[set[str], str]:
     """The weight files that are read here, and a phrase that names them; `folder` has some."""
     singles = [name for name in (SINGLE_FILE, BIN_FILE) if (folder / name).is_file()]
     indexes = [name for name in (INDEX_FILE, BIN_INDEX_FILE) if (folder / name).is_file()]
+    # In the order of `located`: each file of safetensors goes before pytorch_model.bin.
     if SINGLE_FILE in singles or (singles and INDEX_FILE not in indexes):
         return {singles[0]}, singles[0]
     files = {*_weight_map(folder / indexes[0]).values()}

@@ -285,6 +285,7 @@ def check_quantized_served(
         if split is None:
             continue
         for source in parameter.sources:
+            # Workers beyond the number of key-value heads hold copies.
             num_parts = min(size, source.num_heads or size)
             if num_parts > 1 and source.shape[split] // num_parts % (
                 model.scheme.block[split] or 1
@@ -315,6 +316,7 @@ def quantized_engine_layouts(
     ]
     scales = [worker_layout(parameters, shape, dims, rank) for rank in range(dims.num_workers)]
     return [
+        # `b` has no zeros: matrices of linear layers are not padded.
         Layout({**a.shapes, **b.shapes}, (*a.pieces, *b.pieces), a.zeros)
         for a, b in zip(layouts, scales, strict=True)
     ]

@@ -87,7 +87,9 @@ def with_scales(
             numbers = found.pop(name)
             weight = name.removesuffix(scheme.numbers)
             *outer, columns = numbers.shape or (1,)
+            # Stays if its scales are wrong, so that the weight is not reported as missing, too.
             found[weight] = replace(numbers, shape=(*outer, columns * scheme.per_byte))
+            # DeepSeek's suffix in any scheme: a weight may have scales by two names.
             names = dict.fromkeys([*scheme.scale_names(weight), weight + DEEPSEEK_SUFFIX])
             scales = {n: found.pop(n) for n in names if n in found}
             try:

@@ -220,6 +220,7 @@ def scheme_of(path: Path, table: Mapping[str, Any], read_as: str) -> Scheme:
                 return Scheme(dtype, block, "_scale", read_as, "_packed", "_global_scale")
             return Scheme(dtype, block, "_scale", read_as)
         case "modelopt":
+            # hf_quant_config.json nests the settings; config.json does not.
             inner = _table(path, table, "quantization") or table
             _check(path, "quant_algo", inner.get("quant_algo"), _MODELOPT)
             block = _MODELOPT[inner["quant_algo"]]
