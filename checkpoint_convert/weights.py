@@ -224,7 +224,7 @@ class ShardLoader:
         for copy in self._copies[name]:
             part = target[copy.destination_box.slices]
             dtype = DTYPES[self._source.dtypes[copy.source]]
-            # Without transposition, only dimensions of size 1 differ.
+            # Read in place: without transposition, shapes differ only by dimensions of size 1.
             if dtype == part.dtype and _are_in_order(copy.source_axes, copy.destination_axes):
                 part = part.view(copy.source_box.size)
                 self._source.read_into(copy.source, copy.source_box, part)

@@ -69,7 +69,7 @@ class ChunkTensors(StoredTensors):
 
     def __init__(self, folder: Path, chunks: Mapping[str, StoredChunk]) -> None:
         self._found: dict[str, TensorPlace] = {}
-        # The base class sees each place that `_place` adds later.
+        # Empty at first: `_place` finds a chunk at its first read.
         super().__init__(self._found)
         self.dtypes = {name: chunk.dtype for name, chunk in chunks.items()}
         self._folder, self._chunks = folder, chunks
