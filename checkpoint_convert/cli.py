@@ -331,11 +331,7 @@ def _stop(signum: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Entry point. An error that the user can fix is one message on stderr, with exit code 2.
-
-    An internal error prints a traceback and exits with CRASHED rather than Python's usual 1, which
-    `verify` uses for "they differ".
-    """
+    """Entry point. An error that the user can fix is one message on stderr, with exit code 2."""
     enter_utf8_mode()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
@@ -355,6 +351,7 @@ def main() -> None:
         sys.exit(2)
     except Exception:
         traceback.print_exc()
+        # Not Python's usual 1, with which `verify` says that weights differ.
         sys.exit(CRASHED)
 
 

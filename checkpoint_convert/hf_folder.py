@@ -159,17 +159,14 @@ def _with_scales(
 
 
 def _faults_of_extra(name: str, places: dict[str, TensorPlace], shape: ModelShape) -> Iterator[str]:
-    """Faults of a tensor that `shape` does not include.
-
-    A head that equals the embedding it is tied to is fine. If the two differ, transformers unties
-    them, so the head is not a mere copy. If only the head is stored, vLLM unties the model and
-    silently serves it with an embedding that was never loaded.
-    """
+    """Faults of a tensor that `shape` does not include; a copy of the tied embedding has none."""
     if name == HEAD and shape.tie_word_embeddings:
         embedding = FAMILIES[shape.family].file_names.get(_EMBEDDING, _EMBEDDING) + ".weight"
         table = places.get(embedding)
+        # vLLM would untie the model, and silently serve an embedding that was never loaded.
         if table is None:
             yield f"{HEAD} is stored without the embedding it is tied to: save it as {embedding}"
+        # transformers would untie them: this head is no mere copy.
         elif not same_values(places[name], table):
             yield (
                 f"{HEAD} differs from the embedding that config.json ties it to: set "

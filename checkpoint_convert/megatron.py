@@ -108,7 +108,6 @@ def megatron_sender(
 ) -> Sender:
     """The rank's tensors that can be sent to engines, each with all ranks that hold it.
 
-    The copy of a tied embedding is never sent: the ranks that hold the embedding itself send it.
     `layout` is the rank's `megatron_layout`, if it is already known.
     """
     owners, replica_sets = {}, {}
@@ -142,6 +141,7 @@ def first_senders(shape: ModelShape, dims: ParallelDims) -> Iterator[Sender]:
 def _holders(parameter: Parameter, dims: ParallelDims, at: Coordinates) -> range:
     first = dims.stage_size * at.pipeline
     end = first + dims.stage_size
+    # Ranks that hold the tied embedding itself send it.
     if parameter.is_copy:
         return range(0)
     if parameter.is_expert:
@@ -197,15 +197,14 @@ def checkpoint_boxes(shape: ModelShape, dims: ParallelDims) -> Iterator[list[tup
 def extra_states(shape: ModelShape) -> list[str]:
     """Names under which Megatron-Core's modules look for state that exists only with FP8.
 
-    Loading requires the names of the modules in use and fails if one is missing, so these are the
-    names of the linear layers and norms of both Megatron-Core's torch layers and Transformer
-    Engine's.
+    They include the modules of both Megatron-Core's torch layers and Transformer Engine.
     """
     names = [_extra_state("decoder.final_layernorm", [])]
     experts = range(shape.moe.num_experts if shape.moe else 0)
     for index in range(shape.num_layers):
         stack = [(index, shape.num_layers)] if shape.has_equal_layers else []
         prefix = "decoder.layers." if stack else f"decoder.layers.{index}."
+        # Loading fails if the name of a module in use is missing, whichever kind it is.
         for transformer_engine in (False, True):
             for parameter in decoder.layer(
                 shape, index, experts, transformer_engine=transformer_engine

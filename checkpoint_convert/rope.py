@@ -146,10 +146,9 @@ def _check(path: Path, rope: Mapping[str, Any], required: Mapping[str, Any]) -> 
 def _yarn(
     path: Path, config: Mapping[str, Any], rope: Mapping[str, Any], *, has_mla: bool
 ) -> dict[str, Any]:
-    """Parameters of YaRN (arXiv 2309.00071), with the defaults of transformers and vLLM.
-
-    The trained length has no default: both take `max_position_embeddings`, the scaled length.
-    """
+    """Parameters of YaRN (arXiv 2309.00071), with the defaults of transformers and vLLM."""
+    # Without a default: transformers and vLLM take `max_position_embeddings` for the trained
+    # length, but that is the scaled one.
     factor, trained_length = number(path, rope, "factor"), integer(path, rope, _TRAINED_LENGTH)
     length = integer(path, config, "max_position_embeddings")
     # vLLM would read beyond its table of factor * trained_length positions.

@@ -348,12 +348,10 @@ def _key_heads(linear: LinearShape) -> str:
 
 
 def _obstacles(shape: ModelShape, tensor: int) -> list[str]:
-    """Why Megatron-Core cannot split the non-expert parameters over `tensor` ranks; empty: it can.
-
-    With fewer key-value heads than ranks, Megatron-Core still splits the rows of the fused QKV
-    projection into equal shares, regardless of head boundaries, and gathers its output.
-    """
+    """Why Megatron-Core cannot split non-expert parameters over `tensor` ranks; empty: it can."""
     num_heads = shape.num_attention_heads * (1 + shape.has_output_gate)
+    # With fewer key-value heads than ranks, Megatron-Core still splits the rows of the fused QKV
+    # projection into equal shares, regardless of head boundaries, and gathers its output.
     rows = (num_heads + 2 * shape.num_key_value_heads) * shape.head_dim
     fused = {} if shape.latent else {"rows of the fused QKV projection": rows}
     return split_obstacles(shape, tensor, fused)

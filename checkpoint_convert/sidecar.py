@@ -129,9 +129,8 @@ def copy_sidecar_files(
 ) -> None:
     """Copy the sidecar files from one folder to another, and adjust config.json.
 
-    It names `dtype` and `num_mtp_layers` multi-token-prediction layers, and loses `auto_map`, as no
-    code is copied, and its quantisation, as weights are dequantised on reading. `further` keys are
-    added. Raises ValueError like `sidecar_files`.
+    It names `dtype` and `num_mtp_layers` multi-token-prediction layers, and has the `further` keys.
+    Raises ValueError like `sidecar_files`.
     """
     for file in sidecar_files(source):
         copy = folder / file.relative_to(source)
@@ -141,6 +140,7 @@ def copy_sidecar_files(
     _set_dtype(config, dtype)
     if isinstance(config.get("text_config"), dict):
         _set_dtype(config["text_config"], dtype)
+    # No code is copied, and weights were dequantised when they were read.
     for key in ("auto_map", *CONFIG_KEYS):
         config.pop(key, None)
     family = FAMILIES[text_config(source / "config.json", config)["model_type"]]

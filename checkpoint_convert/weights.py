@@ -146,11 +146,8 @@ def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
 
 
 def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
-    """Rows of the stored embedding; ValueError unless it is the vocabulary padded for some mesh.
-
-    Megatron-LM pads to a multiple of 128 times the tensor parallel size, we to a multiple of that
-    size.
-    """
+    """Rows of the stored embedding; ValueError unless it is the vocabulary padded for some mesh."""
+    # We pad to a multiple of the tensor parallel size, Megatron-LM to one of 128 times that.
     units = [*_TENSOR_SIZES, *(128 * size for size in _TENSOR_SIZES)]
     possible = {-(-shape.vocab_size // unit) * unit for unit in units}
     if num_rows > shape.vocab_size and num_rows not in possible:
@@ -163,14 +160,12 @@ def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
 
 
 def _trained_mtp_keys(path: Path, shape: ModelShape) -> Collection[str]:
-    """Keys of the trained MTP layer; none unless the checkpoint has all of them.
-
-    Layers that Megatron-LM trained may have others, and are left out.
-    """
+    """Keys of the trained MTP layer; none unless the checkpoint has all of them."""
     if not shape.can_train_mtp:
         return ()
     layout = checkpoint_layout(replace(shape, trains_mtp=True), shape.vocab_size)
     keys = {key for key in layout.shapes if key.startswith(MTP_LAYER)}
+    # Layers that Megatron-LM trained may have other keys, and are left out.
     return keys if keys <= read_chunks(path, keys=keys.__contains__).shapes.keys() else ()
 
 
@@ -246,11 +241,7 @@ _MAX_BYTES = 64 << 20
 
 
 class RowCache:
-    """Reads whole rows, and keeps them for further boxes of their columns.
-
-    In a file, a box of columns is a small run in every row: 8 tensor ranks would read each row in 8
-    runs, one after the other.
-    """
+    """Reads whole rows, and keeps them for further boxes of their columns."""
 
     def __init__(self, source: TensorSource, shapes: Mapping[str, Shape]) -> None:
         self.dtypes = source.dtypes
@@ -263,6 +254,8 @@ class RowCache:
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
         """See `TensorSource`; reads the file only if the kept rows do not include `box`."""
         shape = self._shapes[name]
+        # A box of columns is a small run in every row: 8 tensor ranks would read each row in 8
+        # runs.
         rows = Box((*box.start[:-1], 0), (*box.size[:-1], shape[-1]))
         rows = whole_rows(shape, rows, target.itemsize)
         num_bytes = rows.num_elements * target.itemsize
@@ -288,12 +281,12 @@ def read_weights(
 ) -> None:
     """Fill every element of a rank's `parameters`, the local tensors of `layout`, in place.
 
-    Values are converted to the dtype and device of each parameter. Raises the ValueError of
-    `open_weights` when the files at `path` do not hold the requested tensors. In a Hugging Face
-    folder only the files with those tensors are opened: otherwise a job of a thousand ranks would
-    read the header of every file a thousand times.
+    Values are converted to the dtype and device of each parameter. Raises ValueError, like
+    `open_weights`, when the files at `path` do not hold the requested tensors.
     """
     layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
+    # Only files with these are opened: otherwise a job of a thousand ranks would read the header of
+    # every file a thousand times.
     names = {piece.tensor for piece in layout.pieces}
     done, num_bytes = 0, sum(parameter.nbytes for parameter in parameters.values())
     with closing(open_weights(path, shape, names)) as weights:

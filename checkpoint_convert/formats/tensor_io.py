@@ -49,8 +49,7 @@ class TensorSource(Protocol):
 class StoredTensors:
     """The tensors of some files.
 
-    Files are opened at first use and kept open; for one thread. Every read names its position, so
-    forked workers may share the descriptors.
+    Files are opened at first use and kept open; for one thread, and for the workers it forks.
     """
 
     must_be_finite = True
@@ -126,13 +125,11 @@ _SHORT_HALVES_BYTES = 1 << 14
 
 
 def whole_rows(shape: Shape, box: Box, itemsize: int) -> Box:
-    """Widen `box` to whole rows of a stored tensor if rows are short; else return `box`.
-
-    Gate and up may alternate in a file: each is one element of every row of two. Or they are the
-    halves of rows, in stacks [experts, inputs, 2, outputs].
-    """
+    """Widen `box` to whole rows of a stored tensor if rows are short; else return `box`."""
+    # Gate and up may alternate: each is one element of every row of two.
     if shape and shape[-1] * itemsize <= _SHORT_ROW_BYTES:
         first = len(shape) - 1
+    # Or they are the halves of rows, in stacks [experts, inputs, 2, outputs].
     elif len(shape) == 4 and shape[2] == 2 and 2 * shape[3] * itemsize <= _SHORT_HALVES_BYTES:
         first = 2
     else:
@@ -156,6 +153,7 @@ def read_box(descriptor: int, place: TensorPlace, box: Box, target: Tensor) -> N
     with errors_named(place.file):
         for part, position in _runs(values, place, box):
             while part:  # one call reads at most 2 GiB
+                # Not read(): forked workers share the descriptor, and thus its position.
                 num_bytes = os.preadv(descriptor, [part], position)
                 if num_bytes == 0:
                     raise ValueError(f"{place.file} ended at byte {position} while it was read")

@@ -76,10 +76,7 @@ class CreatedChunk:
 
 
 def create_chunks(folder: Path, files: Sequence[Sequence[Chunk]]) -> list[CreatedChunk]:
-    """Create files of the final size that hold the chunks of `files`, in order, without values.
-
-    The values take no disk space until they are written.
-    """
+    """Create files of the final size that hold the chunks of `files`, in order, without values."""
     created = []
     for number, chunks in enumerate(files):
         path = folder / file_name(number)
@@ -88,6 +85,7 @@ def create_chunks(folder: Path, files: Sequence[Sequence[Chunk]]) -> list[Create
             for chunk in chunks:
                 saved = saved_tensor(chunk.box.size, chunk.dtype)
                 file.write(saved.head)
+                # A hole: it takes no disk space until values are written.
                 file.seek(saved.num_bytes, os.SEEK_CUR)
                 file.write(saved.tail)
     return created

@@ -81,6 +81,7 @@ def relative_scales(maxima: Tensor, whole: Tensor) -> Tensor:
 
     Scales that would be zero are 0.125, as in compressed-tensors.
     """
+    # Clamped, as float8_e4m3fn has no infinity: larger values would be NaN.
     limited = (whole * _over(maxima, _LARGEST[torch.uint8])).clamp_(max=448.0)
     rounded = limited.to(torch.float8_e4m3fn).float()
     return torch.where(rounded == 0, 0.125, rounded).to(torch.float8_e4m3fn)
@@ -97,7 +98,7 @@ def quantized(
     divided = (numbers / divisors).view(values.shape)
     if dtype == torch.uint8:
         return _to_fp4(divided)
-    # Before rounding: a block's largest value is 127.5 in INT8.
+    # Before rounding: a block's largest value is 127.5 in INT8, and FP8 has no infinity, but NaN.
     limited = divided.clamp_(*_RANGES[dtype])
     return (limited.round_() if dtype == torch.int8 else limited).to(dtype)
 
@@ -216,6 +217,7 @@ class DequantizedTensors(StoredTensors):
             read_box(self._descriptor(place.file), place.as_blocks(), whole, blocks)
             scales = torch.empty(within.size, dtype=torch.uint8)
             read_box(self._descriptor(place.scale.file), place.as_scales(), within, scales)
+            # Scales of MXFP4 are E8M0, in which 255 is NaN.
             if (scales == 255).any():
                 raise ValueError(f"{place.scale.file}: {place.scale_name} has a scale of NaN")
             values = dequantized_mxfp4(blocks, scales, DTYPES[place.dtype])

@@ -90,6 +90,7 @@ class QuantizedShard(Mapping[str, Tensor]):
             for piece in pieces:
                 block = self._model.agreed_block(piece.tensor)
                 for part in piece.box.cut(MAX_ELEMENTS):
+                    # Where the part begins: in its first block, and in the grid of blocks.
                     offset = tuple(a % size for a, size in zip(part.start, block, strict=True))
                     first = tuple(a // size for a, size in zip(part.start, block, strict=True))
                     values = weight[piece.local_part(part).slices]
