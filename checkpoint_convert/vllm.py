@@ -127,6 +127,7 @@ def part_of(
 ) -> tuple[int, int]:
     """Number of the part of a split parameter that worker `rank` holds, and the number of parts."""
     if parameter.is_expert:
+        # Groups share experts: these are split over all workers of the engine.
         return (0, 1) if dims.expert_parallel else (rank, dims.num_workers)
     names = FAMILIES[shape.family].experts
     is_shared = names is not None and f".{names.shared}." in parameter.sources[0].name

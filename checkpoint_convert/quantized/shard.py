@@ -103,6 +103,7 @@ class QuantizedShard(Mapping[str, Tensor]):
     def _agreed(self, name: str, maxima: Maxima) -> Tensor:
         if not self._model.scheme.whole:
             return scales_of(maxima[name], self._dtype)
+        # Engines have one scale for all parts of a fused matrix.
         return whole_scale(torch.cat([maxima[each] for each in self._model.fused[name]]).amax())
 
     def _rounded(self, name: str) -> Tensor:
