@@ -35,7 +35,7 @@ from parallel import ParallelDims
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # as of megatron-grpo: the same style for both programs
+    rich_markup_mode=None,  # both programs of the project look alike
     context_settings={"help_option_names": ["-h", "--help"]},
     help="""Convert weights between Hugging Face folders and Megatron-Core checkpoints.
 
@@ -73,8 +73,8 @@ Ignored = Annotated[
     list[str] | None,
     typer.Option(
         "--ignore",
-        help="A module that is not quantised, or re: and a regular expression of what names begin "
-        "with (compressed-tensors' ignore); may be repeated.",
+        help="Module to leave unquantised, or re: and a regular expression of how names begin "
+        "(compressed-tensors' ignore); may be repeated.",
     ),
 ]
 Workers = Annotated[int, _size("--workers", "Number of worker processes.")]
@@ -117,9 +117,9 @@ def import_(
 ) -> None:
     """Convert Hugging Face weights to a Megatron checkpoint.
 
-    The checkpoint (torch_dist) loads at any parallel sizes. When it is loaded with the same --tp,
-    each rank reads exactly its own bytes, at any --pp, --vpp and --ep: these are only checked to be
-    able to split the model. Weights in FP8, INT8, MXFP4 and NVFP4 are dequantised.
+    The checkpoint (torch_dist) loads at any parallel sizes. Loaded with the same --tp, each rank
+    reads exactly its own bytes, whatever --pp, --vpp and --ep are: these are only checked against
+    the model. Weights in FP8, INT8, MXFP4 and NVFP4 are dequantised.
 
     \b
     Example:
@@ -219,7 +219,7 @@ def verify(
 ) -> None:
     """List the tensors in which two sets of weights differ.
 
-    Config fields with which the same weights would compute something else are compared too.
+    Config fields that change what the weights compute are compared too.
     The exit code is 0 when both are the same, 1 when they differ, 2 for invalid arguments or
     files, 3 when a worker process was killed, and 4 for an internal error.
 
@@ -258,10 +258,10 @@ def inspect(
 ) -> None:
     """Show what PATH holds, and how its tensors are split.
 
-    Prints the sizes of the model, by the names of config.json, and dtypes. Of the checkpoint of a
-    training run, also its step, the completions trained on, the layout that saved it, bytes, and
-    the keys of its config that name model, data and method. Only headers are read, except for a
-    tied model that also stores its head: then the embedding and the head are read and compared.
+    Prints the sizes of the model, by the names of config.json, and dtypes. For a checkpoint of a
+    training run, it also prints the step, the completions trained on, the layout that saved it,
+    bytes, and the config's model, data and method. Only headers are read, except for a tied model
+    that also stores its head: then the embedding and the head are read and compared.
 
     The exit code is 2 when the model is not supported, when it cannot be split over the given
     sizes, or when a tensor is missing, unexpected or does not have the shape config.json implies.
@@ -310,6 +310,7 @@ def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
         try:
             yield update
         finally:
+            # Planning failed: the error message stands alone, without a bar.
             bar.update(task, visible=bar.tasks[0].total is not None)
 
 
@@ -330,11 +331,7 @@ def _stop(signum: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Entry point. An error that the user can fix is one message on stderr, with exit code 2.
-
-    An internal error prints a traceback and exits with CRASHED rather than Python's usual 1, which
-    `verify` uses for "they differ".
-    """
+    """Entry point. An error that the user can fix is one message on stderr, with exit code 2."""
     enter_utf8_mode()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
@@ -344,6 +341,7 @@ def main() -> None:
     except _Stopped as stopped:
         (number,) = stopped.args
         print(f"checkpoint-convert: stopped by {number.name}", file=sys.stderr)
+        # The shell's exit code of a process that a signal ended.
         sys.exit(128 + number)
     except BrokenProcessPool:
         print("checkpoint-convert: a worker process was killed: out of memory?", file=sys.stderr)
@@ -353,6 +351,7 @@ def main() -> None:
         sys.exit(2)
     except Exception:
         traceback.print_exc()
+        # Not Python's usual 1, with which `verify` says that weights differ.
         sys.exit(CRASHED)
 
 

@@ -38,13 +38,14 @@ def read_json(path: Path) -> dict[str, Any]:
 def integer(path: Path, values: Mapping[str, Any], key: str, minimum: int = 1) -> int:
     """Read an integer of at least `minimum`."""
     value = values.get(key)
+    # Not isinstance: true and false are integers in Python.
     if type(value) is not int or value < minimum:
         raise ValueError(f"{path}: {key} is {value!r}; it must be an integer of at least {minimum}")
     return value
 
 
 def even(path: Path, values: Mapping[str, Any], key: str) -> int:
-    """Read the size of what RoPE rotates."""
+    """Read an even integer: RoPE rotates pairs."""
     value = integer(path, values, key)
     if value % 2:
         raise ValueError(f"{path}: {key} is {value}; it must be even, as RoPE rotates pairs")

@@ -53,8 +53,7 @@ _REQUIRED = {
 
 
 def read_shape(folder: str | Path) -> ModelShape:
-    """Shape of the model in `folder`, from config.json; end tokens come from generation_config.json
-    if it names any, as that is the file chat models keep up to date.
+    """Read the shape of the model in `folder` from config.json.
 
     Raises ValueError for a missing or broken file, an unsupported `model_type`, a missing key, and
     any key whose value would change what the model computes and is not supported.
@@ -69,9 +68,10 @@ def read_shape(folder: str | Path) -> ModelShape:
         )
     family = FAMILIES[model_type]
     values = _with_defaults(family, config)
+    # First: it sets num_hidden_layers and rms_norm_eps, which the other readers need.
     block_types = read_blocks(path, values) if family.has_block_types else ()
-    _check_carried_over(path, family, values)
-    _scheme(path, whole)  # refuses what cannot be read
+    _check_supported(path, family, values)
+    _scheme(path, whole)  # refuses an unsupported scheme
     window, windowed_layers = read_windows(path, values, family)
     rope_theta, rope_scaling, window_rope_theta = read_ropes(path, values, family)
     num_heads = integer(path, values, "num_attention_heads")
@@ -146,13 +146,13 @@ def _num_key_value_heads(path: Path, values: Mapping[str, Any], num_heads: int) 
 
 
 def has_other_towers(folder: Path) -> bool:
-    """Whether the model in `folder` has towers beside that of text, by its config.json, if any."""
+    """Whether config.json describes a multimodal model; False without config.json."""
     path = folder / "config.json"
     return path.is_file() and is_multimodal(read_json(path))
 
 
 def may_have_linear_attention(folder: Path) -> bool:
-    """Whether layers of such a model can have it, by the config.json of `folder`, if any."""
+    """Whether config.json names a family with linear attention; False without config.json."""
     path = folder / "config.json"
     if not path.is_file():
         return False
@@ -163,9 +163,9 @@ def may_have_linear_attention(folder: Path) -> bool:
 
 
 def read_scheme(folder: Path) -> Scheme | Mxfp4Scheme | None:
-    """How the weights in `folder` are quantised; None if they are not, or it has no config.json.
+    """Quantisation scheme of the weights in `folder`; None without quantisation or config.json.
 
-    Raises ValueError for a way that is not supported.
+    Raises ValueError for an unsupported scheme.
     """
     path = folder / "config.json"
     return _scheme(path, read_json(path)) if path.is_file() else None
@@ -227,11 +227,7 @@ def _latent(path: Path, values: Mapping[str, Any]) -> LatentShape:
 
 
 def _groups(path: Path, values: Mapping[str, Any], num_experts: int) -> tuple[int, int]:
-    """Number of groups of experts, and of those of a token.
-
-    To choose groups, DeepSeek-V3 adds up the two largest scores of each. Megatron-Core adds up as
-    many as a token has experts in each of its groups, which must therefore be two.
-    """
+    """(groups of experts, groups that a token's experts may come from); (1, 1) without groups."""
     per_token = values["num_experts_per_tok"]
     num_groups, chosen = (integer(path, values, key) for key in ("n_group", "topk_group"))
     if num_groups == chosen == 1:
@@ -241,6 +237,8 @@ def _groups(path: Path, values: Mapping[str, Any], num_experts: int) -> tuple[in
             f"{path}: n_group({num_groups}) must divide n_routed_experts({num_experts}) into "
             "groups of at least 2"
         )
+    # DeepSeek-V3 scores a group by its two largest scores, Megatron-Core's group_limited_topk by as
+    # many as a token has experts per chosen group: these must be two.
     if chosen > num_groups or per_token != 2 * chosen:
         raise ValueError(
             f"{path}: topk_group({chosen}) must be at most n_group({num_groups}), and half of "
@@ -261,6 +259,7 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
             f"{keys.num_experts}({num_experts})"
         )
     normalize_topk = keys.normalize_topk is None or boolean(path, values, keys.normalize_topk)
+    # Megatron-Core's topk_routing_with_score_function divides by the sum only if topk > 1.
     if (keys.score_function == "sigmoid" or normalize_topk) and experts_per_token == 1:
         raise ValueError(
             f"{path}: num_experts_per_tok is 1; it must be at least 2, as Megatron-Core neither "
@@ -277,6 +276,7 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
         num_groups=num_groups,
         groups_per_token=groups_per_token,
         weight_scale=1.0 if keys.weight_scale is None else number(path, values, keys.weight_scale),
+        # Families have one of the two keys, or neither.
         shared_intermediate_size=(
             _count(path, values, keys.shared_size, minimum=1)
             or size * _count(path, values, keys.num_shared)
@@ -288,8 +288,8 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
 
 
 def _stacks(folder: Path, keys: Experts) -> dict[str, Stacks | None]:
-    """How the weight files of `folder`, if any, stack experts of layers, and of those for
-    multi-token prediction: Qwen3.5 is also published with each expert of the latter by itself."""
+    """`MoeShape.stacks` and `mtp_stacks` of the weight files in `folder`, or else the family's."""
+    # Qwen3.5 is also published with stacked experts in layers, and MTP experts one by one.
     apart = [name for name in stored_names(folder) if ".experts.0." in name and keys.may_be_apart]
     are_apart = {name.startswith("mtp.") for name in apart}
     of_tower = keys.tower_stacks if has_other_towers(folder) else None
@@ -326,19 +326,19 @@ def _num_dense_layers(path: Path, values: Mapping[str, Any], key: str | None) ->
     return num
 
 
-def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -> None:
+def _check_supported(path: Path, family: Family, config: Mapping[str, Any]) -> None:
     factor = family.rope.partial_factor
-    rotary = {"partial_rotary_factor": factor} if factor else {}  # which else nobody reads
+    rotary = {"partial_rotary_factor": factor} if factor else {}  # without RoPE nobody reads it
     refused = [
-        f"{key} is {config[key]!r}, only {carried!r} is supported"
-        for key, carried in {**_REQUIRED, **rotary, **family.required}.items()
+        f"{key} is {config[key]!r}, only {supported!r} is supported"
+        for key, supported in {**_REQUIRED, **rotary, **family.required}.items()
         # null, false, 0 and an empty list all mean that a feature is off
-        if key in config and config[key] != carried and (config[key] or carried)
+        if key in config and config[key] != supported and (config[key] or supported)
     ]
     refused += [
-        f"{key} is {config.get(key)!r}, only {carried!r} is supported"
-        for key, carried in family.explicit.items()
-        if config.get(key) != carried
+        f"{key} is {config.get(key)!r}, only {supported!r} is supported"
+        for key, supported in family.explicit.items()
+        if config.get(key) != supported
     ]
     if family.rope.size is not None:
         size, given = integer(path, config, "head_dim"), config.get(family.rope.size)
@@ -347,8 +347,10 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
             refused.append(f"{key} is {given!r}, only {own} is supported")
     alternates = family.experts is not None and family.experts.stacks == "alternating"
     if is_mxfp4(config) and not alternates:
-        refused.append("weights are quantised with quant_method 'mxfp4', which is of stacks only")
-    # Their kinds of layers are checked elsewhere.
+        refused.append(
+            "weights are quantised with quant_method 'mxfp4', which only stacks of experts may have"
+        )
+    # `layer_types.py` checks the kinds of these families' layers.
     has_kinds = family.windows or family.linear or family.indexer_pairs
     layers = [] if has_kinds else config.get("layer_types") or []
     if not isinstance(layers, list):
@@ -366,6 +368,7 @@ def _eos_token_ids(path: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
     generation = path.with_name("generation_config.json")
     if generation.is_file():
         generation_values = read_json(generation)
+        # Goes before config.json: chat models keep this file up to date.
         if generation_values.get("eos_token_id") is not None:
             return token_ids(generation, generation_values, "eos_token_id")
     return token_ids(path, values, "eos_token_id")

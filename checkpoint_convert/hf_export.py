@@ -108,13 +108,13 @@ def write_weights(
 def write_mtp_layers(
     folder: Path, source_folder: Path, shape: ModelShape, rank: int, num_ranks: int
 ) -> None:
-    """Write this rank's share of the layers for multi-token prediction of the source to an export.
+    """Write this rank's share of the source's multi-token-prediction layers to an export.
 
     Every rank calls this after `create_export`. A rank holds one tensor at a time.
     """
     with closing(open_mtp_layers(source_folder, shape, folder)) as weights:
         sizes, dtypes = weights.layout.shapes, weights.tensors.dtypes
-        names = sorted(sizes)  # a rank's are of few files
+        names = sorted(sizes)  # sorted: a rank's share lies in few files
         for name in names[rank * len(names) // num_ranks : (rank + 1) * len(names) // num_ranks]:
             values = torch.empty(sizes[name], dtype=DTYPES[dtypes[name]])
             weights.tensors.read_into(name, Box.whole(sizes[name]), values)
@@ -124,9 +124,9 @@ def write_mtp_layers(
 def _by_rows(
     copies: Sequence[Copy], places: Mapping[str, TensorPlace]
 ) -> Iterator[tuple[Box, list[Copy]]]:
-    """The boxes to write, and what is in each: whole rows where these are short and complete.
+    """Group copies into boxes to write: whole rows, if they are short and the copies fill them.
 
-    So gate and up, of which every element is between two of the other, are written as one.
+    So gate and up whose elements alternate are written together, not element by element.
     """
     groups: dict[tuple[str, Box], list[Copy]] = defaultdict(list)
     for copy in copies:
@@ -143,7 +143,7 @@ def _by_rows(
 def _assembled(
     parameters: Mapping[str, Tensor], copies: Sequence[Copy], box: Box, dtype: torch.dtype
 ) -> Tensor:
-    """Fill a box by `copies`, on the CPU."""
+    """Gather the values of a box from its `copies`, on the CPU."""
     parts = []
     for copy in copies:
         values = parameters[copy.source].detach()[copy.source_box.slices]
@@ -167,6 +167,7 @@ def finish_export(partial: Path, folder: Path) -> None:
     # Left by a run that died in this function. Without `folder` it is the only complete export.
     if replaced.exists() and folder.exists():
         shutil.rmtree(replaced)
+    # Before the rename: after a power loss, a folder with the final name must be complete.
     sync_tree(partial)
     if folder.exists():
         folder.rename(replaced)

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder: located, and checked against its config.json by headers."""
+"""Finds the weights of a Hugging Face folder and checks them against config.json, by headers."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -31,18 +31,19 @@ _EMBEDDING = "model.embed_tokens"
 def locate_tensors(folder: Path, names: Collection[str] | None = None) -> dict[str, TensorPlace]:
     """Place of every tensor in `folder`: in its single weight file or, without one, in its shards.
 
-    Tensors of a text tower have the names that they have in a model of text.
-    `names` limits the result to those tensors; shards without any of them are not opened.
-    torch.save files are read when there are no safetensors files. Raises ValueError if `folder` is
-    not a folder or has neither kind of file, if the index names files outside the folder, missing
-    files or missing tensors, and for malformed files.
+    Tensors of a text tower have their names in a text model. Shards without any of `names` are not
+    opened. torch.save files are read only without safetensors files. Raises ValueError for a
+    missing folder, a folder without weights, a malformed file, and an index that names files
+    outside the folder, missing files or missing tensors.
     """
     return located(folder, text_name, None if names is None else names.__contains__)
 
 
 def other_towers(folder: Path) -> tuple[dict[str, str], dict[str, TensorPlace]]:
-    """How a multimodal folder names each tensor of its text tower, by `text_name`, and the places
-    of all others. Both are empty for a model of text."""
+    """(stored name of each tensor by its `text_name`, places of tensors outside the text tower).
+
+    Both are empty for a text model.
+    """
     if not has_other_towers(folder):
         return {}, {}
     names = {text_name(name): name for name in located(folder, str)}
@@ -51,10 +52,9 @@ def other_towers(folder: Path) -> tuple[dict[str, str], dict[str, TensorPlace]]:
 
 
 def mtp_tensors(folder: Path, shape: ModelShape) -> dict[str, TensorPlace]:
-    """Places of the tensors of layers for multi-token prediction, but for those that are trained;
-    none in a folder without weights.
+    """Places of the tensors of untrained multi-token-prediction layers; none without weight files.
 
-    Raises ValueError, as `locate_tensors`, and for tensors that cannot be read.
+    Raises ValueError like `locate_tensors`, and for tensors that cannot be read.
     """
     if not shape.num_mtp_layers or not has_weights(folder):
         return {}
@@ -62,7 +62,8 @@ def mtp_tensors(folder: Path, shape: ModelShape) -> dict[str, TensorPlace]:
     faults: list[str] = []
     if isinstance(scheme := read_scheme(folder), Scheme):
         places, faults = with_scales(places, scheme)
-    if shape.trains_mtp:  # after their scales were found, which would stay otherwise
+    # After `with_scales`: it would keep the scales of weights that were dropped before.
+    if shape.trains_mtp:
         trained = file_tensors(shape)
         places = {name: place for name, place in places.items() if name not in trained}
     faults += [fault for each in places.items() for fault in _faults_of_mtp(*each, scheme)]
@@ -80,8 +81,8 @@ def _faults_of_mtp(
     is_quantized = isinstance(scheme, Scheme) and place.dtype == scheme.dtype
     if not place.shape or not (place.dtype in ITEM_SIZES or is_quantized):
         yield (
-            f"{name} {list(place.shape)} has dtype {place.dtype}, supported are tensors with "
-            f"dimensions of {sorted(ITEM_SIZES)}"
+            f"{name} {list(place.shape)} has dtype {place.dtype}; it must have a dimension, and "
+            f"one of the dtypes {sorted(ITEM_SIZES)}"
         )
 
 
@@ -90,12 +91,13 @@ def check_weights(
 ) -> dict[str, TensorPlace]:
     """Places of exactly the tensors that `shape` requires; reads headers, not weights.
 
-    The one exception is a tied model that also stores its head: both tables are read and compared.
-    Quantised weights are `QuantizedPlace` or `Mxfp4Place`, and tensors that only they need are left
-    out. `names` limits the check and the result to those tensors. Raises ValueError that lists all
-    tensors that are missing or unexpected or have the wrong shape or an unsupported dtype, and for
-    a folder with an adapter, which would change the weights, or, without `names`, with two sets of
-    weights. Other towers than that of text are not checked.
+    One exception: if a tied model also stores its head, both tables are read and compared.
+    Quantised weights are `QuantizedPlace` or `Mxfp4Place`, without separate entries for scales.
+    `names` limits the check to those tensors. Towers other than the text tower are not checked.
+
+    Raises ValueError that lists all tensors that are missing or unexpected or have the wrong shape
+    or an unsupported dtype; also for a folder with an adapter or, without `names`, two sets of
+    weights.
     """
     folder = Path(folder)
     if (folder / ADAPTER_FILE).is_file():
@@ -134,8 +136,9 @@ def check_weights(
 
 
 def _hint_of_shape(found: Shape, wanted: Shape, shape: ModelShape) -> str:
-    """Explain why a tensor may have another shape than is wanted."""
+    """Explain why a tensor may have another shape than `wanted`."""
     is_stack = shape.moe is not None and shape.moe.stacks == "transposed"
+    # `[:-3:-1]`: the last two dimensions, swapped.
     if is_stack and found == (*wanted[:-2], *wanted[:-3:-1]):
         return " (transposes of the published ones, as transformers 5 saves them)"
     return ""
@@ -144,7 +147,7 @@ def _hint_of_shape(found: Shape, wanted: Shape, shape: ModelShape) -> str:
 def _with_scales(
     folder: Path, names: Collection[str] | None, scheme: Scheme | Mxfp4Scheme | None
 ) -> tuple[dict[str, TensorPlace], list[str]]:
-    """The places of `locate_tensors` with their scales, and what is wrong with these."""
+    """`locate_tensors` with quantised weights joined to their scales, and the faults of these."""
     if scheme is None:
         return locate_tensors(folder, names), []
     if names is not None:
@@ -156,17 +159,14 @@ def _with_scales(
 
 
 def _faults_of_extra(name: str, places: dict[str, TensorPlace], shape: ModelShape) -> Iterator[str]:
-    """Faults of a tensor that `shape` does not include.
-
-    A head that equals the embedding it is tied to is fine. If the two differ, transformers unties
-    them, so the head is not a mere copy. If only the head is stored, vLLM unties the model and
-    silently serves it with an embedding that was never loaded.
-    """
+    """Faults of a tensor that `shape` does not include; a copy of the tied embedding has none."""
     if name == HEAD and shape.tie_word_embeddings:
         embedding = FAMILIES[shape.family].file_names.get(_EMBEDDING, _EMBEDDING) + ".weight"
         table = places.get(embedding)
+        # vLLM would untie the model, and silently serve an embedding that was never loaded.
         if table is None:
             yield f"{HEAD} is stored without the embedding it is tied to: save it as {embedding}"
+        # transformers would untie them: this head is no mere copy.
         elif not same_values(places[name], table):
             yield (
                 f"{HEAD} differs from the embedding that config.json ties it to: set "
@@ -177,8 +177,8 @@ def _faults_of_extra(name: str, places: dict[str, TensorPlace], shape: ModelShap
 
 
 def _is_of_mtp_layer(name: str, shape: ModelShape) -> bool:
-    """Whether a tensor is of the layers that predict further tokens: behind the last one, or, of
-    Qwen's hybrids, apart."""
+    """Whether a tensor belongs to a multi-token-prediction layer: numbered after the last layer, or
+    under ``mtp.`` in Qwen's hybrids."""
     if name.startswith("mtp."):
         return shape.num_mtp_layers > 0
     layer = _LAYER.match(name)

@@ -1,6 +1,6 @@
 """Converts a Hugging Face model to a Megatron-Core checkpoint: `checkpoint-convert import`.
 
-How the model is cut into chunks and files is planned first, without reading a weight.
+Chunks and files are planned first, without reading a weight.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ class ImportPlan:
 
     files: list[list[Chunk]]
     layout: Layout
-    """Boxes of the Hugging Face tensors that the chunks are."""
+    """Maps chunks to boxes of the Hugging Face tensors."""
 
     @property
     def num_bytes(self) -> int:
@@ -91,9 +91,9 @@ def _key_dtypes(whole: Layout, dtypes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _in_reading_order(chunks: list[Chunk], layout: Layout) -> list[Chunk]:
-    """Sort chunks so that those cut from one tensor, by any rank, are adjacent: it is read once.
+    """Sort chunks so that all chunks of one tensor, of any rank, are adjacent.
 
-    Parts of a matrix that is split by columns share the pages of a file.
+    Column shards of a matrix share pages of its file, which are then read once.
     """
     number: dict[str, int] = {}
     first: dict[str, int] = {}
@@ -116,9 +116,9 @@ def import_checkpoint(
 
     The checkpoint loads at any layout. Each rank of `dims` finds its parts as separate chunks, and
     so do ranks with other pipeline and expert sizes. `hf_config` is the folder with config.json and
-    tokenizer; None uses those of `hf`. `dtype` (a safetensors name such as "BF16") converts all
-    weights; None keeps the dtype of each. `out` appears only when it is complete. Raises ValueError
-    if the model, `dims` or `out` is invalid.
+    tokenizer; None: `hf`. `dtype` (a safetensors name such as "BF16") converts all weights; None
+    keeps the dtype of each. `out` appears only when it is complete. Raises ValueError if the model,
+    `dims` or `out` is invalid.
     """
     config = model_config(hf, hf_config)
     with closing(open_weights(hf, read_shape(config))) as weights:

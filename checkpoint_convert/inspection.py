@@ -29,8 +29,7 @@ SIZES_OF_RANKS = ("tensor", "pipeline", "context", "data")
 def print_inspection(
     console: Console, path: Path, hf_config: Path | None, dims: ParallelDims
 ) -> None:
-    """Print the run that saved them, if one did; the model; what a rank of `dims` would hold; and
-    what the files hold.
+    """Print the training run, if any; the model; the share of each rank of `dims`; and the files.
 
     Raises ValueError when the model is not supported, when `dims` cannot split it, or when the
     files do not hold exactly its weights.
@@ -39,7 +38,7 @@ def print_inspection(
     if is_of_run:
         _check_sizes(path)
     shape = read_shape(model_config(path, hf_config))
-    if is_torch_dist(path):  # only its tensors say which further parts of the model were trained
+    if is_torch_dist(path):  # its tensors alone say whether MTP or vision was trained
         with closing(open_weights(path, shape)) as weights:
             shape = weights.shape
     if is_of_run:
@@ -98,9 +97,10 @@ def _check_sizes(path: Path) -> None:
 
 
 def _samples(cursor: Mapping[str, int], step: int, grpo: Mapping[str, Any]) -> str:
-    """How many completions the steps so far have trained on; `cursor` is where the next one is."""
+    """Number of completions trained on; `cursor` is the position of the next step."""
     batch = grpo["generation_batch_size"]
     of_step = batch // grpo["steps_per_generation"]
+    # Later iterations over a generation repeat its completions.
     begun = batch if cursor["iteration"] else cursor["minibatch"] * of_step
     different = cursor["generation"] * batch + begun
     again = f", {step * of_step:,} with repetitions" if grpo["num_iterations"] > 1 else ""

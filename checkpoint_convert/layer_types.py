@@ -10,10 +10,10 @@ from checkpoint_convert.shape import IndexerShape, LatentShape, LinearShape, Mod
 
 WINDOWED, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 """Values of `layer_types` for a layer with a window, for one without, and for linear attention."""
-# What lists of transformers' config have for every layer with an indexer.
+# Entry for a layer with an indexer in per-layer lists of transformers' config.
 _INDEXED = {"layer_types": "indexed_attention", "indexer_types": "full"}
-_LEAST_STEP = 1e-3
-"""`time_step_min` of published models, to which the difference is small."""
+_MAX_TIME_STEP_MIN = 1e-3
+"""Largest supported `time_step_min`, that of published models: see `families/nemotron_h.py`."""
 _LETTERS: dict[str, Module] = {"M": "linear", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of `hybrid_override_pattern`."""
 _BLOCKS: dict[str, Module] = {
@@ -24,14 +24,14 @@ _BLOCKS: dict[str, Module] = {
     "mlp": "mlp",
     "moe": "moe",
 }
-"""Names in `layers_block_type`, which transformers writes; earlier releases had the shorter
+"""Names in `layers_block_type`, which transformers writes; earlier releases wrote the shorter
 names."""
 
 
 def read_windows(
     path: Path, config: Mapping[str, Any], family: Family
 ) -> tuple[int | None, tuple[int, ...]]:
-    """The window, and the indices of the layers that have it; None if no layer has one.
+    """(window, indices of the layers with it); (None, ()) if no layer has a window.
 
     `config` holds the values of the file at `path`. Raises ValueError for values that make no
     sense, or that transformers and vLLM would read differently.
@@ -48,8 +48,8 @@ def read_windows(
         window = integer(path, config, "sliding_window")
     if window is None and windows.rope_theta is not None and not config.get("layer_types"):
         raise ValueError(
-            f"{path}: sliding_window is {config.get('sliding_window')!r}; transformers reads that "
-            f"only where layer_types says {FULL} of every layer"
+            f"{path}: sliding_window is {config.get('sliding_window')!r}; transformers accepts "
+            f"that only if layer_types says {FULL} for every layer"
         )
     own = _by_rule(path, config, windows, num_layers) if window else [FULL] * num_layers
     given = config.get("layer_types") or own
@@ -72,7 +72,7 @@ def read_windows(
 
 
 def _by_rule(path: Path, config: Mapping[str, Any], windows: Windows, num_layers: int) -> list[str]:
-    """The kind of each layer where `layer_types` does not say it."""
+    """Kind of each layer by the family's rule, for a config without `layer_types`."""
     first, every = 0, 0
     if windows.first is not None:
         first = integer(path, config, windows.first, minimum=0)
@@ -83,6 +83,7 @@ def _by_rule(path: Path, config: Mapping[str, Any], windows: Windows, num_layers
             else windows.every
         )
     return [
+        # The last of each `every` layers: every = 4 makes three with a window, then one without.
         FULL if layer < first or (every and (layer + 1) % every == 0) else WINDOWED
         for layer in range(num_layers)
     ]
@@ -93,7 +94,7 @@ def read_indexer(
 ) -> IndexerShape | None:
     """The indexer of every layer; None: attention is not sparse.
 
-    Raises ValueError for a layer without one, and for sizes that do not go together.
+    Raises ValueError for a layer without an indexer, and for sizes that contradict each other.
     """
     if family.indexer_pairs is None:
         return None
@@ -119,8 +120,8 @@ def read_indexer(
 
 
 def read_blocks(path: Path, values: dict[str, Any]) -> tuple[Module, ...]:
-    """The module of each layer; sets the keys that other families have for their number, and for
-    the epsilon of norms."""
+    """Module of each layer. Also sets `num_hidden_layers` and `rms_norm_eps` in `values`, keys that
+    other families have in config.json."""
     known, blocks = _BLOCKS, values.get("layers_block_type")
     if blocks is None:
         known, blocks = _LETTERS, values.get("hybrid_override_pattern")
@@ -143,7 +144,7 @@ def read_blocks(path: Path, values: dict[str, Any]) -> tuple[Module, ...]:
 def read_linear(
     path: Path, values: Mapping[str, Any], family: Family, block_types: tuple[Module, ...]
 ) -> tuple[LinearShape | None, tuple[int, ...]]:
-    """Linear attention, and the layers that have it."""
+    """(shape of linear attention, indices of its layers); (None, ()) without such layers."""
     if family.linear is None:
         return None, ()
     if family.linear == "mamba":
@@ -154,10 +155,10 @@ def read_linear(
 
 def _mamba(path: Path, values: Mapping[str, Any]) -> LinearShape:
     num_groups, num_heads = (integer(path, values, key) for key in ("n_groups", "mamba_num_heads"))
-    if (least := number(path, values, "time_step_min")) > _LEAST_STEP:
+    if (least := number(path, values, "time_step_min")) > _MAX_TIME_STEP_MIN:
         raise ValueError(
-            f"{path}: time_step_min is {least:g}; it must be at most {_LEAST_STEP:g}, as vLLM and "
-            "Megatron-Core let steps be below it, and transformers does not"
+            f"{path}: time_step_min is {least:g}; it must be at most {_MAX_TIME_STEP_MIN:g}, as "
+            "vLLM and Megatron-Core let steps be below it, and transformers does not"
         )
     if num_heads % num_groups:
         raise ValueError(f"{path}: n_groups({num_groups}) must divide mamba_num_heads({num_heads})")

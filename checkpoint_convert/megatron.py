@@ -26,12 +26,12 @@ from parallel import (
 
 
 def hf_tensors(shape: ModelShape) -> dict[str, Shape]:
-    """Name and shape of every tensor of the model, as weight files have it, if not stacked."""
+    """Name and shape of every tensor of the model, with stacks of experts taken apart."""
     return {each.name: each.whole_shape for each in _sources(shape)}
 
 
 def file_tensors(shape: ModelShape) -> dict[str, Shape]:
-    """Name and shape of every tensor of the weight files, some of which may be stacks."""
+    """Name and shape of every tensor of the weight files, stacks of experts included."""
     return {
         each.stack.name if each.stack else each.name: (
             each.stack.stored_shape if each.stack else each.whole_shape
@@ -41,11 +41,12 @@ def file_tensors(shape: ModelShape) -> dict[str, Shape]:
 
 
 def file_layout(shape: ModelShape) -> Layout:
-    """Layout of the model in the tensors of the weight files.
+    """Layout of the stored tensors (`file_tensors`) in the coordinates of `hf_tensors`.
 
-    Shapes are those of `file_tensors`, but for stacks: see `StackPlace`.
+    A stack has the dimensions of `StackPlace.shape`, in which every expert is a box.
     """
     shapes, pieces = {}, []
+    # By name: the parts of a fused tensor are one stored tensor.
     for name, each in {each.name: each for each in _sources(shape)}.items():
         whole = Box.whole(each.whole_shape)
         if each.stack is None:
@@ -64,9 +65,9 @@ def float32_tensors(shape: ModelShape) -> set[str]:
 
 
 def hf_dtypes(shape: ModelShape, dtype: str, float32: str) -> dict[str, str]:
-    """The dtype of each tensor of the weight files of a model of `dtype`.
+    """Dtype of each Hugging Face tensor in a model of `dtype`.
 
-    `float32` is the name of float32 in the language of `dtype`, such as F32 beside BF16.
+    `float32` is the name of float32 in the notation of `dtype`: F32 with BF16.
     """
     always = float32_tensors(shape)
     return {name: float32 if name in always else dtype for name in hf_tensors(shape)}
@@ -105,9 +106,8 @@ def megatron_sender(
     transformer_engine: bool,
     layout: Layout | None = None,
 ) -> Sender:
-    """Tensors that the rank at `at` can send to engines, and the other ranks that could.
+    """The rank's tensors that can be sent to engines, each with all ranks that hold it.
 
-    The copy of a tied embedding is never sent: the ranks that hold the embedding itself send it.
     `layout` is the rank's `megatron_layout`, if it is already known.
     """
     owners, replica_sets = {}, {}
@@ -132,7 +132,7 @@ def local_parameters(
 
 
 def first_senders(shape: ModelShape, dims: ParallelDims) -> Iterator[Sender]:
-    """The senders of all ranks that own anything, by rank: every tensor's first holder is one."""
+    """Senders of all ranks that own tensors, in rank order; they include every first holder."""
     return (
         megatron_sender(shape, dims, at, transformer_engine=True) for at in _owners(shape, dims)
     )
@@ -141,10 +141,13 @@ def first_senders(shape: ModelShape, dims: ParallelDims) -> Iterator[Sender]:
 def _holders(parameter: Parameter, dims: ParallelDims, at: Coordinates) -> range:
     first = dims.stage_size * at.pipeline
     end = first + dims.stage_size
+    # Ranks that hold the tied embedding itself send it.
     if parameter.is_copy:
         return range(0)
     if parameter.is_expert:
         place = dims.expert_place(at)
+        # In a stage, ranks repeat the same (expert, expert tensor) coordinates with this period:
+        # data ranks of experts are the slowest axis.
         offset = place.expert * dims.expert_tensor + place.tensor
         return range(first + offset, end, dims.expert * dims.expert_tensor)
     if parameter.split is None:
@@ -156,7 +159,7 @@ def checkpoint_layout(shape: ModelShape, padded_vocab: int) -> Layout:
     """The tensors of a torch_dist checkpoint, in the coordinates of the weight files.
 
     They are the same for every mesh that saves them, except for the rows that pad the embedding to
-    `padded_vocab`. Layers, and the experts of a layer, are stacked: the tensor
+    `padded_vocab`. Layers, if all have equal modules, and the experts of a layer are stacked:
     ``decoder.layers.mlp.linear_fc2.weight`` is [layers, hidden, intermediate], and
     ``decoder.layers.mlp.experts.experts.linear_fc2.weight`` is [layers, experts, hidden,
     intermediate].
@@ -167,6 +170,7 @@ def checkpoint_layout(shape: ModelShape, padded_vocab: int) -> Layout:
         shapes[key] = (*(size for _, size in parameter.stack_axes), *parameter.shape)
         part = shard(parameter, 0, 1)
         depth = len(parameter.stack_axes)
+        # The leading dimensions of a stack have no counterpart in a layer's tensor.
         axes = tuple(range(depth, len(shapes[key]))) if depth else ()
         zeros += [(key, stacked(parameter, box)) for box in part.zeros]
         pieces += [
@@ -177,12 +181,13 @@ def checkpoint_layout(shape: ModelShape, padded_vocab: int) -> Layout:
 
 
 def checkpoint_boxes(shape: ModelShape, dims: ParallelDims) -> Iterator[list[tuple[str, Box]]]:
-    """For each rank of `dims` that owns anything: the boxes of checkpoint tensors that it saves."""
+    """For each rank of `dims` that owns anything: (key, box) of the checkpoint tensors it saves."""
     for at in _owners(shape, dims):
         owned = []
         chunks = _chunks(shape, dims, at, transformer_engine=True)
         for parameter in chain.from_iterable(chunks):
             rank, size, is_replica = _place(parameter, dims, at)
+            # Without a split, tensor rank 0 saves for all.
             if not (is_replica or parameter.is_copy or (parameter.split is None and rank)):
                 key = parameter.key or parameter.name
                 owned += [(key, box) for box in stored_boxes(parameter, rank, size)]
@@ -192,19 +197,19 @@ def checkpoint_boxes(shape: ModelShape, dims: ParallelDims) -> Iterator[list[tup
 def extra_states(shape: ModelShape) -> list[str]:
     """Names under which Megatron-Core's modules look for state that exists only with FP8.
 
-    Loading requires the names of the modules in use and fails if one is missing, so these are the
-    names of the linear layers and norms of both Megatron-Core's torch layers and Transformer
-    Engine's.
+    They include the modules of both Megatron-Core's torch layers and Transformer Engine.
     """
     names = [_extra_state("decoder.final_layernorm", [])]
     experts = range(shape.moe.num_experts if shape.moe else 0)
     for index in range(shape.num_layers):
         stack = [(index, shape.num_layers)] if shape.has_equal_layers else []
         prefix = "decoder.layers." if stack else f"decoder.layers.{index}."
+        # Loading fails if the name of a module in use is missing, whichever kind it is.
         for transformer_engine in (False, True):
             for parameter in decoder.layer(
                 shape, index, experts, transformer_engine=transformer_engine
             ):
+                # Experts' own names are numbered, differently in each kind of module; keys are not.
                 name = parameter.key if parameter.is_expert else parameter.name
                 if not name.startswith("mlp.router.") and name.endswith(".weight"):
                     module = prefix + name.rpartition(".")[0]
@@ -230,6 +235,7 @@ def _place(parameter: Parameter, dims: ParallelDims, at: Coordinates) -> tuple[i
 def _owners(shape: ModelShape, dims: ParallelDims) -> list[Coordinates]:
     """Coordinates of ranks that hold anything but replicas; without experts, one per shard."""
     places = [dims.coordinates(rank) for rank in range(dims.world_size)]
+    # Experts are split over data ranks, too: those above 0 own some.
     have_experts = [
         any("moe" in shape.modules(layer) for chunk in chunks for layer in chunk)
         for chunks in pipeline_layers(shape.num_layers, dims)
@@ -249,7 +255,7 @@ def _whole_model(shape: ModelShape, padded_vocab: int) -> list[Parameter]:
 
 
 def _sources(shape: ModelShape) -> Iterator[Tensor]:
-    """The tensors of the weight files; the embedding is there twice if it is tied."""
+    """Tensors of the weight files; a tensor of fused weights comes once for each of its parts."""
     for parameter in _whole_model(shape, shape.vocab_size):
         yield from parameter.sources
 
@@ -274,7 +280,8 @@ def _chunks(
         is_first, is_last = layers.start == 0, layers.stop == shape.num_layers
         chunk = []
         if is_first:
-            # In the order of computation: gradients that are not finite are named by it.
+            # In the order of computation, which `policy/skipped_steps.py` walks back to name the
+            # first gradient that was not finite.
             chunk = vision_tower(shape.vision) + decoder.embedding(shape, padded_vocab)
         for local_index, index in enumerate(layers):
             chunk += [

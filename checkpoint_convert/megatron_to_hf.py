@@ -1,6 +1,6 @@
 """Converts a Megatron-Core checkpoint to a Hugging Face folder: `checkpoint-convert export`.
 
-The folder is made complete but for the values of its weights, which several processes then fill in.
+The folder is created with zeros for weights; several processes then fill in the values.
 """
 
 import json
@@ -44,9 +44,9 @@ StoredTensors = Mapping[str, tuple[str, Shape]]
 def stored_tensors(
     shape: ModelShape, dtypes: Mapping[str, str], quantized: QuantizedModel | None
 ) -> StoredTensors:
-    """Tensors of the weight files of a model; each quantised weight is followed by its scales.
+    """Dtype and shape of each tensor of an export; a quantised weight is followed by its scales.
 
-    `dtypes` are those of all tensors of the model if nothing is quantised.
+    `dtypes` are those before quantisation.
     """
     stored: dict[str, tuple[str, Shape]] = {}
     of_files = {piece.local: dtypes[piece.tensor] for piece in file_layout(shape).pieces}
@@ -59,7 +59,6 @@ def stored_tensors(
 
 
 def num_bytes_of(stored: StoredTensors) -> int:
-    """Bytes of the values of all of them."""
     return sum(prod(size) * STORED_SIZES[dtype] for dtype, size in stored.values())
 
 
@@ -85,6 +84,7 @@ def create_folder(
     dtype = main_dtype(hf_tensors(shape), dtypes)
     mtp = {} if quantized else _mtp_layers(source_folder, shape, dtypes, dtype)
     stored |= mtp
+    # A trained vision tower is part of the model: `stored` has it, and its values are not copied.
     others = {name: place for name, place in towers.items() if name not in stored}
     stored |= {name: (place.dtype, place.shape) for name, place in others.items()}
     sizes = {name: num_bytes_of({name: each}) for name, each in stored.items()}
@@ -112,7 +112,7 @@ def create_folder(
 def _towers(
     source_folder: Path, quantized: QuantizedModel | None
 ) -> tuple[dict[str, str], dict[str, TensorPlace]]:
-    """The `other_towers` that belong into an export."""
+    """`other_towers` for an export; ValueError if they cannot be copied, or with `quantized`."""
     try:
         names, others = other_towers(source_folder)
     except ValueError as error:
@@ -122,8 +122,8 @@ def _towers(
         ) from error
     if others and quantized is not None:
         raise ValueError(
-            f"{source_folder} has other towers beside that of text, with which quantised weights "
-            "are not supported: leave the quantization out"
+            f"quantised weights are not supported for the multimodal model in {source_folder}: "
+            "leave the quantization out"
         )
     return names, others
 
@@ -154,11 +154,11 @@ def export_checkpoint(
 ) -> None:
     """Write the torch_dist checkpoint `megatron` as Hugging Face folder `out`.
 
-    `hf_config` is a folder with config.json, tokenizer and generation config; None uses those that
-    the checkpoint holds. `dtype` (a safetensors name such as "BF16") converts all weights; None
-    keeps the dtype of each. `quantization`, if one of `SCHEMES`, quantises the weights of linear
-    layers but for those to `ignore`, as rounded to the main dtype of the others. `out` appears only
-    when it is complete. Raises ValueError if any argument is invalid.
+    `hf_config` is a folder with config.json, tokenizer and generation config; None uses the
+    checkpoint's own. `dtype` (a safetensors name such as "BF16") converts all weights; None keeps
+    the dtype of each. `quantization`, one of `SCHEMES`, quantises the weights of linear layers not
+    in `ignore`, rounded to the main dtype first. `out` appears only when it is complete. Raises
+    ValueError if any argument is invalid.
     """
     if not is_torch_dist(megatron):
         raise ValueError(
@@ -166,7 +166,7 @@ def export_checkpoint(
             "checkpoints/step_100 of a run"
         )
     if ignore and quantization == "none":
-        raise ValueError(f"{ignore[0]} to ignore, and no quantization: give --quantization, too")
+        raise ValueError(f"--ignore {ignore[0]} needs --quantization")
     config = model_config(megatron, hf_config)
     with closing(open_weights(megatron, read_shape(config))) as weights:
         shape, shapes = weights.shape, hf_tensors(weights.shape)
@@ -179,6 +179,7 @@ def export_checkpoint(
             places = as_laid_out(check_weights(folder, shape), layout)
             before = 0
             if quantized is not None and quantized.scheme.whole:
+                # First: `transfer` quantises blocks relative to these scales.
                 before = write_whole_scales(
                     weights, layout, places, quantized.fused, num_workers, progress
                 )

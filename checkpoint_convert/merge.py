@@ -23,11 +23,9 @@ from parallel import Box
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + s B A, rounded once to the dtype of W.
-
-    A sum over r of products that are rounded one by one, in float32: the same bits however ranks or
-    processes share the weight, which a matrix product would not have.
-    """
+    """W + s B A, rounded once to the dtype of W; W is [out, in], A [r, in], B [out, r]."""
+    # Not `b @ a`, whose order of summation depends on the shapes: rank-1 updates in float32 give
+    # the same bits however ranks or processes share the weight.
     change = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     for column, row in zip(b.float().unbind(1), a.float(), strict=True):
         change += column[:, None] * row
@@ -35,7 +33,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 class MergedTensors(StoredTensors):
-    """The weights of a model as an adapter changes them."""
+    """The weights of a model with an adapter merged into each box as it is read."""
 
     def __init__(self, base: StoredTensors, adapter: StoredAdapter) -> None:
         super().__init__(adapter.places)
@@ -47,12 +45,13 @@ class MergedTensors(StoredTensors):
         module = name.removesuffix(WEIGHT)
         if module in self._adapter.modules:
             rank, ((row, column), (rows, columns)) = self._adapter.rank, (box.start, box.size)
+            # A box of the weight needs all r rows of A, but only its columns, and its rows of B.
             a = self._read(a_name(module), Box((0, column), (rank, columns)))
             b = self._read(b_name(module), Box((row, 0), (rows, rank)))
             target.copy_(merged(target, a, b, self._adapter.scale))
 
     def close(self) -> None:
-        """Close all files, those of the base as well."""
+        """Close all files, the base's included."""
         super().close()
         self._base.close()
 
@@ -72,9 +71,9 @@ def merge_adapter(
     num_workers: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write the model in `base` with the adapter of PEFT's folder `adapter` as folder `out`.
+    """Write the model in `base` as folder `out`, with the adapter of a PEFT folder merged.
 
-    No whole tensor is held. `dtype` and `max_shard_bytes` are as of `export_checkpoint`. Raises
+    No whole tensor is held. `dtype` and `max_shard_bytes` are as in `export_checkpoint`. Raises
     ValueError if any argument is invalid.
     """
     shape = read_shape(base)

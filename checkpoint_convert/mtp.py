@@ -1,9 +1,8 @@
-"""Layers for multi-token prediction (MTP): an export has those of its source.
+"""Layers for multi-token prediction (MTP): an export keeps those of its source.
 
-They are draft models for speculative decoding, lie behind the last layer of the model or apart from
-it, and are not trained, but for one that is a part of the model: see `ModelShape.trains_mtp`. The
-copies of the embedding and of the head that are stored with them stay as well; engines use those of
-the model instead.
+They are draft models for speculative decoding, and lie behind the last layer of the model or apart
+from it. They are not trained, except one that is part of the model: see `ModelShape.trains_mtp`.
+Copies of the embedding and the head stored with them are exported too; engines use the model's.
 """
 
 import re
@@ -25,9 +24,9 @@ _LAYER = re.compile(r"^(model|mtp)\.layers\.\d+\.")
 def stored_mtp_layers(
     source: Path, shape: ModelShape, dtypes: Mapping[str, str], main_dtype: str
 ) -> dict[str, tuple[str, Shape]]:
-    """Dtype and shape of each of their tensors in an export whose other tensors have `dtypes`.
+    """Dtype and shape of each MTP tensor in an export whose other tensors have `dtypes`.
 
-    A tensor has the dtype of that of the last layer with the same name, or else `main_dtype`.
+    A tensor takes the dtype of its namesake in the last layer, or else `main_dtype`.
     """
     last = f"model.layers.{shape.num_layers - 1}."
     stored = {}
@@ -38,7 +37,7 @@ def stored_mtp_layers(
 
 
 def open_mtp_layers(source: Path, shape: ModelShape, folder: Path) -> Weights:
-    """Multi-token-prediction layers of `source` that an export `folder` has room for."""
+    """MTP layers of `source` for which an export `folder` has room."""
     room = mtp_tensors(folder, shape)
     places = mtp_tensors(source, shape) if room else {}
     layout = Layout.of_whole_tensors({name: place.shape for name, place in room.items()})
@@ -55,9 +54,9 @@ def transfer_all(
     progress: Progress,
     before: int = 0,
 ) -> None:
-    """`transfer` weights into an export `folder`, and then these layers of `source`.
+    """`transfer` the weights into an export `folder`, then the MTP layers of `source`.
 
-    `before` are the bytes that `progress` has counted already.
+    `before`: bytes that `progress` has counted already.
     """
     room = mtp_tensors(folder, weights.shape)
     further = before + num_bytes_of(places)

@@ -18,6 +18,7 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
     """
     out = out.absolute()
     partial = out.with_name(out.name + ".partial")
+    # `exists` is false for a broken link, which is in the way as well.
     if os.path.lexists(out):
         raise ValueError(f"{out} exists: remove it, or choose another --out")
     if os.path.lexists(partial):
@@ -34,6 +35,7 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
         sync_tree(partial)
         partial.rename(out)
         sync(out.parent)
+    # Not `Exception`: signals raise `_Stopped` in the CLI, or KeyboardInterrupt.
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -14,8 +14,7 @@ from checkpoint_convert.text_tower import name_in_whole, text_name
 from parallel import Shape
 
 PEFT_PREFIX = "base_model.model."
-"""Prefix of the names of an adapter's tensors; the rest begins with that of a module of the
-model."""
+"""Prefix of an adapter's tensor names; the name of a module of the model follows."""
 WEIGHT = ".weight"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -31,25 +30,25 @@ def b_name(module: str) -> str:
 
 
 def weight_of(tensor: str) -> str:
-    """The weight that one of PEFT's tensors belongs to; of a weight, itself."""
+    """Map ``base_model.model.X.lora_A.weight`` to ``X.weight``; a weight's name stays."""
     name = tensor.removeprefix(PEFT_PREFIX)
     return name.replace(".lora_A.", ".").replace(".lora_B.", ".")
 
 
 def tensor_in_whole(name: str) -> str:
-    """The name of one of PEFT's tensors where the model has other towers beside that of text."""
+    """Map an adapter tensor's name from the text model to the multimodal model."""
     return PEFT_PREFIX + name_in_whole(name.removeprefix(PEFT_PREFIX))
 
 
 def _tensor_of_text(name: str) -> str:
-    """The inverse; of a model of text, its own name."""
+    """Inverse of `tensor_in_whole`; names of a text model stay."""
     return PEFT_PREFIX + text_name(name.removeprefix(PEFT_PREFIX))
 
 
 def adapter_tensors(
     modules: Iterable[str], rank: int, weights: Mapping[str, Shape]
 ) -> dict[str, Shape]:
-    """Name and shape of every tensor of adapters of `rank`; `weights` are those of the model."""
+    """Name and shape of every tensor of adapters of `rank`; `weights` has the model's shapes."""
     return {
         name: size
         for module in modules
@@ -68,14 +67,14 @@ class StoredAdapter:
     scale: float
     modules: tuple[str, ...]
     places: Mapping[str, TensorPlace]
-    """Places of A and B, by PEFT's names in a model of text."""
+    """Places of A and B, by PEFT's names for the text model."""
 
 
 def read_adapter(folder: Path, weights: Mapping[str, Shape]) -> StoredAdapter:
-    """The adapter in a folder of PEFT's; reads the header of its weights.
+    """Read an adapter from a PEFT folder; of its weights, only the header.
 
-    Raises ValueError that lists what is wrong if it is not a plain low-rank adapter of the linear
-    layers of a model with these `weights`, or not of exactly those that its config names.
+    Raises ValueError, listing the faults, unless it is a plain low-rank adapter of linear layers of
+    the model with these `weights`, on exactly the modules that its config names.
     """
     check_folder(folder)
     for name in (ADAPTER_FILE, ADAPTER_WEIGHTS):
@@ -85,14 +84,14 @@ def read_adapter(folder: Path, weights: Mapping[str, Shape]) -> StoredAdapter:
     faults = [*_faults_of_config(config)]
     if faults:
         raise ValueError(f"the adapter in {folder} is of a kind that is not supported: {faults[0]}")
-    rank, alpha = config["r"], config.get("lora_alpha", 8)
+    rank, alpha = config["r"], config.get("lora_alpha", 8)  # 8: PEFT's default
     header = read_header(folder / ADAPTER_WEIGHTS)
     places = {_tensor_of_text(name): place for name, place in header.items()}
     modules = [*dict.fromkeys(weight_of(name).removesuffix(WEIGHT) for name in places)]
     unknown = [module for module in modules if module + WEIGHT not in weights]
     if unknown:
         raise ValueError(
-            f"the adapter in {folder} is of another model: this one has no {unknown[0]}"
+            f"the adapter in {folder} is of another model: the base has no {unknown[0]}"
         )
     wanted = adapter_tensors(modules, rank, weights)
     faults = [f"{name} is missing" for name in wanted if name not in places]
@@ -108,6 +107,7 @@ def read_adapter(folder: Path, weights: Mapping[str, Shape]) -> StoredAdapter:
         raise ValueError(
             f"the adapter in {folder} does not fit the model:\n  " + "\n  ".join(faults)
         )
+    # Rank-stabilised LoRA (arXiv 2312.03732) scales by alpha / sqrt(r).
     divisor = math.sqrt(rank) if config.get("use_rslora") else rank
     return StoredAdapter(rank, alpha / divisor, tuple(modules), places)
 
@@ -131,7 +131,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
     "monteclora_config": (None,),
 }
-"""The values of PEFT's fields with which W + s B A is all that an adapter is."""
+"""Values of PEFT's fields for an adapter that is just W + s B A; the first is the default."""
 
 
 def _faults_of_config(config: Mapping[str, Any]) -> Iterator[str]:
@@ -164,13 +164,13 @@ def _fault_of_names(value: Any) -> str:
 _ALL_LINEAR = "all-linear"
 _LAYER = re.compile(r".*?\.layers\.(\d+)\.")
 _OPTIONAL = re.compile(r"\.experts\.|\.(gate|router)$")
-"""No linear layers in transformers 5, and such in earlier ones: some of them may have adapters."""
+"""Experts and routers: linear layers only before transformers 5, so they may lack adapters."""
 
 
 def _faults_of_modules(
     config: Mapping[str, Any], modules: Collection[str], weights: Mapping[str, Shape]
 ) -> Iterator[str]:
-    """Where the modules that a config names, as PEFT reads it, are not those with adapters."""
+    """Faults where the modules that the config names, by PEFT's rules, differ from `modules`."""
     linears = [n.removesuffix(WEIGHT) for n, s in weights.items() if len(s) == 2 if WEIGHT in n]
     named = {module for module in linears if _is_named(config, module)}
     optional = {module for module in named if _OPTIONAL.search(module)}
@@ -187,7 +187,7 @@ def _faults_of_modules(
 
 
 def _is_named(config: Mapping[str, Any], module: str) -> bool:
-    """By any of the names that the module has in a model of text and in one with more towers."""
+    """Whether the config targets a module, under its name in the text or multimodal model."""
     names = {module, name_in_whole(module), f"language_model.{module}"}
     targets, excluded = config["target_modules"], config.get("exclude_modules") or []
     if _fits(excluded, names):
@@ -208,7 +208,7 @@ def _chosen_layers(config: Mapping[str, Any]) -> list[int]:
 
 
 def _fits(targets: str | list[str], names: Iterable[str]) -> bool:
-    """A text is a regular expression of the whole name, a list has names and their ends."""
+    """Match as PEFT does: a string is a regular expression of the whole name, a list has ends."""
     if isinstance(targets, str):
         return any(re.fullmatch(targets, name) for name in names)
     return any(name == end or name.endswith(f".{end}") for name in names for end in targets)

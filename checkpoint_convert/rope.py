@@ -9,7 +9,7 @@ from checkpoint_convert.families.description import Family
 from checkpoint_convert.folder import boolean, integer, number
 from checkpoint_convert.layer_types import FULL, WINDOWED
 
-# Parameters with one supported value for every RoPE type, which vLLM reads.
+# Parameters that vLLM reads, with one supported value for every RoPE type.
 _REQUIRED: dict[str, Any] = {"rope_dim": None, "use_fope": False}
 # The supported RoPE types, and further parameters with one supported value: Megatron-Core has these
 # numbers of Llama 3's scaling built in.
@@ -24,19 +24,19 @@ _REQUIRED_OF_TYPE: dict[str, dict[str, Any]] = {
     "yarn": {},
 }
 _TRAINED_LENGTH = "original_max_position_embeddings"
-# Keys outside of `rope_parameters` that are read, and of the older form of these.
-_OWN = ("rope_parameters", "rope_scaling", "rope_theta")
+# RoPE's keys at the top level: both forms of its parameters, and the base.
+_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 def read_ropes(
     path: Path, config: Mapping[str, Any], family: Family
 ) -> tuple[float, dict[str, Any] | None, float | None]:
-    """`read_rope`, and the base of the RoPE of layers with a window; None: it is the same RoPE.
+    """(base, scaling, base of windowed layers); the last is None if all layers share one RoPE.
 
-    Where these layers have their own, `rope_parameters` has an object for each kind of layer. The
-    older `rope_scaling` is that of layers without a window, as `rope_theta` is.
+    For two RoPEs, `rope_parameters` has an object for each kind of layer. The older `rope_scaling`
+    and `rope_theta` are of layers without a window. See `read_rope`.
     """
-    if not family.rope.partial_factor:  # no layer has it
+    if not family.rope.partial_factor:  # no layer has RoPE
         return 10_000.0, None, None
     windows = family.windows
     if windows is None or windows.rope_theta is None:
@@ -55,14 +55,14 @@ def read_ropes(
         raise ValueError(f"{path}: rope_scaling is {older!r}; it must be null or an object")
     bases = windows.rope_theta
     full = {"rope_theta": config.get("rope_theta", bases[0]), **of_full, **older}
-    alone = {key: value for key, value in config.items() if key not in _OWN}
-    theta, scaling = read_rope(path, alone | {"rope_parameters": full}, family)
+    others = {key: value for key, value in config.items() if key not in _ROPE_KEYS}
+    theta, scaling = read_rope(path, others | {"rope_parameters": full}, family)
     own = {"rope_theta": config.get(windows.rope_theta_key or "", bases[1]), **of_windowed}
-    window_theta, window_scaling = read_rope(path, alone | {"rope_parameters": own}, family)
+    window_theta, window_scaling = read_rope(path, others | {"rope_parameters": own}, family)
     if window_scaling is not None:
         raise ValueError(
-            f"{path}: RoPE scaling {window_scaling['rope_type']!r} of {WINDOWED} is not supported; "
-            f"supported: ['default'], and those of {FULL}"
+            f"{path}: RoPE scaling {window_scaling['rope_type']!r} of {WINDOWED} is not supported: "
+            f"only {FULL} may be scaled"
         )
     is_same = scaling is None and window_theta == theta
     return theta, scaling, None if is_same else window_theta
@@ -90,20 +90,20 @@ def read_rope(
         if partial_rotary_factor != 1.0:
             raise ValueError(
                 f"{path}: yarn RoPE scaling is not supported for a model that rotates a part of "
-                f"each head ({partial_rotary_factor:g}), as its factor of attention would be that "
-                "of this part alone: set rope_type to 'default'"
+                f"each head ({partial_rotary_factor:g}), as its attention factor would then scale "
+                "that part alone: set rope_type to 'default'"
             )
         return theta, _yarn(path, config, rope, has_mla=family.has_mla)
-    counting = ("rope_type", "factor", *_REQUIRED_OF_TYPE[rope["rope_type"]])
-    return theta, {key: value for key, value in rope.items() if key in counting}
+    kept = ("rope_type", "factor", *_REQUIRED_OF_TYPE[rope["rope_type"]])
+    return theta, {key: value for key, value in rope.items() if key in kept}
 
 
 def num_positions(path: Path, config: Mapping[str, Any]) -> int:
-    """How many positions of the model's context are supported: all that its config names, or those
-    before the first where `llama_4_scaling_beta` of RoPE changes queries."""
+    """Supported context length: `max_position_embeddings`, or less (see Ministral 3)."""
     num, rope = integer(path, config, "max_position_embeddings"), _parameters(path, config)
     if not rope.get("llama_4_scaling_beta"):
         return num
+    # `llama_4_scaling_beta` changes queries from this position on, in transformers alone.
     return min(num, integer(path, rope, _TRAINED_LENGTH))
 
 
@@ -146,15 +146,13 @@ def _check(path: Path, rope: Mapping[str, Any], required: Mapping[str, Any]) -> 
 def _yarn(
     path: Path, config: Mapping[str, Any], rope: Mapping[str, Any], *, has_mla: bool
 ) -> dict[str, Any]:
-    """Everything that YaRN (arXiv 2309.00071) computes with.
-
-    Parameters that are absent have the values that transformers and vLLM take for them, except the
-    length that the model was trained on: these take `max_position_embeddings`, but that is the
-    length with scaling.
-    """
+    """Parameters of YaRN (arXiv 2309.00071), with the defaults of transformers and vLLM."""
+    # Without a default: transformers and vLLM take `max_position_embeddings` for the trained
+    # length, but that is the scaled one.
     factor, trained_length = number(path, rope, "factor"), integer(path, rope, _TRAINED_LENGTH)
     length = integer(path, config, "max_position_embeddings")
-    if length > factor * trained_length:  # vLLM would read beyond its table of so many positions
+    # vLLM would read beyond its table of factor * trained_length positions.
+    if length > factor * trained_length:
         raise ValueError(
             f"{path}: max_position_embeddings({length}) is more than factor({factor:g}) * "
             f"{_TRAINED_LENGTH}({trained_length}) of yarn RoPE scaling: set it to at most "
@@ -180,6 +178,7 @@ def _attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> flo
     """Factor of queries and keys: the paper's sqrt(1 / t), 0.1 ln(factor) + 1."""
     if rope.get("attention_factor") is not None:
         return number(path, rope, "attention_factor")
+    # No growth below 1, as in `get_mscale` of transformers.
     growth = 0.1 * log(max(factor, 1.0))
     if rope.get("mscale") and rope.get("mscale_all_dim"):  # either alone means nothing
         over, under = (number(path, rope, key) for key in ("mscale", "mscale_all_dim"))
@@ -188,11 +187,10 @@ def _attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> flo
 
 
 def _latent_attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> float:
-    """Likewise for latent attention, where a part of queries and keys is not rotated.
+    """Factor of queries and keys in latent attention: 0.1 mscale_all_dim ln(factor) + 1.
 
-    The factor of `mscale_all_dim` is for both parts. Before that, the rotated part alone has the
-    factor of `mscale` over that of `mscale_all_dim`, which must be 1. vLLM does not read the other
-    two settings.
+    It applies to both parts of a head. The rotated part has a further factor, the quotient of those
+    of `mscale` and `mscale_all_dim`, which must be 1.
     """
     over, under = rope.get("mscale"), rope.get("mscale_all_dim")
     if over is None or over != under:
@@ -200,10 +198,11 @@ def _latent_attention_factor(path: Path, rope: Mapping[str, Any], factor: float)
             f"{path}: RoPE mscale({over}) and mscale_all_dim({under}) must be equal numbers for "
             "latent attention"
         )
-    for key, carried in (("attention_factor", None), ("truncate", True)):
-        if rope.get(key) != carried:
+    # vLLM does not read these for latent attention.
+    for key, supported in (("attention_factor", None), ("truncate", True)):
+        if rope.get(key) != supported:
             raise ValueError(
-                f"{path}: RoPE {key} is {rope.get(key)!r}, only {carried!r} is supported for "
+                f"{path}: RoPE {key} is {rope.get(key)!r}, only {supported!r} is supported for "
                 "latent attention"
             )
     return 1 + 0.1 * number(path, rope, "mscale_all_dim") * log(max(factor, 1.0))

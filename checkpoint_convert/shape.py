@@ -8,7 +8,7 @@ from typing import Any, Literal
 from parallel import ParallelDims, Shape, divisors, pipeline_layers
 
 # Fields that do not change what is computed: Mistral and Llama compute the same.
-_NO_NUMBERS = (
+_NEUTRAL_FIELDS = (
     "family",
     "max_position_embeddings",
     "eos_token_ids",
@@ -19,81 +19,79 @@ _NO_NUMBERS = (
     "vision",
 )
 Stacks = Literal["alternating", "joined", "transposed"]
-"""`alternating`: [experts, inputs, outputs], of which those of gate and up alternate; `joined`:
-[experts, outputs, inputs], of which those of gate come before those of up; `transposed`: the same
-as [experts, inputs, outputs]."""
+"""How files stack a layer's experts. `joined`: [experts, outputs, inputs], gate's outputs before
+up's; `transposed`: the same as [experts, inputs, outputs]; `alternating`: [experts, inputs,
+outputs], outputs of gate and up in turn."""
 Module = Literal["attention", "linear", "mlp", "moe"]
-"""Kinds of a layer: attention, linear attention in its place, a dense MLP, or a mixture of
-experts."""
+"""Kinds of modules: attention, linear attention in its place, a dense MLP, a mixture of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentShape:
-    """Multi-head latent attention: the keys and values of all heads of a token are projections of
-    one short vector, its latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of
+    all heads are projections of one short vector per token, its latent."""
 
     query_rank: int | None
-    """Size of a second latent, of which queries are projections; None: of hidden states."""
+    """Size of the latent of queries; None: queries are projections of hidden states."""
     rank: int
     """Size of the latent of keys and values."""
     rotary_dim: int
-    """Size of the part of a head that RoPE rotates. It comes last, and all heads of keys have the
-    same, which is no projection of the latent."""
+    """Size of the last part of a head, which RoPE rotates. For keys, all heads share this part, a
+    projection of hidden states."""
     value_dim: int
     """Size of a head of values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerShape:
-    """Sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1): every layer has an indexer,
-    which chooses the tokens that all of its heads attend to. Training leaves it as it is."""
+    """Sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1): each layer's indexer chooses
+    the tokens that all heads attend to. It is not trained."""
 
     topk: int
     """Number of tokens, itself included, that a token attends to: those with the largest scores."""
     num_heads: int
-    """Heads of the indexer's queries; all have the same keys."""
+    """Heads of the indexer's queries; they share one key per token."""
     head_dim: int
-    """Size of one of these. RoPE rotates as much of it as of a head of attention; it comes first.
-    """
+    """Size of a head. RoPE rotates its first `LatentShape.rotary_dim` elements."""
     has_neighbouring_pairs: bool
-    """Whether the elements that RoPE rotates together are neighbours, as those of attention are;
-    otherwise the first is in the first half of the part, the second in the second."""
+    """Whether RoPE rotates pairs of neighbours, as in attention; otherwise element i of the first
+    half of the rotated part pairs with element i of the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearShape:
-    """Linear attention by the gated delta rule (Gated DeltaNet, arXiv 2412.06464) or of Mamba-2
-    (arXiv 2405.21060): each head has a matrix for what it remembers of all tokens before, in place
-    of their keys and values."""
+    """Linear attention: the gated delta rule (Gated DeltaNet, arXiv 2412.06464) or Mamba-2 (arXiv
+    2405.21060). A head keeps one matrix as its memory of all tokens, in place of keys and values.
+    """
 
     is_mamba: bool = False
-    """Whether it is that of Mamba-2: its groups are heads of keys, its heads those of values, and
-    its state size that of a key."""
+    """Whether it is Mamba-2; then key heads are its groups, value heads its heads, and `key_dim`
+    its state size."""
     num_key_heads: int
     """Heads of queries and of keys."""
     num_value_heads: int
-    """A multiple of `num_key_heads`; so many neighbours have the same queries and keys."""
+    """A multiple of `num_key_heads`: that many neighbours share queries and keys."""
     key_dim: int
     """Size of a head of queries and keys."""
     value_dim: int
     """Size of a head of values."""
     kernel_size: int
-    """Number of tokens, itself included, that a token's queries, keys and values are mixed of."""
+    """Tokens that the convolution of queries, keys and values spans, the current one included."""
 
     @property
     def group_size(self) -> int:
-        """Number of heads of values for each head of keys."""
+        """Value heads per key head."""
         return self.num_value_heads // self.num_key_heads
 
     @property
     def mixed_dim(self) -> int:
-        """Size of a head of queries and of keys, and of its heads of values, together."""
+        """Channels of the convolution per key head: its query, its key, and its heads of values."""
         return 2 * self.key_dim + self.group_size * self.value_dim
 
     @property
     def projected_dim(self) -> int:
-        """Outputs of the projection of hidden states: the above, gates, and of each head of values
-        a decay and, under the delta rule, the strength of an update."""
+        """Rows of the projection of hidden states: the convolution's channels, output gates, and
+        per value head a decay and, under the delta rule, the strength of an update."""
         rates = self.num_value_heads * (1 if self.is_mamba else 2)
         return self.num_key_heads * self.mixed_dim + self.num_value_heads * self.value_dim + rates
 
@@ -108,32 +106,30 @@ class MoeShape:
     intermediate_size: int
     """Intermediate size of one expert."""
     normalize_topk: bool
-    """Whether the weights of a token's experts, which are their scores, are scaled to sum to 1."""
+    """Whether the weights of a token's experts, their scores, are scaled to sum to 1."""
     score_function: str = "softmax"
-    """Function of a router's outputs: `softmax`, or `sigmoid`. The latter adds a bias to the scores
-    by which experts are chosen, not to their weights; training leaves it as it is (arXiv
-    2408.15664)."""
+    """`softmax` or `sigmoid` of the router's outputs. With `sigmoid`, an untrained bias is added to
+    scores to choose experts, but not to the experts' weights (arXiv 2408.15664)."""
     num_groups: int = 1
-    """Number of groups of experts. Those of a token are in `groups_per_token` of them, which have
-    the largest sums of their two largest scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """Groups of experts. A token's experts come from the `groups_per_token` groups with the largest
+    sums of two best scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
     groups_per_token: int = 1
     weight_scale: float = 1.0
     """Factor of the weights of a token's experts."""
     shared_intermediate_size: int = 0
-    """Intermediate size of a further expert, which processes every token; 0: there is none."""
+    """Intermediate size of the shared expert, which processes every token; 0: there is none."""
     has_shared_gate: bool = False
-    """Whether what that expert returns is multiplied by a sigmoid, of one output of its own."""
+    """Whether the shared expert's output is multiplied by a sigmoid gate of one element."""
     num_dense_layers: int = 0
     """Number of layers with an MLP instead; they come first."""
     stacks: Stacks | None = None
-    """How weight files have the experts of a layer in one tensor for each linear layer, with gate
-    and up as one; None: they do not."""
+    """How weight files stack a layer's experts, with gate and up fused; None: they do not."""
     mtp_stacks: Stacks | None = None
-    """`stacks` of a layer for multi-token prediction."""
+    """`stacks` of the layers for multi-token prediction."""
 
     @property
     def has_choice_biases(self) -> bool:
-        """Whether biases are added to the scores by which experts are chosen."""
+        """Whether a bias is added to the scores that choose experts."""
         return self.score_function == "sigmoid"
 
 
@@ -165,9 +161,9 @@ class ModelShape:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     has_pre_norms: bool = True
-    """Whether attention and MLP are given the norm of the hidden states."""
+    """Whether attention and MLP read normalised hidden states."""
     has_post_norms: bool = False
-    """Whether the norm of what attention and MLP return is added to the hidden states."""
+    """Whether outputs of attention and MLP are normalised before they are added."""
     norms_all_heads: bool = False
     """Whether `qk_norm` is over all heads together."""
     zero_centered_norms: bool = False
@@ -175,28 +171,26 @@ class ModelShape:
     scales_embeddings: bool = False
     """Whether embeddings are multiplied by sqrt(hidden_size)."""
     query_pre_attn_scalar: float | None = None
-    """The product of a query and a key is divided by its square root; None: `head_dim`."""
+    """Products of queries and keys are divided by its square root; None: `head_dim`."""
     has_linear_biases: bool = False
     """Whether attention's output projection, routers and experts have biases, too."""
     has_sinks: bool = False
-    """Whether every head has a sink: a trained score that softmax counts with those of the keys, of
-    a value of zeros."""
+    """Whether heads have sinks: trained scores in the softmax whose value is zero."""
     activation: str = "silu"
-    """Activation of an MLP's gate: `silu`, or `gelu_pytorch_tanh`, which is GELU's approximation;
-    or of gate g and its other factor u, `swigluoai`: (u + 1) g sigmoid(1.702 g), of g up to 7 and u
-    from -7 to 7; or of an MLP without gates, `relu2`: the square of what is above 0."""
+    """Activation of an MLP with gate g and other factor u: `silu`; `gelu_pytorch_tanh`, GELU's
+    approximation; or `swigluoai`: (u + 1) g sigmoid(1.702 g), with g <= 7 and -7 <= u <= 7. Without
+    gates, `relu2`: max(u, 0)^2."""
     has_output_gate: bool = False
-    """Whether what attention returns is multiplied by a sigmoid, of as many outputs of the
-    projection of queries."""
+    """Whether attention's output is multiplied by sigmoid gates, further outputs of the query
+    projection."""
     partial_rotary_factor: float = 1.0
     """Part of each head that RoPE rotates; it comes first. 0: there is no RoPE."""
     window: int | None = None
     """Number of tokens, itself included, that a token attends to in `windowed_layers`."""
     windowed_layers: tuple[int, ...] = ()
-    """In all others a token attends to all before it."""
+    """Layers with a window; in all others a token attends to all before it."""
     window_rope_theta: float | None = None
-    """Base of the RoPE of `windowed_layers`, which is not scaled; None: all layers have one RoPE.
-    """
+    """Base of the unscaled RoPE of `windowed_layers`; None: all layers share one RoPE."""
     moe: MoeShape | None = None
     """None for a dense model."""
     latent: LatentShape | None = None
@@ -207,15 +201,15 @@ class ModelShape:
     """Attention of `linear_layers`; None: there are none."""
     linear_layers: tuple[int, ...] = ()
     block_types: tuple[Module, ...] = ()
-    """Module of each layer, in a model whose layers have one each; empty: layers have two."""
+    """Module of each layer, if layers have one module each; empty: layers have two."""
     num_mtp_layers: int = 0
-    """Number of layers that weight files may have behind the last one, to predict tokens after the
-    next (multi-token prediction). They are no part of the model, and stay in an export."""
+    """Number of layers for multi-token prediction that weight files may have behind the last one.
+    They are not part of the model, and stay in an export."""
     trains_mtp: bool = False
-    """Whether the only one of these layers is a part of the model after all, as it is trained."""
+    """Whether the only MTP layer is trained, and thus part of the model."""
     vision: tuple[tuple[str, Shape], ...] = ()
-    """Name and shape of each tensor of its vision tower, if that is trained; else the tower is no
-    part of the model, and stays in an export."""
+    """Name and shape of each tensor of a trained vision tower. Empty: the tower is not part of the
+    model, and stays in an export."""
 
     @property
     def can_train_mtp(self) -> bool:
@@ -254,7 +248,6 @@ class ModelShape:
 
     @property
     def attending_share(self) -> float:
-        """Attending layers as a share of all."""
         return self.num_attending_layers / self.num_layers
 
     @property
@@ -272,13 +265,14 @@ class ModelShape:
     @property
     def has_equal_layers(self) -> bool:
         """Whether all layers have the same modules; Megatron then stacks them in checkpoints."""
+        # As `non_homogeneous_layers` in Megatron-Core's TransformerBlock.sharded_state_dict.
         if self.linear_layers or self.block_types:
             return False
         return self.moe is None or self.moe.num_dense_layers in (0, self.num_layers)
 
 
 def named_fields(shape: ModelShape) -> dict[str, Any]:
-    """All fields; those of experts, for example, have names such as ``moe.num_experts``."""
+    """All fields by name; nested ones have names such as ``moe.num_experts``."""
     fields = asdict(shape)
     for part in ("latent", "indexer", "linear", "moe"):
         values = fields.pop(part) or {}
@@ -287,12 +281,9 @@ def named_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def differing_fields(
-    a: ModelShape, b: ModelShape, but_for: Collection[str] = _NO_NUMBERS
+    a: ModelShape, b: ModelShape, but_for: Collection[str] = _NEUTRAL_FIELDS
 ) -> list[str]:
-    """The fields in which two models differ so that the same weights compute something else.
-
-    Fields in `but_for` are ignored.
-    """
+    """Fields outside `but_for` that make models compute different things: ``name: a, b``."""
     fields, others = named_fields(a), named_fields(b)
     return [
         f"{name}: {fields.get(name)}, {others.get(name)}"
@@ -325,8 +316,8 @@ def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
     if linear is not None and linear.num_key_heads % (dims.tensor * dims.context):
         raise ValueError(
             f"tensor({dims.tensor}) * context({dims.context}) cannot split linear attention: it "
-            f"does not divide {_key_heads(linear)}({linear.num_key_heads}), of which each rank "
-            "computes some for all tokens"
+            f"does not divide {_key_heads(linear)}({linear.num_key_heads}): each rank computes "
+            "whole heads, for all tokens"
         )
     if shape.moe is None:
         if dims.expert > 1:
@@ -352,17 +343,15 @@ def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
 
 
 def _key_heads(linear: LinearShape) -> str:
-    """Key of config.json for their number."""
+    """config.json's key of the number of key heads."""
     return "n_groups" if linear.is_mamba else "linear_num_key_heads"
 
 
 def _obstacles(shape: ModelShape, tensor: int) -> list[str]:
-    """Why Megatron-Core cannot split the non-expert parameters over `tensor` ranks; empty: it can.
-
-    With fewer key-value heads than ranks, Megatron-Core still splits the rows of the fused QKV
-    projection into equal shares, regardless of head boundaries, and gathers its output.
-    """
+    """Why Megatron-Core cannot split non-expert parameters over `tensor` ranks; empty: it can."""
     num_heads = shape.num_attention_heads * (1 + shape.has_output_gate)
+    # With fewer key-value heads than ranks, Megatron-Core still splits the rows of the fused QKV
+    # projection into equal shares, regardless of head boundaries, and gathers its output.
     rows = (num_heads + 2 * shape.num_key_value_heads) * shape.head_dim
     fused = {} if shape.latent else {"rows of the fused QKV projection": rows}
     return split_obstacles(shape, tensor, fused)
@@ -371,7 +360,7 @@ def _obstacles(shape: ModelShape, tensor: int) -> list[str]:
 def split_obstacles(shape: ModelShape, tensor: int, further: Mapping[str, int]) -> list[str]:
     """Why neither Megatron-Core nor vLLM can split the model over `tensor` ranks; empty: they can.
 
-    `further` are other sizes, by what they are of, that the ranks must divide.
+    `further` has sizes, by description, that `tensor` must divide as well.
     """
     kv_heads = shape.num_key_value_heads
     split = {"num_attention_heads": shape.num_attention_heads}

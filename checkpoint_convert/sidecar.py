@@ -30,7 +30,7 @@ _SIDECAR = re.compile(
 NOTHING: Mapping[str, Any] = {}
 _TEMPLATES = "additional_chat_templates"
 JSON_FILE, SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
-# The last is byte-level BPE's in two files, the format in which Qwen2 was published.
+# vocab.json is half of byte-level BPE in two files, the format in which Qwen2 was published.
 TOKENIZER_FILES = (JSON_FILE, SENTENCEPIECE_FILE, "vocab.json")
 # Files that Megatron-LM and our training runs write next to the checkpoint folders.
 _POINTERS = ("latest_checkpointed_iteration.txt", "LATEST")
@@ -86,7 +86,7 @@ def _check_same_model(path: Path, given: Path) -> None:
 
 
 def main_dtype(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> str:
-    """The dtype with the most elements, which is the one that config.json names."""
+    """The dtype with the most elements, for config.json."""
     totals: Counter[str] = Counter()
     for name, shape in shapes.items():
         totals[dtypes[name]] += prod(shape)
@@ -96,12 +96,14 @@ def main_dtype(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> str:
 def sidecar_files(folder: Path) -> list[Path]:
     """The files in `folder` that belong to its model besides the weights.
 
-    Raises ValueError for a link to what is no model's file: it may not be meant to be shared.
+    Raises ValueError for a link to a file outside of any model, which may not be meant to be
+    shared.
     """
     files = [
         file
         for file in (*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja"))
         if _SIDECAR.fullmatch(file.name)
+        # These describe weight files that are not copied.
         and not file.name.endswith((".index.json", ADAPTER_FILE, MODELOPT_FILE))
         and file.is_file()
     ]
@@ -127,9 +129,8 @@ def copy_sidecar_files(
 ) -> None:
     """Copy the sidecar files from one folder to another, and adjust config.json.
 
-    It names `dtype`, `num_mtp_layers` layers that predict further tokens, no code, as none is
-    copied, and no quantisation but that of `further` keys, as weights were dequantised when they
-    were read. Raises ValueError like `sidecar_files`.
+    It names `dtype` and `num_mtp_layers` multi-token-prediction layers, and has the `further` keys.
+    Raises ValueError like `sidecar_files`.
     """
     for file in sidecar_files(source):
         copy = folder / file.relative_to(source)
@@ -139,6 +140,7 @@ def copy_sidecar_files(
     _set_dtype(config, dtype)
     if isinstance(config.get("text_config"), dict):
         _set_dtype(config["text_config"], dtype)
+    # No code is copied, and weights were dequantised when they were read.
     for key in ("auto_map", *CONFIG_KEYS):
         config.pop(key, None)
     family = FAMILIES[text_config(source / "config.json", config)["model_type"]]
@@ -156,8 +158,8 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def _check_link(folder: Path, file: Path) -> None:
-    """A link may lead to the same file of another model's folder, or to where the Hub's cache
-    stores files: `blobs`, beside `snapshots`."""
+    """Raise ValueError for a link out of `folder`, unless to the file of the same name of another
+    model, or into the Hub's cache: its files are in `blobs`, a sibling of `snapshots`."""
     target = file.resolve()
     is_cached = target.parent.name == "blobs" and target.parent.with_name("snapshots").is_dir()
     models = [parent for parent in target.parents[:2] if (parent / "config.json").is_file()]

@@ -1,8 +1,8 @@
 """The text tower of a multimodal checkpoint: its config, and the names of its tensors.
 
-It is trained and served on text; those of Qwen2.5-VL and Qwen3-VL, also with experts, on images as
-well, of which their vision towers make features, and these may be trained, too: see
-`ModelShape.vision`. Other towers stay as they are in the weight files.
+It is trained and served on text. Models of the kinds Qwen2.5-VL and Qwen3-VL, also with experts,
+take images too; their vision towers may be trained: see `ModelShape.vision`. Other towers stay as
+they are in the weight files.
 """
 
 import re
@@ -14,25 +14,25 @@ from checkpoint_convert.families.multimodal import MULTIMODAL
 from checkpoint_convert.families.vision import VISION
 from checkpoint_convert.quantized.scheme import CONFIG_KEYS
 
-# What the text tower and its family assume differently where config.json does not say it.
+# Keys whose defaults differ between the config classes of text tower and family.
 _EXPLICIT = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "rope_theta")
 _TIED = "tie_word_embeddings"
-# Prefixes of its tensors in weight files and engines, and those of a model of text; those of a
-# vision tower, and that of engines.
+# Prefixes in multimodal weight files and engines, with the prefix here: that of a text model, or
+# of a vision tower in engines.
 _PREFIXES = {"model.language_model.": "model.", "language_model.": "", "model.visual.": VISION}
 _OF_TEXT = re.compile(r"(model\.(embed_tokens|layers|norm)|lm_head)\.")
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a model with other towers beside that of text."""
+    """Whether a config.json describes a model with towers besides the text tower."""
     return config.get("model_type") in list(MULTIMODAL)  # as a JSON value may be unhashable
 
 
 def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the text tower as that of a model of text; any other config as it is.
+    """The text tower's config in the form of a text model's; a text model's config as it is.
 
-    `path` names the file in errors. Raises ValueError for a tower of no known family, and for a key
-    that the two would read differently.
+    `path` names the file in errors. Raises ValueError for a tower of an unknown family, and for a
+    key that the two config classes would read differently.
     """
     if not is_multimodal(config):
         return dict(config)
@@ -54,24 +54,26 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             "supported: convert them to bfloat16 first, and take the key out"
         )
     rope = _rope(text)
-    said = {*text, *(key for each in rope.values() for key in each)}
-    if "num_local_experts" in said:  # the same, as transformers 5 saves it
-        said.add("num_experts")
-    absent = [key for key in (*_EXPLICIT, *whole.explicit) if key not in said]
+    given = {*text, *(key for each in rope.values() for key in each)}
+    if "num_local_experts" in given:  # transformers 5's name for the key
+        given.add("num_experts")
+    absent = [key for key in (*_EXPLICIT, *whole.explicit) if key not in given]
     if absent and not whole.has_defaults_of_family:
         others = "".join(f", nor has its {key}" for key in rope if absent[0] == "rope_theta")
         raise ValueError(f"{path}: text_config has no {absent[0]}{others}")
     for key, value in whole.required.items():
+        # Not `!=`: JSON's 1 equals True.
         if text[key] is not value:
             raise ValueError(
                 f"{path}: {key} is {text[key]!r}, only {value!r} is supported: transformers has no "
                 "other for this model"
             )
     tied = [each[_TIED] for each in (config, text) if _TIED in each]
+    # transformers ties these models by the outer key alone: `text_config`'s true has no effect.
     is_untied = tied == [True] and _TIED not in config and not whole.is_tied_by_text
     if tied[:1] != tied[-1:] or not (whole.has_defaults_of_family or (tied and not is_untied)):
         raise ValueError(
-            f"{path}: {_TIED} must be said, and be the same inside and outside of text_config, and "
+            f"{path}: {_TIED} must be given, with one value inside and outside of text_config; it "
             f"is {tied}"
         )
     ends = {key: config[key] for key in ("eos_token_id",) if config.get(key) is not None}
@@ -80,8 +82,8 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE's keys, with the positions of text; transformers ignores `rope_parameters` beside a
-    `rope_scaling`, with its `rope_theta`, too."""
+    """RoPE's keys for text, whose three positions are equal: type `mrope` becomes `default`."""
+    # transformers ignores `rope_parameters`, with its `rope_theta`, next to a `rope_scaling`.
     key = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
     rope = text.get(key)
     if not isinstance(rope, dict):
@@ -92,8 +94,8 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_name(name: str) -> str:
-    """The name of a tensor of the text tower as in a model of text, and of a vision tower as in
-    engines; other names as they are."""
+    """Name of a text-tower tensor as in a text model, or of a vision-tower tensor as in engines;
+    other names stay."""
     for prefix, own in _PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
@@ -101,10 +103,10 @@ def text_name(name: str) -> str:
 
 
 def name_in_whole(name: str) -> str:
-    """The name in transformers' multimodal model of a module in a decoder of text."""
+    """Map the name of a text decoder's module to transformers' multimodal model."""
     return name.replace("model.", "model.language_model.", 1)
 
 
 def is_of_text(name: str) -> bool:
-    """Whether a tensor, by its `text_name`, is of the text tower."""
+    """Whether a tensor, by its `text_name`, belongs to the text tower."""
     return _OF_TEXT.match(name) is not None

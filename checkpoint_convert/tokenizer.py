@@ -24,11 +24,10 @@ _SPACE = "\u2581"  # sentencepiece's character for a space
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`.
+    """The tokenizer in `folder`: the first of tokenizer.json, tokenizer.model and vocab.json.
 
-    Uses the first file that exists of tokenizer.json, tokenizer.model and vocab.json; special
-    tokens and chat template come from the other files of the folder. Raises ValueError if none
-    exists or if the file, which the message names, is malformed.
+    Special tokens and chat template come from the other files of the folder. Raises ValueError if
+    none exists or if the file, which the message names, is malformed.
     """
     file = tokenizer_file(Path(folder))
     try:

@@ -1,7 +1,4 @@
-"""Copies weights from files to places in other files, part by part, with several processes.
-
-The folder gets its final name only when it is complete.
-"""
+"""Copies weights from files to places in other files, part by part, with several processes."""
 
 import ctypes
 import os
@@ -133,8 +130,8 @@ def transfer(
     """Write every element of the tensors that `layout` describes to their `places`.
 
     The files must exist at their full size. Values are converted to the dtypes of the places, and
-    quantised for a `QuantizedPlace`, of which the scale of the whole matrix, if any, must be there:
-    see `write_whole_scales`. Writing to disk is started; the caller waits for it.
+    quantised for a `QuantizedPlace`; if that has a `whole` scale, `write_whole_scales` must have
+    run. Writing to disk is started; the caller waits for it.
     """
     dtypes = {name: _unquantized(place) for name, place in places.items()}
     parts = _parts(
@@ -180,12 +177,12 @@ def write_whole_scales(
     num_workers: int,
     progress: Progress,
 ) -> int:
-    """Write the scales of whole matrices, to which those of their blocks are relative (NVFP4).
+    """Write the scales of whole matrices, to which the scales of blocks are relative (NVFP4).
 
-    They follow from the largest value of a matrix, and of all that engines put beside it: `fused`
-    gives these for each weight, itself included. So all values are read once before `transfer`,
-    whose arguments the others are, quantises any. `progress` counts the bytes of both; those of
-    this one are returned. Raises ValueError for a weight that is not finite.
+    Such a scale follows from the largest value of all matrices that engines fuse: `fused` lists
+    them for each weight, itself included. So all values are read once before `transfer`
+    quantises any. Returns the bytes read; `progress` counts them and `transfer`'s. Raises
+    ValueError for a weight that is not finite.
     """
     scaled = {
         name: (place, place.whole)
@@ -227,12 +224,12 @@ def write_whole_scales(
 
 
 def num_bytes_of(places: Mapping[str, TensorPlace]) -> int:
-    """Bytes of all values, as they are read."""
+    """Bytes of all values before quantisation."""
     return sum(prod(place.shape) * ITEM_SIZES[_unquantized(place)] for place in places.values())
 
 
 def _unquantized(place: TensorPlace) -> str:
-    """The dtype of the values of a tensor, as they are read and before they are quantised."""
+    """Dtype of a tensor's values when read, before they are quantised."""
     return place.scheme.read_as if isinstance(place, QuantizedPlace) else place.dtype
 
 
@@ -243,8 +240,7 @@ def _files_of(place: TensorPlace) -> set[Path]:
 def _parts(
     shapes: Mapping[str, Shape], places: Mapping[str, TensorPlace], max_elements: int
 ) -> Layout:
-    """`Layout.of_parts`, of whole blocks where values are quantised: these are smaller, a row at
-    most."""
+    """`Layout.of_parts`, with quantised matrices cut at whole blocks, which are a row at most."""
     quantized = {n: place for n, place in places.items() if isinstance(place, QuantizedPlace)}
     whole = Layout.of_parts({n: s for n, s in shapes.items() if n not in quantized}, max_elements)
     pieces = [*whole.pieces]
@@ -262,7 +258,7 @@ def _blocks(place: QuantizedPlace, max_elements: int) -> list[Box]:
 def _as_stored(
     part: ShardMapping, place: TensorPlace, values: Tensor, files: Mapping[Path, int]
 ) -> Iterator[tuple[TensorPlace, Box, Tensor]]:
-    """Places, boxes and values to write for a part."""
+    """(place, box, values) to write for a part: one, or the scales and numbers of its blocks."""
     if not isinstance(place, QuantizedPlace):
         yield place, part.box, values
         return
@@ -283,8 +279,10 @@ def _as_stored(
 def _in_reading_order(
     parts: Iterable[ShardMapping], weights: Weights, loader: ShardLoader
 ) -> list[ShardMapping]:
-    """Sort parts by their place in the source, so that those with columns of the same rows follow
-    each other."""
+    """Sort parts by their place in the source.
+
+    Parts with columns of the same rows are then adjacent, and `RowCache` reads the rows once.
+    """
     number = {name: i for i, name in enumerate(("", *weights.layout.shapes))}
 
     def key(part: ShardMapping) -> tuple[int, Shape]:
@@ -295,11 +293,11 @@ def _in_reading_order(
 
 
 def _fill(loader: ShardLoader, part: ShardMapping, values: Tensor, weights: Weights) -> None:
-    """Read a part; where a source is not finite, a checkpoint's key alone would not say which
-    layer."""
+    """Read a part; errors of a checkpoint's values also name the Hugging Face tensor."""
     try:
         loader.fill(part.local, values)
     except NotFiniteError as error:
+        # A checkpoint's key stacks layers: it does not say which one has the value.
         if weights.format != "torch_dist":
             raise
         raise ValueError(f"{part.tensor} has values that are not finite: {error}") from error
@@ -308,6 +306,7 @@ def _fill(loader: ShardLoader, part: ShardMapping, values: Tensor, weights: Weig
 def _check_range(tensor: str, values: Tensor, stored: Iterable[str]) -> None:
     largest = torch.finfo(values.dtype).max
     is_narrower = any(torch.finfo(DTYPES[dtype]).max > largest for dtype in stored)
+    # Sources are finite (`StoredTensors.check_finite`): infinity here comes from the conversion.
     if is_narrower and not values.isfinite().all():
         raise ValueError(
             f"{tensor} has values that {DTYPE_NAMES[values.dtype]} cannot hold: choose a --dtype "

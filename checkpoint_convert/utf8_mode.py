@@ -16,7 +16,9 @@ def enter_utf8_mode() -> None:
     """
     if sys.flags.utf8_mode or codecs.lookup(locale.getencoding()).name == "utf-8":
         return
-    if os.environ.get(VARIABLE) == "1":  # ignored by `python -E`, which would start forever
+    # Set, but ignored: `python -E` would start itself again forever.
+    if os.environ.get(VARIABLE) == "1":
         return
     os.environ[VARIABLE] = "1"
+    # `orig_argv` keeps options of Python such as -m.
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -34,7 +34,7 @@ class Difference:
     dtypes: tuple[torch.dtype, torch.dtype]
     num_different: int
     are_finite: bool
-    """Whether no value of either is NaN or infinite."""
+    """Whether all values of both versions are finite."""
     num_elements: int
     largest: float
     """Largest absolute difference; NaN if any difference is undefined."""
@@ -64,12 +64,12 @@ def verify_weights(
 
     Strings name config fields that make equal weights compute different things.
 
-    Without `tolerance`, tensors are the same if their bytes and dtypes are; with it, if no element
-    differs by more. Without, a matrix that only one side has quantised is the same if the values of
-    the other, divided by its scales and rounded, are its numbers. A tensor with values that are not
-    finite is told, also if both sides have the same. Each side is read by its own config; a side
-    without one uses `hf_config`, or else the config of the other side. Raises ValueError when a
-    side is not a complete set of weights, or when the two models have different tensors.
+    Without `tolerance`, tensors are equal if their bytes and dtypes are; a matrix that one side
+    alone has quantised is equal if the other side's values round to the same numbers under its
+    scales. With `tolerance`, tensors are equal if no element differs by more. Values that are not
+    finite are always reported, even when equal. Each side is read by its own config; a side without
+    one uses `hf_config`, or else the config of the other side. Raises ValueError when a side is not
+    a complete set of weights, or when the two models have different tensors.
     """
     with ExitStack() as stack:
         sides = _open_both(stack, a, b, hf_config)
@@ -104,10 +104,7 @@ def verify_weights(
 def _stored_alike(
     part: ShardMapping, sides: Sequence[Weights], a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The values of both sides, as the quantised one stores them if the other is not.
-
-    Then zeros of NVFP4 have no sign: a negative number that is rounded to zero has one, zero none.
-    """
+    """Values of both sides; if one side alone is quantised, the other is rounded as it would be."""
     match [_quantized(side, part.tensor) for side in sides]:
         case [DequantizedTensors() as tensors, None]:
             b = tensors.as_stored(part.tensor, part.box, b)
@@ -115,11 +112,12 @@ def _stored_alike(
             a = tensors.as_stored(part.tensor, part.box, a)
         case _:
             return a, b
+    # NVFP4 keeps the sign of a negative value that rounds to zero, but not of -0. `+ 0.0` drops it.
     return (a + 0.0, b + 0.0) if tensors.scheme(part.tensor).whole else (a, b)
 
 
 def _quantized(side: Weights, name: str) -> DequantizedTensors | None:
-    """The tensors of a side that stores this one as numbers with scales."""
+    """The tensors of a side that stores this one as numbers with scales, else None."""
     tensors = side.tensors
     if isinstance(tensors, DequantizedTensors) and tensors.is_quantized(name):
         return tensors
@@ -135,6 +133,7 @@ def compare(name: str, a: Tensor, b: Tensor, tolerance: float | None) -> Differe
         same = a.double() == b.double()
     num_different, largest = 0, 0.0
     if not same.all():
+        # Not the difference where values are equal: that of two infinities is NaN.
         gaps = torch.where(same, 0.0, (a.double() - b.double()).abs())
         within = same if tolerance is None else gaps <= tolerance  # NaN exceeds any tolerance
         num_different, largest = int((~within).sum()), float(gaps.max())
@@ -159,6 +158,7 @@ def _merged(parts: Iterable[Difference], tolerance: float | None) -> list[Differ
                 num_different=whole.num_different + part.num_different,
                 are_finite=whole.are_finite and part.are_finite,
                 num_elements=whole.num_elements + part.num_elements,
+                # NaN compares as false: `max` alone would keep or drop it by its position.
                 largest=max(whole.largest, part.largest, key=lambda gap: (isnan(gap), gap)),
             )
     return [
@@ -186,7 +186,7 @@ def _open_both(
         stack.enter_context(closing(open_weights(path, shape)))
         for path, shape in zip((a, b), shapes, strict=True)
     ]
-    # What one checkpoint has beside the model, as it was trained, the other side has, too.
+    # If one side has trained its MTP layer or vision tower, the other side's is compared as well.
     mtp = any(side.shape.trains_mtp for side in opened)
     vision = max(opened, key=lambda side: len(side.shape.vision)).shape.vision
     if mtp or vision:

@@ -15,7 +15,7 @@ from checkpoint_convert.shape import ModelShape, split_obstacles
 from parallel import Box, Layout, Shape, ShardMapping, divisors
 
 VOCAB_MULTIPLE = 64
-"""The vocabulary is padded to a multiple of this, for any number of ranks."""
+"""vLLM's DEFAULT_VOCAB_PADDING_SIZE: the vocabulary's multiple, for any number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +25,13 @@ class EngineDims:
     tensor: int = 1
     """Number of workers over which every layer's matrices are split."""
     data: int = 1
-    """Number of such groups of workers. Each has requests of its own and all weights but those of
-    the experts, which all workers of the engine share."""
+    """Number of groups of `tensor` workers. Each group has its own requests and all weights except
+    experts, which all workers of the engine share."""
     expert_parallel: bool = False
-    """Whether whole experts are distributed over the workers, instead of splitting each expert's
-    matrices."""
+    """Whether workers hold whole experts, instead of a part of every expert's matrices."""
     gathers_mlps: bool = False
-    """Whether all workers of all groups share MLPs and shared experts, too, as in SGLang, which
-    also gives each worker equally many experts."""
+    """Whether all workers of all groups also share MLPs and shared experts, and each holds equally
+    many experts, as in SGLang."""
 
     @property
     def num_workers(self) -> int:
@@ -43,10 +42,10 @@ class EngineDims:
 def engine_layouts(shape: ModelShape, dims: EngineDims) -> list[Layout]:
     """Layouts of one engine's workers, in the coordinates of the weight files, by rank.
 
-    Local names are those of the worker's `pushable_parameters`, such as
-    ``model.layers.3.self_attn.qkv_proj.weight``, without a tied head; shapes, too.
-    `ShardMapping.is_replica` marks what a worker of lower rank also holds. Raises the ValueError of
-    `check_engine_dims`.
+    Local names and shapes are those of the worker's `pushable_parameters`, such as
+    ``model.layers.3.self_attn.qkv_proj.weight``; a tied head is not among them.
+    `ShardMapping.is_replica` marks parts that a worker of lower rank also holds. Raises ValueError
+    like `check_engine_dims`.
     """
     check_engine_dims(shape, dims)
     parameters = engine_parameters(shape)
@@ -66,6 +65,7 @@ def engine_parameters(shape: ModelShape) -> list[Parameter]:
     experts = range(shape.moe.num_experts if shape.moe else 0)
     for index in range(shape.num_layers):
         parameters += decoder.layer(shape, index, experts, transformer_engine=True)
+    # A tied head is the embedding itself: no parameter of its own.
     parameters += decoder.head(shape, padded_vocab, shares_embedding=True)
     if shape.trains_mtp:
         parameters += decoder.mtp_layer(shape, experts, transformer_engine=True)
@@ -99,7 +99,7 @@ def worker_layout(
         number, size = part_of(parameter, shape, dims, rank)
         if not parameter.is_expert:
             part = worker_shard(parameter, number, size)
-            is_copy = number != rank  # the worker with the part's number has it, too
+            is_copy = number != rank  # worker `number` holds it, too
             first, num_rows = parameter.vllm.rows or (0, part.shape[0])
             shapes[name] = (num_rows, *part.shape[1:])
             pieces += [
@@ -114,6 +114,7 @@ def worker_layout(
             if parameter.vllm.alternates:
                 part = _alternating(part)
             shapes[name] = (len(experts), *part.shape)
+            # Workers' outputs of the second linear layer are summed: the bias must count once.
             if number > 0 and parameter.vllm.is_added_once:
                 zeros.append((name, Box((index, 0), (1, *part.shape))))
             else:
@@ -126,6 +127,7 @@ def part_of(
 ) -> tuple[int, int]:
     """Number of the part of a split parameter that worker `rank` holds, and the number of parts."""
     if parameter.is_expert:
+        # Groups share experts: these are split over all workers of the engine.
         return (0, 1) if dims.expert_parallel else (rank, dims.num_workers)
     names = FAMILIES[shape.family].experts
     is_shared = names is not None and f".{names.shared}." in parameter.sources[0].name
@@ -137,8 +139,7 @@ def part_of(
 
 
 def _experts(shape: ModelShape, dims: EngineDims, rank: int) -> range:
-    """The experts that a worker holds; if they do not divide evenly, the first workers hold one
-    more."""
+    """Experts of a worker; if they do not divide evenly, the first workers hold one more."""
     if shape.moe is None:
         return range(0)
     if not dims.expert_parallel:
@@ -149,11 +150,9 @@ def _experts(shape: ModelShape, dims: EngineDims, rank: int) -> range:
 
 
 def _has_whole_shared_expert(shape: ModelShape, dims: EngineDims) -> bool:
-    """Whether every worker holds the whole shared expert.
-
-    Where vLLM deals tokens out over the tensor-parallel workers before the experts, each computes
-    all of its own tokens.
-    """
+    """Whether every worker holds the whole shared expert."""
+    # vLLM's `use_sequence_parallel_moe`: a group's tokens are distributed over its workers before
+    # the experts, so each worker computes all of the shared expert, for its own tokens.
     deals_out = dims.expert_parallel and dims.tensor > 1 and dims.data > 1
     return deals_out and FAMILIES[shape.family].engines.vllm.has_whole_shared_expert
 
@@ -161,6 +160,7 @@ def _has_whole_shared_expert(shape: ModelShape, dims: EngineDims) -> bool:
 def worker_shard(parameter: Parameter, rank: int, size: int) -> Shard:
     """Worker `rank`'s share of every source, one after the other, each followed by zeros."""
     name = parameter.name_in_engine
+    # Without names, so that all layers share `_cut`'s cache.
     sources = tuple([(source.shape, source.num_heads) for source in parameter.sources])
     split = parameter.split if parameter.vllm.split is None else parameter.vllm.split
     parts, zeros, whole = _cut(sources, split, parameter.zero_rows, rank, size)
@@ -183,8 +183,7 @@ def _cut(
     """The parts of a worker's parameter, its boxes of zeros, and its shape.
 
     Each part is the number of its source, its boxes in the parameter and in the source, and whether
-    a worker of lower rank also holds it. Cached, and therefore without names, because all layers
-    are alike.
+    a worker of lower rank also holds it.
     """
     parts, zeros = [], []
     row = 0
@@ -199,6 +198,7 @@ def _cut(
             extent = box.size[split] // num_parts
             box = box.narrowed(split, part * extent, extent)
             is_replica = copy > 0
+        # What lies beyond the stored tensor is padding.
         num_stored = min(max(shape[dim] - box.start[dim], 0), box.size[dim])
         local = Box((row, *(0 for _ in shape[1:])), box.size)
         if num_stored < box.size[dim]:
@@ -213,12 +213,12 @@ def _cut(
 
 
 def _from(box: Box, row: int) -> Box:
-    """The box of a tensor whose first row is `row` of a larger one, in that."""
+    """Shift a box by `row` rows, from a part of a tensor to the whole."""
     return Box((box.start[0] + row, *box.start[1:]), box.size) if row else box
 
 
 def _alternating(part: Shard) -> Shard:
-    """Rows of two sources in turn: [rows of each, 2, columns]."""
+    """Let the rows of two sources alternate: [rows of each, 2, columns]."""
     rows, *columns = part.shape
     rows //= 2
     axes = (0, *range(2, len(part.shape) + 1))
@@ -262,8 +262,8 @@ def engine_sizes(shape: ModelShape, dims: EngineDims) -> list[int]:
 
 def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
     further = {"padded vocabulary": _padded_vocab(shape)}
-    # Where a worker has all of a norm over all heads, vLLM does not know copies of heads in it; nor
-    # does its gpt-oss know any.
+    # vLLM replicates key-value heads under a norm over all heads only if it splits the norm
+    # (MiniMaxText01RMSNormTP), and not in gpt-oss, which divides their number by the workers.
     has_whole_norms = not FAMILIES[shape.family].engines.vllm.has_split_norms
     if shape.has_sinks or (shape.norms_all_heads and has_whole_norms):
         further["num_key_value_heads"] = shape.num_key_value_heads
@@ -274,7 +274,7 @@ def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
     if dims.expert_parallel and dims.num_workers > shape.moe.num_experts:
         obstacles.append(f"{workers}is more than num_experts({shape.moe.num_experts})")
     size = shape.moe.intermediate_size
-    # vLLM asks for both of such stacks, however the workers share experts.
+    # Of alternating stacks, vLLM requires even matrices even where workers hold whole experts.
     is_stacked = shape.moe.stacks == "alternating"
     if (is_stacked or not dims.expert_parallel) and size % dims.num_workers:
         obstacles.append(f"{workers}does not divide intermediate_size of the experts({size})")

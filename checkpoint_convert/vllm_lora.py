@@ -1,9 +1,9 @@
 """Layouts of adapters on the workers of a vLLM engine (0.32, 0.33). Integers only.
 
-vLLM keeps an A [max rank, columns] and a B [rows, max rank] for each weight of the files in a
-module that fuses several, such as qkv_proj. Workers split B where the module has split rows, and A
-where it has split columns. What is beyond the adapter's rank is zero, and so are both of a weight
-without an adapter whose module has others.
+An engine module that fuses weights of the files, such as qkv_proj, has an A [max rank, columns] and
+a B [rows, max rank] for each. Workers split B where the module has split rows, and A where it has
+split columns. Elements beyond the adapter's rank are zeros, and so are the A and B of a weight
+without an adapter.
 """
 
 from collections.abc import Collection
@@ -27,12 +27,12 @@ def max_rank_for(rank: int) -> int:
 
 
 def check_adapters_served(shape: ModelShape) -> None:
-    """Raise ValueError if vLLM would leave out adapters of such a model, or compute it otherwise.
+    """Raise ValueError if vLLM would ignore adapters of such a model, or compute them otherwise.
 
-    With latents, vLLM multiplies kv_b_proj into queries and outputs instead of calling it. With
-    adapters enabled, it chooses other kernels for experts, which may reorder their weights, and has
-    other modules for linear attention. Of matrices that are fused in the weight files, all parts
-    have the same A.
+    Latent attention: vLLM multiplies kv_b_proj into queries and outputs instead of calling it.
+    Experts: with adapters enabled, it chooses other kernels, which may reorder their weights.
+    Linear attention: with adapters enabled, it has other modules. Fused weight files: all parts
+    share one A.
     """
     if FAMILIES[shape.family].has_fused_weights:
         raise ValueError(
@@ -49,7 +49,7 @@ def check_adapters_served(shape: ModelShape) -> None:
 
 
 def adapted_modules(shape: ModelShape, modules: Collection[str]) -> list[str]:
-    """The ends of the names of the engine's modules that hold adapters of `modules`."""
+    """Last parts of names, such as qkv_proj, of the engine's modules with adapters of `modules`."""
     names = (_module(each) for each in engine_parameters(shape) if _has_any(each, modules))
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
@@ -57,10 +57,9 @@ def adapted_modules(shape: ModelShape, modules: Collection[str]) -> list[str]:
 def adapter_layouts(
     shape: ModelShape, dims: EngineDims, modules: Collection[str], rank: int
 ) -> list[Layout]:
-    """Layouts of adapters of `rank` on `modules`, by worker of one engine.
+    """Layouts of adapters of `rank` on `modules` for each worker of an engine, in PEFT's tensors.
 
-    In the coordinates of PEFT's tensors. Local names are such as
-    ``model.layers.3.self_attn.qkv_proj.lora_B.2``, of the values' B.
+    A local name such as ``model.layers.3.self_attn.qkv_proj.lora_B.2`` is the B of the values.
     """
     return [worker_adapters(shape, dims, modules, rank, n) for n in range(dims.tensor)]
 
@@ -68,32 +67,32 @@ def adapter_layouts(
 def worker_adapters(
     shape: ModelShape, dims: EngineDims, modules: Collection[str], rank: int, worker: int
 ) -> Layout:
-    """One of the `adapter_layouts`; those of other workers have as many elements."""
+    """One of the `adapter_layouts`; all workers have equally many elements."""
     check_engine_dims(shape, dims)
     modules = {*modules}
     ends = {*adapted_modules(shape, modules)}
     shapes: dict[str, Shape] = {}
     pieces: list[ShardMapping] = []
     zeros: list[tuple[str, Box]] = []
-    full = max_rank_for(rank)
+    max_rank = max_rank_for(rank)
     for parameter in engine_parameters(shape):
         if len(parameter.shape) != 2 or _module(parameter).rpartition(".")[2] not in ends:
             continue
         part = worker_shard(parameter, worker, dims.tensor)
         for number, piece in enumerate(part.pieces):
             source = piece.tensor.removesuffix(WEIGHT)
-            low = rank if source in modules else 0
+            own_rank = rank if source in modules else 0
             (rows, columns), (row, column) = piece.box.size, piece.box.start
             a, b = (f"{_module(parameter)}.lora_{x}.{number}" for x in "AB")
-            shapes |= {a: (full, columns), b: (rows, full)}
-            if low:
-                kept = Box((0, 0), (low, columns))
+            shapes |= {a: (max_rank, columns), b: (rows, max_rank)}
+            if own_rank:
+                kept = Box((0, 0), (own_rank, columns))
                 pieces.append(ShardMapping(a, kept, a_name(source), Box((0, column), kept.size)))
-                kept = Box((0, 0), (rows, low))
+                kept = Box((0, 0), (rows, own_rank))
                 pieces.append(ShardMapping(b, kept, b_name(source), Box((row, 0), kept.size)))
-            if low < full:
-                zeros.append((a, Box((low, 0), (full - low, columns))))
-                zeros.append((b, Box((0, low), (rows, full - low))))
+            if own_rank < max_rank:
+                zeros.append((a, Box((own_rank, 0), (max_rank - own_rank, columns))))
+                zeros.append((b, Box((0, own_rank), (rows, max_rank - own_rank))))
     return Layout(shapes, tuple(pieces), tuple(zeros))
 
 

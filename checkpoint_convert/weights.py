@@ -40,9 +40,10 @@ from parallel import (
 from parallel.views import as_whole
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-_OF_MODEL = ("embedding.", "decoder.", "output_layer.", VISION)
-"""How the keys of weights begin; others are of the optimizer's or the trainer's state."""
+_WEIGHT_PREFIXES = ("embedding.", "decoder.", "output_layer.", VISION)
+"""Prefixes of the keys of weights; other keys are of the optimizer's or the trainer's state."""
 _TENSOR_SIZES = range(1, 65)
+"""Tensor parallel sizes that may have padded the vocabulary of a checkpoint."""
 
 Progress = Callable[[int, int], None]
 """Called from time to time with (bytes done, total bytes)."""
@@ -54,14 +55,14 @@ class Weights:
 
     shape: ModelShape
     layout: Layout
-    """Boxes of the Hugging Face tensors that the stored tensors are."""
+    """Maps the stored tensors to boxes of the Hugging Face tensors."""
     tensors: StoredTensors
     format: str
     """``safetensors``, ``bin`` or ``torch_dist``."""
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Dtype of every Hugging Face tensor: all its boxes are of one stored tensor."""
+        """Dtype of every Hugging Face tensor; all its boxes are stored in the same dtype."""
         return {piece.tensor: self.tensors.dtypes[piece.local] for piece in self.layout.pieces}
 
     def close(self) -> None:
@@ -69,7 +70,7 @@ class Weights:
 
 
 def open_weights(path: Path, shape: ModelShape, names: Collection[str] | None = None) -> Weights:
-    """The weights of a model of `shape` in a Hugging Face folder (safetensors or `.bin`) or a
+    """Open the weights of a model of `shape`: a Hugging Face folder (safetensors or `.bin`) or a
     Megatron torch_dist checkpoint.
 
     Reads only headers, except for a tied model that also stores its head: then both tables are
@@ -92,7 +93,7 @@ def open_weights(path: Path, shape: ModelShape, names: Collection[str] | None = 
 
 
 def as_laid_out(places: Mapping[str, TensorPlace], layout: Layout) -> dict[str, TensorPlace]:
-    """The places of some tensors of `file_layout`, with the dimensions that they have in it."""
+    """Give the places of stored tensors the dimensions that they have in `layout` (stacks)."""
     return {name: replace(place, shape=layout.shapes[name]) for name, place in places.items()}
 
 
@@ -108,7 +109,7 @@ def whole_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
     layer = _trained_mtp_keys(path, shape)
-    stored = read_chunks(path, keys=lambda key: key.startswith(_OF_MODEL) or key in layer)
+    stored = read_chunks(path, keys=lambda key: key.startswith(_WEIGHT_PREFIXES) or key in layer)
     stored.tensors.check_files()
     if _EMBEDDING not in stored.shapes:
         found = [*read_chunks(path).shapes, "nothing"][:3]
@@ -117,6 +118,7 @@ def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
             f"{', '.join(found)} ..."
         )
     vision = tuple((key, size) for key, size in stored.shapes.items() if key.startswith(VISION))
+    # config.json does not say what was trained; the checkpoint's keys do.
     shape = replace(shape, trains_mtp=bool(layer), vision=vision)
     wanted = checkpoint_layout(shape, _padded_vocab(path, shape, stored.shapes[_EMBEDDING][0]))
     faults = [
@@ -144,11 +146,8 @@ def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
 
 
 def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
-    """Rows of the stored embedding; ValueError unless it is the vocabulary padded for some mesh.
-
-    Megatron-LM pads to a multiple of 128 times the tensor parallel size, we to a multiple of that
-    size.
-    """
+    """Rows of the stored embedding; ValueError unless it is the vocabulary padded for some mesh."""
+    # We pad to a multiple of the tensor parallel size, Megatron-LM to one of 128 times that.
     units = [*_TENSOR_SIZES, *(128 * size for size in _TENSOR_SIZES)]
     possible = {-(-shape.vocab_size // unit) * unit for unit in units}
     if num_rows > shape.vocab_size and num_rows not in possible:
@@ -156,18 +155,17 @@ def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
             f"{path} has an embedding of {num_rows:,} rows, but the config says vocab_size "
             f"{shape.vocab_size:,}, which no mesh pads to that: were tokens added?"
         )
+    # Fewer rows than the vocabulary are then reported as a wrong shape, with all other faults.
     return max(num_rows, shape.vocab_size)
 
 
 def _trained_mtp_keys(path: Path, shape: ModelShape) -> Collection[str]:
-    """Keys of the layer for multi-token prediction that was trained; none without exactly these.
-
-    Layers that Megatron-LM trained may have others, and are left out.
-    """
+    """Keys of the trained MTP layer; none unless the checkpoint has all of them."""
     if not shape.can_train_mtp:
         return ()
     layout = checkpoint_layout(replace(shape, trains_mtp=True), shape.vocab_size)
     keys = {key for key in layout.shapes if key.startswith(MTP_LAYER)}
+    # Layers that Megatron-LM trained may have other keys, and are left out.
     return keys if keys <= read_chunks(path, keys=keys.__contains__).shapes.keys() else ()
 
 
@@ -221,7 +219,7 @@ class ShardLoader:
         for copy in self._copies[name]:
             part = target[copy.destination_box.slices]
             dtype = DTYPES[self._source.dtypes[copy.source]]
-            # Without transposition, only dimensions of size 1 differ.
+            # Read in place: without transposition, shapes differ only by dimensions of size 1.
             if dtype == part.dtype and _are_in_order(copy.source_axes, copy.destination_axes):
                 part = part.view(copy.source_box.size)
                 self._source.read_into(copy.source, copy.source_box, part)
@@ -238,16 +236,12 @@ def _are_in_order(*axes: Axes) -> bool:
     return all([*each] == sorted(each) for each in axes)
 
 
-# Limit for the rows that are kept. If they are larger, only the columns are read.
+# Largest rows to keep. Of larger ones, only the columns are read.
 _MAX_BYTES = 64 << 20
 
 
 class RowCache:
-    """Tensors of which whole rows are read, and kept while boxes of their columns are asked for.
-
-    In a file, a box of columns is a small run in every row: 8 tensor ranks would read each row in 8
-    runs, one after the other.
-    """
+    """Reads whole rows, and keeps them for further boxes of their columns."""
 
     def __init__(self, source: TensorSource, shapes: Mapping[str, Shape]) -> None:
         self.dtypes = source.dtypes
@@ -260,6 +254,8 @@ class RowCache:
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
         """See `TensorSource`; reads the file only if the kept rows do not include `box`."""
         shape = self._shapes[name]
+        # A box of columns is a small run in every row: 8 tensor ranks would read each row in 8
+        # runs.
         rows = Box((*box.start[:-1], 0), (*box.size[:-1], shape[-1]))
         rows = whole_rows(shape, rows, target.itemsize)
         num_bytes = rows.num_elements * target.itemsize
@@ -267,7 +263,7 @@ class RowCache:
             self._source.read_into(name, box, target)
             return
         if self._kept != (name, rows):
-            self._kept = None
+            self._kept = None  # until the read succeeds: it overwrites the kept rows
             if num_bytes > len(self._memory):
                 self._memory = torch.empty(num_bytes, dtype=torch.uint8)
             self._rows = self._memory[:num_bytes].view(target.dtype).view(rows.size)
@@ -285,12 +281,12 @@ def read_weights(
 ) -> None:
     """Fill every element of a rank's `parameters`, the local tensors of `layout`, in place.
 
-    Values are converted to the dtype and device of each parameter. Raises the ValueError of
-    `open_weights` when the files at `path` do not hold the requested tensors. In a Hugging Face
-    folder only the files with those tensors are opened: otherwise a job of a thousand ranks would
-    read the header of every file a thousand times.
+    Values are converted to the dtype and device of each parameter. Raises ValueError, like
+    `open_weights`, when the files at `path` do not hold the requested tensors.
     """
     layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
+    # Only files with these are opened: otherwise a job of a thousand ranks would read the header of
+    # every file a thousand times.
     names = {piece.tensor for piece in layout.pieces}
     done, num_bytes = 0, sum(parameter.nbytes for parameter in parameters.values())
     with closing(open_weights(path, shape, names)) as weights:

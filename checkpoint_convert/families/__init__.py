@@ -1,6 +1,6 @@
 """Model families. Each is described once; conversions in every direction follow from that.
 
-A file of this folder describes a family, or a few; those of `_SHARED` what families have in common.
+A module describes one family or a few; modules in `_SHARED` hold what families have in common.
 """
 
 from importlib import import_module

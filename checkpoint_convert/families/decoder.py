@@ -15,7 +15,7 @@ from checkpoint_convert.shape import ModelShape
 
 ATTENTION_NORM = "input_layernorm.weight"
 MLP_NORM = "pre_mlp_layernorm.weight"
-# What Transformer Engine has for them where the next linear layer alone reads what they return.
+# Transformer Engine fuses a norm into the linear layer that alone reads its output.
 LINEAR_NORM = "self_attention.in_proj.layer_norm_weight"
 QKV_NORM = "self_attention.linear_qkv.layer_norm_weight"
 FC1_NORM = "mlp.linear_fc1.layer_norm_weight"
@@ -32,7 +32,7 @@ def _stored(shape: ModelShape, name: str) -> str:
 
 
 def layer_prefix(shape: ModelShape, index: int) -> str:
-    """With which the names of a layer's tensors begin in weight files."""
+    """Prefix of a layer's tensors in weight files, such as ``model.layers.3.``."""
     return f"{_stored(shape, LAYERS)}.{index}."
 
 
@@ -72,12 +72,11 @@ def layer(
     transformer_engine: bool,
     source: str | None = None,
 ) -> list[Parameter]:
-    """Layer `index` of the model with the given `experts`; names lack the layer's prefix, which
-    weight files have as `source`, by default that of a layer of the model.
+    """Layer `index` of the model with the given `experts`; names lack the layer's prefix.
 
-    Transformer Engine keeps a norm in the linear layer that follows it, except where several layers
-    read the normalized states: before experts and their router, and before latent attention.
-    Checkpoints use Transformer Engine's norm names.
+    `source` is its prefix in weight files, by default `layer_prefix`. Transformer Engine keeps a
+    norm in the linear layer that follows it, except where several layers read the normalised
+    states: before experts and before latent attention. Checkpoints use its names of norms.
     """
     source = source or layer_prefix(shape, index)
     if shape.block_types:
@@ -108,6 +107,7 @@ def layer(
     before_mlp = FC1_NORM if moe is None else MLP_NORM
     of_attention, of_mlp = [], []
     if shape.has_pre_norms:
+        # In files, post_attention_layernorm precedes the MLP, or with post norms follows attention.
         name = "pre_feedforward_layernorm" if shape.has_post_norms else "post_attention_layernorm"
         of_attention.append(norm(ATTENTION_NORM, before_attention, "input_layernorm"))
         of_mlp.append(norm(MLP_NORM, before_mlp, name))
@@ -150,7 +150,7 @@ def _block(
 
 
 MTP_LAYER = "mtp.layers.0."
-"""Where Megatron-Core has the first layer for multi-token prediction."""
+"""Prefix of the first layer for multi-token prediction in Megatron-Core."""
 
 
 def mtp_layer(shape: ModelShape, experts: range, *, transformer_engine: bool) -> list[Parameter]:
@@ -168,13 +168,17 @@ def mtp_layer(shape: ModelShape, experts: range, *, transformer_engine: bool) ->
         Parameter(
             f"{MTP_LAYER}{name}.weight",
             (Tensor(f"{source}{own_name}.weight", size),),
+            # vLLM's Qwen3NextMTP and Qwen3_5MTP split this projection (ColumnParallelLinear); its
+            # DeepSeek and GLM classes have a plain nn.Linear.
             vllm=InVllm(split=0 if is_apart and name == "eh_proj" else None),
         )
         for (name, size), own_name in zip(sizes.items(), stored, strict=True)
     ]
     if shape.moe is not None:
+        # Weight files may stack the experts of layers but not these, as some of Qwen3.5's do.
         shape = replace(shape, moe=replace(shape.moe, stacks=shape.moe.mtp_stacks))
     inner = layer(
+        # An index behind the last layer: attention, not linear attention, and experts if any.
         *(shape, shape.num_layers, experts),
         transformer_engine=transformer_engine,
         source=of_layer,
@@ -183,7 +187,7 @@ def mtp_layer(shape: ModelShape, experts: range, *, transformer_engine: bool) ->
 
 
 def fused_attention(shape: ModelShape, source: str, target: str) -> list[Parameter]:
-    """Attention whose queries, keys and values are one projection of hidden states.
+    """Attention with one projection of hidden states to queries, keys and values.
 
     `source` and `target` are name prefixes in weight files and in Megatron.
     """

@@ -33,9 +33,9 @@ DEEPSEEK_V3 = Family(
         "num_nextn_predict_layers": 1,
     },
     # vLLM never ties the head. Megatron-Core always scales sigmoid scores to sum to 1. Only
-    # transformers reads `attention_bias` and `rope_interleave`. Only vLLM reads the last three,
-    # which are of DeepSeek-V2, of DeepSeek-V3.2's indexer and of Mistral's models; and
-    # `moe_router_dtype`, as here and in transformers routers are computed in float32 anyway.
+    # transformers reads `attention_bias` and `rope_interleave`. Only vLLM reads the last three, of
+    # DeepSeek-V2, of DeepSeek-V3.2's indexer and of Mistral's models. It also reads
+    # `moe_router_dtype`, which may have any value: routers are float32 here and in transformers.
     required={
         "tie_word_embeddings": False,
         "attention_bias": False,
@@ -46,7 +46,7 @@ DEEPSEEK_V3 = Family(
         "index_topk": None,
         "llama_4_scaling": None,
     },
-    # vLLM scores by a softmax, and adds no bias, unless these say otherwise.
+    # Without these, vLLM scores by a softmax and adds no bias.
     explicit={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     experts=Experts(
         num_experts="n_routed_experts",

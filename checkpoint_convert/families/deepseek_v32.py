@@ -1,7 +1,7 @@
 """DeepSeek-V3.2: DeepSeek-V3 with sparse attention, whose indexer rotates halves.
 
-A model is refused if some of its layers attend to what the indexer of an earlier one chose
-(IndexCache, arXiv 2603.12201).
+Models whose layers reuse the tokens that an earlier layer's indexer chose (IndexCache, arXiv
+2603.12201) are refused.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ DEEPSEEK_V32 = replace(
         "index_head_dim": 128,
         "index_n_heads": 64,
     },
-    # vLLM and SGLang read the last three, and transformers the first of them for GLM-5.
+    # vLLM and SGLang read the last three; transformers reads `index_topk_freq`, for GLM-5.
     required={
         **{key: value for key, value in DEEPSEEK_V3.required.items() if key != "index_topk"},
         "mlp_bias": False,

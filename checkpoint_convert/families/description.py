@@ -14,7 +14,7 @@ class Experts:
     """How a family names its mixture of experts, in config.json and in the weight files."""
 
     num_experts: str
-    """Config key of the number of experts. That per token is `num_experts_per_tok` everywhere."""
+    """Config key of the number of experts. Experts per token: always `num_experts_per_tok`."""
     intermediate_size: str
     """Config key of the intermediate size of one expert."""
     normalize_topk: str | None
@@ -30,15 +30,15 @@ class Experts:
     stacks: Stacks | None = None
     """See `MoeShape`."""
     tower_stacks: Stacks | None = None
-    """`stacks` of a text tower of the family in a multimodal model; None: see `stacks`."""
+    """`stacks` of the family's text tower in a multimodal model; None: the same as `stacks`."""
     may_be_apart: bool = False
-    """Whether some weight files of the family have no stacks."""
+    """Whether some weight files of the family store experts one by one in spite of `stacks`."""
     score_function: str = "softmax"
     """See `MoeShape`."""
     weight_scale: str | None = None
     """Config key of the factor of the experts' weights; None: 1."""
     num_shared: str | None = None
-    """Config key: of how many experts' size the shared expert is; None: there is none."""
+    """Config key: size of the shared expert in experts; None: there is none."""
     shared: str = "shared_experts"
     """Name of the shared expert."""
     shared_size: str | None = None
@@ -48,9 +48,9 @@ class Experts:
     num_dense_layers: str | None = None
     """Config key of the number of layers with a dense MLP, which come first; None: 0."""
     bias: str = "gate.e_score_correction_bias"
-    """Name of the biases by which experts are chosen, of a router that scores by a sigmoid."""
+    """Name of the biases with which a sigmoid router chooses experts."""
     has_groups: bool = False
-    """Whether `n_group` and `topk_group` in config.json make groups of experts."""
+    """Whether config.json has groups of experts: `n_group` and `topk_group`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +62,15 @@ class Windows:
     first: str | None = None
     """Config key of the first layer with a window; None: 0."""
     every: int | str | None = None
-    """One layer in so many has none, the last of them, or the config key that says how many; None:
-    all have."""
+    """Every n-th layer has no window: n, or its config key. None: all layers from `first` on have
+    one."""
     are_by_layer_types: bool = False
-    """Whether `layer_types` in config.json says otherwise; if not, it must say the same."""
+    """Whether `layer_types` in config.json overrides this rule; otherwise it must agree."""
     rope_theta: tuple[float, float] | None = None
-    """Layers without and with a window have RoPEs of their own, with these bases where config.json
-    has none. None: all layers have one RoPE."""
+    """RoPE bases of layers without and with a window, where config.json has none. None: all layers
+    have one RoPE."""
     rope_theta_key: str | None = None
-    """Config key of the base of layers with a window in older files; None: there is none."""
+    """Older config key of the RoPE base of layers with a window; None: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +92,10 @@ class Rope:
     partial_factor: float = 1.0
     """See `ModelShape.partial_rotary_factor`."""
     size: str | None = None
-    """Config key of the size of the part that it rotates, which vLLM needs; None: there is none."""
+    """Config key of the size of the rotated part, which vLLM needs; None: there is none."""
     types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     required: Mapping[str, Any] = field(default_factory=dict)
-    """Its parameters, each with the only supported value."""
+    """RoPE parameters, each with the only supported value."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Mtp:
     num_layers: str | None = None
     """Config key of `ModelShape.num_mtp_layers`; None: 0."""
     is_apart: bool = False
-    """Whether weight files have these layers apart, as ``mtp.``, not behind the last one. They have
-    full attention, also in a model whose layers before have another."""
+    """Whether weight files have these layers under ``mtp.``, not behind the last layer. Such layers
+    have full attention, even in models with linear attention."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Family:
     required: Mapping[str, Any]
     """Keys that change what the model computes, each with the only supported value."""
     explicit: Mapping[str, Any] = field(default_factory=dict)
-    """Likewise for keys that config.json must have: absent, they mean something else to vLLM."""
+    """Required keys that must be present: vLLM has another value for an absent one."""
     attention_bias: bool | str = False
     """Whether queries, keys and values have a bias, or the config key that says so."""
     norms: Norms = Norms()
@@ -129,23 +129,23 @@ class Family:
     has_sinks: bool = False
     has_output_gate: bool = False
     activation: str = "silu"
-    """See `ModelShape` for these."""
+    """See `ModelShape` for this and the four fields above."""
     query_scale: str | None = None
     """Config key of `ModelShape.query_pre_attn_scalar`; None: `head_dim`."""
     experts: Experts | None = None
     """None: every layer has a dense MLP."""
     has_mla: bool = False
-    """Whether its attention is `LatentShape`'s."""
+    """Whether attention is multi-head latent attention: see `LatentShape`."""
     indexer_pairs: Literal["halves", "neighbours"] | None = None
-    """How RoPE pairs elements in the indexers of sparse attention: see `IndexerShape`; None: it has
-    none."""
+    """How RoPE pairs elements in sparse attention's indexers: see `IndexerShape`; None: no
+    indexers."""
     windows: Windows | None = None
     """None: no layer has a window."""
     linear: Literal["by head", "one by one", "mamba"] | None = None
-    """How weight files have the projections of linear attention: those of each head of keys
-    together, or one after the other; or that it is Mamba-2's; None: no layer has it."""
+    """Linear attention: Mamba-2, or the delta rule, whose projections weight files group by key
+    head or store one by one; None: no layer has it."""
     has_block_types: bool = False
-    """Whether layers have one module each, which config.json lists."""
+    """Whether layers have one module each, listed in config.json."""
     has_fused_weights: bool = False
     """Whether weight files have queries, keys and values in one matrix, and gate and up in one."""
     mtp: Mtp = Mtp()
@@ -156,18 +156,19 @@ class Family:
 
 @dataclass(frozen=True)
 class StackPlace:
-    """Where a tensor lies in one of the weight files that stacks several."""
+    """Where an expert's tensor lies in a stack of the weight files."""
 
     name: str
     stored_shape: Shape
     shape: Shape
-    """Dimensions, for the same elements, in which the tensor is a box."""
+    """Dimensions of the same elements in which the tensor is a box: [experts, inputs, outputs, 2]
+    where gate and up alternate."""
     start: Shape
     axes: Axes
-    """The dimension of the stack for each of the tensor."""
+    """Dimension of the stack for each dimension of the tensor."""
 
     def box(self, shape: Shape) -> Box:
-        """The box of the stack that is the tensor, which has this shape."""
+        """Box of the stack that a tensor of this `shape` fills."""
         size = [1] * len(self.shape)
         for axis, extent in zip(self.axes, shape, strict=True):
             size[axis] = extent
@@ -186,23 +187,23 @@ class Tensor:
     is_float32: bool = False
     """Whether it is float32 in a model of any dtype."""
     rows: tuple[int, int] | None = None
-    """First row of a part of a tensor, and rows of the whole; None: it is the whole."""
+    """(first row, rows of the whole) of a part of a stored tensor; None: it is the whole."""
     stack: StackPlace | None = None
-    """Where it lies in the files, if these stack it with others: then its name is ours."""
+    """Its place in a stack of the files, if any; then its name is not in the files."""
 
     @property
     def whole_shape(self) -> Shape:
-        """Shape of the tensor in the files, of which this may be some rows."""
+        """Shape of the stored tensor, which may have more rows than this part."""
         return self.shape if self.rows is None else (self.rows[1], *self.shape[1:])
 
     @property
     def first_row(self) -> int:
-        """Its first row in the tensor of the files."""
+        """First row of this part in the stored tensor."""
         return self.rows[0] if self.rows else 0
 
 
 def in_one_tensor(name: str, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The parts as rows of one tensor of the weight files, one after the other."""
+    """Make the parts consecutive rows of one tensor of the weight files."""
     sizes = [part.shape[0] for part in parts]
     return tuple(
         replace(part, name=name, rows=(sum(sizes[:number]), sum(sizes)))
@@ -217,18 +218,17 @@ class InVllm:
     name: str = ""
     """Empty: the name of the only source."""
     parts: tuple[tuple[str, int], ...] = ()
-    """If it has several parameters: the name of each, and how many of the sources it has."""
+    """(name, number of sources) of each engine parameter, if there are several in its place."""
     rows: tuple[int, int] | None = None
-    """If this is a part of its parameter: the first row, and rows of the whole."""
+    """(first row, rows of the whole), if this is a part of an engine parameter."""
     split: int | None = None
-    """Dimension that workers split, if it is another than that of tensor ranks."""
+    """Dimension that workers split, if another than tensor ranks split."""
     is_float32: bool = False
     """Whether an engine of any dtype keeps it in float32."""
     alternates: bool = False
-    """Whether, in an expert, rows of its sources alternate."""
+    """Whether the rows of an expert's two sources alternate."""
     is_added_once: bool = False
-    """Whether, in an expert, the first of the workers that split it holds it, and the others zeros.
-    """
+    """Expert bias: the first worker that splits the expert holds it, the others hold zeros."""
 
 
 @dataclass(frozen=True)
@@ -246,10 +246,10 @@ class Parameter:
     """Dimension split into equal parts over tensor ranks; None: every rank holds the whole."""
     interleave_groups: int = 1
     is_split_by_source: bool = False
-    """Whether each rank holds its share of every source, one after the other (gate and up), which
-    makes as many groups as ranks."""
+    """Whether each rank holds its share of every source, one after the other (gate and up): with n
+    ranks there are n groups."""
     zero_rows: int = 0
-    """In an engine they follow each source along the dimension that is split."""
+    """Rows of zeros at the end; in an engine, after each source along the split dimension."""
     is_copy: bool = False
     """Whether another parameter holds the same elements and owns them."""
     is_expert: bool = False
@@ -268,7 +268,7 @@ class Parameter:
 
     @property
     def name_in_engine(self) -> str:
-        """Name of what a vLLM engine has in its place, if that is one parameter."""
+        """Name of the vLLM engine's parameter in its place, if there is only one."""
         return self.vllm.name or self.sources[0].name
 
     def renamed_in_engine(self, name: str) -> "Parameter":
@@ -285,7 +285,7 @@ class Parameter:
         return found or [self]
 
     def under(self, prefix: str) -> "Parameter":
-        """The parameter with this prefix of its name, and of its key in a checkpoint."""
+        """The parameter with a prefix to its name, and to its key in a checkpoint."""
         return replace(self, name=prefix + self.name, key=prefix + (self.key or self.name))
 
     def in_layer(self, local_index: int, index: int, num_stacked: int) -> "Parameter":
@@ -339,6 +339,7 @@ def _blocks(parameter: Parameter, num_groups: int, local: Box) -> list[tuple[Box
     shares = [source.shape[0] // num_groups for source in parameter.sources]
     group_rows = sum(shares)
     first = local.start[0] // group_rows
+    # Rows of zeros lie behind the last group.
     last = min(-(-local.end[0] // group_rows), num_groups)
     blocks: list[tuple[Box, str | None, int]] = []
     for i in range(first, last):

@@ -46,8 +46,8 @@ def dense_mlp(shape: ModelShape, source: str, target: str) -> list[Parameter]:
 
 ROUTER = "mlp.router.weight"
 EXPERT_BIAS = "mlp.router.expert_bias"
-"""Addend of the scores by which Megatron chooses experts, `e_score_correction_bias` in the weight
-files. It is not trained."""
+"""Bias added to the scores with which Megatron chooses experts, `e_score_correction_bias` in the
+weight files. It is not trained."""
 
 
 def moe_block(
@@ -78,7 +78,7 @@ def moe_block(
 
 
 def _router(shape: ModelShape, moe: MoeShape, names: Experts, source: str) -> list[Parameter]:
-    """One that scores by a sigmoid has a bias for each expert, which vLLM keeps in float32."""
+    """The router; with sigmoid scores also its bias per expert, which vLLM keeps in float32."""
     matrix = Parameter(
         ROUTER,
         (Tensor(f"{source}{names.router}.weight", (moe.num_experts, shape.hidden_size)),),
@@ -106,11 +106,8 @@ def _expert(
     kind: str,
     targets: list[str],
 ) -> list[Parameter]:
-    """The weights or biases (`kind`) of expert `index` of a layer; `targets` are their names in
-    Megatron.
-
-    A model has tens of thousands: nothing is made twice.
-    """
+    """Weights or biases (`kind`) of expert `index` of a layer; `targets` are Megatron's names."""
+    # A model has tens of thousands of experts: nothing here is computed twice.
     sizes, is_weight = (moe.intermediate_size, shape.hidden_size), kind == "weight"
     inward, outward = (sizes, sizes[::-1]) if is_weight else (sizes[:1], sizes[1:])
     firsts = (names.gate, names.up) if shape.has_gates else (names.up,)
@@ -150,14 +147,14 @@ def _expert(
 
 @dataclass(frozen=True)
 class _Stack:
-    """Number `index` of the `size` experts of a layer in the tensors that stack them."""
+    """Expert `index` of the `size` experts of a layer in the tensors that stack them."""
 
     kind: Stacks
     index: int
     size: int
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor that is alone of its expert."""
+        """Place a tensor in a stack with one tensor per expert (down)."""
         sizes, axes = tensor.shape, tuple(range(1, len(tensor.shape) + 1))
         if self.kind != "joined":  # matrices are transposed
             sizes, axes = sizes[::-1], axes[::-1]
@@ -165,16 +162,19 @@ class _Stack:
         return replace(tensor, stack=StackPlace(name, shape, shape, start, axes))
 
     def halves(self, name: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Two tensors of an expert whose rows are the halves of one, or alternate there."""
+        """Place two tensors in a stack that fuses them (gate and up), as halves or alternating."""
         rows, *columns = tensors[0].shape
         if self.kind == "alternating":
+            # [experts, inputs, outputs, 2], where a tensor is [outputs, inputs]: axes in reverse.
             stored, shape = (self.size, *columns, 2 * rows), (self.size, *columns, rows, 2)
             axes, half = tuple(range(len(columns) + 1, 0, -1)), len(shape) - 1
         elif self.kind == "transposed":
             stored, shape = (self.size, *columns, 2 * rows), (self.size, *columns, 2, rows)
+            # [experts, inputs, 2, outputs]: axes in reverse, but for the halves.
             half = len(columns) + 1
             axes = (half + 1, *range(len(columns), 0, -1))
         else:
+            # [experts, 2, outputs, inputs]: axes in order.
             stored, shape = (self.size, 2 * rows, *columns), (self.size, 2, rows, *columns)
             axes, half = tuple(range(2, len(shape))), 1
         first = (self.index, *(0 for _ in shape[1:]))

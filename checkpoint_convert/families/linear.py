@@ -11,16 +11,17 @@ from checkpoint_convert.shape import LinearShape, ModelShape
 def linear_attention(
     shape: ModelShape, linear: LinearShape, source: str, target: str
 ) -> list[Parameter]:
-    """`source` and `target` are name prefixes in weight files and in Megatron.
+    """Parameters of the gated delta rule; prefixes are `source` in files, `target` in Megatron.
 
-    Ranks split heads of keys, each with its heads of values. Of each come, one after the other, the
-    projections to queries, keys, values, gates of outputs, strengths of updates (beta), and decays
-    (alpha); and so do the rows of the convolution of the first three.
+    Ranks split key heads, each with its value heads. For each key head come, one after the other,
+    the projections to queries, keys, values, output gates, strengths of updates (beta) and decays
+    (alpha). The convolution has the rows of the first three.
     """
     num_heads, hidden = linear.num_value_heads, shape.hidden_size
     keys, values = linear.num_key_heads * linear.key_dim, num_heads * linear.value_dim
     fused, rates, conv = (f"{source}{x}.weight" for x in ("in_proj_qkvz", "in_proj_ba", "conv1d"))
     if FAMILIES[shape.family].linear == "by head":
+        # Already grouped by key head, in Megatron-Core's order: one source each.
         qkvz: tuple[Tensor, ...] = (Tensor(fused, (2 * (keys + values), hidden)),)
         ba: tuple[Tensor, ...] = (Tensor(rates, (2 * num_heads, hidden)),)
     else:
@@ -28,6 +29,7 @@ def linear_attention(
         qkv = in_one_tensor(name, [Tensor(name, (size, hidden)) for size in (keys, keys, values)])
         qkvz = (*qkv, Tensor(f"{source}in_proj_z.weight", (values, hidden)))
         ba = tuple(Tensor(f"{source}in_proj_{x}.weight", (num_heads, hidden)) for x in "ba")
+    # Depthwise convolution: weights are [channels, 1, width].
     kernel = (1, linear.kernel_size)
     mixed = in_one_tensor(conv, [Tensor(conv, (size, *kernel)) for size in (keys, keys, values)])
     by_head = partial(Parameter, split=0, interleave_groups=linear.num_key_heads)
@@ -57,20 +59,20 @@ def linear_attention(
 
 
 A_LOG = "A_log"
-"""Parameter of which a vLLM engine holds -exp(value), in a model with Mamba-2's layers."""
+"""Parameter of Mamba-2 that a vLLM engine holds as -exp(value)."""
 
 
 def mamba(shape: ModelShape, linear: LinearShape, source: str, target: str) -> list[Parameter]:
-    """Mamba-2's; `source` and `target` are name prefixes in weight files and in Megatron.
+    """Parameters of Mamba-2; prefixes are as in `linear_attention`.
 
-    Ranks split groups, each with its heads. Of each come, one after the other, the projections to
-    gates, x, B, C and steps; and so do the rows of the convolution of x, B and C.
+    Ranks split groups, each with its heads. For each group come, one after the other, the
+    projections to gates, x, B, C and steps. The convolution has the rows of x, B and C.
     """
     groups, num_heads, hidden = linear.num_key_heads, linear.num_value_heads, shape.hidden_size
     states, values = groups * linear.key_dim, num_heads * linear.value_dim
 
     def fused(name: str, sizes: Sequence[int], *columns: int) -> Parameter:
-        """Parameter whose sources are rows of one tensor also in the files."""
+        """Parameter with sources that the files also store as rows of one tensor."""
         stored = f"{source}{name}"
         parts = in_one_tensor(stored, [Tensor(stored, (size, *columns)) for size in sizes])
         own = target + name.replace("conv1d.", "conv1d_")

@@ -42,6 +42,6 @@ MINIMAX_M2 = Family(
         score_function="sigmoid",
         bias="e_score_correction_bias",
     ),
-    # See the prefix of its block_sparse_moe in models/minimax_m2.py.
+    # vLLM's models/minimax_m2.py gives block_sparse_moe the prefix `mlp`.
     engines=Engines(vllm=Vllm(has_split_norms=True, has_float32_router=True, renames_experts=True)),
 )

@@ -1,5 +1,5 @@
 """Multi-head latent attention: projections down to latents, their norms, and projections up; and
-the indexer of sparse attention, which is given the latent of queries, too."""
+the indexer of sparse attention, which also reads the latent of queries."""
 
 from checkpoint_convert.families.description import InVllm, Parameter, Tensor
 from checkpoint_convert.shape import IndexerShape, LatentShape, ModelShape
@@ -30,7 +30,7 @@ def mla_attention(
     key_value_rows = heads * (shape.head_dim - latent.rotary_dim + latent.value_dim)
 
     def down(x: str, name: str, rows: int, first_row: int) -> Parameter:
-        """An engine computes both latents with one matrix, where this begins at `first_row`."""
+        """Projection to a latent; engines fuse the two, and this one begins at `first_row`."""
         weight = Tensor(f"{source}{name}.weight", (rows, hidden))
         fused = InVllm(
             name=source + "fused_qkv_a_proj.weight", rows=(first_row, query_rank + kv_rows)
@@ -73,9 +73,9 @@ def mla_attention(
 def _indexer(
     shape: ModelShape, indexer: IndexerShape, query_rank: int, source: str, target: str
 ) -> list[Parameter]:
-    """Every tensor rank and every worker of an engine holds it whole.
+    """Parameters of the indexer; every tensor rank and every worker of an engine holds all of them.
 
-    An engine computes keys and the weights of heads with one matrix, and keeps the norm of keys in
+    An engine fuses the projections to keys and to weights of heads, and keeps the norm of keys in
     float32.
     """
     keys, heads, hidden = indexer.head_dim, indexer.num_heads, shape.hidden_size

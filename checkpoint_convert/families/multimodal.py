@@ -1,4 +1,4 @@
-"""Models with other towers beside that of text, by the `model_type` of their config.json."""
+"""Multimodal models, by the `model_type` of their config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,47 +7,47 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class SglangImages:
-    """Values that SGLang (0.5.23) has for every model of this kind; None: it reads them."""
+    """Values that SGLang (0.5.23) fixes for all models of this kind; None: it reads config.json."""
 
     patch_values: int | None = None
-    """Number of values of a patch: those of other patches are taken for features."""
+    """Values per patch; it takes patches of any other number for finished features."""
     text_rms_norm_eps: float | None = None
-    """The tower's, which it takes from the text."""
+    """Epsilon of the vision tower's norms, which it reads from the text's config."""
     num_levels: int | None = None
-    """Number of decoder layers to whose outputs features are added."""
+    """Number of decoder layers to whose outputs image features are added."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """How it sees images. Then `families/vision.py` describes its tower, which may be trained."""
+    """Image inputs of a model; `families/vision.py` describes its tower, which may be trained."""
 
     alternates_axes: bool
     """Whether RoPE's frequencies of height and width alternate."""
     has_levels: bool
-    """Whether features are added to the outputs of decoder layers, which config.json lists."""
+    """Whether image features are added to outputs of decoder layers, listed in config.json."""
     sglang: SglangImages
 
 
 @dataclass(frozen=True)
 class Multimodal:
-    """How config.json describes the text tower of a model, and what else of it is supported."""
+    """How config.json describes a model's text tower, and whether images are supported."""
 
     text: Mapping[str, str]
     """Family of the tower, by the `model_type` of `text_config`."""
     has_defaults_of_family: bool = False
-    """Whether `text_config` is of the family's own config class; otherwise it must have the keys
-    that the two classes assume differently."""
+    """Whether `text_config` has the family's own config class; otherwise it must have the keys
+    whose defaults differ."""
     explicit: tuple[str, ...] = ()
-    """Further keys that it must have."""
+    """Further keys that `text_config` must have."""
     required: Mapping[str, Any] = field(default_factory=dict)
     """Keys of `text_config`, each with the only value that transformers has for this model."""
     is_tied_by_text: bool = True
     """Whether transformers ties the head where only `text_config` says so."""
     images: Images | None = None
-    """None: it is trained and served on text alone."""
+    """None: the model is trained and served on text alone."""
 
 
-# Of text, the three positions of a token in Qwen's RoPE (`mrope`) are equal.
+# Qwen's RoPE (`mrope`) has three positions per token, which are equal for text.
 MULTIMODAL = {
     "gemma3": Multimodal({"gemma3_text": "gemma3_text"}, has_defaults_of_family=True),
     "kimi_k25": Multimodal({"kimi_k2": "kimi_k2", "deepseek_v3": "deepseek_v3"}),

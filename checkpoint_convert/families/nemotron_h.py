@@ -1,7 +1,7 @@
 """Nemotron-H and Nemotron 3 Nano: layers of one module each, most of them Mamba-2's or experts.
 
-transformers lets no step of Mamba-2 be below `time_step_min`, which is how its biases began. vLLM
-and Megatron-Core have no such limit, nor have we; larger ones than of published models are refused.
+transformers lets no step of Mamba-2 be below `time_step_min`. vLLM and Megatron-Core have no such
+limit, nor have we; values above those of published models are refused.
 """
 
 from checkpoint_convert.families.description import Experts, Family, Rope
@@ -32,10 +32,10 @@ NEMOTRON_H = Family(
         "topk_group": 1,
         "norm_topk_prob": True,
     },
-    # Experts of latents and layers for multi-token prediction are those of Nemotron 3 Super.
-    # Megatron-Core always scales sigmoid scores to sum to 1. vLLM never ties the head, has no
-    # biases in attention, and alone multiplies the size of the shared expert by their number.
-    # transformers alone takes the last three for `n_groups`, `conv_kernel` and `use_conv_bias`.
+    # Only Nemotron 3 Super has latent experts and layers for multi-token prediction. Megatron-Core
+    # always scales sigmoid scores to sum to 1. vLLM never ties the head and has no biases in
+    # attention; it alone multiplies the shared expert's size by `n_shared_experts`. transformers
+    # alone reads the last three, as `n_groups`, `conv_kernel` and `use_conv_bias`.
     required={
         "tie_word_embeddings": False,
         "attention_bias": False,

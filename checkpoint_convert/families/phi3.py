@@ -1,7 +1,7 @@
 """Phi-4 and Phi-4-reasoning, of 14B: Llama with fused matrices in the weight files.
 
-Phi-3-mini-4k has a window of attention in every layer. Others of Phi-3, and Phi-4-mini, have RoPE
-scaled by `longrope`, for which transformers takes `yarn`, too.
+Phi-3-mini-4k has a window of attention in every layer. Other Phi-3 models and Phi-4-mini scale RoPE
+by `longrope`, which is refused; so is `yarn`, which transformers reads as `longrope`.
 """
 
 from checkpoint_convert.families.description import Family, Rope, Windows

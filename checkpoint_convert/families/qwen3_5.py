@@ -36,7 +36,7 @@ QWEN3_5_MOE = replace(
     defaults={
         **QWEN3_5.defaults,
         "num_key_value_heads": 2,
-        "intermediate_size": 512,  # of no layer
+        "intermediate_size": 512,  # no layer has a dense MLP
         "num_experts": 256,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 512,

@@ -1,6 +1,6 @@
-"""Qwen3-Next: linear attention in three of four layers, gates after the others, and many experts.
+"""Qwen3-Next: linear attention in three of four layers, output gates in the others, many experts.
 
-Of these one is shared, and has a gate, too.
+One of the experts is shared, and has a gate, too.
 """
 
 from checkpoint_convert.families.description import Experts, Family, Mtp, Norms, Rope

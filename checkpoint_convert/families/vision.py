@@ -1,4 +1,4 @@
-"""The vision tower of Qwen2.5-VL and Qwen3-VL, where it is trained: names are those of its module.
+"""The vision tower of Qwen2.5-VL and Qwen3-VL, if it is trained; names are those of its module.
 
 Every rank of the first pipeline stage holds all of it; the workers of an engine split it.
 """
@@ -12,7 +12,7 @@ from checkpoint_convert.families.description import InVllm, Parameter, Tensor, i
 from parallel import Shape
 
 VISION = "visual."
-"""Prefix of its tensors, in an engine too; some weight files have `model.` before it."""
+"""Prefix of its tensors, in engines too; some weight files have `model.` in front."""
 
 _GATE_OR_UP = re.compile(r"\.(gate|up)_proj\.")
 _SPLIT = {
@@ -44,7 +44,7 @@ def vision_tower(
 
 
 def _parts(name: str, shape: Shape) -> Sequence[Tensor]:
-    """The parts of a tensor that workers split one by one: queries, keys and values."""
+    """The parts of a tensor that workers split separately: queries, keys and values."""
     if ".qkv." not in name:
         return [Tensor(name, shape)]
     return in_one_tensor(name, [Tensor(name, (shape[0] // 3, *shape[1:]))] * 3)
@@ -53,7 +53,7 @@ def _parts(name: str, shape: Shape) -> Sequence[Tensor]:
 @cache
 def vision_tensors(folder: Path) -> tuple[tuple[str, Shape], ...]:
     """Name and shape of each tensor of the tower that config.json in `folder` describes."""
-    # They take seconds to import, and only runs with images need them.
+    # torch and transformers take seconds to import, and only runs with images need them.
     import torch  # noqa: PLC0415
     from transformers import AutoConfig, AutoModel  # noqa: PLC0415
 

@@ -24,7 +24,7 @@ TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 QUANTIZED_TORCH_NAMES = {"F8_E4M3": "float8_e4m3fn", "I8": "int8", "U8": "uint8"}
 """Torch's names for the dtypes of quantised weights."""
 STORED_SIZES = {**ITEM_SIZES, **dict.fromkeys(QUANTIZED_TORCH_NAMES, 1)}
-"""Bytes per element of both."""
+"""Bytes per element of all of these dtypes."""
 NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _METADATA = "__metadata__"
 SINGLE_FILE = "model.safetensors"
@@ -67,7 +67,7 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
 
 
 def stored_names(folder: Path) -> Collection[str]:
-    """Names of the tensors of a model in `folder`, by its index or only file; none without both."""
+    """Names of the tensors in `folder`, by its index or single file; none without either."""
     if (folder / INDEX_FILE).is_file():
         index = read_json(folder / INDEX_FILE).get("weight_map")
         return index if isinstance(index, dict) else ()

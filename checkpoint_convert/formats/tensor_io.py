@@ -49,8 +49,7 @@ class TensorSource(Protocol):
 class StoredTensors:
     """The tensors of some files.
 
-    Files are opened at first use and kept open; for one thread. Every read names its position, so
-    forked workers may share the descriptors.
+    Files are opened at first use and kept open; for one thread, and for the workers it forks.
     """
 
     must_be_finite = True
@@ -67,7 +66,7 @@ class StoredTensors:
         self.check_finite(name, place, target)
 
     def check_finite(self, name: str, place: TensorPlace, values: Tensor) -> None:
-        """Raise ValueError, unless they may be anything, for values read that are not finite."""
+        """Raise NotFiniteError for NaN or infinite values, if `must_be_finite`."""
         if self.must_be_finite and not is_finite(values):
             kind = "NaN" if values.isnan().any() else "infinite"
             raise NotFiniteError(
@@ -87,16 +86,15 @@ class StoredTensors:
         """A file descriptor for reading `path`; valid only until the next call."""
         if path not in self._descriptors:
             if len(self._descriptors) == _MAX_OPEN_FILES:
+                # The file that was opened first.
                 os.close(self._descriptors.pop(next(iter(self._descriptors))))
             self._descriptors[path] = os.open(path, os.O_RDONLY)
         return self._descriptors[path]
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether none of the values is NaN or infinite.
-
-    By their extremes, which a NaN takes over: many times as fast as `isfinite`.
-    """
+    """Whether none of the values is NaN or infinite."""
+    # `aminmax` returns NaN if any value is NaN, and is many times as fast as torch.isfinite.
     return not values.numel() or all(isfinite(each) for each in torch.aminmax(values))
 
 
@@ -109,7 +107,7 @@ def check_values(places: Mapping[str, TensorPlace]) -> None:
 
 
 def same_values(a: TensorPlace, b: TensorPlace, max_elements: int = 1 << 20) -> bool:
-    """Whether two stored tensors of one shape have the same values, in whichever dtypes."""
+    """Whether two stored tensors of one shape have the same values, in any dtypes."""
 
     def read(name: str, box: Box) -> Tensor:
         values = torch.empty(box.size, dtype=DTYPES[stored.dtypes[name]])
@@ -127,13 +125,11 @@ _SHORT_HALVES_BYTES = 1 << 14
 
 
 def whole_rows(shape: Shape, box: Box, itemsize: int) -> Box:
-    """The rows of a stored tensor that `box` is a part of, if rows are short; or `box`.
-
-    Gate and up may alternate in a file: each is one element of every row of two. Or they are the
-    halves of rows, in stacks [experts, inputs, 2, outputs].
-    """
+    """Widen `box` to whole rows of a stored tensor if rows are short; else return `box`."""
+    # Gate and up may alternate: each is one element of every row of two.
     if shape and shape[-1] * itemsize <= _SHORT_ROW_BYTES:
         first = len(shape) - 1
+    # Or they are the halves of rows, in stacks [experts, inputs, 2, outputs].
     elif len(shape) == 4 and shape[2] == 2 and 2 * shape[3] * itemsize <= _SHORT_HALVES_BYTES:
         first = 2
     else:
@@ -143,9 +139,9 @@ def whole_rows(shape: Shape, box: Box, itemsize: int) -> Box:
 
 
 def read_box(descriptor: int, place: TensorPlace, box: Box, target: Tensor) -> None:
-    """Read `box` of a stored tensor into `target`; directly if that is contiguous.
+    """Read `box` of a stored tensor into `target`; without a copy if that is contiguous.
 
-    Of short rows all columns are read, as the elements of one would be reads of their own.
+    Short rows are read whole: each element of one column would be a read of its own.
     """
     rows = whole_rows(place.shape, box, target.itemsize)
     if rows != box:
@@ -157,6 +153,7 @@ def read_box(descriptor: int, place: TensorPlace, box: Box, target: Tensor) -> N
     with errors_named(place.file):
         for part, position in _runs(values, place, box):
             while part:  # one call reads at most 2 GiB
+                # Not read(): forked workers share the descriptor, and thus its position.
                 num_bytes = os.preadv(descriptor, [part], position)
                 if num_bytes == 0:
                     raise ValueError(f"{place.file} ended at byte {position} while it was read")
@@ -197,8 +194,10 @@ def _run_starts(shape: Shape, box: Box) -> tuple[list[int], int]:
     """First elements and common length of the runs of consecutive elements that make up `box`."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     inner = len(shape) - 1
+    # Dimensions from `inner` on form one run: all that follow it are whole.
     while inner > 0 and box.size[inner] == shape[inner]:
         inner -= 1
     first = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+    # Not strict: there are strides for inner dimensions, too.
     outer = [range(0, n * s, s) for n, s in zip(box.size[:inner], strides, strict=False)]
     return [first + sum(steps) for steps in product(*outer)], box.size[inner] * strides[inner]

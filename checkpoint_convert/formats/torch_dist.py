@@ -1,12 +1,12 @@
 """Reads Megatron-Core's torch_dist checkpoints without Megatron-Core.
 
-The format is that of torch.distributed.checkpoint. A tensor of the checkpoint, named by its key,
-is cut into chunks: boxes, each saved by torch.save somewhere in a file `*.distcp`. The pickle
+The format is that of torch.distributed.checkpoint. A tensor of the checkpoint, named by its key, is
+cut into chunks: boxes, each saved by torch.save somewhere in a file `*.distcp`. The pickle
 `.metadata` says which box is at which bytes of which file. Megatron-Core adds `common.pt`, a pickle
 of everything that is not a tensor, which is never read here, and `metadata.json`, written last.
 
-torch and Megatron-Core load `.metadata` without restriction. Here every class of theirs that it
-names is replaced by an inert one, and everything else is refused.
+torch and Megatron-Core load `.metadata` without restriction. Here an inert class stands for every
+class of theirs that it names, and everything else is refused.
 """
 
 import io
@@ -37,7 +37,7 @@ class StoredChunk:
     key: str
     box: Box
     dtype: str
-    """By safetensors' name, or by torch's if it is not supported."""
+    """By safetensors' name, or by torch's if unsupported."""
     file: str
     offset: int
     length: int
@@ -55,7 +55,7 @@ class StoredChunks:
     shapes: Mapping[str, Shape]
     """Shape by key."""
     layout: Layout
-    """Boxes of the keys that the chunks are. Not checked to cover the keys."""
+    """Maps the chunks to boxes of the keys; not checked to cover them."""
     tensors: "ChunkTensors"
     """The values, by the chunk names of the layout."""
 
@@ -69,6 +69,7 @@ class ChunkTensors(StoredTensors):
 
     def __init__(self, folder: Path, chunks: Mapping[str, StoredChunk]) -> None:
         self._found: dict[str, TensorPlace] = {}
+        # Empty at first: `_place` finds a chunk at its first read.
         super().__init__(self._found)
         self.dtypes = {name: chunk.dtype for name, chunk in chunks.items()}
         self._folder, self._chunks = folder, chunks
@@ -184,7 +185,7 @@ def read_object_places(path: Path) -> list[tuple[str, int, int]]:
 
 @contextmanager
 def _malformed_named(path: Path) -> Iterator[None]:
-    """Raise ValueError for whatever a malformed pickle provokes; OSError stays what it is."""
+    """Raise ValueError for whatever a malformed pickle provokes; OSError passes unchanged."""
     try:
         yield
     except OSError:
@@ -214,6 +215,7 @@ def _place_in_folder(key: str, place: dict[str, Any]) -> tuple[str, int, int]:
     if place.get("transform_descriptors"):
         raise ValueError(f"{key} is stored with transforms: {place['transform_descriptors']}")
     file = place["relative_path"]
+    # The name of `Path("..")` is "..", too.
     if file != Path(file).name or file == "..":
         raise ValueError(f"{key} is in a file outside the folder: {file}")
     offset, length = _whole_numbers((place["offset"], place["length"]))
@@ -275,7 +277,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The fields of the pickled `Metadata`, whose values are inert objects and Python's own."""
+    """The fields of the pickled `Metadata`: inert objects and Python's own types."""
     with errors_named(path):
         content = path.read_bytes()
     fields: dict[str, Any] = _Unpickler(io.BytesIO(content)).load().state

@@ -54,7 +54,7 @@ class Chunk:
 
     @property
     def name(self) -> str:
-        """The name that `read_chunks` gives it."""
+        """The name that `read_chunks` gives the chunk."""
         return chunk_name(self.key, self.box)
 
     @property
@@ -76,10 +76,7 @@ class CreatedChunk:
 
 
 def create_chunks(folder: Path, files: Sequence[Sequence[Chunk]]) -> list[CreatedChunk]:
-    """Create files of the final size that hold the chunks of `files`, in order, without values.
-
-    The values take no disk space until they are written.
-    """
+    """Create files of the final size that hold the chunks of `files`, in order, without values."""
     created = []
     for number, chunks in enumerate(files):
         path = folder / file_name(number)
@@ -88,6 +85,7 @@ def create_chunks(folder: Path, files: Sequence[Sequence[Chunk]]) -> list[Create
             for chunk in chunks:
                 saved = saved_tensor(chunk.box.size, chunk.dtype)
                 file.write(saved.head)
+                # A hole: it takes no disk space until values are written.
                 file.seek(saved.num_bytes, os.SEEK_CUR)
                 file.write(saved.tail)
     return created
@@ -119,7 +117,7 @@ def file_parts(chunks: Sequence[Chunk], values: Sequence[memoryview]) -> Iterato
 
 
 def index_of(created: Sequence[CreatedChunk], empty_objects: Sequence[str] = ()) -> bytes:
-    """The content of `.metadata`: which chunk is where. The same for all checkpoints of the chunks.
+    """The content of `.metadata`: the file and offset of each chunk; equal for equal chunks.
 
     `empty_objects` are entries that Megatron-Core requires but that hold nothing, such as
     ``decoder.layers.mlp.linear_fc1._extra_state/shard_0_2`` (layer 0 of 2). Raises ValueError
@@ -136,6 +134,7 @@ def finish_checkpoint(folder: Path, index: bytes) -> None:
     (folder / _EMPTY_FILE).write_bytes(_saved([None]))  # all empty objects are stored once
     (folder / METADATA_FILE).write_bytes(index)
     (folder / _COMMON_FILE).write_bytes(_saved({}))
+    # Last, as in Megatron-Core's `save`: a folder without metadata.json is not a checkpoint.
     (folder / BACKENDS_FILE).write_text(json.dumps(_BACKEND_VERSIONS), encoding="utf-8")
 
 

@@ -7,7 +7,7 @@ from checkpoint_convert.formats.safetensors_file import QUANTIZED_TORCH_NAMES, T
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()
 }
-"""By their names in safetensors."""
+"""torch's dtypes by their names in safetensors."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 STORED_DTYPES: dict[str, torch.dtype] = DTYPES | {
     name: getattr(torch, torch_name) for name, torch_name in QUANTIZED_TORCH_NAMES.items()

@@ -2,8 +2,8 @@
 
 Such a file is an uncompressed zip archive: a pickle that describes the tensors, and one record of
 bytes per storage. torch loads the pickle, restricted to what builds tensors, onto the meta device:
-no values are read. It computes where the storages begin from how it would have written them, so
-each place is compared with the archive's directory.
+no values are read. torch computes the offsets of storages as it would have written them, so each
+place is compared with the archive's directory: another program may have packed the archive.
 """
 
 import os
@@ -70,7 +70,8 @@ def _load(descriptor: int, path: Path, offset: int, length: int) -> tuple[Any, d
             file = cast(IO[bytes], part)
             return torch.load(file, map_location="meta", weights_only=True), records
     except Exception as error:  # a malformed file can provoke any
-        if part.failure is not None:  # both zipfile and torch hide it
+        # zipfile and torch replace an error of reading by one of their own.
+        if part.failure is not None:
             with errors_named(path):
                 raise part.failure from None
         raise ValueError(f"{where} is not a file of tensors: {_reason(error)}") from error
@@ -81,7 +82,7 @@ def _load(descriptor: int, path: Path, offset: int, length: int) -> tuple[Any, d
 
 
 def _reason(error: Exception) -> str:
-    """One line. The text of torch is long, and recommends to load the file without restriction."""
+    """One line: torch's text is long, and recommends to load the file without restriction."""
     if isinstance(error, pickle.UnpicklingError):
         name = re.search(r"GLOBAL (\S+)", str(error))
         what = name[1] if name else "more than tensors"
@@ -114,8 +115,8 @@ def _place(value: Any, records: dict[int, int], path: Path, where: str, offset: 
         raise ValueError(f"{where} is {type(value).__name__}, not a tensor")
     if value.layout != torch.strided or not value.is_contiguous():
         raise ValueError(f"{where} is sparse or strided: save it again as .contiguous()")
-    # Where in the file it begins, of what was loaded onto the meta device; None without values.
-    # torch's own attribute, for which it has no public name.
+    # Offset in the file of a storage that torch loaded onto the meta device; None without values.
+    # torch has no public name for it.
     storage = value.untyped_storage()._checkpoint_offset
     if storage is None:
         raise ValueError(f"{where} is from the meta device, saved without values")
@@ -130,10 +131,10 @@ def _place(value: Any, records: dict[int, int], path: Path, where: str, offset: 
 
 
 class _FilePart:
-    """A byte range of a file, to be read as a file; its position is not the descriptor's."""
+    """A byte range of a file as a file object; leaves the descriptor's position alone."""
 
     failure: OSError | None = None
-    """Error that kept it from being read."""
+    """First error of the operating system while reading it."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
         self.length = length
@@ -179,17 +180,17 @@ class SavedTensor(NamedTuple):
 
 @cache
 def saved_tensor(shape: Shape, dtype: str) -> SavedTensor:
-    """Bytes of torch.save for a contiguous tensor, whose memory is not touched."""
+    """Bytes of torch.save for a contiguous tensor; its memory is never touched."""
     tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
-    around = _Around()
+    around = _BytesAroundValues()
     with torch.serialization.skip_data():
         torch.save(tensor, cast(IO[bytes], around))
     head, tail = around.parts
     return SavedTensor(bytes(head), tensor.nbytes, bytes(tail))
 
 
-class _Around:
-    """Keeps what is written before and after the values, which torch.save seeks past."""
+class _BytesAroundValues:
+    """File object that keeps the bytes before and after the values, which torch.save seeks past."""
 
     def __init__(self) -> None:
         self.parts = [bytearray()]

@@ -17,7 +17,7 @@ BIN_FILE = "pytorch_model.bin"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
 HEAD = "lm_head.weight"
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin")
-"""How the names of `.bin` files end that vLLM and SGLang do not read."""
+"""Endings of the names of `.bin` files that vLLM and SGLang do not read."""
 
 
 def located(
@@ -25,8 +25,10 @@ def located(
     rename: Callable[[str], str],
     is_wanted: Callable[[str], bool] | None = None,
 ) -> dict[str, TensorPlace]:
-    """Place of every tensor in `folder`, or of those that are wanted, by the names that `rename`
-    gives them; raises ValueError for files that are not there, or malformed."""
+    """Place of every tensor in `folder` that `is_wanted`, by the names that `rename` gives.
+
+    Raises ValueError for files that are missing or malformed.
+    """
     check_folder(folder)
     for single, index, read in (
         (SINGLE_FILE, INDEX_FILE, read_header),
@@ -65,6 +67,7 @@ def _locate_indexed(
 ) -> dict[str, TensorPlace]:
     index = _chosen(_renamed(_weight_map(path), rename), is_wanted)
     files = sorted(set(index.values()))
+    # The name of `Path("..")` is "..", too.
     outside = [file for file in files if file != Path(file).name or file == ".."]
     if outside:
         raise ValueError(f"{path} names files outside the folder: {outside}")
@@ -76,7 +79,7 @@ def _locate_indexed(
     if lost:
         raise ValueError(f"{path} names tensors that are not there: {lost}")
     found = {name: places[file][name] for name, file in index.items()}
-    if is_wanted is None:
+    if is_wanted is None:  # otherwise some files were not opened
         _check_read_alike(path, found, places)
     return found
 
@@ -84,14 +87,15 @@ def _locate_indexed(
 def _check_read_alike(
     path: Path, found: dict[str, TensorPlace], places: dict[str, dict[str, TensorPlace]]
 ) -> None:
-    """Raise ValueError for what readers of whole shards, which engines and transformers are, read
-    differently: a tensor that two shards hold, with other values, or an unnamed head."""
+    """Raise ValueError if engines and transformers, which read whole shards, would see other
+    weights: a tensor with other values in a second shard, or a head that the index does not name.
+    """
     for file, held in places.items():
         for name, place in held.items():
             if name in found and not (place == found[name] or same_values(place, found[name])):
                 raise ValueError(
-                    f"{path} says that {name} is in {found[name].file.name}, and {file} holds "
-                    "another of that name: take it out of one of them"
+                    f"{path} says that {name} is in {found[name].file.name}, but {file} holds "
+                    "other values of that name: take one of them out"
                 )
             if name == HEAD and name not in found:
                 raise ValueError(
@@ -110,9 +114,9 @@ def _weight_map(path: Path) -> dict[str, str]:
 def check_one_set(folder: Path) -> None:
     """Raise ValueError if vLLM and SGLang read other weight files in `folder` than are read here.
 
-    Here, as by transformers, one file goes before those of an index. Engines read all files, or
-    those of an index of safetensors. A set that all pass over, such as Mistral's
-    consolidated.safetensors beside an index, is none.
+    Here, as in transformers, a single file goes before an index. Engines read the files of an index
+    of safetensors, or else all files. Files that nobody reads, such as Mistral's
+    consolidated.safetensors next to an index, do not matter.
     """
     ours, read = _files_read(folder)
     theirs = _files_of_engines(folder)
@@ -125,9 +129,10 @@ def check_one_set(folder: Path) -> None:
 
 
 def _files_read(folder: Path) -> tuple[set[str], str]:
-    """The weight files that are read here, and what to call them; `folder` has some."""
+    """The weight files that are read here, and a phrase that names them; `folder` has some."""
     singles = [name for name in (SINGLE_FILE, BIN_FILE) if (folder / name).is_file()]
     indexes = [name for name in (INDEX_FILE, BIN_INDEX_FILE) if (folder / name).is_file()]
+    # In the order of `located`: each file of safetensors goes before pytorch_model.bin.
     if SINGLE_FILE in singles or (singles and INDEX_FILE not in indexes):
         return {singles[0]}, singles[0]
     files = {*_weight_map(folder / indexes[0]).values()}
@@ -148,7 +153,7 @@ def _some(names: list[str]) -> str:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether it has any file of weights: one of a model's small files has an index at most."""
+    """Whether `folder` has any weight file; without one it may still have an index."""
     names = [SINGLE_FILE, BIN_FILE]
     for index in (INDEX_FILE, BIN_INDEX_FILE):
         if (folder / index).is_file():

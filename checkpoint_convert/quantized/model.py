@@ -1,9 +1,8 @@
 """A model whose linear layers are quantised: its weights, their scales and layouts. Integers only.
 
-Embedding, head, norms, biases and routers stay as they are. A worker of vLLM (0.32, 0.33) holds the
-8-bit weights where it has others' weights, and beside each the scales of its blocks: those of the
-rows and columns that it holds. SGLang (0.5.23) has another name for experts, which
-`engine_weights/layouts.py` gives them.
+Embedding, head, norms, biases and routers stay as they are. A worker of vLLM (0.32, 0.33) holds
+8-bit weights in place of the originals and, next to each, the scales of the blocks in its rows and
+columns. SGLang (0.5.23) names experts differently: see `engine_weights/layouts.py`.
 """
 
 import re
@@ -29,7 +28,7 @@ _IGNORE = "rollout.quantization_ignore (--ignore of checkpoint-convert)"
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """How a model is quantised, and which of its tensors."""
+    """How a model is quantised, and which of its weights are."""
 
     scheme: Scheme
     config: dict[str, Any]
@@ -37,22 +36,22 @@ class QuantizedModel:
     matrices: dict[str, Shape]
     """Shape of each quantised weight, by its name in the weight files."""
     fused: dict[str, tuple[str, ...]]
-    """For each, those that are rows of one matrix wherever the model is computed, itself included.
+    """For each weight, all that are rows of one matrix with it (q, k and v), itself included.
 
-    A rank that holds a part of the queries may hold none of the keys beside them.
+    A rank that holds a part of the queries may hold none of the keys.
     """
     experts: frozenset[str]
-    """Weights that are split over other ranks than the rest."""
+    """Weights of experts, which are split over other ranks than the rest."""
 
     @property
     def scales(self) -> dict[str, Shape]:
-        """Shape of the agreed scales of each, by their own names."""
+        """Shape of each weight's agreed scales, by their names."""
         return {self.scale_name(n): self.agreed_shape(n) for n in self.matrices}
 
     def scale_name(self, weight: str) -> str:
-        """The name of the agreed scales of a weight: those that all ranks with a part of it hold.
+        """Name of the agreed scales of a weight, which all ranks with a part of it hold.
 
-        They are the scales of its blocks or, where there is one, the scale of the whole matrix;
+        They are the scales of its blocks or, if the scheme has one, the scale of the whole matrix;
         then each rank has the scales of its own blocks.
         """
         return self.scheme.scale_names(weight)[-1]
@@ -66,19 +65,19 @@ class QuantizedModel:
         return (1,) if self.scheme.whole else self.scheme.grid(self.matrices[weight])
 
     def quantizes(self, parameter: Parameter) -> bool:
-        """Whether an engine has this parameter quantised."""
+        """Whether this parameter of an engine is quantised."""
         return parameter.sources[0].name in self.matrices
 
 
 def quantized_model(
     quantization: str, shape: ModelShape, dtype: str, ignore: Sequence[str] = ()
 ) -> QuantizedModel | None:
-    """A model of `shape` quantised by one of `SCHEMES`; what is not quantised has `dtype`.
+    """A model of `shape` quantised by one of `SCHEMES`; unquantised tensors have `dtype`.
 
-    `dtype` is as safetensors names it. `ignore` are modules that are not quantised, by their names
-    in the weight files, or `re:` and what these begin with, as compressed-tensors has it. None if
-    `quantization` is ``none``. Raises ValueError, naming the weights, if engines could not load
-    them.
+    `dtype` is as safetensors names it. `ignore` lists modules to leave unquantised: names in the
+    weight files, or `re:` and a regular expression of how names begin, as in compressed-tensors.
+    None if `quantization` is ``none``. Raises ValueError, naming the weights, if engines could not
+    load them.
     """
     if quantization == "none":
         return None
@@ -98,13 +97,14 @@ def quantized_model(
     routers = [each.sources[0].name for each in parameters if each.name == ROUTER]
     ignored = [*(name.removesuffix(WEIGHT) for name in (*routers, *others)), HEAD]
     config = quantization_config(quantization, ignored)
+    # The path only names the scheme in errors.
     scheme = scheme_of(Path(quantization), config, dtype)
     _check_fits(linear, scheme)
     matrices = {source.name: source.whole_shape for each in linear for source in each.sources}
     if not matrices:
         raise ValueError(
-            f"{_IGNORE} names all linear layers, so that quantization {quantization} has none: "
-            "leave out one of the two"
+            f"{_IGNORE} names all linear layers, which leaves none for quantization "
+            f"{quantization}: set only one of the two"
         )
     fused = _fused(linear)
     of_experts = [source.name for each in linear if each.is_expert for source in each.sources]
@@ -112,9 +112,9 @@ def quantized_model(
 
 
 def _fused(linear: list[Parameter]) -> dict[str, tuple[str, ...]]:
-    """`QuantizedModel.fused`: engines put more together than ranks do."""
+    """`QuantizedModel.fused`, by engines: they fuse more matrices than ranks do."""
     together: dict[str, dict[str, None]] = {}
-    for each in linear:  # those of an engine's stack of experts are matrices of their own
+    for each in linear:  # an engine's experts are stacked, not fused
         key = each.sources[0].name if each.is_expert else each.name_in_engine
         names = together.setdefault(key, {})
         names |= {source.name: None for source in each.sources}
@@ -132,8 +132,8 @@ def _ignored(
 ) -> dict[str, None]:
     """The weights of linear layers that are not to be quantised: see `quantized_model`.
 
-    Raises ValueError for a name that is no module's, and if there are others that engines have in
-    the same matrix or, of experts, in the same layer.
+    Raises ValueError for a name without a module, and for a name without the rest of its group:
+    engines quantise the parts of a matrix, and the experts of a layer, together.
     """
     if not ignore:
         return {}
@@ -177,22 +177,22 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def _check_fits(linear: list[Parameter], scheme: Scheme) -> None:
-    """Engines put some weights on top of each other: a block must not reach into the next one."""
+    """Raise ValueError if a block would reach from one weight of a fused matrix into the next."""
     rows, columns = scheme.block[0] or 1, scheme.block[1] or 1
     cut = [
         f"{name} {list(size)}" for each in linear for name, size in _upper(each) if size[0] % rows
     ]
     if cut:
         raise ValueError(
-            f"quantization fp8 has blocks of {rows} rows, into which these weights do not divide, "
-            f"and engines put others below them: {_shown(cut)}: use fp8_channel or int8"
+            f"quantization fp8 has blocks of {rows} rows; these weights do not divide into blocks, "
+            f"but engines fuse others below them: {_shown(cut)}: use fp8_channel or int8"
         )
     sizes = {source.name: source.whole_shape for each in linear for source in each.sources}
     cut = [f"{name} {list(size)}" for name, size in sizes.items() if size[1] % columns]
     if scheme.whole and cut:
         raise ValueError(
-            f"quantization nvfp4 has blocks of {columns} columns, into which these weights do not "
-            f"divide: {_shown(cut)}: use fp8_channel or int8"
+            f"quantization nvfp4 needs the columns of weights to be a multiple of {columns}: "
+            f"{_shown(cut)}: use fp8_channel or int8"
         )
 
 
@@ -202,7 +202,7 @@ def _shown(weights: list[str], most: int = 8) -> str:
 
 
 def _upper(parameter: Parameter) -> Iterator[tuple[str, Shape]]:
-    """Name and shape of the sources below which an engine has others in the same parameter."""
+    """Sources with others below them in the same engine parameter: name and shape."""
     first, total = parameter.vllm.rows or (0, parameter.shape[0])
     row = first
     for source in parameter.sources:
@@ -214,10 +214,10 @@ def _upper(parameter: Parameter) -> Iterator[tuple[str, Shape]]:
 def quantized_layout(
     layout: Layout, model: QuantizedModel, tensor_rank: int, expert_tensor_rank: int
 ) -> Layout:
-    """Layout of a rank in the quantised model, given its `layout` of the model.
+    """Layout of a rank of the quantised model, from its `layout` before quantisation.
 
-    Of the ranks that hold the same scales, the first that owns a part of the weight owns them.
-    Raises ValueError, naming a weight, if the rank holds parts of blocks that must be whole.
+    The first tensor rank with a part of a weight owns its agreed scales. Raises ValueError, naming
+    a weight, if the rank holds parts of blocks that must be whole.
     """
     shapes, pieces, scales = {**layout.shapes}, [], {}
     for piece in layout.pieces:
@@ -227,6 +227,7 @@ def quantized_layout(
         if not model.scheme.whole:
             pieces.append(piece)
         else:
+            # Gone already if an earlier piece is of the same local tensor (q, k, v).
             shapes.pop(piece.local, None)
             size = Box.whole(layout.shapes[piece.local])
             for suffix, block in model.scheme.cut.items():
@@ -243,6 +244,8 @@ def quantized_layout(
 def check_ranks(shape: ModelShape, dims: ParallelDims, model: QuantizedModel) -> None:
     """Raise ValueError, like `quantized_layout`, if ranks could not export a quantised model."""
     if model.scheme.whole:
+        # One rank for each stage: the parts of its others have the same size, and begin at
+        # multiples.
         for first in range(0, dims.world_size, dims.stage_size):
             at = dims.coordinates(first)
             layout = megatron_layout(shape, dims, at, transformer_engine=False)
@@ -250,7 +253,7 @@ def check_ranks(shape: ModelShape, dims: ParallelDims, model: QuantizedModel) ->
 
 
 def _divided(piece: ShardMapping, suffix: str, block: Shape) -> ShardMapping:
-    """The piece of a tensor that has one element for each block of the piece's."""
+    """Map a piece to the tensor with one element for each block of the piece."""
     whole = (*piece.box.start, *piece.box.size, *piece.local_box.start)
     if any(n % size for n, size in zip(whole, 3 * block, strict=True)):
         raise ValueError(
@@ -263,7 +266,7 @@ def _divided(piece: ShardMapping, suffix: str, block: Shape) -> ShardMapping:
 
 
 def over(box: Box, block: Shape) -> Box:
-    """Map a part that is whole blocks to a tensor with an element for each block."""
+    """Map a box of whole blocks to the tensor with one element for each block."""
     start, size = (
         tuple(n // extent for n, extent in zip(each, block, strict=True))
         for each in (box.start, box.size)
@@ -274,7 +277,7 @@ def over(box: Box, block: Shape) -> Box:
 def check_quantized_served(
     shape: ModelShape, dims: EngineDims, model: QuantizedModel, engine: str = "vllm"
 ) -> None:
-    """Raise ValueError if engines could not take the weights of a quantised model as they are."""
+    """Raise ValueError if an engine of `dims` would cut blocks of a quantised model."""
     cut = []
     for parameter in filter(model.quantizes, engine_parameters(shape)):
         split = parameter.split
@@ -282,6 +285,7 @@ def check_quantized_served(
         if split is None:
             continue
         for source in parameter.sources:
+            # Workers beyond the number of key-value heads hold copies.
             num_parts = min(size, source.num_heads or size)
             if num_parts > 1 and source.shape[split] // num_parts % (
                 model.scheme.block[split] or 1
@@ -312,6 +316,7 @@ def quantized_engine_layouts(
     ]
     scales = [worker_layout(parameters, shape, dims, rank) for rank in range(dims.num_workers)]
     return [
+        # `b` has no zeros: matrices of linear layers are not padded.
         Layout({**a.shapes, **b.shapes}, (*a.pieces, *b.pieces), a.zeros)
         for a, b in zip(layouts, scales, strict=True)
     ]
@@ -333,7 +338,7 @@ def quantized_engine_dtypes(
 def _scales(parameter: Parameter, model: QuantizedModel) -> Parameter:
     """The scales of a weight, as a parameter that is split like it.
 
-    A row has one scale, whoever holds a part of its columns.
+    A scale of a whole row is replicated where workers split columns.
     """
     rows = model.scheme.block[0] or 1
     sources = [

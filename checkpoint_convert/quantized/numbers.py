@@ -1,10 +1,10 @@
 """Numbers of 8 or 4 bits with a scale for each block: rounded from values, and read back.
 
-A number q stands for q times the scale of its block. Zero stands for zero (no offsets), and the
-largest absolute value of a block for the largest number: the scales of compressed-tensors, and for
-FP8 also those of DeepSeek and ModelOpt. Numbers of 4 bits (E2M1) have dtype uint8, each in a byte
-of its own until they are `packed`; their scales are relative to one of the whole matrix (NVFP4).
-Pure functions, but for the reader of files at the end.
+A number q stands for q times the scale of its block; there are no offsets, so zero stands for zero.
+The largest absolute value of a block stands for the largest number, as in compressed-tensors and,
+for FP8, in DeepSeek's files and ModelOpt's. Numbers of 4 bits (E2M1) have dtype uint8, each in a
+byte of its own until they are `packed`; their scales are relative to a scale of the whole matrix
+(NVFP4). All functions are pure; `DequantizedTensors` reads files.
 """
 
 from collections.abc import Mapping
@@ -21,23 +21,23 @@ from checkpoint_convert.quantized.scheme import MXFP4_BLOCK, Scheme
 from parallel import Box, Shape
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.5, torch.uint8: 6.0}
-"""Bound of a block's largest value before it is rounded: half the range of the dtype."""
-_MOST = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
+"""Number for a block's largest value before rounding: half the range of the dtype."""
+_RANGES = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the lower three bits of a number of 4 bits (E2M1); the fourth is its sign."""
-# Between two of these, ties go to the even one: at the first bounds down, at the others up.
+# Midpoints between these values. Ties go to the even code: down at the first four, else up.
 _TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
-# Products are made of so many elements at a time: 4 MiB in float32.
+# Elements to multiply at a time: 4 MiB in float32.
 _MAX_ELEMENTS = 1 << 20
-_MOST_ROUNDED = 1.5
-"""By how much a scale may be too small since it was rounded: the smallest of FP8."""
+_SCALE_ERROR = 1.5
+"""Largest factor by which rounding to FP8 makes a scale too small: that of its smallest numbers."""
 
 
 def block_maxima(values: Tensor, block: Shape, offset: Shape = (0, 0)) -> Tensor:
-    """The largest absolute value in each block of a matrix, of its part `values` [r, c].
+    """Largest absolute value in each block of a matrix, over `values` [r, c], a part of it.
 
-    `offset` is where the values begin in the first block. The maximum of a block that several parts
-    share is that of their maxima.
+    `offset` is where the values begin in the first block. For a block that several parts share, the
+    caller takes the maximum of their maxima.
     """
     maxima = values.abs()
     for dim in range(2):
@@ -53,31 +53,35 @@ def block_maxima(values: Tensor, block: Shape, offset: Shape = (0, 0)) -> Tensor
 
 
 def scales_of(maxima: Tensor, dtype: torch.dtype) -> Tensor:
-    """The float32 scales of blocks with these maxima, for numbers of `dtype`.
+    """Float32 scales of blocks with these maxima, for numbers of `dtype`.
 
-    A block of zeros has a scale, too, as a scale of zero would be no number to divide by.
+    A block of zeros has scale eps, as values are divided by scales.
     """
     scales = _over(maxima, _LARGEST[dtype])
     return torch.where(scales == 0, torch.finfo(torch.float32).eps, scales)
 
 
 def _over(values: Tensor, divisor: float) -> Tensor:
-    """The quotients on any device: by a number, CUDA would multiply by its rounded reciprocal."""
+    """Quotients with the same bits on any device."""
+    # By a Python number, CUDA would multiply by its rounded reciprocal.
     return values.float() / torch.tensor(divisor, device=values.device)
 
 
 def whole_scale(maximum: Tensor) -> Tensor:
-    """The float32 scale [1] of a matrix with this maximum: with it, the largest scale of a block is
-    the largest number of FP8."""
+    """Float32 scale [1] of a matrix with this maximum: 448 * 6 / maximum.
+
+    With it, the largest scale of a block is the largest number of FP8.
+    """
     scale = _LARGEST[torch.float8_e4m3fn] * _LARGEST[torch.uint8] / maximum.float().reshape(1)
-    return torch.where(scale.isinf(), 1.0, scale)  # of zeros, or nearly
+    return torch.where(scale.isinf(), 1.0, scale)  # a matrix of zeros, or nearly
 
 
 def relative_scales(maxima: Tensor, whole: Tensor) -> Tensor:
-    """The scales of blocks of 4 bits with these maxima, in FP8, relative to that of the matrix.
+    """FP8 scales of 4-bit blocks with these maxima, relative to the scale of the matrix.
 
-    Those that would be zero are an eighth, as compressed-tensors has it.
+    Scales that would be zero are 0.125, as in compressed-tensors.
     """
+    # Clamped, as float8_e4m3fn has no infinity: larger values would be NaN.
     limited = (whole * _over(maxima, _LARGEST[torch.uint8])).clamp_(max=448.0)
     rounded = limited.to(torch.float8_e4m3fn).float()
     return torch.where(rounded == 0, 0.125, rounded).to(torch.float8_e4m3fn)
@@ -88,17 +92,19 @@ def quantized(
 ) -> Tensor:
     """Each of `values` [r, c] divided by the scale of its block, in float32, rounded to `dtype`.
 
-    `scales` are those of the blocks that the values reach into; `offset` is as of `dequantized`.
+    `scales` are of the blocks that the values reach into; `offset` is as in `dequantized`.
     """
     numbers, divisors = _paired(values.float(), scales, block, offset)
     divided = (numbers / divisors).view(values.shape)
     if dtype == torch.uint8:
         return _to_fp4(divided)
-    limited = divided.clamp_(*_MOST[dtype])
+    # Before rounding: a block's largest value is 127.5 in INT8, and FP8 has no infinity, but NaN.
+    limited = divided.clamp_(*_RANGES[dtype])
     return (limited.round_() if dtype == torch.int8 else limited).to(dtype)
 
 
 def _to_fp4(values: Tensor) -> Tensor:
+    # The code of a value is the number of midpoints below it, an index into `FP4`.
     sizes, code = values.abs(), (values < 0).to(torch.uint8) << 3
     for bound in _TIES_DOWN:
         code += sizes > bound
@@ -114,6 +120,7 @@ def dequantized(values: Tensor, scales: Tensor, block: Shape, offset: Shape) -> 
     of 100, the first 28 rows have the scales of row 0, the next 128 those of row 1.
     """
     numbers = _from_fp4(values) if values.dtype == torch.uint8 else values.float()
+    # `products` is a view: multiplying it in place changes `numbers`.
     products, factors = _paired(numbers, scales, block, offset)
     products.mul_(factors)
     return numbers
@@ -125,14 +132,14 @@ def _from_fp4(values: Tensor) -> Tensor:
 
 
 def packed(numbers: Tensor) -> Tensor:
-    """Numbers [..., n] as stored: a byte has two of 4 bits, the first in its lower half."""
+    """Numbers [..., n] as stored: 4-bit ones in pairs, the first in the lower half of a byte."""
     if numbers.dtype != torch.uint8:
         return numbers
     return numbers[..., ::2] | numbers[..., 1::2] << 4
 
 
 def unpacked(stored: Tensor) -> Tensor:
-    """The inverse of `packed`."""
+    """Inverse of `packed`."""
     if stored.dtype != torch.uint8:
         return stored
     return torch.stack([stored & 0x0F, stored >> 4], dim=-1).flatten(-2)
@@ -148,9 +155,9 @@ def dequantized_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _paired(values: Tensor, scales: Tensor, block: Shape, offset: Shape) -> tuple[Tensor, Tensor]:
-    """A view of values [r, c] and the scales of its elements, or what is broadcast to those."""
+    """A view of values [r, c], and scales that broadcast to it."""
     rows, columns = values.shape
-    if block[0] == 1 and scales.shape == (rows, columns / block[1]):  # whole blocks
+    if block[0] == 1 and scales.shape == (rows, columns / block[1]):  # `/`: no partial block
         return values.unflatten(1, (-1, block[1])), scales[..., None]
     for dim in range(2):
         if scales.shape[dim] > 1:  # a single one is broadcast
@@ -161,10 +168,10 @@ def _paired(values: Tensor, scales: Tensor, block: Shape, offset: Shape) -> tupl
 
 
 class DequantizedTensors(StoredTensors):
-    """The tensors of some files; of quantised ones, ``weight * scale``, of MXFP4 the same.
+    """Tensors of files; quantised ones, MXFP4 included, are read as ``weight * scale``.
 
     A product is computed in float32 and rounded once, as by transformers and compressed-tensors. A
-    box may begin and end inside a block: its bytes are read, and the scales of its blocks.
+    box may begin and end inside a block: only its bytes are read, and the scales of its blocks.
     """
 
     def __init__(self, places: Mapping[str, TensorPlace]) -> None:
@@ -175,7 +182,7 @@ class DequantizedTensors(StoredTensors):
         self.dtypes = {**self.dtypes, **read_as}
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
-        """See `TensorSource`; raises ValueError for a scale or a value that cannot be."""
+        """See `TensorSource`; raises ValueError for an invalid scale or a non-finite value."""
         if name in self._blocks:
             self._read_blocks(self._blocks[name], box, target)
             self.check_finite(name, self._blocks[name], target)
@@ -210,6 +217,7 @@ class DequantizedTensors(StoredTensors):
             read_box(self._descriptor(place.file), place.as_blocks(), whole, blocks)
             scales = torch.empty(within.size, dtype=torch.uint8)
             read_box(self._descriptor(place.scale.file), place.as_scales(), within, scales)
+            # Scales of MXFP4 are E8M0, in which 255 is NaN.
             if (scales == 255).any():
                 raise ValueError(f"{place.scale.file}: {place.scale_name} has a scale of NaN")
             values = dequantized_mxfp4(blocks, scales, DTYPES[place.dtype])
@@ -227,7 +235,7 @@ class DequantizedTensors(StoredTensors):
     def as_stored(self, name: str, box: Box, values: Tensor) -> Tensor:
         """Round `values` as if they were stored in `box` of a quantised matrix.
 
-        Those that are too large for the scales of their blocks stay as they are.
+        Values that are too large for the scale of their block stay as they are.
         """
         place = self._quantized[name]
         begin, scales = self._scales(place, box)
@@ -237,8 +245,9 @@ class DequantizedTensors(StoredTensors):
             numbers = quantized(values, scales, STORED_DTYPES[place.dtype], place.block, offset)
             return dequantized(numbers, scales, place.block, offset)
 
+        # Infinity is clamped to the largest number of the block.
         largest = read(torch.full_like(values, torch.inf))
-        fits = values.abs() <= _MOST_ROUNDED * largest
+        fits = values.abs() <= _SCALE_ERROR * largest
         return torch.where(fits, read(values), values).to(DTYPES[place.scheme.read_as])
 
     def _scales(self, place: QuantizedPlace, box: Box) -> tuple[Shape, Tensor]:
@@ -255,7 +264,7 @@ class DequantizedTensors(StoredTensors):
         return place.elements_of(blocks).start, scales
 
     def _read_scales(self, place: TensorPlace, name: str, box: Box, may_be_zero: bool) -> Tensor:
-        """A box of scales in float32; in FP8, those of small blocks are rounded to zero."""
+        """A box of scales in float32; FP8 scales of small blocks may have been rounded to zero."""
         stored = torch.empty(box.size, dtype=STORED_DTYPES[place.dtype])
         read_box(self._descriptor(place.file), place, box, stored)
         scales = stored.float()

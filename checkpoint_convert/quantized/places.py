@@ -15,8 +15,8 @@ from checkpoint_convert.quantized.scheme import (
 )
 from parallel import Box, Shape
 
-# What engines need beside the weights: they quantise activations, and keys and values.
-_OF_ACTIVATIONS = (
+# Scales and zero points with which engines quantise activations, keys and values.
+_ACTIVATION_SUFFIXES = (
     *(".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale"),
     *(".input_zero_point", ".output_zero_point", ".input_global_scale"),
 )
@@ -27,10 +27,7 @@ _BYTES = "U8"
 
 @dataclass(frozen=True, slots=True)
 class QuantizedPlace(TensorPlace):
-    """Where the numbers of a quantised matrix are stored, and where its scales are.
-
-    `shape` is the matrix's.
-    """
+    """Where the numbers and scales of a quantised matrix are stored; `shape` is the matrix's."""
 
     name: str
     scheme: Scheme
@@ -42,7 +39,7 @@ class QuantizedPlace(TensorPlace):
 
     @property
     def files(self) -> set[Path]:
-        """Files that hold a part of it."""
+        """Files that hold its numbers and scales."""
         return {place.file for place in (self, self.scale, self.whole) if place is not None}
 
     @property
@@ -53,19 +50,19 @@ class QuantizedPlace(TensorPlace):
         return TensorPlace(self.file, self.dtype, size, self.offset, self.num_bytes)
 
     def stored_box(self, box: Box) -> Box:
-        """The box of the stored tensor of numbers that has all of a box of the matrix."""
+        """Box of the stored numbers, in whole bytes, that includes `box` of the matrix."""
         (row, column), count = box.start, self.scheme.per_byte
         first, end = column // count, -(-box.end[1] // count)
         return Box((row, first), (box.size[0], end - first))
 
     def blocks_of(self, box: Box) -> Box:
-        """The scales of the blocks into which a box of the matrix reaches."""
+        """Box of the scales of all blocks that `box` of the matrix reaches into."""
         first = tuple(a // size for a, size in zip(box.start, self.block, strict=True))
         end = tuple(-(-b // size) for b, size in zip(box.end, self.block, strict=True))
         return Box(first, tuple(b - a for a, b in zip(first, end, strict=True)))
 
     def elements_of(self, blocks: Box) -> Box:
-        """The elements of some blocks."""
+        """Box of the matrix with the elements of these `blocks`."""
         start = tuple(a * size for a, size in zip(blocks.start, self.block, strict=True))
         end = tuple(
             min(b * size, n) for b, size, n in zip(blocks.end, self.block, self.shape, strict=True)
@@ -76,11 +73,11 @@ class QuantizedPlace(TensorPlace):
 def with_scales(
     places: Mapping[str, TensorPlace], scheme: Scheme
 ) -> tuple[dict[str, TensorPlace], list[str]]:
-    """The tensors without those that only quantisation needs, and what is wrong with scales.
+    """Join quantised weights and their scales to `QuantizedPlace`; also return faults of scales.
 
-    Quantised weights, whose scales are right, become `QuantizedPlace`.
+    Tensors that only quantisation needs are left out.
     """
-    found = {n: place for n, place in places.items() if not n.endswith(_OF_ACTIVATIONS)}
+    found = {n: place for n, place in places.items() if not n.endswith(_ACTIVATION_SUFFIXES)}
     faults = []
     for name, place in places.items():
         if name.endswith(_ZERO_POINT):
@@ -90,7 +87,9 @@ def with_scales(
             numbers = found.pop(name)
             weight = name.removesuffix(scheme.numbers)
             *outer, columns = numbers.shape or (1,)
+            # Stays if its scales are wrong, so that the weight is not reported as missing, too.
             found[weight] = replace(numbers, shape=(*outer, columns * scheme.per_byte))
+            # DeepSeek's suffix in any scheme: a weight may have scales by two names.
             names = dict.fromkeys([*scheme.scale_names(weight), weight + DEEPSEEK_SUFFIX])
             scales = {n: found.pop(n) for n in names if n in found}
             try:
@@ -129,7 +128,7 @@ def _with_scales(
     if scheme.whole and place.shape[1] % block[1]:
         raise ValueError(
             f"{name}{scheme.numbers} in {place.file.name} has rows of {place.shape[1]} numbers, "
-            f"of which blocks have {block[1]}: they must divide"
+            f"which is no multiple of a block's {block[1]}"
         )
     shapes: list[Shape] = [grid]
     if scheme.block[1] is None:  # a scale per tensor or row needs no second dimension
@@ -138,7 +137,7 @@ def _with_scales(
     require = f"blocks of {list(block)} in a matrix of {list(place.shape)} require {list(grid)}"
     _check_scale(*of_blocks, shapes, scheme.scale_dtypes, require)
     for each in whole:
-        _check_scale(*each, [(1,), ()], ("F32",), "that of a whole matrix has [1]")
+        _check_scale(*each, [(1,), ()], ("F32",), "the scale of a whole matrix has [1]")
     return QuantizedPlace(
         *(place.file, place.dtype, place.shape, place.offset, place.num_bytes),
         *(name, scheme, block, replace(of_blocks[1], shape=grid)),
@@ -159,21 +158,21 @@ def _check_scale(
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Place(TensorPlace):
-    """Where the blocks of a stack are stored, and where their scales.
+    """Where the blocks and scales of a stack in MXFP4 are stored.
 
-    `shape` is the stack's, and `dtype` that of the numbers that are read.
+    `shape` is the stack's, `dtype` that of the dequantised numbers.
     """
 
     scale_name: str
     scale: TensorPlace
 
     def stored_shape(self) -> Shape:
-        """The shape of the numbers in the order in which they are stored: inputs last."""
+        """Shape of the numbers as stored: inputs last."""
         experts, inputs, *outputs = self.shape
         return (experts, *outputs, inputs)
 
     def stored_box(self, box: Box) -> Box:
-        """A box of the stack in that order."""
+        """Map a box of the stack to `stored_shape`."""
         (expert, first, *start), (experts, inputs, *size) = box.start, box.size
         return Box((expert, *start, first), (experts, *size, inputs))
 
@@ -191,7 +190,7 @@ class Mxfp4Place(TensorPlace):
 def with_blocks(
     places: Mapping[str, TensorPlace], scheme: Mxfp4Scheme
 ) -> tuple[dict[str, TensorPlace], list[str]]:
-    """The tensors with an `Mxfp4Place` for each that is quantised, and what is wrong with these."""
+    """Join blocks and scales of MXFP4 to `Mxfp4Place`; also return their faults."""
     found, faults = dict(places), []
     for blocks_name, blocks in places.items():
         if not blocks_name.endswith(MXFP4_BLOCKS):

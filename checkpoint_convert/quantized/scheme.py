@@ -1,8 +1,8 @@
 """Quantised weights: which scheme a folder follows, and which scale belongs to which weight.
 
-A quantised matrix holds numbers of 8 or 4 bits; each is multiplied by the scale of its block. Those
-of NVFP4 are FP8 numbers themselves, relative to a scale of the whole matrix; those of MXFP4 are
-powers of two. Needs no torch: `numbers.py` computes.
+A quantised matrix holds numbers of 8 or 4 bits; each is multiplied by the scale of its block. NVFP4
+scales are FP8 numbers, relative to a scale of the whole matrix; MXFP4 scales are powers of two.
+Needs no torch: `numbers.py` computes.
 """
 
 import re
@@ -14,16 +14,16 @@ from typing import Any, Literal, get_args
 from parallel import Shape
 
 MODELOPT_FILE = "hf_quant_config.json"
-"""Where ModelOpt says how weights are quantised, in folders whose config.json does not."""
+"""ModelOpt's quantisation config, in folders whose config.json has none."""
 CONFIG_KEYS = ("quantization_config", "compression_config")
 REGEX = "re:"
-"""Prefix of a module's name that is a regular expression."""
+"""Prefix of a module pattern that is a regular expression."""
 DEEPSEEK_SUFFIX = "_scale_inv"
 SCALE_DTYPES = ("F32", "BF16", "F16")
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
-"""Added to the name of a stack, they are the names of its numbers and of their scales."""
+"""Suffixes to the name of a stack: its numbers, and their scales."""
 MXFP4_BLOCK = 32
-"""Numbers of MXFP4 with one scale."""
+"""Numbers of MXFP4 that share a scale."""
 
 # The extents of a block; None: all of that dimension.
 Block = tuple[int | None, int | None]
@@ -36,7 +36,7 @@ _MODELOPT: dict[str, Block] = {
 }
 _8_BITS = {"num_bits": 8, "symmetric": True}
 _4_BITS = {"num_bits": 4, "symmetric": True, "strategy": "tensor_group", "group_size": 16}
-# By the formats of compressed-tensors: the stored dtype, and what it must say of weights.
+# Formats of compressed-tensors: the stored dtype, and required settings of weights.
 _COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
     "float-quantized": ("F8_E4M3", {**_8_BITS, "type": "float"}),
     "int-quantized": ("I8", {**_8_BITS, "type": "int"}),
@@ -48,34 +48,34 @@ _INSTEAD = "convert the weights to bfloat16 first, and take the key out"
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the matrices of a folder are quantised; those of another dtype are not."""
+    """How the matrices of a folder that have dtype `dtype` are quantised."""
 
     dtype: str
     """Dtype of the numbers, as safetensors names it; U8: a byte is two of 4 bits (E2M1)."""
     block: Block
     """Rows and columns that share a scale."""
     suffix: str
-    """Added to the name of a weight, it is the name of its scales."""
+    """Suffix to the name of a weight: its scales."""
     read_as: str
-    """The dtype to which products are rounded: that of the model in config.json."""
+    """Dtype to which products are rounded: the model's in config.json."""
     numbers: str = ""
-    """Added to the name of a weight, it is the name of its numbers."""
+    """Suffix to the name of a weight: its numbers."""
     whole: str = ""
-    """Likewise of the scale of the whole matrix, to which those of its blocks are relative; empty:
-    there is none."""
+    """Suffix to the name of a weight: the scale of the whole matrix, to which block scales are
+    relative; empty: there is none."""
     divides: bool = True
-    """Whether scales of blocks are divided by that one; otherwise they are multiplied."""
+    """Whether block scales are divided by the scale of the matrix; otherwise multiplied."""
     is_either: bool = False
-    """Whether scales may also be named as in DeepSeek's files."""
+    """Whether scales may also have the suffix of DeepSeek's files."""
 
     @property
     def per_byte(self) -> int:
-        """How many numbers a byte has."""
+        """Numbers per byte."""
         return 2 if self.dtype == "U8" else 1
 
     @property
     def scale_dtypes(self) -> tuple[str, ...]:
-        """Allowed dtypes of scales of blocks; they are written in the first."""
+        """Allowed dtypes of block scales; they are written in the first."""
         return ("F8_E4M3",) if self.whole else SCALE_DTYPES
 
     def scale_names(self, weight: str) -> list[str]:
@@ -84,18 +84,18 @@ class Scheme:
 
     @property
     def cut(self) -> dict[str, Shape]:
-        """Suffixes of a rank's tensors of a matrix, with the rows and columns of an element."""
+        """Tensors that a rank has for a matrix: rows and columns per element, by suffix."""
         scales = {self.suffix: (self.block[0] or 1, self.block[1] or 1)} if self.whole else {}
         return {self.numbers: (1, self.per_byte), **scales}
 
     def stored_names(self, names: Collection[str]) -> set[str]:
-        """The names in the files of tensors with these names, and of their scales."""
+        """Possible names in the files of these tensors, their numbers and their scales."""
         scales = (scale for name in names for scale in self.scale_names(name))
         others = (name + DEEPSEEK_SUFFIX for name in names if self.is_either)
         return {*names, *(name + self.numbers for name in names), *scales, *others}
 
     def stored(self, name: str, shape: Shape) -> dict[str, tuple[str, Shape]]:
-        """Dtype and shape of each tensor that files have in place of a matrix."""
+        """Dtype and shape of each stored tensor of a quantised matrix."""
         rows, columns = shape
         of_blocks, *whole = self.scale_names(name)
         return {
@@ -116,7 +116,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Mxfp4Scheme:
-    """How the experts of gpt-oss are quantised; all else has a dtype of its own.
+    """How the experts of gpt-oss are quantised; other tensors are not.
 
     In place of a stack of matrices `x` [experts, inputs, outputs], files have `x_blocks` [experts,
     outputs, inputs / 32, 16], bytes of two numbers, and `x_scales` [experts, outputs, inputs / 32],
@@ -124,10 +124,10 @@ class Mxfp4Scheme:
     """
 
     read_as: str
-    """The dtype of the numbers that are read: that of the model in config.json."""
+    """Dtype of the dequantised numbers: the model's in config.json."""
 
     def stored_names(self, names: Collection[str]) -> set[str]:
-        """The names in the files of tensors with these names."""
+        """Possible names in the files of these tensors."""
         return {*names, *(name + end for name in names for end in (MXFP4_BLOCKS, MXFP4_SCALES))}
 
 
@@ -138,19 +138,19 @@ def is_mxfp4(config: Mapping[str, Any]) -> bool:
 
 
 EngineQuantization = Literal["none", "fp8", "fp8_channel", "int8"]
-"""Values of this project's options for engines, into which quantised weights are pushed."""
+"""Quantisation options of engines, into which quantised weights can be pushed."""
 Quantization = Literal[EngineQuantization, "nvfp4"]
-"""Schemes of folders."""
+"""Quantisation options of exported folders."""
 ENGINE_SCHEMES = tuple(name for name in get_args(EngineQuantization) if name != "none")
 SCHEMES = tuple(name for name in get_args(Quantization) if name != "none")
 """Schemes of this project, by the names of its options."""
 
 
 def quantization_config(name: str, ignored: Sequence[str]) -> dict[str, Any]:
-    """quantization_config of weights quantised by one of `SCHEMES`, but for the `ignored` modules.
+    """quantization_config of weights quantised by one of `SCHEMES`, except the `ignored` modules.
 
-    Engines quantise activations as they compute: those of a token as one, for FP8 in blocks those
-    of each 128 columns, for NVFP4 none.
+    Engines quantise activations as they compute: a scale per token, for FP8 in blocks also per 128
+    columns, for NVFP4 none.
     """
     if name == "fp8":
         return {
@@ -182,17 +182,15 @@ def quantization_config(name: str, ignored: Sequence[str]) -> dict[str, Any]:
 
 
 def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A `quantization_config` for a command line, of which an argument has at most 128 KiB.
-
-    Of a layer's experts, which are ignored all or none, it names the first: vLLM and SGLang ask for
-    that one's name, or for one that has the layer's in it.
-    """
+    """Shorten a `quantization_config` for a command line: Linux limits an argument to 128 KiB."""
+    # A layer's experts are ignored all or none, so expert 0 stands for all: vLLM and SGLang look up
+    # its name, or one that has the layer's in it.
     key = _ignoring(config)
     return {**config, key: [name for name in config[key] if not _LATER_EXPERT.search(name)]}
 
 
 def ignored_modules(config: Mapping[str, Any]) -> list[str]:
-    """Ignored modules of `quantization_config` for `quantized_model`, also of an engine's."""
+    """Modules that a `quantization_config` or `engine_config` ignores, for `quantized_model`."""
     first, any_expert = ".experts.0.", r"\.experts\.\d+\."
     return [
         f"{REGEX}{any_expert.join(map(re.escape, name.split(first)))}$" if first in name else name
@@ -205,10 +203,10 @@ def _ignoring(config: Mapping[str, Any]) -> str:
 
 
 def scheme_of(path: Path, table: Mapping[str, Any], read_as: str) -> Scheme:
-    """The scheme that `table` describes: quantization_config, in the file `path`.
+    """The scheme that `table`, the quantization_config in the file `path`, describes.
 
-    `read_as` is the dtype of the model in config.json, as safetensors names it. Raises ValueError,
-    naming the setting, for one that is not supported.
+    `read_as` is the dtype of the model in config.json, as safetensors names it. Raises ValueError
+    that names an unsupported setting.
     """
     match table.get("quant_method"):
         case "fp8" if table.get("weight_block_size") is None:
@@ -222,6 +220,7 @@ def scheme_of(path: Path, table: Mapping[str, Any], read_as: str) -> Scheme:
                 return Scheme(dtype, block, "_scale", read_as, "_packed", "_global_scale")
             return Scheme(dtype, block, "_scale", read_as)
         case "modelopt":
+            # hf_quant_config.json nests the settings; config.json does not.
             inner = _table(path, table, "quantization") or table
             _check(path, "quant_algo", inner.get("quant_algo"), _MODELOPT)
             block = _MODELOPT[inner["quant_algo"]]

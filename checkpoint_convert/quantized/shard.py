@@ -1,8 +1,8 @@
 """A rank's part of a quantised model: weights of 8 or 4 bits, and their scales as tensors.
 
-Tensor ranks may each hold a part of a block. Once they have agreed on its maximum, all of them hold
-the same scales of a whole weight, as they hold the same norms. Of NVFP4 that is the scale of the
-whole matrix: no rank holds a part of a block.
+Several tensor ranks may hold parts of one block. They agree on its maximum, and then all hold the
+scales of the whole weight. In NVFP4 no rank holds a part of a block; ranks agree on the scale of
+the whole matrix instead.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,26 +31,25 @@ from parallel import Box, Layout, Shape, ShardMapping
 MAX_ELEMENTS = 1 << 24
 """Elements of a temporary copy in float32."""
 Maxima = dict[str, Tensor]
-"""The largest absolute value in each block of the agreed scales of a weight, by its name in the
-weight files."""
+"""Largest absolute value in each block of agreed scales, by the weight's name in the files."""
 
 
 class _Part(NamedTuple):
     here: Box
-    """Where it is in the local weight."""
+    """Its box in the local weight."""
     scales: Tensor
-    """By which its numbers are multiplied."""
+    """Scales by which its numbers are multiplied."""
     block: Shape
     start: Shape
-    """Where it begins in the blocks of these scales."""
+    """Its first row and column, counted from the first block of `scales`."""
     own: Tensor | None
-    """The scales of its blocks as they are stored, unless all ranks have those of the weight."""
+    """Stored scales of its blocks in NVFP4; None: all ranks hold the weight's agreed scales."""
 
 
 class QuantizedShard(Mapping[str, Tensor]):
-    """The local tensors of `quantized_layout`, each quantised when it is asked for.
+    """The local tensors of `quantized_layout`, each quantised on access.
 
-    A thread keeps its last one: what is sent is cut from a weight box by box.
+    Each thread keeps its last weight, as a push cuts its parts from one weight box by box.
     """
 
     def __init__(
@@ -60,10 +59,11 @@ class QuantizedShard(Mapping[str, Tensor]):
         model: QuantizedModel,
         agree: Callable[[Maxima], None],
     ) -> None:
-        """`weights` are the local tensors of `layout`, that of the model before it is quantised.
+        """`weights` are the local tensors of `layout`, the layout before quantisation.
 
-        `agree` replaces the maxima by those over all ranks that hold parts of the same parameters;
-        these have them by the same names in the same order, zeros for what only others hold.
+        `agree` replaces each maximum by the largest over all ranks with parts of the same
+        parameters. These ranks all call it with the same names in the same order, and zeros for
+        weights of other ranks.
         """
         self._weights, self._model, self._last = weights, model, local()
         self._pieces: dict[str, list[ShardMapping]] = {}
@@ -83,12 +83,14 @@ class QuantizedShard(Mapping[str, Tensor]):
         maxima: Maxima = {}
         for name, pieces in self._pieces.items():
             weight = self._rounded(name)
+            # Zeros for fused weights of which this rank holds nothing: see `agree`.
             for each in self._model.fused[pieces[0].tensor]:
                 grid = self._model.agreed_shape(each)
                 maxima.setdefault(each, weight.new_zeros(grid, dtype=torch.float32))
             for piece in pieces:
                 block = self._model.agreed_block(piece.tensor)
                 for part in piece.box.cut(MAX_ELEMENTS):
+                    # Where the part begins: in its first block, and in the grid of blocks.
                     offset = tuple(a % size for a, size in zip(part.start, block, strict=True))
                     first = tuple(a // size for a, size in zip(part.start, block, strict=True))
                     values = weight[piece.local_part(part).slices]
@@ -101,10 +103,11 @@ class QuantizedShard(Mapping[str, Tensor]):
     def _agreed(self, name: str, maxima: Maxima) -> Tensor:
         if not self._model.scheme.whole:
             return scales_of(maxima[name], self._dtype)
+        # Engines have one scale for all parts of a fused matrix.
         return whole_scale(torch.cat([maxima[each] for each in self._model.fused[name]]).amax())
 
     def _rounded(self, name: str) -> Tensor:
-        """A weight in the dtype of the model, in which all others are read."""
+        """A local weight, rounded to the dtype of the model's other tensors before quantisation."""
         return self._weights[name].detach().to(DTYPES[self._model.scheme.read_as])
 
     def __getitem__(self, name: str) -> Tensor:
@@ -121,7 +124,7 @@ class QuantizedShard(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def _stored(self, name: str) -> dict[str, Tensor]:
-        """The tensors in place of a weight, but for the agreed scales."""
+        """Tensors stored in place of a weight, without agreed scales."""
         weight, scheme = self._rounded(name), self._model.scheme
         numbers, stored = torch.empty_like(weight, dtype=self._dtype), {}
         if scheme.whole:
@@ -146,11 +149,12 @@ class QuantizedShard(Mapping[str, Tensor]):
                     yield _Part(here, scales, block, part.start, None)
                     continue
                 own = relative_scales(block_maxima(weight[here.slices], block), scales)
+                # With the rounded scales of blocks, by which readers multiply.
                 yield _Part(here, own.float() / scales, block, (0, 0), own)
 
     @property
     def quantized(self) -> list[str]:
-        """The local names of the weights that are quantised."""
+        """Local names of the quantised weights."""
         return list(self._pieces)
 
     @torch.no_grad()
@@ -175,9 +179,9 @@ class QuantizedShard(Mapping[str, Tensor]):
 def quantized_tensors(
     folder: Path, quantization: str, ignore: Sequence[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and values of every tensor of the model in a folder, quantised as by `ENGINE_SCHEMES`.
+    """Name and values of every tensor of the model in a folder, quantised by an `ENGINE_SCHEMES`.
 
-    One at a time, each before its scales. `ignore` is as of `quantized_model`.
+    One at a time, a weight before its scales. `ignore` is as in `quantized_model`.
     """
     model = quantized_model(quantization, read_shape(folder), "BF16", ignore)
     assert model is not None, "the scheme is not none"

@@ -699,7 +699,7 @@ REFUSED = {
     ],
     "olmo3": [
         ({"sliding_window": -4}, "sliding_window is -4; it must be an integer of at least"),
-        ({"sliding_window": None}, "reads that only where layer_types says full_attention"),
+        ({"sliding_window": None}, "accepts that only if layer_types says full_attention"),
         ({"layer_types": ["chunked_attention"] * 2}, "contains ['chunked_attention'], onl"),
         ({"rope_parameters": LINEAR_ROPE}, "must have an object for full_attention and"),
         ({"rope_parameters": {WINDOWED: LINEAR_ROPE}}, "'linear' of sliding_attention is"),

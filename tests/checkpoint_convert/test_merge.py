@@ -146,7 +146,7 @@ def make_infinite(values):
     ("edit", "told"),
     [
         (drop_first, "is missing"),
-        (add_of_another_model, r"of another model: this one has no model\.layers\.77\."),
+        (add_of_another_model, r"of another model: the base has no model\.layers\.77\."),
         (drop_a_layer, r"model\.layers\.1\..* has no adapter \(nor have 3 more\)"),
         (make_nan, r"layers\.1\..*lora_.* has values that are not finite"),
         (make_infinite, r"layers\.1\..*lora_.* has values that are not finite"),

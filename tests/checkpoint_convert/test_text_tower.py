@@ -104,7 +104,7 @@ def test_export_needs_the_folder_of_the_whole_model(folders, tmp_path):
         export_checkpoint(checkpoint, tmp_path / "no")
     export_checkpoint(checkpoint, tmp_path / "out", hf_config=folder)
     assert_same(weights_of(tmp_path / "out"), weights_of(folder))
-    with pytest.raises(ValueError, match="with which quantised weights are not supported"):
+    with pytest.raises(ValueError, match="quantised weights are not supported for the multimodal"):
         export_checkpoint(checkpoint, tmp_path / "no", hf_config=folder, quantization="int8")
 
 
@@ -185,7 +185,7 @@ def test_read_shape_assumes_what_the_family_does(folders, tmp_path):
             {"quantization_config": {"quant_method": "compressed-tensors"}},
             "weights are quantised by quantization_config inside of text_config",
         ),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings must be said, and be the same inside"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings must be given, with one value inside"),
         # Beside rope_parameters
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -211,7 +211,7 @@ def test_read_shape_ties_a_head_as_transformers(folders, tmp_path, model_type):
     if AutoConfig.from_pretrained(folder).tie_word_embeddings:
         assert read_shape(folder).tie_word_embeddings
     else:
-        message = r"tie_word_embeddings must be said, .* and is \[True\]"
+        message = r"tie_word_embeddings must be given, .* it is \[True\]"
         with pytest.raises(ValueError, match=message):
             read_shape(folder)
 

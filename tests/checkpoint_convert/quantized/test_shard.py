@@ -188,7 +188,7 @@ def test_export_keeps_ignored_modules(checkpoints, tmp_path, scheme):
             "lacks model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.",
         ),
         ("re:.*experts.0.", "lacks model.layers.0.mlp.experts.1.gate_proj.weight, "),
-        ("re:.*", "names all linear layers, so that quantization int8 has none"),
+        ("re:.*", "names all linear layers, which leaves none for quantization int8"),
         ("re:(", "'re:(' is no regular expression: missing )"),
     ],
 )
@@ -219,7 +219,7 @@ def test_engine_config_fits_into_an_argument(tmp_path, scheme):
 
 def test_export_ignores_only_where_it_quantises(checkpoints, tmp_path):
     _, checkpoint, _ = checkpoints["qwen3"]
-    with pytest.raises(ValueError, match="lm_head to ignore, and no quantization"):
+    with pytest.raises(ValueError, match="--ignore lm_head needs --quantization"):
         export_checkpoint(checkpoint, tmp_path / "out", ignore=["lm_head"])
 
 
