@@ -24,13 +24,13 @@ NOT_FOR_PACKED_SEQUENCES = {
     "moe_expert_capacity_factor": "tokens would be dropped depending on others of a microbatch",
     "moe_pad_expert_input_to_capacity": "tokens would be dropped depending on others",
 }
-"""Why fields are refused that Megatron has for microbatches of one length."""
+"""Reason to refuse each field that Megatron has for microbatches of one length."""
 OF_MTP = {
     "mtp_num_layers": "set model.mtp_num_layers",
     "mtp_loss_scaling_factor": "the layer for multi-token prediction is trained apart from the "
     "policy, and updates of Adam are the same for any factor: leave it out",
 }
-"""Advice for Megatron's fields of layers whose loss is a part of the policy's."""
+"""Advice for Megatron's fields of MTP layers with a share of the policy's loss."""
 WHY_NOT = {
     "fp8_recipe=delayed": ", as its scales are a history that checkpoints do not have",
 }
@@ -44,9 +44,9 @@ def check_overrides(
 ) -> None:
     """Raise ValueError for an override that is not legal on this host.
 
-    `decided` are the fields that the model, the mesh and the trainer determine,
-    `best_implementation` the value of ``transformer_impl`` unless it is overridden, and
-    `flexible_backends` those of the dispatcher ``flex`` that are installed.
+    `decided`: fields that model, mesh and trainer determine. `best_implementation`: the value of
+    ``transformer_impl`` without an override. `flexible_backends`: installed backends of the
+    dispatcher ``flex``.
     """
     for name, value in overrides.items():
         _check_field(name, decided)
@@ -68,7 +68,8 @@ def check_overrides(
                 f"model.megatron.{name} needs Transformer Engine, which this host lacks: run `bash "
                 "requirements/gpu.sh`, or leave the field out"
             )
-    # Megatron recomputes a norm with a class that asks Transformer Engine whether FP8 is on.
+    # Megatron recomputes a norm with `CheckpointWithoutOutput`, which asks Transformer Engine
+    # whether FP8 is on.
     recomputed = overrides.get("recompute_modules") or ()
     if "layernorm" in recomputed and not find_spec("transformer_engine"):
         raise ValueError(
@@ -94,7 +95,7 @@ def check_overrides(
 def refuse_idle(
     settings: Mapping[str, Any], names: Iterable[str], need: str, instead: str = "set that"
 ) -> None:
-    """Raise ValueError if `settings` have one of the fields `names`, which need another one."""
+    """Raise ValueError if `settings` have a field of `names`, all idle without the field `need`."""
     for name in names:
         if name in settings:
             raise ValueError(
@@ -127,7 +128,8 @@ def check_activation_offload(
     again = settings.get("recompute_modules") or ["core_attn"]
     if settings.get("recompute_granularity") != "selective":
         again = []
-    # A recomputed norm frees its output at once, and this is the input of the product after it.
+    # Recomputed modules keep nothing. A recomputed norm frees its output at once, which is the
+    # saved input of the product after it.
     for recomputed, left in ("core_attn", "core_attn"), ("layernorm", "qkv_linear"):
         if recomputed in again and left in modules:
             raise ValueError(
@@ -137,11 +139,9 @@ def check_activation_offload(
 
 
 def _offloadable(shape: ModelShape, implementation: str) -> list[str]:
-    """The modules of a model's layers whose saved tensors Megatron marks.
-
-    Transformer Engine fuses most norms into the product after them, and only it has experts in one
-    module. The attention of latents is ours, and linear attention.
-    """
+    """Modules of a model's layers whose saved tensors Megatron marks."""
+    # Our own modules mark nothing: attention with latents, and linear attention. Transformer Engine
+    # fuses most norms into the next product, and only its layers have all experts in one module.
     is_fused = implementation != "local"
     is_plain = shape.latent is None and shape.linear is None
     modules = ["qkv_linear", "core_attn", "attn_proj"] * is_plain
@@ -156,7 +156,7 @@ def _offloadable(shape: ModelShape, implementation: str) -> list[str]:
 def check_context_exchange(
     how: str, shape: ModelShape, dims: ParallelDims, implementation: str
 ) -> None:
-    """Raise ValueError unless context ranks can exchange what attention needs by `cp_comm_type`."""
+    """Raise ValueError if context ranks cannot exchange keys and values by `cp_comm_type` `how`."""
     if implementation == "local":
         raise ValueError(
             f"model.megatron.cp_comm_type {how} is for Transformer Engine's attention; torch's "
