@@ -53,7 +53,7 @@ def train_step(
     """
     metrics = accumulate_gradient(policy, batches, cfg, groups, beta)
     grad_norm = gradient_norm(policy.optimizer)
-    cause = _why_not(policy, metrics, grad_norm, batches[0].tokens.device)
+    cause = _nonfinite_cause(policy, metrics, grad_norm, batches[0].tokens.device)
     if cause and groups.rank == 0:
         print(f"optimizer step skipped: {cause}", file=sys.stderr, flush=True)
     if cause or skipped.num_in_a_row:  # a count of 0 needs no reset
@@ -76,7 +76,7 @@ def train_step(
     return replace(report, metrics=done)
 
 
-def _why_not(
+def _nonfinite_cause(
     policy: Policy, metrics: TrainMetrics, grad_norm: float, device: torch.device
 ) -> str | None:
     """Name a value that is not finite, and its rank; None on all ranks if all are finite."""

@@ -161,28 +161,28 @@ class WeightSync:
             self._residency.enter("push")
             # A push only reads the parts that leave after it, so copies may start now.
             self._residency.copy_ahead("generate")
-            if failure := _first(lambda: transport.open(engines, self._num_engines)):
+            if failure := _failure_of(lambda: transport.open(engines, self._num_engines)):
                 return failure
-            if failure := _first(lambda: engines.begin_push(push) if engines else None):
+            if failure := _failure_of(lambda: engines.begin_push(push) if engines else None):
                 return failure
             transport.prepare(parameters)
             sent: dict[int, WorkerSums] = {}
-            broken = _first(lambda: sent.update(transport.send(engines, push, parameters)))
+            broken = _failure_of(lambda: sent.update(transport.send(engines, push, parameters)))
         # Ask the engines in any case: only the other end of a broken channel may know why it broke.
         with timer.phase("verify_weights"):
             expected = None if broken else sums_of_all_ranks(sent, self._held, self._loaded)
-            failure = _first(lambda: engines.check_push(push, expected) if engines else None)
+            failure = _failure_of(lambda: engines.check_push(push, expected) if engines else None)
         if failure is None and broken is None:
             with timer.phase("push"):
                 self._residency.enter("generate")  # engines in sleep mode now wake their caches
-                failure = _first(
+                failure = _failure_of(
                     lambda: engines.finish_push(push, policy_version) if engines else None
                 )
             transport.finish()
         return failure or broken
 
 
-_first = partial(first_failure, kind=ConnectionError)
+_failure_of = partial(first_failure, kind=ConnectionError)
 """Run the action of a phase; returns on all ranks the error of the first rank that failed."""
 
 

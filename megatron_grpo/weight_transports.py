@@ -204,18 +204,18 @@ class WeightFolder:
         dtype = getattr(torch, self._cfg.model.dtype)
         shard_bytes = shard_bytes_for(dist.get_world_size(), self._shape, dtype)
         shape = replace(self._shape, num_mtp_layers=0)  # workers read no MTP layers
-        with _naming_errors():
+        with _abort_on_errors():
             create_export(self._folder, self._cfg.model.path, shape, dtype, shard_bytes)
 
     def _fill(self, parameters: Mapping[str, Tensor]) -> None:
         rank, layout = self._sender.rank, self._sender.layout
-        with _naming_errors():
+        with _abort_on_errors():
             files = file_layout(self._shape)
             write_weights(self._folder, layout, parameters, first_file=rank, files=files)
 
 
 @contextmanager
-def _naming_errors() -> Iterator[None]:
+def _abort_on_errors() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # such as a disk that is full

@@ -144,19 +144,19 @@ class Offloads:
         self._newest: dict[str, Group] = {}
         self._microbatch: Microbatch | None = None
         self._weights: list[weakref.ref[Tensor]] = []
-        self._of_weights: set[int] | None = None
+        self._addresses: set[int] | None = None
         self._hooks = saved_tensors_hooks(self._save, self._value)
 
     def init_model_chunk_offload_handler(
         self, _rank: int, _size: int | None, _stage: int | None, least: int, *_: Any, **__: Any
     ) -> None:
-        """Before the forward of a model chunk: tensors of at least `least` elements will leave."""
+        """Before the forward of a model chunk: tensors of `least` elements or more will leave."""
         self._microbatch = Microbatch(self, least) if torch.is_grad_enabled() else None
 
     def mark_not_offload(self, tensor: Tensor) -> None:
         """Called by Megatron with each weight of a chunk, in the chunk's first forward."""
         self._weights.append(weakref.ref(tensor))
-        self._of_weights = None
+        self._addresses = None
 
     def pop_forward_chunk(self, name: str | None = None) -> Microbatch | None:
         """Return the microbatch of the forward that runs now."""
@@ -178,7 +178,7 @@ class Offloads:
         # another stream, must be done before.
         self._streams.current_stream().wait_stream(self._leaving)
         self._newest.clear()
-        self.group, self._microbatch, self._of_weights = None, None, None
+        self.group, self._microbatch, self._addresses = None, None, None
 
     def send(self, group: Group, least: int) -> None:
         """Copy a group's tensors to the host, and free those of the layer before."""
@@ -224,11 +224,11 @@ class Offloads:
         # Weights in FP8 are of Transformer Engine's own class, and have no storage.
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return tensor
-        if self._of_weights is None:
+        if self._addresses is None:
             weights = (reference() for reference in self._weights)
-            self._of_weights = {w.untyped_storage().data_ptr() for w in weights if w is not None}
+            self._addresses = {w.untyped_storage().data_ptr() for w in weights if w is not None}
         # By storage: a layer may save a view of its weight, such as a transposed one.
-        if tensor.untyped_storage().data_ptr() in self._of_weights:
+        if tensor.untyped_storage().data_ptr() in self._addresses:
             return tensor
         assert self.group is not None
         view = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -271,11 +271,11 @@ def _parts(saved: Sequence[Saved], least: int) -> list[tuple[Tensor, list[Saved]
             whole.set_(storage, 0, (storage.nbytes(),), (1,))
             parts.append((whole, [each for same in views.values() for each in same]))
         else:
-            parts += map(_alone, tensors, views.values())
+            parts += map(_contiguous, tensors, views.values())
     return parts
 
 
-def _alone(tensor: Tensor, same: list[Saved]) -> tuple[Tensor, list[Saved]]:
+def _contiguous(tensor: Tensor, same: list[Saved]) -> tuple[Tensor, list[Saved]]:
     """A tensor's own bytes [n], contiguous."""
     for each in same:
         each.is_packed = True
@@ -283,5 +283,5 @@ def _alone(tensor: Tensor, same: list[Saved]) -> tuple[Tensor, list[Saved]]:
 
 
 def _tensor(saved: Saved) -> Tensor:
-    assert isinstance(saved.held, Tensor), "it has not left"
+    assert isinstance(saved.held, Tensor), "still on the device"
     return saved.held

@@ -81,14 +81,14 @@ class Adapter(torch.nn.Module):
 
     def forward(self, states: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """[..., rows] in the order of the buffer `rows`, from the linear layer's input."""
-        low = self._whole(linear(states, a))
+        low = self._complete(linear(states, a))
         inner = low.split(self.rank, dim=-1)
         sizes = [len(part.rows) for part in self.target.parts]
         outer = b.split(sizes)
         outputs = [linear(x, rows) for x, rows in zip(inner, outer, strict=True) if len(rows)]
         return torch.cat(outputs, dim=-1) * self.scale
 
-    def _whole(self, low: Tensor) -> Tensor:
+    def _complete(self, low: Tensor) -> Tensor:
         """Complete A x for the tokens whose outputs this rank computes."""
         if self.target.split == "rows":
             gather = gather_from_sequence_parallel_region

@@ -99,8 +99,8 @@ def check_lora(cfg: LoraConfig, shape: ModelShape, tensor: int) -> None:
         return
     if FAMILIES[shape.family].file_names:
         raise ValueError(
-            f"lora.r {cfg.r} is not supported for a {shape.family}: its weight files have other "
-            "names than the modules of transformers, which PEFT gives adapters; set lora.r=0"
+            f"lora.r {cfg.r} is not supported for a {shape.family}: PEFT names adapters by "
+            "transformers' modules, and its weight files have other names; set lora.r=0"
         )
     found = targets_of(cfg, shape)
     layers = {".".join(name.split(".")[:3]) for name in found}
@@ -126,18 +126,18 @@ def starting_adapter(cfg: LoraConfig, shape: ModelShape) -> StoredAdapter | None
     stored_text = f"lora.adapter_path {cfg.adapter_path} has adapters"
     if stored.rank != cfg.r:
         raise ValueError(
-            f"{stored_text} of rank {stored.rank}, and lora.r is {cfg.r}: set lora.r={stored.rank}"
+            f"{stored_text} of rank {stored.rank}, but lora.r is {cfg.r}: set lora.r={stored.rank}"
         )
     if not isclose(stored.scale, cfg.scale):
         alpha = stored.scale * cfg.lora_alpha / cfg.scale
         raise ValueError(
-            f"{stored_text} with a scale of {stored.scale:g}, and that of lora.lora_alpha "
-            f"{cfg.lora_alpha:g} is {cfg.scale:g}: set lora.lora_alpha={alpha:g}"
+            f"{stored_text} of scale {stored.scale:g}, but lora.lora_alpha {cfg.lora_alpha:g} "
+            f"gives {cfg.scale:g}: set lora.lora_alpha={alpha:g}"
         )
     wanted = targets_of(cfg, shape)
     if differing := sorted({*wanted} ^ {*stored.modules}):
         raise ValueError(
-            f"{stored_text} on other layers than lora.target_modules says, such as {differing[0]}: "
+            f"{stored_text} on other layers than lora.target_modules, such as {differing[0]}: "
             + _advice(cfg, shape, stored.modules)
         )
     return stored
@@ -155,7 +155,7 @@ def _advice(cfg: LoraConfig, shape: ModelShape, modules: Sequence[str]) -> str:
         unset = " lora.exclude_modules=[]" * bool(cfg.exclude_modules)
         return f"set lora.target_modules=[{','.join(ends)}]{unset}"
     return (
-        "no lora.target_modules says exactly its layers; merge them into the model "
+        "no lora.target_modules selects exactly its layers; merge the adapter into the model "
         "(checkpoint-convert merge), and leave lora.adapter_path out"
     )
 

@@ -122,8 +122,8 @@ class LatentAttention(Attention):
         Otherwise each would keep a quantised copy of the norm's output, which Megatron frees and
         recomputes.
         """
-        of_queries = "linear_q_proj" if self.latent.query_rank is None else "linear_q_down_proj"
-        for name in of_queries, "linear_kv_down_proj":
+        queries = "linear_q_proj" if self.latent.query_rank is None else "linear_q_down_proj"
+        for name in queries, "linear_kv_down_proj":
             set_save_original_input(getattr(self, name))
 
     def forward(
@@ -161,25 +161,24 @@ class LatentAttention(Attention):
         """Queries and keys [t, heads of this rank, head_dim], and values [.., value_dim]."""
         rotary_dim, value_dim = self.latent.rotary_dim, self.latent.value_dim
         both, _ = self.linear_kv_down_proj(hidden)
-        latent, rotated = both.split([self.latent.rank, rotary_dim], dim=-1)
+        latent, key_rotary = both.split([self.latent.rank, rotary_dim], dim=-1)
         # All heads share the rotated part of keys: its gradient is a sum over tensor ranks, which
         # the backward of this gather makes.
-        rotated = gather_from_sequence_parallel_region(rotated, group=self.tp_group)
+        key_rotary = gather_from_sequence_parallel_region(key_rotary, group=self.tp_group)
         keys_and_values, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         heads = self.num_attention_heads_per_partition
         key, value = keys_and_values.unflatten(-1, (heads, -1)).split(
             [self.head_dim - rotary_dim, value_dim], dim=-1
         )
-        query, turned = (
+        query, query_rotary = (
             self._queries(query_latent)
             .unflatten(-1, (heads, -1))
             .split([self.head_dim - rotary_dim, rotary_dim], dim=-1)
         )
-        rotated, turned = (
-            self._rotate(part, rotary_pos_emb, params) for part in (rotated.unsqueeze(1), turned)
-        )
-        query = torch.cat([query, turned], dim=-1)
-        key = torch.cat([key, rotated.expand(-1, heads, -1)], dim=-1)
+        key_rotary = self._rotate(key_rotary.unsqueeze(1), rotary_pos_emb, params)
+        query_rotary = self._rotate(query_rotary, rotary_pos_emb, params)
+        query = torch.cat([query, query_rotary], dim=-1)
+        key = torch.cat([key, key_rotary.expand(-1, heads, -1)], dim=-1)
         return query, key, value.contiguous()
 
     def _queries(self, latent: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class Muon:
         self._whole.apply(self._update, parts)
         for group in self._adam.param_groups:
             for shard in self._shards.intersection(group["params"]):
-                assert shard.grad is not None, "now the update"
+                assert shard.grad is not None, "holds the update"
                 shard.mul_(1 - group["lr"] * group["weight_decay"])
                 shard.add_(shard.grad, alpha=-group["lr"])
                 shard.grad = None  # AdamW skips parameters without gradient

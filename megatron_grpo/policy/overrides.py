@@ -117,24 +117,24 @@ def check_activation_offload(
     legal = _offloadable(shape, implementation)
     if not isinstance(modules, list) or not modules or not {*modules} <= {*legal}:
         raise ValueError(
-            f"{prefix}offload_modules is {modules!r}: for {switch} it lists what leaves, of "
-            f"{legal} with this model and transformer_impl {implementation}"
+            f"{prefix}offload_modules is {modules!r}: with {switch}, list some of {legal}, the "
+            f"modules of this model with transformer_impl {implementation}"
         )
     if settings.get("recompute_granularity") == "full":
         raise ValueError(
             f"{switch} next to {prefix}recompute_granularity full has nothing to move, as layers "
             "keep no activations but their inputs: use selective, or leave one of the two out"
         )
-    again = settings.get("recompute_modules") or ["core_attn"]
+    recomputed_modules = settings.get("recompute_modules") or ["core_attn"]
     if settings.get("recompute_granularity") != "selective":
-        again = []
+        recomputed_modules = []
     # Recomputed modules keep nothing. A recomputed norm frees its output at once, which is the
     # saved input of the product after it.
     for recomputed, left in ("core_attn", "core_attn"), ("layernorm", "qkv_linear"):
-        if recomputed in again and left in modules:
+        if recomputed in recomputed_modules and left in modules:
             raise ValueError(
-                f"{prefix}offload_modules has {left}, of which {prefix}recompute_modules with "
-                f"{recomputed} leaves nothing to move: leave one of the two out"
+                f"{prefix}offload_modules has {left}, but with {recomputed} in "
+                f"{prefix}recompute_modules it saves nothing to move: leave one of the two out"
             )
 
 
@@ -154,26 +154,26 @@ def _offloadable(shape: ModelShape, implementation: str) -> list[str]:
 
 
 def check_context_exchange(
-    how: str, shape: ModelShape, dims: ParallelDims, implementation: str
+    cp_comm_type: str, shape: ModelShape, dims: ParallelDims, implementation: str
 ) -> None:
-    """Raise ValueError if context ranks cannot exchange keys and values by `cp_comm_type` `how`."""
+    """Raise ValueError if context ranks cannot exchange keys and values by `cp_comm_type`."""
     if implementation == "local":
         raise ValueError(
-            f"model.megatron.cp_comm_type {how} is for Transformer Engine's attention; torch's "
-            "layers gather keys and values: leave it out"
+            f"model.megatron.cp_comm_type {cp_comm_type} is for Transformer Engine's attention; "
+            "torch's layers gather keys and values: leave it out"
         )
     if shape.window is not None or shape.has_sinks:
         raise ValueError(
-            f"model.megatron.cp_comm_type {how} is for Transformer Engine's attention, and with "
-            "the windows of this model context ranks gather keys and values: leave it out"
+            f"model.megatron.cp_comm_type {cp_comm_type} is for Transformer Engine's attention; "
+            "layers with windows or sinks gather keys and values: leave it out"
         )
     heads = max(shape.num_key_value_heads // dims.tensor, 1)
-    if how == "a2a" and heads % dims.context:
+    if cp_comm_type == "a2a" and heads % dims.context:
         raise ValueError(
             f"model.megatron.cp_comm_type a2a divides the {heads} key-value heads of a tensor rank "
             f"among context({dims.context}) ranks: use p2p"
         )
-    if how == "a2a" and shape.head_dim != shape.value_dim:
+    if cp_comm_type == "a2a" and shape.head_dim != shape.value_dim:
         raise ValueError(
             "model.megatron.cp_comm_type a2a needs keys and values of one size, and this model has "
             f"{shape.head_dim} and {shape.value_dim}: use p2p"
@@ -192,8 +192,8 @@ def _check_dispatcher(
         "moe_shared_expert_intermediate_size"
     ):
         raise ValueError(
-            f"{prefix}shared_expert_overlap needs an expert that all tokens go to, and this model "
-            "has none: leave it out"
+            f"{prefix}shared_expert_overlap needs a shared expert, and this model has none: leave "
+            "it out"
         )
     if overrides.get("moe_token_dispatcher_type") != "flex":
         own = ("moe_flex_dispatcher_backend",)
@@ -239,7 +239,7 @@ def _check_field(name: str, decided: Mapping[str, Any]) -> None:
         hint = f": did you mean {nearest[0]}?" if nearest else "."
         raise ValueError(
             f"model.megatron.{name} is not supported{hint} Fields that change only speed, memory "
-            f"or rounding are {', '.join(PERFORMANCE_FIELDS)}; those of the routers' losses are "
+            f"or rounding are {', '.join(PERFORMANCE_FIELDS)}; fields of routers' losses are "
             f"{', '.join(ROUTER_LOSS_FIELDS)}"
         )
     if name.startswith("moe_") and "num_moe_experts" not in decided:

@@ -255,7 +255,7 @@ def _check_host(offload: Offload, num_bytes: int, num_ranks: int) -> None:
     needed, available = num_ranks * int(most), available_bytes()
     if needed > available:
         raise ValueError(
-            f"train.offload {words(offload)} keeps {needed / 1e9:.1f} GB of the state of "
-            f"{num_ranks} ranks in the memory of their host, which has {available / 1e9:.1f} GB "
-            f"available: set train.offload to {' or '.join(smaller(offload))}, or use more hosts"
+            f"train.offload {words(offload)} needs {needed / 1e9:.1f} GB of host memory for the "
+            f"state of {num_ranks} ranks, and {available / 1e9:.1f} GB are available: set "
+            f"train.offload to {' or '.join(smaller(offload))}, or use more hosts"
         )

@@ -156,10 +156,10 @@ def rotate_own_tokens(chunk: Any, groups: Groups) -> None:
             module.pg_collection = alone
             # `PackedAttention` does not read padded lengths.
             if not isinstance(module.core_attention, PackedAttention):
-                module.core_attention.register_forward_pre_hook(_tell_boundaries, with_kwargs=True)
+                module.core_attention.register_forward_pre_hook(_set_boundaries, with_kwargs=True)
 
 
-def _tell_boundaries(
+def _set_boundaries(
     _attention: Any, positional: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     params = named["packed_seq_params"]

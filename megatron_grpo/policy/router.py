@@ -60,8 +60,8 @@ class RouterReplay:
         chosen = self.routed_experts.long()
         if chosen.shape[1] != topk:
             raise ValueError(
-                f"rollout.router_replay: engines chose {chosen.shape[1]} experts of a token, but "
-                f"the model has {topk} for each: start them with the same config, or with "
+                f"rollout.router_replay: engines reported {chosen.shape[1]} experts of each token, "
+                f"but the model has {topk}: start the engines with the same config, or with "
                 "--enable-return-routed-experts"
             )
         return scores.gather(1, chosen), chosen

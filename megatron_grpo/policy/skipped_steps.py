@@ -53,7 +53,7 @@ def name_nonfinite(policy: Policy, losses: Sequence[Tensor], device: torch.devic
     `losses`: of this rank's microbatches. Losses come first, then gradients from the last layer to
     the first: in a backward pass one corrupts the next. Zeroes part of the gradient buffers.
     """
-    urgency, text = _found_here(policy, losses)
+    urgency, text = _first_nonfinite(policy, losses)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     # One all-reduce finds the highest urgency and, among equals, the lowest rank.
     first = torch.tensor((urgency + 1) * num_ranks - 1 - rank, device=device)
@@ -62,7 +62,7 @@ def name_nonfinite(policy: Policy, losses: Sequence[Tensor], device: torch.devic
     return f"{broadcast_text(text, source)} on rank {source}"
 
 
-def _found_here(policy: Policy, losses: Sequence[Tensor]) -> tuple[int, str]:
+def _first_nonfinite(policy: Policy, losses: Sequence[Tensor]) -> tuple[int, str]:
     """(urgency, text) of the first non-finite value in the order of computation; (-1, "nothing").
 
     Urgency is 2 * (number of tensors) for a loss; for the gradient of the n-th tensor 2 n, or

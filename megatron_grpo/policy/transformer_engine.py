@@ -81,9 +81,9 @@ def check_cudnn(capability: tuple[int, int], version: tuple[int, int, int]) -> N
     found, needed = (".".join(map(str, each)) for each in (version, RIGHT_GRADIENTS))
     raise ValueError(
         f"cuDNN {found}, which Transformer Engine has found here, computes wrong gradients of "
-        f"packed sequences on Hopper; {needed} is the first that does not. It takes the system's "
-        "before that of torch: remove the system's, and put the folder nvidia/cudnn/lib of "
-        "site-packages first in LD_LIBRARY_PATH; or choose torch's layers with "
+        f"packed sequences on Hopper; {needed} is the first right one. Transformer Engine prefers "
+        "the system's cuDNN to torch's: remove the system's, and put the folder nvidia/cudnn/lib "
+        "of site-packages first in LD_LIBRARY_PATH; or choose torch's layers with "
         "model.megatron.transformer_impl=local"
     )
 
@@ -107,9 +107,9 @@ def check_fp8(
     check_fp8_model(settings, shape, dims)
     if implementation == "local" or dtype != torch.bfloat16:
         raise ValueError(
-            f"{prefix} needs Transformer Engine's layers in bfloat16, and these are of "
-            f"transformer_impl {implementation} in {str(dtype).removeprefix('torch.')}: train on "
-            "GPUs with Transformer Engine and model.dtype=bfloat16, or leave fp8 out"
+            f"{prefix} needs Transformer Engine's layers in bfloat16, but transformer_impl is "
+            f"{implementation} and model.dtype {str(dtype).removeprefix('torch.')}: train on GPUs "
+            "with Transformer Engine and model.dtype=bfloat16, or leave fp8 out"
         )
     if recipe is None:
         raise ValueError(

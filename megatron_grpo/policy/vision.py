@@ -109,7 +109,7 @@ class VisionTower:
         with chunk.no_sync():
             for number, (images, features) in enumerate(self._computed.values()):
                 gradient = features.grad
-                assert gradient is not None, "of the backward of a microbatch with the images"
+                assert gradient is not None, "set by the backward of a microbatch"
                 for group in parts:
                     dist.all_reduce(gradient, group=group)
                 if number % num_ranks == rank:
