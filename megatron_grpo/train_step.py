@@ -62,7 +62,7 @@ def train_step(
     lr = policy.optimizer.param_groups[0]["lr"]
     of_routers = policy.router_losses.means() if policy.router_losses else {}
     reduced = {**report.metrics, **of_routers, "lr": lr}
-    if policy.mtp:
+    if policy.mtp:  # before the scheduler's step: at the learning rate of the policy's update
         reduced |= policy.mtp.update(policy.scheduler.num_steps)
     # With a gradient of 0, only momentum and weight decay would move the weights.
     if grad_norm > 0 and not cause:
@@ -111,6 +111,8 @@ def accumulate_gradient(
         tokens = LossTokens.select(batch, chosen, groups.contexts[batch.context_size])
         loss = grpo_loss(tokens, cfg.grpo, beta)
         metrics.add(tokens, loss)
+        # No old log-probabilities: the policy is still the generating one, and these are the old
+        # log-probabilities of further updates.
         if trains_again and batch.old_logprobs is None:
             with torch.no_grad():
                 metrics.logprobs.append(chosen.whole(len(batch.tokens))[0])

@@ -72,8 +72,7 @@ def _centered(groups: "RewardGroups", estimator: AdvantageEstimator) -> Tensor:
         if not differ(groups.rewards.min(), groups.rewards.max()):
             return torch.zeros_like(groups.rewards)
         return groups.rewards - groups.rewards.mean()
-    # Equal rewards may differ from their rounded mean, and dividing by a tiny standard deviation
-    # would make advantages of about 1 from nothing.
+    # Equal rewards may differ from their rounded mean: only the mask makes advantages exactly 0.
     centered = groups.centered.masked_fill(~groups.has_reward_variance[groups.index], 0.0)
     if estimator == "rloo":
         # r - (sum - r) / (n - 1) = n / (n - 1) (r - m)

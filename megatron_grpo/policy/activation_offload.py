@@ -47,8 +47,8 @@ class Block:
         """Start to copy the bytes back on the stream `arriving`, unless they are on the device."""
         if self.values is not None:
             return
-        # The copy waits for the current stream: queued work there may still use the memory that
-        # `empty` reuses, and `Offloads.send` made that stream wait for the copy to the host.
+        # Queued work of the current stream may still use the memory that `empty` reuses; and only
+        # the current stream has waited for the copy to the host (`Offloads.send`).
         self.values = torch.empty(len(self.host), dtype=torch.uint8, device=self._device)
         arriving.wait_stream(streams.current_stream())
         with streams.stream(arriving):

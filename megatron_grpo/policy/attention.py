@@ -43,7 +43,7 @@ def attention_windows(chunk: GPTModel) -> set[int | None]:
 
 
 class WindowedAttention(SelfAttention):
-    """Attention of a model whose windowed layers have a RoPE of their own: see `PackedRotary`."""
+    """Attention of a model with another RoPE in windowed layers: see `PackedRotary`."""
 
     def __init__(
         self,

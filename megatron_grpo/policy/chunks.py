@@ -1,4 +1,4 @@
-"""Builds this rank's GPTModels for packed sequences, and sets what their config cannot say.
+"""Builds this rank's GPTModels for packed sequences, and changes them where no config field can.
 
 Hooks of Megatron-Core's DistributedDataParallel sum gradients and gather weights while layers
 compute: they reduce a bucket of gradients once its last gradient is there, and wait for a module's
@@ -87,9 +87,9 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
 
 
 def prepare_layers(chunk: Any, cfg: Config, shape: ModelShape, groups: Groups) -> None:
-    """Set what the config of a chunk's layers (or of the MTP layer's) cannot say.
+    """Set attributes of Megatron's modules that no field of the config sets.
 
-    Each step sets attributes of Megatron's modules; `test_upstream.py` knows who reads them.
+    `chunk`: a GPTModel or an `MtpLayer`. `test_upstream.py` names Megatron's readers of each.
     """
     keep_choice_biases(chunk)
     if cfg.model.freeze_moe_router:

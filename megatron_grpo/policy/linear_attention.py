@@ -237,6 +237,7 @@ class GatedDeltaNet(LinearAttention):
     def _mix(self, projected: Tensor, params: PackedParams, group: Any) -> Tensor:
         linear, size = self.linear, self.linear.group_size
         conv, dt_bias, a_log = self._own(group, _wide(projected.dtype))
+        # Per key head: query, key and values, then gates, strengths and decays of its value heads.
         by_group = projected.unflatten(1, (-1, linear.mixed_dim + size * (linear.value_dim + 2)))
         qkv, gate, strength, decay = by_group.split(
             [linear.mixed_dim, size * linear.value_dim, size, size], dim=-1

@@ -44,8 +44,8 @@ class LatentAttention(Attention):
         self.latent, self.head_dim = latent, head_dim
         # `rotate_own_tokens` may replace the collection's group later, for RoPE alone.
         self.context_group = self.pg_collection.cp
-        # In place of the base class's, whose queries and values have one head size. Transformer
-        # Engine's attention accepts no further options.
+        # The base class's attention has one head size for queries and values. Transformer Engine's
+        # accepts no further options.
         self.core_attention = build_module(
             submodules.core_attention,
             config=config,
@@ -187,7 +187,7 @@ class LatentAttention(Attention):
         return self.linear_q_up_proj(self.q_layernorm(latent))[0]
 
     def _rotate(self, part: Tensor, rotary_pos_emb: Tensor, params: PackedParams) -> Tensor:
-        """RoPE of [t, heads, rotary_dim], whose pairs are neighbours in the weights' order."""
+        """RoPE of [t, heads, rotary_dim]; its pairs are neighbours in the weights' order."""
         # Megatron's RoPE pairs element i with i + rotary_dim / 2. Scores stay equal in any order
         # that queries and keys share.
         halves = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -167,6 +167,7 @@ class Mtp:
             tensor_group=self._groups.tensor,
         )
         loss = -chosen.logprobs.sum() / self._num_tokens
+        # At once, within the schedule's forward: the layer's graph ends at detached hidden states.
         loss.backward()
         self._loss += loss.detach()
 

@@ -143,7 +143,7 @@ def state_tensors(optimizer: Any) -> list[Tensor]:
 
 
 def apply_gradient(optimizer: Any, norm: float) -> None:
-    """Update the weights with the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
+    """Clip the gradient of norm `norm` to `max_grad_norm`, and update the weights."""
     for part in optimizer.chained_optimizers:
         if parameters := part.get_parameters():
             config = part.config

@@ -66,18 +66,18 @@ class PackedParams(PackedSeqParams):
 
     @cached_property
     def context_order(self) -> tuple[Tensor, Tensor]:
-        """For `PackedAttention`; computed once for all layers."""
+        """`rank_part.context_order` for `PackedAttention`, computed once for all layers."""
         return context_order(self.cu_seqlens_q, self.context_size, self.num_tokens)
 
     @cached_property
     def queries(self) -> Queries:
-        """For sparse attention; computed once for all layers."""
+        """Queries of sparse attention, computed once for all layers."""
         assert self.local is not None
         return Queries.of(self.local, self.cu_seqlens_q)
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """For linear attention; computed once for all layers."""
+        """`delta_rule.stages` for linear attention, computed once for all layers."""
         return stages(self.cu_seqlens_q, self.prefixes)
 
 

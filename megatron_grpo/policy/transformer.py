@@ -87,8 +87,9 @@ def transformer_config(
     if overrides.get("transformer_impl") != "local":
         check_transformer_engine(dtype, overrides.get("attention_backend"))
     free = {"transformer_impl": best_implementation(dtype)} | dict(overrides)
-    # Megatron's default dispatcher, all-gather, needs equal lengths, and Megatron refuses it with
-    # `variable_seq_lengths` even for dense models.
+    # Megatron's default dispatcher, all-gather, needs equal lengths: refused with
+    # `variable_seq_lengths`, even for dense models. `batch_p2p_sync` waits for the GPU after each
+    # message, because of a bug in old releases of torch.
     free = {"moe_token_dispatcher_type": "alltoall", "batch_p2p_sync": False} | (
         _fusions(free["transformer_impl"], shape) | free
     )
@@ -111,7 +112,7 @@ def transformer_config(
         free = {"moe_router_dtype": "fp32", "moe_permute_fusion": is_fused} | free
         if shape.has_linear_biases:  # Megatron's grouped experts with biases refuse the fusion
             decided["bias_dropout_fusion"] = False
-        decided["moe_hybridep_pad_uneven_dispatch_inputs"] = True
+        decided["moe_hybridep_pad_uneven_dispatch_inputs"] = True  # ranks have unequal microbatches
     check_overrides(overrides, decided, best_implementation(dtype), _flexible_backends())
     check_activation_offload(overrides, shape, free["transformer_impl"])
     check_fp8(overrides, shape, dims, dtype, free["transformer_impl"])
@@ -362,7 +363,7 @@ def _mesh(
 
 
 def _pipeline_layout(num_layers: int, dims: ParallelDims) -> list[list[str]] | None:
-    """Layer types of each model chunk, in model order: this field allows any uneven split."""
+    """Layer types of each model chunk, in model order; Megatron's form for uneven splits."""
     if dims.pipeline == 1:
         return None
     stages = pipeline_layers(num_layers, dims)

@@ -117,7 +117,7 @@ class VisionTower:
                     output.backward(gradient.to(output.dtype))
         self._computed = {}
         for parameter in self._module.parameters():
-            if dims.tensor > 1:
+            if dims.tensor > 1:  # ranks ran different prompts; DDP sums over data and context ranks
                 dist.all_reduce(parameter.main_grad, group=groups.tensor)
             if chunk.ddp_config.overlap_grad_reduce:
                 chunk.param_to_bucket_group[parameter].register_grad_ready(parameter)

@@ -203,7 +203,7 @@ def test_starting_adapter_advises_nothing_that_options_cannot_say(llama, tmp_pat
     config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": [module]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     lora = LoraConfig(r=3, lora_alpha=6.0, adapter_path=tmp_path, target_modules=("q_proj",))
-    told = r"such as model\.layers\.1\.self_attn\.q_proj: no lora.target_modules .* merge the adapter"
+    told = r"such as model\.layers\.1\.self_attn\.q_proj: no lora.target_modules .* merge the ad"
     with pytest.raises(ValueError, match=told):
         starting_adapter(lora, shape)
 
