@@ -24,8 +24,8 @@ def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: KLEstimator
       2510.01555);
     - k3: exp(-d) + d - 1, unbiased and never negative (DeepSeekMath, arXiv 2402.03300, eq. 4),
       with -d clamped to at most 20, as in verl: a token far likelier under q would make the
-      gradient of the whole batch infinite. verl also clamps the estimate to 10, which takes the
-      gradient of tokens 14 times as likely under q; here they keep it.
+      gradient of the whole batch infinite. verl also clamps the estimate to 10, where tokens 14
+      times as likely under q have no gradient; here they have one.
 
     `logprobs` and `other_logprobs` are log p and log q of the drawn tokens, in any common shape.
     """
@@ -44,7 +44,7 @@ def adapted_beta(
     """Weight of the KL penalty after a step with these metrics: a proportional controller.
 
     Ziegler et al., arXiv 1909.08593, section 2.2. `target` and the measured kl are mean divergences
-    per token, in nats; `num_completions`: of the step:
+    per token, in nats. With the step's `num_completions`, returns
     ``beta * (1 + clip(kl / target - 1, -0.2, 0.2) * min(1, num_completions / horizon))``
 
     Returns `beta` if the metrics have no divergence: it was not finite, or no token was counted.

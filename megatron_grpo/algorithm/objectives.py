@@ -18,7 +18,7 @@ from megatron_grpo.config.grpo import GRPOConfig, ImportanceLevel
 from parallel.sequences import SequenceMeans
 
 LOG_MOST = 80.0
-"""Bound for log-ratios: exp(89) is infinite in float32, and has NaN as its gradient if clipped."""
+"""Bound for log-ratios: exp(89) is infinite in float32, and its gradient is NaN if clipped."""
 LOG_BOUND = 20.0
 LOG_LEAST = -18.420680743952367  # of 1e-8
 """Bounds of VESPO's log-weights, as in the authors' code and in TRL."""
@@ -234,7 +234,7 @@ def on_policy_mask(
     sequences: SequenceMeans,
     threshold: float,
 ) -> Tensor:
-    """Tokens [K] to keep: only tokens of negative advantage in off-policy sequences go.
+    """Mask [K] of tokens to keep, False at negative advantages in off-policy sequences.
 
     A sequence is off-policy if the mean of ``sampling_logprobs - logprobs`` over its tokens exceeds
     `threshold`: DeepSeek-V3.2, arXiv 2512.02556, eq. 9. `sampling_logprobs` [K] are the engine's.

@@ -21,7 +21,7 @@ MOMENTUM = "momentum_buffer"
 
 @dataclass(frozen=True, slots=True)
 class SplitFloats:
-    """Float32 values in two tensors of 16 bits, without loss: bfloat16 weights, and the rest.
+    """Float32 values in two tensors of 16 bits: bfloat16 weights, and the rest.
 
     As integers, bits(value) = 2^16 bits(weight) + rest: the format of Transformer Engine's kernel
     for `store_param_remainders`.

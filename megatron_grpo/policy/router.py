@@ -130,7 +130,7 @@ def _checkpointed(
     replay: RouterReplay, forward: Callable[..., Any], hidden: Tensor, **arguments: Any
 ) -> Any:
     """Megatron's checkpoint around a mixture, with the routes of this microbatch bound again."""
-    # By the time of the backward, the layer has run other microbatches and bound their routes.
+    # Until the backward, the layer may run other microbatches, and bind their routes.
     routes = replay.routed_experts
 
     def run(hidden: Tensor) -> Any:

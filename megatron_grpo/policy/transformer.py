@@ -343,7 +343,7 @@ def _mesh(
             dims.virtual_pipeline if dims.virtual_pipeline > 1 else None
         ),
         "pipeline_model_parallel_layout": _pipeline_layout(shape.num_layers, dims),
-        # Megatron refuses these next to a layout, which says them, too.
+        # Megatron refuses these next to a layout, which determines them already.
         "num_layers_in_first_pipeline_stage": None,
         "num_layers_in_last_pipeline_stage": None,
         # With interleaving, every pair of stages communicates in both directions at once. Batched

@@ -1,4 +1,4 @@
-"""The vision tower of a multimodal model: transformers' own module, with its weights unchanged.
+"""The vision tower of a multimodal model: transformers' own module, with the files' names.
 
 A frozen tower sees each image of an optimizer batch once: the features stay with the microbatches
 for all passes. Every tensor and context rank of the stages that use features computes the features
