@@ -40,31 +40,31 @@ def train_step(
     skipped: SkippedSteps,
     beta: float,
 ) -> StepReport:
-    """One update from this rank's microbatches of the optimizer batch; all ranks call it together.
+    """Update the policy from this rank's microbatches of the optimizer batch; collective.
 
-    Loss weights are global, so loss and gradient are plain sums over microbatches, context and data
-    ranks. `beta` is the weight of the KL penalty. Returns the metrics of the whole optimizer batch,
-    the same on every rank.
+    Loss weights are global: loss and gradient are sums over microbatches, context and data ranks.
+    `beta`: weight of the KL penalty. Returns the metrics of the whole optimizer batch, equal on
+    all ranks.
 
     If a loss or gradient is NaN or infinite on any rank, all ranks skip the step: weights,
-    optimizer and scheduler are unchanged, `skipped` counts the step, and the metrics have
-    `skipped_steps` 1 and omit values that are not finite. A gradient of exactly 0, when no token
-    has a weight or an advantage, does not change the weights either (momentum and weight decay
-    alone teach nothing), but the learning rate schedule advances.
+    optimizer and scheduler stay, `skipped` counts the step, and the metrics have `skipped_steps` 1
+    and no values that are not finite. A gradient of exactly 0 (no token has a weight or an
+    advantage) leaves the weights, too, but the learning rate schedule advances.
     """
     metrics = accumulate_gradient(policy, batches, cfg, groups, beta)
     grad_norm = gradient_norm(policy.optimizer)
-    cause = _why_not(policy, metrics, grad_norm, batches[0].tokens.device)
+    cause = _nonfinite_cause(policy, metrics, grad_norm, batches[0].tokens.device)
     if cause and groups.rank == 0:
         print(f"optimizer step skipped: {cause}", file=sys.stderr, flush=True)
-    if cause or skipped.num_in_a_row:
+    if cause or skipped.num_in_a_row:  # a count of 0 needs no reset
         skipped.count(cause)
     report = metrics.reduce(groups.reduce_over_tokens, cfg.grpo)
     lr = policy.optimizer.param_groups[0]["lr"]
     of_routers = policy.router_losses.means() if policy.router_losses else {}
     reduced = {**report.metrics, **of_routers, "lr": lr}
-    if policy.mtp:
+    if policy.mtp:  # before the scheduler's step: at the learning rate of the policy's update
         reduced |= policy.mtp.update(policy.scheduler.num_steps)
+    # With a gradient of 0, only momentum and weight decay would move the weights.
     if grad_norm > 0 and not cause:
         apply_gradient(policy.optimizer, grad_norm)
     policy.optimizer.zero_grad()  # lets go of the float32 copies of gradients in bfloat16
@@ -76,10 +76,10 @@ def train_step(
     return replace(report, metrics=done)
 
 
-def _why_not(
+def _nonfinite_cause(
     policy: Policy, metrics: TrainMetrics, grad_norm: float, device: torch.device
 ) -> str | None:
-    """Name the value that is not finite, and its rank; None on all ranks if there is none."""
+    """Name a value that is not finite, and its rank; None on all ranks if all are finite."""
     is_finite = (
         math.isfinite(grad_norm)
         and own_gradient_is_finite(policy.optimizer)
@@ -93,8 +93,8 @@ def _why_not(
 def accumulate_gradient(
     policy: Policy, batches: Sequence[PackedBatch], cfg: Config, groups: Groups, beta: float
 ) -> TrainMetrics:
-    """Zero the policy's gradient buffers and accumulate the gradient of the optimizer batch.
-    Returns this rank's part of the metrics."""
+    """Zero the gradient buffers and accumulate the gradient of the optimizer batch; returns this
+    rank's part of the metrics."""
     schedule = BatchSchedule.of(cfg.grpo)
     trains_again = schedule.updates_per_generation > 1
     metrics = TrainMetrics(
@@ -111,6 +111,8 @@ def accumulate_gradient(
         tokens = LossTokens.select(batch, chosen, groups.contexts[batch.context_size])
         loss = grpo_loss(tokens, cfg.grpo, beta)
         metrics.add(tokens, loss)
+        # No old log-probabilities: the policy is still the generating one, and these are the old
+        # log-probabilities of further updates.
         if trains_again and batch.old_logprobs is None:
             with torch.no_grad():
                 metrics.logprobs.append(chosen.whole(len(batch.tokens))[0])
@@ -127,8 +129,7 @@ def accumulate_gradient(
 def profiled_step(train: TrainConfig, step: int, timer: PhaseTimer) -> Iterator[None]:
     """Record optimizer step `step` on `train.profile_ranks`, for https://ui.perfetto.dev.
 
-    Collective, in the phase in which files may take long: traces have up to some GB, and a rank
-    that writes one must not look as if it hung.
+    Collective.
     """
     if step not in train.profile_steps:
         yield
@@ -138,6 +139,8 @@ def profiled_step(train: TrainConfig, step: int, timer: PhaseTimer) -> Iterator[
     if recorded:
         recorded.start()
     yield
+    # The watchdog has no limit for this phase: a trace has up to some GB, and a rank that writes it
+    # must not look hung.
     with timer.phase("save"):
         if recorded:
             recorded.stop()  # evaluates all events: of a large step, for a minute or more

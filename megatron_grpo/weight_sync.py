@@ -1,10 +1,10 @@
-"""A push of weights: from the trainer's shards into the engines' workers.
+"""Pushes weights from the trainer's shards into the engines' workers.
 
-It goes over channels of its own (`WeightChannels`), or through a folder (`WeightFolder`).
+Weights travel over channels (`WeightChannels`) or through a folder (`WeightFolder`).
 
-A push is a transaction. After each phase, all ranks know whether it succeeded everywhere, and no
-engine serves requests until every worker is verified to hold the same weights as the ranks, by
-checksums of every parameter that are summed over the ranks.
+A push is a transaction. After each phase all ranks know whether it succeeded everywhere, and no
+engine serves requests until every worker is verified to hold the ranks' weights, by checksums of
+every parameter, summed over the ranks.
 """
 
 import sys
@@ -34,10 +34,10 @@ from parallel.weight_transfer import bucket_bytes_for
 
 
 class WeightSync:
-    """Pushes weights to the engines; every rank makes one, and all call `push` together.
+    """Pushes weights to the engines; every rank has a `WeightSync`, and all call `push` together.
 
-    `sender` describes what this rank can send; `loaded` has the `loaded_sums` of what engines hold
-    besides. Only rank 0 has `engines`. Ranks coordinate over the CPU: a GPU that waits in a
+    `sender`: tensors that this rank can send. `loaded`: `loaded_sums` of weights that engines load
+    themselves. Only rank 0 has `engines`. Ranks coordinate over the CPU: a GPU that waits in a
     collective is busy, and an engine may share it.
     """
 
@@ -63,10 +63,11 @@ class WeightSync:
         limit = cfg.rollout.update_weights_bucket_megabytes * 1_000_000
         worker_bytes = shard_bytes(workers, itemsizes)
         bucket_bytes = bucket_bytes_for(limit, senders, cfg.rollout.num_engines, worker_bytes)
+        # In elements of the largest dtype: no piece exceeds a bucket in any other.
         sends = cut_shares(shares, bucket_bytes // max(itemsizes.values()))
         self._transport: WeightChannels | WeightFolder
         folder = WeightFolder(cfg, shape, sender, workers, sends, dtypes)
-        folder.close()  # that of a run which was killed in a push
+        folder.close()  # removes the folder of a run that was killed in a push
         if cfg.rollout.weight_transport == "disk":
             self._transport = folder
         else:
@@ -87,14 +88,14 @@ class WeightSync:
     ) -> None:
         """Make every healthy engine serve `parameters`, this rank's shard, as `policy_version`.
 
-        On return, every worker of every serving engine is verified to hold the same weights as the
-        ranks, and the engines have dropped their caches. A push that fails is repeated once from
-        the start, over new channels, and once more if the engines have changed.
+        On return, every worker of every serving engine is verified to hold the ranks' weights, and
+        engines have dropped their caches. A failed push is repeated from the start, over new
+        channels: once with the same engines, and again whenever these have changed.
 
-        Raises on all ranks: RolloutAborted, when the push fails twice with the same engines (its
-        text on rank 0 names the engine, worker and parameters; no engine ever serves weights that
-        failed verification) or no engine is back within `rollout.startup_timeout`; Preempted, when
-        rank 0 was told to stop while waiting for an engine.
+        Raises on all ranks RolloutAborted, when the push fails twice with the same engines (on rank
+        0 the text names engine, worker and parameters) or no engine is back within
+        `rollout.startup_timeout`; and Preempted, when rank 0 gets the signal to stop while it waits
+        for an engine. No engine ever serves weights that failed verification.
         """
         with timer.phase("await_engines"):
             self._agree_on_engines()
@@ -113,11 +114,9 @@ class WeightSync:
         self._transport.close()
 
     def _agree_on_engines(self) -> bool:
-        """Tell all ranks how many engines the push is for; returns whether the engines changed.
+        """Broadcast the number of engines; returns whether the engines have changed. Collective.
 
-        If they did, the channels to the earlier ones are closed. If an engine is starting again,
-        the ranks move their state away, as before a generation: it may share their GPUs, and vLLM
-        ends unless all of its share is free. Collective.
+        If they have, closes the channels to the earlier engines.
         """
         needs_room = torch.tensor(False)
         if self._engines is not None:
@@ -125,6 +124,8 @@ class WeightSync:
             pool = self._engines.pool
             needs_room.fill_(bool(pool.starting) or not pool.up)
         dist.broadcast(needs_room, src=0)
+        # A starting engine may share the ranks' GPUs, and vLLM exits at its start unless all of its
+        # share of the memory is free: the ranks' state leaves first.
         if needs_room:
             self._residency.enter("generate")
             torch.cuda.empty_cache()
@@ -145,44 +146,48 @@ class WeightSync:
     def _try_push(
         self, parameters: Mapping[str, Tensor], policy_version: int, timer: PhaseTimer
     ) -> ConnectionError | None:
-        """Returns on all ranks the error of the first rank that failed; None if none did."""
+        """Push once; returns on all ranks the error of the first rank that failed, or None."""
         engines, transport = self._engines, self._transport
+        # Unique per attempt: the report of an earlier push, or of another trainer's with the same
+        # version, must not pass for this one's.
         push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
-        if "weights" in self._residency.away:  # caches of engines may be where they go
+        # The ranks' weights return to GPU memory that caches of engines may use.
+        if "weights" in self._residency.away:
             with timer.phase("sleep"):
                 if engines is not None:
                     engines.sleep()
                 wait_for_rank_0()
         with timer.phase("push"):
             self._residency.enter("push")
-            self._residency.copy_ahead("generate")  # a push only reads what leaves after it
-            if failure := _first(lambda: transport.open(engines, self._num_engines)):
+            # A push only reads the parts that leave after it, so copies may start now.
+            self._residency.copy_ahead("generate")
+            if failure := _failure_of(lambda: transport.open(engines, self._num_engines)):
                 return failure
-            if failure := _first(lambda: engines.begin_push(push) if engines else None):
+            if failure := _failure_of(lambda: engines.begin_push(push) if engines else None):
                 return failure
             transport.prepare(parameters)
             sent: dict[int, WorkerSums] = {}
-            broken = _first(lambda: sent.update(transport.send(engines, push, parameters)))
+            broken = _failure_of(lambda: sent.update(transport.send(engines, push, parameters)))
         # Ask the engines in any case: only the other end of a broken channel may know why it broke.
         with timer.phase("verify_weights"):
             expected = None if broken else sums_of_all_ranks(sent, self._held, self._loaded)
-            failure = _first(lambda: engines.check_push(push, expected) if engines else None)
+            failure = _failure_of(lambda: engines.check_push(push, expected) if engines else None)
         if failure is None and broken is None:
             with timer.phase("push"):
                 self._residency.enter("generate")  # engines in sleep mode now wake their caches
-                failure = _first(
+                failure = _failure_of(
                     lambda: engines.finish_push(push, policy_version) if engines else None
                 )
             transport.finish()
         return failure or broken
 
 
-_first = partial(first_failure, kind=ConnectionError)
-"""The action of a phase, after which all ranks know the error of the first that failed."""
+_failure_of = partial(first_failure, kind=ConnectionError)
+"""Run the action of a phase; returns on all ranks the error of the first rank that failed."""
 
 
 def _all_senders(own: set[int], num_workers: int) -> list[list[int]]:
-    """The ranks that send to each worker; `own` are the workers of this rank. Collective."""
+    """Ranks that send to each worker; `own`: workers that this rank sends to. Collective."""
     mine = torch.zeros(num_workers, dtype=torch.uint8)
     mine[list(own)] = 1
     by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -1,8 +1,8 @@
-"""Two ways for the weights of a push: over channels, or by way of a folder.
+"""Two transports for the weights of a push: channels, and a folder.
 
-Over channels, weights go from the ranks' shards straight into those of the engines' workers. The
-folder (`rollout.weight_transport: disk`) is for engines that share a file system with the ranks,
-but no network besides HTTP. What is verified, and when an engine serves, is the same.
+Channels carry weights from the ranks' shards straight into the workers' shards. The folder
+(`rollout.weight_transport: disk`) is for engines that share a file system with the ranks, but no
+network except HTTP. Verification is equal for both, and so is the moment when an engine serves.
 """
 
 import json
@@ -43,7 +43,7 @@ from parallel.weight_transfer import (
 class WeightChannels:
     """A rank's end of the channels to all workers of all engines.
 
-    They last from push to push, until one fails or the engines change.
+    Channels stay open from push to push, until one fails or the engines change.
     """
 
     def __init__(
@@ -58,19 +58,19 @@ class WeightChannels:
         device: torch.device,
         num_hosts: int,
     ) -> None:
-        """`sends` is this rank's share of what the `workers` hold in `dtypes`, and `senders` has
-        the ranks that send to each worker. Collective."""
+        """`sends`: this rank's pieces of the tensors of `workers`, which have `dtypes`; `senders`:
+        ranks that send to each worker. Collective."""
         self._workers, self._sends, self._dtypes = workers, sends, dtypes
         self._senders, self._bucket_bytes, self._device = senders, bucket_bytes, device
         self._network_only = rollout.weight_transport == "network"
-        # As resolved by the last rank: on rank 0's own host, its name may resolve to loopback.
+        # The last rank resolves rank 0's name: on rank 0's own host it may resolve to loopback.
         address = rendezvous_address(rollout.base_urls, num_hosts, os.environ)
         self._address = broadcast_text(address, source=dist.get_world_size() - 1)
         self._sender: WeightSender | None = None
         self._rendezvous: Rendezvous | None = None
 
     def open(self, engines: RolloutClient | None, num_engines: int) -> None:
-        """Open the channels, unless they are open; collective, and rank 0 has the `engines`."""
+        """Open the channels unless they are open; collective. Only rank 0 has `engines`."""
         if self._sender is not None:
             return
         address = None
@@ -93,6 +93,7 @@ class WeightChannels:
             try:
                 client.open_channels(init_info.to_json(), is_sending)
             except OSError as error:
+                # The ranks wait in the rendezvous for workers that will not come: end their wait.
                 join(init_info.rendezvous, TIMEOUT).publish_failure(str(error))
                 raise
 
@@ -108,23 +109,24 @@ class WeightChannels:
             )
 
     def prepare(self, parameters: Mapping[str, Tensor]) -> None:
-        """End the rendezvous: all ranks have their channels."""
+        """Close the rendezvous: all ranks have their channels."""
+        # Not before the phase of `open` has ended on all ranks: the store is rank 0's.
         self._rendezvous = None
 
     def send(
         self, engines: RolloutClient | None, push: str, parameters: Mapping[str, Tensor]
     ) -> Mapping[int, WorkerSums]:
-        """Send this rank's share of `parameters`; returns the checksums of what it has sent, by
-        worker. Raises ConnectionError."""
+        """Send this rank's pieces of `parameters`; returns their checksums by worker. Raises
+        ConnectionError."""
         assert self._sender is not None
         with meanwhile(partial(engines.receive_push, push) if engines else None):
             return self._sender.send_weights(parameters)
 
     def finish(self) -> None:
-        """Channels stay open for the next push."""
+        """Do nothing: channels stay open for the next push."""
 
     def close(self) -> None:
-        """Close the channels; the next `open` opens others."""
+        """Close the channels; the next `open` opens new ones."""
         self._rendezvous = None
         if self._sender is not None:
             self._sender.close()
@@ -132,7 +134,7 @@ class WeightChannels:
 
 
 class WeightFolder:
-    """A rank's end of the folder `pushed` in the run directory, which is there during a push."""
+    """A rank's end of the folder `pushed` in the run directory, which exists during a push."""
 
     def __init__(
         self,
@@ -143,17 +145,17 @@ class WeightFolder:
         sends: Mapping[int, Sequence[Copy]],
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
-        """`sends` is this rank's share of what the `workers` hold in `dtypes`."""
+        """`sends`: this rank's pieces of the tensors of `workers`, which have `dtypes`."""
         self._cfg, self._shape, self._sender = cfg, shape, sender
         self._workers, self._sends, self._dtypes = workers, sends, dtypes
         self._folder = cfg.train.run_dir.absolute() / "pushed"
         self._is_known = False
-        """Whether the workers know the folder."""
+        """Whether the workers have the folder's path."""
 
     @property
     def init_info(self) -> Json:
-        """Sent to the workers in place of a `TransferInitInfo`; see `open_receiver`."""
-        # What decides which part of the weights each worker holds.
+        """Message to the workers in place of a `TransferInitInfo`; see `open_receiver`."""
+        # Settings that decide the part of the weights of each worker.
         sizes = {"tensor_parallel_size", "data_parallel_size", "vllm", "sglang"}
         fields = {"engine", "max_completion_length", *sizes}
         rollout = self._cfg.rollout.model_dump(mode="json", include=fields)
@@ -161,58 +163,59 @@ class WeightFolder:
         return {"folder": str(self._folder), "model": model, "rollout": rollout}
 
     def open(self, engines: RolloutClient | None, num_engines: int) -> None:
-        """Tell all workers of all engines of the folder, unless they know it."""
+        """Send the folder's path to all workers of all engines, unless they have it."""
         if engines is not None and not self._is_known:
             engines.open_channels(self.init_info, lambda: True)
         self._is_known = True
 
     def prepare(self, parameters: Mapping[str, Tensor]) -> None:
-        """Write `parameters`, this rank's shard; on return all ranks have written. Collective;
-        RolloutAborted on all ranks if one cannot write, as when the disk is full."""
+        """Write `parameters`, this rank's shard; on return all ranks have written. Collective.
+
+        Raises RolloutAborted on all ranks if one cannot write, as when the disk is full."""
         try:
             raise_first_failure(self._create, RolloutAborted)
             raise_first_failure(lambda: self._fill(parameters), RolloutAborted)
         except RolloutAborted:
-            self.finish()  # the last checkpoint needs the room
+            self.finish()  # makes room on the disk for the run's last checkpoint
             raise
 
     def send(
         self, engines: RolloutClient | None, push: str, parameters: Mapping[str, Tensor]
     ) -> Mapping[int, WorkerSums]:
-        """Let the workers read the folder; returns the checksums of this rank's share. Raises
-        ConnectionError."""
+        """Let the workers read the folder; returns the checksums of this rank's pieces by worker.
+        Raises ConnectionError."""
         with meanwhile((lambda _: engines.receive_push(push, lambda: True)) if engines else None):
             return sums_of_copies(parameters, self._sends, self._workers, self._dtypes)
 
     def finish(self) -> None:
-        """Remove the folder, which no worker reads any more."""
+        """Remove the folder: no worker reads it any more."""
         if self._sender.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove the folder; the next `open` tells the workers of it again."""
+        """Remove the folder; the next `open` sends its path to the workers again."""
         self.finish()
         self._is_known = False
 
     def _create(self) -> None:
         if self._sender.rank > 0:
             return
-        self.finish()  # that of a push which was killed
+        self.finish()  # removes the folder of a killed push
         dtype = getattr(torch, self._cfg.model.dtype)
         shard_bytes = shard_bytes_for(dist.get_world_size(), self._shape, dtype)
-        shape = replace(self._shape, num_mtp_layers=0)  # no worker reads these
-        with _naming_errors():
+        shape = replace(self._shape, num_mtp_layers=0)  # workers read no MTP layers
+        with _abort_on_errors():
             create_export(self._folder, self._cfg.model.path, shape, dtype, shard_bytes)
 
     def _fill(self, parameters: Mapping[str, Tensor]) -> None:
         rank, layout = self._sender.rank, self._sender.layout
-        with _naming_errors():
+        with _abort_on_errors():
             files = file_layout(self._shape)
             write_weights(self._folder, layout, parameters, first_file=rank, files=files)
 
 
 @contextmanager
-def _naming_errors() -> Iterator[None]:
+def _abort_on_errors() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # such as a disk that is full

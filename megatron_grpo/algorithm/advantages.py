@@ -1,7 +1,7 @@
-"""Advantage of each completion relative to the others of its prompt, or of its batch.
+"""Advantages of completions relative to their group (one prompt), or to the batch.
 
-A NaN reward marks a completion that could not be scored: it is left out of every mean and standard
-deviation, and its advantage is 0.
+A NaN reward marks an unscored completion: every mean and standard deviation leaves it out, and its
+advantage is 0.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ EPSILON = 1e-4
 """Added to every standard deviation before dividing by it, as in TRL and ms-swift."""
 
 ROUNDING = 1e-9
-"""Rewards that differ by less are equal: sums of the same scores, rounded differently."""
+"""Relative tolerance for equal rewards: sums of the same scores, rounded differently."""
 
 StepRewards = Sequence[tuple[int, float]]
-"""The step rewards of one completion, as (index of the step's last token, reward)."""
+"""Step rewards of one completion: (index of the step's last token, reward) each."""
 
 
 def group_advantages(
@@ -43,12 +43,10 @@ def group_advantages(
 
     It is then divided by s + `epsilon` for "group", by the standard deviation over the batch +
     `epsilon` for "batch" (arXiv 2508.08221), or not at all for "none" (Dr. GRPO, arXiv 2503.20783).
-    The standard deviation over the batch is that of the rewards, except for the two
-    reinforce_plus_plus estimators, which use that of the unscaled advantages (whitening).
+    The batch's standard deviation is taken over rewards, or over unscaled advantages (whitening)
+    for the two reinforce_plus_plus estimators.
 
-    A group whose rewards are all equal has advantage exactly 0, unless it is compared with the
-    batch. Equality is tested by comparing the rewards: the computed standard deviation of equal
-    numbers can be tiny but nonzero.
+    A group of equal rewards has advantage exactly 0, unless it is compared with the batch.
 
     `rewards` [N] are finite or NaN; `group_ids` [N] int64 are equal for the completions of one
     prompt, in any order.
@@ -74,17 +72,19 @@ def _centered(groups: "RewardGroups", estimator: AdvantageEstimator) -> Tensor:
         if not differ(groups.rewards.min(), groups.rewards.max()):
             return torch.zeros_like(groups.rewards)
         return groups.rewards - groups.rewards.mean()
+    # Equal rewards may differ from their rounded mean: only the mask makes advantages exactly 0.
     centered = groups.centered.masked_fill(~groups.has_reward_variance[groups.index], 0.0)
     if estimator == "rloo":
+        # r - (sum - r) / (n - 1) = n / (n - 1) (r - m)
         n = groups.count.double()
         centered = centered * (n / (n - 1).clamp(min=1))[groups.index]
     return centered
 
 
 def normalized_sum_advantages(scores: Tensor, weights: Tensor, group_ids: Tensor) -> Tensor:
-    """Advantages [N] from rewards that are normalized separately: GDPO, arXiv 2601.05242.
+    """Advantages [N] from separately normalised rewards: GDPO, arXiv 2601.05242.
 
-    The `scores` [N, F] of each reward function are normalized within their group (minus the mean,
+    `scores` [N, F] of each reward function are normalised within their group (minus the mean,
     divided by the standard deviation), summed with `weights` [F], and whitened over the batch.
     """
     valid = _valid(scores.sum(dim=1))
@@ -105,11 +105,11 @@ def process_advantages(
 ) -> list[Tensor]:
     """Per-token advantages under process supervision: DeepSeekMath, arXiv 2402.03300, 4.1.3.
 
-    The rewards of all steps of a group are normalized together. The advantage of a token is the sum
-    of the normalized rewards of the steps that end at or after it.
+    Rewards of all steps of a group are normalised together. The advantage of a token is the sum of
+    the normalised rewards of steps that end at or after it.
 
-    `step_rewards`, `lengths` in tokens, and `group_ids` [N] int64, equal for one prompt, are of the
-    N completions. Returns N tensors [length] in float64.
+    For N completions: `step_rewards`, `lengths` in tokens, and `group_ids` [N] int64, equal for one
+    prompt. Returns N tensors [length] in float64.
     """
     flat = [
         (owner, token, reward)
@@ -122,22 +122,20 @@ def process_advantages(
     at_token = [torch.zeros(length, dtype=torch.float64) for length in lengths]
     for (owner, token, _), reward in zip(flat, normalized, strict=True):
         at_token[owner][token] += reward
+    # A sum from the end: each token has its own step's reward and those of later steps.
     return [rewards.flip(0).cumsum(0).flip(0) for rewards in at_token]
 
 
 def differ(low: Tensor, high: Tensor) -> Tensor:
-    """Whether rewards differ by more than sums of the same scores that were rounded differently.
-
-    By `ROUNDING`, relative to the larger one; for rewards below 1, to 1.
-    """
+    """Whether rewards differ by more than `ROUNDING`, relative to the larger one or to 1."""
     return high - low > ROUNDING * torch.maximum(low.abs(), high.abs()).clamp(min=1.0)
 
 
 class RewardGroups:
-    """The rewards of N completions in G groups, in float64, with statistics of each group.
+    """Rewards of N completions in G groups, in float64, with statistics of each group.
 
-    `index` [N] is the group (0 .. G-1) of each completion, and `centered` [N] its reward minus the
-    mean of the group; `count` and `has_reward_variance` are [G].
+    `index` [N]: group (0 .. G-1) of each completion; `centered` [N]: reward minus the group's mean;
+    `count` and `has_reward_variance`: [G].
     """
 
     def __init__(self, rewards: Tensor, group_ids: Tensor) -> None:
@@ -145,6 +143,7 @@ class RewardGroups:
         _, self.index, self.count = torch.unique(group_ids, return_inverse=True, return_counts=True)
         mean = self._fold(self.rewards, "sum") / self.count
         self.centered = self.rewards - mean[self.index]
+        # From the rewards: a computed standard deviation of equal numbers can be tiny but nonzero.
         low, high = self._fold(self.rewards, "amin"), self._fold(self.rewards, "amax")
         self.has_reward_variance = differ(low, high)
 

@@ -1,6 +1,6 @@
-"""The GRPO loss of one microbatch, over its response tokens.
+"""GRPO loss of one microbatch, over its response tokens.
 
-Token weights are global, so that the losses of microbatches and ranks add up.
+Token weights are global: the losses of microbatches and ranks add up.
 """
 
 from dataclasses import dataclass
@@ -25,28 +25,29 @@ from parallel.sequences import SequenceMeans, counted_lengths
 
 @dataclass(frozen=True, kw_only=True)
 class LossTokens:
-    """The K tokens of a packed microbatch that count on this rank, in packed order; [K] each."""
+    """The K counted tokens of a packed microbatch on this rank, in packed order; [K] each."""
 
     logprobs: Tensor
-    """Under the policy being trained, with gradient."""
+    """Log-probabilities under the policy being trained, with gradient."""
     entropy: Tensor
     """Entropy of the policy's distribution over this token, with gradient."""
     weights: Tensor
     advantages: Tensor
     rollout_logprobs: Tensor
     old_logprobs: Tensor | None
-    """Under the policy that generated; None if that is the current policy."""
+    """Log-probabilities under the generating policy; None if that is the current policy."""
     ref_logprobs: Tensor | None
     high_entropy: Tensor | None
-    """Entropies of the tokens that the objective is restricted to, -inf of others; None: all."""
+    """Entropies of tokens in the objective, -inf for excluded tokens; None: all are included."""
     entropy_weights: Tensor | None
     """Weight of each token's entropy in the bonus; None without a bonus."""
     sequences: SequenceMeans
-    """The n segments of the microbatch (`PackedBatch`); only those of sequences have K tokens."""
+    """Sums and means over the n segments of the microbatch (see `PackedBatch`)."""
     sequence_index: Tensor
-    """[n] each segment's index in the optimizer batch; -1 for shared prompts and padding."""
+    """[n] index of each segment in the optimizer batch; -1 for shared prompts and padding."""
     log_rows: Tensor | None
-    """Rows in the log of tokens, -1 for none; None if no token of the microbatch has one."""
+    """Rows in the log of tokens, -1 for tokens without; None if no token of the microbatch has a
+    row."""
 
     @classmethod
     def select(
@@ -55,9 +56,9 @@ class LossTokens:
         chosen: ChosenTokens,
         context_group: dist.ProcessGroup | None = None,
     ) -> "LossTokens":
-        """The `chosen` tokens of `batch`; each is chosen on exactly one rank of `context_group`.
+        """Select `chosen` tokens of `batch`; one rank of `context_group` chooses each token.
 
-        Values of other tokens in `batch` have no influence, even if they are NaN.
+        Values of other tokens in `batch` have no influence, even if NaN.
         """
 
         def at(values: Tensor) -> Tensor:
@@ -86,24 +87,24 @@ class LossTokens:
 
 
 def loss_weights(lengths: Tensor, loss_type: LossType, max_completion_length: int) -> Tensor:
-    """Weight of each response token, for each of the N sequences of the whole optimizer batch.
+    """Weight of a response token in each of the N sequences of the whole optimizer batch.
 
     With L_i response tokens in sequence i:
 
     - "grpo", "sapo", "gmpo": 1 / (N L_i), the mean over sequences of the per-sequence means (arXiv
       2402.03300, eq. 3);
     - "dapo", "bnpo", "cispo", "vespo": 1 / sum L, the mean over all tokens (arXiv 2503.14476, eq.
-      8). Elsewhere bnpo is the mean over the tokens of one device, which would make the loss depend
-      on the parallel layout; here it is the same as dapo;
-    - "dr_grpo": 1 / (N max_completion_length), a constant, which removes the bias of "grpo" towards
-      short correct and long wrong answers (arXiv 2503.20783);
+      8). Elsewhere bnpo is the mean over one device's tokens, and the loss depends on the layout;
+      here it equals dapo;
+    - "dr_grpo": 1 / (N max_completion_length), a constant without the bias of "grpo" towards short
+      correct and long wrong answers (arXiv 2503.20783);
     - "luspo": 1 / N, a sum over tokens and a mean over sequences (arXiv 2602.05261).
 
-    The weights are global: the loss is a plain sum of weighted tokens over microbatches, context
-    and data ranks, and is not divided later.
+    Weights are global: the loss is a sum of weighted tokens over microbatches, context and data
+    ranks, and is not divided later.
 
-    `lengths` [N] are numbers of response tokens that count, 0 for a fully masked sequence. Returns
-    [N] float64, always finite: a sequence without counted tokens gets a weight that is unused.
+    `lengths` [N]: numbers of counted response tokens, 0 for a fully masked sequence. Returns [N]
+    float64, always finite: a sequence without counted tokens has an unused weight.
     """
     tokens, num_sequences = lengths.double(), len(lengths)
     match loss_type:
@@ -136,7 +137,7 @@ class GRPOLoss:
 
 
 def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, beta: float) -> GRPOLoss:
-    """The loss of one microbatch's tokens: objective (`objectives.py`), KL penalty and entropy.
+    """Loss of one microbatch's tokens: objective (`objectives.py`), KL penalty and entropy bonus.
 
     For each token, with the weight w from `loss_weights` and masks m in {0, 1}, which are 1 unless
     configured::
@@ -145,10 +146,10 @@ def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, beta: float) -> GRPOLoss:
 
     The objective includes the importance weight of trainer over engine. KL (`kl.py`) is the
     divergence from the reference; `use_bias_correction_kl` multiplies it by the ratio, for the
-    unbiased gradient of the divergence (DeepSeek-V3.2, arXiv 2512.02556). If it was already
-    subtracted from the rewards, it is only reported. m_entropy keeps the tokens of highest entropy
-    (arXiv 2506.01939). Without old log-probabilities, the generating policy is the current one: the
-    ratio is exactly 1 and the gradient is the plain policy gradient.
+    unbiased gradient of the divergence (DeepSeek-V3.2, arXiv 2512.02556). With `kl_in_reward`, KL
+    is only reported. m_entropy keeps the tokens of highest entropy (arXiv 2506.01939). Without old
+    log-probabilities, the generating policy is the current one: the ratio is exactly 1, and the
+    gradient the plain policy gradient.
     """
     assert (tokens.ref_logprobs is None) == (cfg.beta == 0.0), (
         f"beta is {cfg.beta}: reference log-probabilities are needed if and only if it is not 0"

@@ -1,10 +1,10 @@
-"""The per-token objective of each loss type, before the weighted sum over tokens.
+"""Per-token objective of each loss type, before the weighted sum over tokens.
 
-All are functions of the ratio r of the current policy over the one that generated, and of the
-advantage A, both [K]; they return the negated objective, to be minimized. At the end, the
-corrections for tokens that were sampled from another policy than the loss assumes: engine and
-trainer compute different log-probabilities from the same weights, as kernels, precision and the
-choice of experts differ, and a completion may be older than the policy.
+Objectives are functions of the ratio r of current over generating policy, and of the advantage A,
+both [K]; functions return the negated objective, to be minimised. The end of the file corrects
+tokens from another policy than the loss assumes: engine and trainer compute different
+log-probabilities from equal weights, as kernels, precision and the choice of experts differ, and a
+completion may be older than the policy.
 """
 
 import math
@@ -18,15 +18,15 @@ from megatron_grpo.config.grpo import GRPOConfig, ImportanceLevel
 from parallel.sequences import SequenceMeans
 
 LOG_MOST = 80.0
-"""The exp of more than 88 is infinite in float32: its gradient would be NaN where it is clipped."""
+"""Bound for log-ratios: exp(89) is infinite in float32, and its gradient is NaN if clipped."""
 LOG_BOUND = 20.0
 LOG_LEAST = -18.420680743952367  # of 1e-8
-"""Bounds that VESPO clamps log-weights to, in the authors' code and in TRL."""
+"""Bounds of VESPO's log-weights, as in the authors' code and in TRL."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Losses of tokens, and which of them were clipped: [K] each."""
+    """Losses of tokens, and masks of clipped tokens: [K] each."""
 
     loss: Tensor
     clipped_low: Tensor
@@ -41,9 +41,9 @@ def objective(
     sequences: SequenceMeans,
     cfg: GRPOConfig,
 ) -> Objective:
-    """The objective of ``cfg.loss_type``, including `rollout_weights` [K] if given.
+    """Objective of ``cfg.loss_type``, times `rollout_weights` [K] if given.
 
-    `log_ratio` [K] is `logprobs` minus the old ones; `sequences` maps tokens to their sequences.
+    `log_ratio` [K]: `logprobs` minus old log-probabilities. `sequences` maps tokens to sequences.
     """
     level = cfg.importance_sampling_level
     match cfg.loss_type:
@@ -70,14 +70,14 @@ def objective(
 def importance_ratio(
     logprobs: Tensor, log_ratio: Tensor, sequences: SequenceMeans, level: ImportanceLevel
 ) -> Tensor:
-    """The ratio of each token [K].
+    """Ratio [K] of current over generating policy.
 
     - token: exp(log_ratio), as in PPO;
-    - sequence: exp of the mean of log_ratio over the sequence, the same for all of its tokens: GSPO
-      (arXiv 2507.18071, eq. 7);
-    - sequence_token: the same value, but differentiated only through the token's own
-      log-probability: GSPO-token (eq. 14). The gradient of the loss differs from "sequence" only
-      where advantages differ within a sequence.
+    - sequence: exp of the mean of log_ratio over the sequence, one value for all of its tokens:
+      GSPO (arXiv 2507.18071, eq. 7);
+    - sequence_token: the value of "sequence", differentiated only through the token's own
+      log-probability: GSPO-token (eq. 14). Its gradient differs from "sequence" only where
+      advantages differ within a sequence.
     """
     if level == "token":
         log = log_ratio
@@ -140,11 +140,12 @@ def sapo(ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:
 def gmpo(
     log_ratio: Tensor, advantages: Tensor, sequences: SequenceMeans, cfg: GRPOConfig
 ) -> Objective:
-    """The geometric mean of clipped token ratios: GMPO, arXiv 2507.20673.
+    """Geometric mean of clipped token ratios: GMPO, arXiv 2507.20673.
 
     ``-A exp(mean over the sequence of s min(s log r, s clip(log r, -epsilon, epsilon_high)))``
-    with s the sign of A. The clips apply to log r; the paper uses 0.4 for both.
+    with s the sign of A. Clips apply to log r; the paper uses 0.4 for both.
     """
+    # Not `advantages.sign()`, whose 0 for A = 0 would count the token with ratio 1 in the mean.
     sign = torch.where(advantages >= 0, 1.0, -1.0).to(log_ratio)
     cut = log_ratio.clamp(-cfg.epsilon, cfg.epsilon_high)
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * cut)
@@ -165,9 +166,9 @@ def vespo(
 ) -> Objective:
     """REINFORCE with a soft weight of the whole sequence: VESPO, arXiv 2602.10693.
 
-    ``-phi(w).detach() A logprob`` with ``phi(w) = exp(lambda) w**k exp(-lambda w)``, which is 1 at
-    w = 1. w is the product of the ratios and `rollout_weights` over the sequence; lambda and k
-    depend on the sign of A. Logarithms are clamped, as in TRL.
+    ``-phi(w).detach() A logprob`` with ``phi(w) = exp(lambda) w**k exp(-lambda w)``; phi(1) = 1.
+    w is the product of ratios and `rollout_weights` over the sequence; lambda and k depend on the
+    sign of A. Logarithms are clamped, as in TRL.
     """
     log_weight = sequences.sum(log_ratio.detach().clamp(-LOG_BOUND, LOG_BOUND))
     if rollout_weights is not None:
@@ -185,18 +186,19 @@ def vespo(
 def mismatch_weights(
     log_mismatch: Tensor, sequences: SequenceMeans, cfg: GRPOConfig
 ) -> Tensor | None:
-    """Importance weight [K] of the trainer's policy over the engine's; None if nothing corrects it.
+    """Importance weight w [K] of the trainer's policy over the engine's; None without a correction.
 
-    With d = `log_mismatch` [K], the trainer's log-probability of the token minus the engine's, and
-    the bounds ``rollout_importance_sampling_min`` <= w <= ``.._threshold``:
+    With d = `log_mismatch` [K], the trainer's log-probability minus the engine's, and the bounds
+    ``rollout_importance_sampling_min`` <= w <= ``.._threshold``:
 
     - token: w = exp(d) (TIS, "Your efficient RL framework secretly brings you off-policy RL
       training", Yao et al. 2025); sequence: exp of the sum of d over the sequence (MIS, Liu et al.
       2025); geometric: exp of the mean of d, which does not grow with the length;
     - truncate: w is clamped to the bounds; mask: w is 0 outside them (IcePop, arXiv 2510.18855).
 
-    With `rollout_rs`, the weight is also 0 where the ratio of that level is outside bounds of its
-    own: rejection sampling, as in verl (Liu et al. 2025). Without a mode, all other weights are 1.
+    With `rollout_rs`, the weight is also 0 where the ratio of its level is outside the bounds
+    ``rollout_rs_threshold_lower`` and ``rollout_rs_threshold``: rejection sampling, as in verl (Liu
+    et al. 2025). With `rollout_rs` alone, other weights are 1.
     """
     mode = cfg.rollout_importance_sampling_mode
     weights: Tensor | None = None
@@ -217,7 +219,7 @@ def mismatch_weights(
 
 
 def _ratio(log_mismatch: Tensor, sequences: SequenceMeans, level: str) -> Tensor:
-    """The ratio of trainer over engine [K] of each token, of its sequence, or geometric mean."""
+    """Ratio [K] of trainer over engine: per token, per sequence, or the geometric mean."""
     if level == "sequence":
         log_mismatch = sequences.sum(log_mismatch)
     elif level == "geometric":
@@ -232,7 +234,7 @@ def on_policy_mask(
     sequences: SequenceMeans,
     threshold: float,
 ) -> Tensor:
-    """Tokens [K] to keep: all but those of negative advantage in off-policy sequences.
+    """Mask [K] of tokens to keep, False at negative advantages in off-policy sequences.
 
     A sequence is off-policy if the mean of ``sampling_logprobs - logprobs`` over its tokens exceeds
     `threshold`: DeepSeek-V3.2, arXiv 2512.02556, eq. 9. `sampling_logprobs` [K] are the engine's.

@@ -1,14 +1,14 @@
 """Activations wait in host memory for their backward: `fine_grained_activation_offloading`.
 
-Megatron-Core's layers mark the modules whose saved tensors leave, and ask one manager of the
-process to move them. Its own manager is replaced. That one learns from its first schedule what all
-later ones do: their number of microbatches, beyond which nothing is moved, and the shapes of their
-tensors, for each of which it keeps pinned memory for good. Here microbatches differ in number and
-length, and the first schedule may be one without gradients. In that schedule it also reads what
-left last without waiting for the copy (test_upstream: activation_offload).
+Megatron-Core's layers mark the modules whose saved tensors leave, and ask one manager per process
+to move them. `Offloads` replaces Megatron's `PipelineOffloadManager`, which fits no packed
+microbatches: its first schedule fixes the number of microbatches, moves nothing beyond it, and pins
+memory for good for each shape of a tensor. Packed microbatches differ in number and length, and the
+first schedule may have no gradients. In that schedule Megatron also reads the last tensors without
+waiting for their copy (test_upstream: activation_offload).
 
-Here what autograd saves is a handle on a `Block` of memory, which knows where its bytes are. So
-microbatches and stages may come in any order, and only the time of a copy back depends on it.
+`Offloads` lets autograd save a handle on a `Block` of memory, which knows where its bytes are.
+Microbatches and stages may come in any order: only the time of the copy back depends on it.
 """
 
 import weakref
@@ -24,16 +24,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def offload_activations(device: torch.device) -> None:
-    """Let the layers of this process move activations of their `offload_modules` to its host.
-
-    Replaces Megatron's one manager of the process, which all its functions ask.
-    """
+    """Let the layers of this process move activations of their `offload_modules` to the host."""
+    # All of Megatron's offloading functions ask `PipelineOffloadManager.get_instance()`, which
+    # makes its own manager only where OFFLOAD_MGR is None.
     if not isinstance(PipelineOffloadManager.OFFLOAD_MGR, Offloads):
         PipelineOffloadManager.OFFLOAD_MGR = Offloads(device)
 
 
 class Block:
-    """Bytes that autograd saved: all of a storage, or those of one tensor in a larger one."""
+    """Bytes that autograd saved: a whole storage, or one tensor of a larger storage."""
 
     def __init__(self, values: Tensor) -> None:
         self.values: Tensor | None = values
@@ -45,11 +44,11 @@ class Block:
         self.host.copy_(values, non_blocking=True)
 
     def bring(self, streams: Any, arriving: Any) -> None:
-        """Start to copy the bytes back, beside the current stream, unless they are there."""
+        """Start to copy the bytes back on the stream `arriving`, unless they are on the device."""
         if self.values is not None:
             return
-        # The memory may have been freed by work that the current stream has not done yet, and that
-        # stream has waited for the copy to the host.
+        # Queued work of the current stream may still use the memory that `empty` reuses; and only
+        # the current stream has waited for the copy to the host (`Offloads.send`).
         self.values = torch.empty(len(self.host), dtype=torch.uint8, device=self._device)
         arriving.wait_stream(streams.current_stream())
         with streams.stream(arriving):
@@ -58,7 +57,7 @@ class Block:
             self._arrived.record()
 
     def on_device(self, streams: Any, arriving: Any) -> Tensor:
-        """The bytes, for further work of the current stream."""
+        """Return the bytes; further work of the current stream waits for them."""
         self.bring(streams, arriving)
         assert self.values is not None
         if self._arrived is not None:
@@ -72,19 +71,19 @@ class Saved:
     """Stand-in that autograd keeps for a tensor."""
 
     held: Tensor | Block
-    """The tensor itself, or the block that it is in."""
+    """The tensor itself, or the block with its bytes."""
     view: tuple[torch.dtype, Any, Sequence[int], Sequence[int]]
-    """Its dtype, and its offset, size and stride in its storage."""
+    """Dtype; offset, size and stride in the storage."""
     is_packed: bool = False
-    """Whether its block has nothing else, in the order of its elements."""
+    """Whether the block holds this tensor alone, contiguously."""
 
 
 @dataclass(eq=False)
 class Group:
-    """The tensors that one call of a module saved."""
+    """Tensors that one call of a module saved."""
 
     name: str
-    """Megatron's name of the module, of `offload_modules`."""
+    """Megatron's name of the module: an entry of `offload_modules`."""
     saved: list[Saved] = field(default_factory=list)
     """Tensors still on the device."""
     blocks: list[Block] = field(default_factory=list)
@@ -106,16 +105,18 @@ class Microbatch:
         self._offloads.group = self._open[name] = Group(name)
 
     def on_group_commit_forward(self, name: str, released: Sequence[Tensor]) -> None:
-        """After it: its tensors leave.
-
-        Those to be `released` at once lose their last reference when the layer returns.
-        """
+        """After a marked module: its tensors leave."""
+        # Nothing to do for `released`: those tensors lose their last reference when the layer
+        # returns.
         group = self._open.pop(name)
         self._offloads.send(group, self._least)
         self.groups.append(group)
 
     def on_group_commit_backward(self, name: str) -> None:
-        """Before its backward, which is in reverse: it has its tensors, and the next ones come."""
+        """Before a module's backward: wait for its tensors, and start to copy the next ones.
+
+        Backwards run in the reverse order of forwards.
+        """
         group = self.groups.pop()
         assert group.name == name, f"backward of {name} before that of {group.name}"
         self._offloads.bring(group, awaits=True)
@@ -123,15 +124,15 @@ class Microbatch:
             self._offloads.bring(self.groups[-1], awaits=False)
 
     def on_group_start_backward(self) -> None:
-        """After its backward, in which autograd has dropped its handles."""
+        """After a module's backward: nothing to do, as autograd has dropped its handles."""
 
 
 class Offloads:
-    """Stands in for Megatron's ``PipelineOffloadManager``; its methods are that one's.
+    """Stands in for Megatron's ``PipelineOffloadManager``, with the same public methods.
 
-    What a module saved in the newest layer is still on the device, and the computation waits until
-    that of the layer before has left. So what is free does not depend on how far Python is ahead of
-    the device, and the first backward finds its tensors there.
+    Tensors of the newest layer stay on the device; the computation waits until the layer before has
+    left. So free memory does not depend on how far Python is ahead of the device, and the first
+    backward finds its tensors there.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -143,25 +144,22 @@ class Offloads:
         self._newest: dict[str, Group] = {}
         self._microbatch: Microbatch | None = None
         self._weights: list[weakref.ref[Tensor]] = []
-        self._of_weights: set[int] | None = None
+        self._addresses: set[int] | None = None
         self._hooks = saved_tensors_hooks(self._save, self._value)
 
     def init_model_chunk_offload_handler(
         self, _rank: int, _size: int | None, _stage: int | None, least: int, *_: Any, **__: Any
     ) -> None:
-        """Before a forward of a model chunk, of which tensors of `least` elements on leave.
-
-        Without gradients none are saved.
-        """
+        """Before the forward of a model chunk: tensors of `least` elements or more will leave."""
         self._microbatch = Microbatch(self, least) if torch.is_grad_enabled() else None
 
     def mark_not_offload(self, tensor: Tensor) -> None:
-        """Megatron calls it with each weight of a chunk, in the chunk's first forward."""
+        """Called by Megatron with each weight of a chunk, in the chunk's first forward."""
         self._weights.append(weakref.ref(tensor))
-        self._of_weights = None
+        self._addresses = None
 
     def pop_forward_chunk(self, name: str | None = None) -> Microbatch | None:
-        """The microbatch in whose forward this is called."""
+        """Return the microbatch of the forward that runs now."""
         return self._microbatch
 
     cur_forward_chunk = pop_forward_chunk
@@ -175,10 +173,12 @@ class Offloads:
             self._hooks.__exit__()
 
     def reset(self) -> None:
-        """After a schedule: nothing of it is left."""
+        """After a schedule: drop the references to its tensors."""
+        # torch gives freed memory to work of the stream that allocated it: copies to the host, on
+        # another stream, must be done before.
         self._streams.current_stream().wait_stream(self._leaving)
         self._newest.clear()
-        self.group, self._microbatch, self._of_weights = None, None, None
+        self.group, self._microbatch, self._addresses = None, None, None
 
     def send(self, group: Group, least: int) -> None:
         """Copy a group's tensors to the host, and free those of the layer before."""
@@ -195,14 +195,14 @@ class Offloads:
             group.left.record()
         before, self._newest[group.name] = self._newest.get(group.name), group
         if before is not None:
-            before.left.wait()
+            before.left.wait()  # or later work would overwrite bytes that are still being copied
             for block in before.blocks:
                 block.values = None
 
     def bring(self, group: Group, *, awaits: bool) -> None:
-        """Start to copy a group's tensors back; `awaits`: further work of this stream has them.
+        """Start to copy a group's tensors back; `awaits`: the current stream waits for them.
 
-        Memory that is being copied to may not be freed before it has waited.
+        Free none of their memory before it has waited.
         """
         for block in group.blocks:
             block.bring(self._streams, self._arriving)
@@ -210,7 +210,7 @@ class Offloads:
                 block.on_device(self._streams, self._arriving)
 
     def _block_of(self, values: Tensor) -> Block | None:
-        """The block of another module that these bytes are already in, such as its output."""
+        """Find another module's block with the same bytes, such as its output."""
         blocks = (block for group in self._newest.values() for block in group.blocks)
         address = values.data_ptr(), len(values)
         for block in blocks:
@@ -220,14 +220,15 @@ class Offloads:
         return None
 
     def _save(self, tensor: Tensor) -> Tensor | Saved:
-        """Replace a saved tensor, but for weights, which Megatron marks, and weights in FP8, which
-        have a class of their own and no storage."""
+        """Replace a saved tensor by a `Saved`, unless it is a weight."""
+        # Weights in FP8 are of Transformer Engine's own class, and have no storage.
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return tensor
-        if self._of_weights is None:
+        if self._addresses is None:
             weights = (reference() for reference in self._weights)
-            self._of_weights = {w.untyped_storage().data_ptr() for w in weights if w is not None}
-        if tensor.untyped_storage().data_ptr() in self._of_weights:
+            self._addresses = {w.untyped_storage().data_ptr() for w in weights if w is not None}
+        # By storage: a layer may save a view of its weight, such as a transposed one.
+        if tensor.untyped_storage().data_ptr() in self._addresses:
             return tensor
         assert self.group is not None
         view = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -241,7 +242,7 @@ class Offloads:
             return saved.held
         values = saved.held.on_device(self._streams, self._arriving)
         dtype, offset, size, stride = saved.view
-        if saved.is_packed:  # kernels may ask for its stride
+        if saved.is_packed:  # the block is contiguous, but kernels may ask for the old stride
             strided = torch.empty_strided(size, stride, dtype=dtype, device=values.device)
             return strided.copy_(values.view(dtype).view(size))
         empty = torch.empty(0, dtype=dtype, device=values.device)
@@ -249,10 +250,10 @@ class Offloads:
 
 
 def _parts(saved: Sequence[Saved], least: int) -> list[tuple[Tensor, list[Saved]]]:
-    """The bytes [n] that are to leave, each with the tensors in them.
+    """Bytes [n] of each copy to the host, with the tensors in them.
 
-    A storage leaves whole if its tensors are at least half of it, such as queries, keys and values,
-    or the tokens of all experts; otherwise each tensor leaves for itself.
+    A storage leaves whole if its tensors cover at least half of it, such as queries, keys and
+    values in one storage; otherwise each tensor is copied alone.
     """
     of_storage: dict[int, dict[Any, list[Saved]]] = defaultdict(lambda: defaultdict(list))
     for each in saved:
@@ -263,23 +264,24 @@ def _parts(saved: Sequence[Saved], least: int) -> list[tuple[Tensor, list[Saved]
         if sum(tensor.numel() for tensor in tensors) < max(least, 1):
             continue
         storage = tensors[0].untyped_storage()
-        repeats = any(0 in tensor.stride() for tensor in tensors)  # which cannot be written to
+        # An expanded tensor leaves with its storage: `_value` could not write to its own layout.
+        repeats = any(0 in tensor.stride() for tensor in tensors)
         if repeats or 2 * sum(tensor.nbytes for tensor in tensors) >= storage.nbytes():
             whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
             whole.set_(storage, 0, (storage.nbytes(),), (1,))
             parts.append((whole, [each for same in views.values() for each in same]))
         else:
-            parts += map(_alone, tensors, views.values())
+            parts += map(_contiguous, tensors, views.values())
     return parts
 
 
-def _alone(tensor: Tensor, same: list[Saved]) -> tuple[Tensor, list[Saved]]:
-    """A tensor's own bytes, in the order of its elements."""
+def _contiguous(tensor: Tensor, same: list[Saved]) -> tuple[Tensor, list[Saved]]:
+    """A tensor's own bytes [n], contiguous."""
     for each in same:
         each.is_packed = True
     return tensor.contiguous().flatten().view(torch.uint8), same
 
 
 def _tensor(saved: Saved) -> Tensor:
-    assert isinstance(saved.held, Tensor), "it has not left"
+    assert isinstance(saved.held, Tensor), "still on the device"
     return saved.held

@@ -1,7 +1,7 @@
-"""Attention of models whose layers have windows, or whose heads have sinks.
+"""Attention with windows or sinks.
 
-Under a window a token sees the last ones before it; a sink is a parameter of a head, which softmax
-counts as one more score.
+In a layer with a window of w, a token attends to itself and the w - 1 tokens before it. A sink is a
+parameter of a head, which softmax counts as one more score.
 """
 
 from copy import copy
@@ -20,17 +20,19 @@ from parallel.attention import PackedAttention
 
 
 def window_fields(shape: ModelShape) -> dict[str, Any]:
-    """Megatron's fields for the windows of a model, which attention of every kind reads."""
+    """Megatron's fields for the windows of a model, read by attention of every kind."""
     if shape.window is None:
         return {"window_size": None, "window_attn_skip_freq": None}
     layers = [int(layer in shape.windowed_layers) for layer in range(shape.num_layers)]
-    # Megatron's window is a number of tokens before a token, and one of those after it.
+    # Megatron counts (tokens before, tokens after), without the token itself.
     return {"window_size": (shape.window - 1, 0), "window_attn_skip_freq": layers}
 
 
 def attention_windows(chunk: GPTModel) -> set[int | None]:
-    """The windows of a chunk's layers, None for those without; empty if their attention needs no
-    masks, as it is not `PackedAttention`."""
+    """Windows of a chunk's layers, with None for layers without; these need block masks.
+
+    Empty if no layer has `PackedAttention`: other attention needs no masks.
+    """
     cores = [
         getattr(layer.self_attention, "core_attention", None) for layer in chunk.decoder.layers
     ]
@@ -41,11 +43,7 @@ def attention_windows(chunk: GPTModel) -> set[int | None]:
 
 
 class WindowedAttention(SelfAttention):
-    """Attention of a model whose layers with a window have a RoPE of their own: see `PackedRotary`.
-
-    That is not scaled. Where the model's RoPE is, by YaRN, its attention factor is part of the
-    scale of scores, so that these layers have another one, too.
-    """
+    """Attention of a model with another RoPE in windowed layers: see `PackedRotary`."""
 
     def __init__(
         self,
@@ -59,6 +57,8 @@ class WindowedAttention(SelfAttention):
         layers = config.window_attn_skip_freq
         assert isinstance(layers, list)
         self.table = layers[layer_number - 1]
+        # YaRN's attention factor is part of the scale of scores (`rope.py`), and the RoPE of
+        # windowed layers is not scaled: `window_scale` has no such factor.
         if self.table:
             config = copy(config)
             config.softmax_scale = window_scale
@@ -67,7 +67,7 @@ class WindowedAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, *options: Any, rotary_pos_emb: Tensor, **named: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Takes both of `PackedRotary`'s tables."""
+        """Megatron's forward; `rotary_pos_emb` are both of `PackedRotary`'s tables [2, ...]."""
         own = rotary_pos_emb[self.table]
         return super().forward(hidden_states, *options, rotary_pos_emb=own, **named)
 
@@ -78,7 +78,7 @@ def packed_attention_of(shape: ModelShape) -> type[PackedAttention]:
 
 
 class SinkAttention(PackedAttention):
-    """Has the sinks of a tensor rank's heads, as Megatron's own attention has."""
+    """Packed attention with the sinks [heads of this rank], named as in Megatron's attention."""
 
     def __init__(self, *, config: Any, pg_collection: Any, **options: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection, **options)
@@ -90,7 +90,7 @@ class SinkAttention(PackedAttention):
                 device=torch.cuda.current_device(),
             )
         )
-        # Else the gradient norm would count those of one rank only.
+        # Unmarked parameters count as copies: the gradient norm would take tensor rank 0's alone.
         sinks.tensor_model_parallel, sinks.partition_dim, sinks.partition_stride = True, 0, 1
         self.softmax_offset = sinks
 
@@ -100,7 +100,7 @@ class SinkAttention(PackedAttention):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Called by Megatron, as of its own attention."""
+        """Called by Megatron, like the method of its own attention."""
         assert metadata is not None
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),

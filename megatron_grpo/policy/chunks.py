@@ -1,8 +1,8 @@
-"""Builds this rank's GPTModels for packed sequences, and sets what their config cannot say.
+"""Builds this rank's GPTModels for packed sequences, and changes them where no config field can.
 
-Megatron-Core's DistributedDataParallel sums gradients and gathers weights by hooks while layers
-compute: it reduces a bucket of gradients once the last of them is there, and before a module's
-forward waits until its weights are whole.
+Hooks of Megatron-Core's DistributedDataParallel sum gradients and gather weights while layers
+compute: they reduce a bucket of gradients once its last gradient is there, and wait for a module's
+whole weights before its forward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ from parallel.groups import Groups
 
 
 def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTModel]:
-    """This rank's GPTModels, one per virtual pipeline stage, without gradients or weights."""
+    """Build this rank's GPTModels, one per virtual stage, without gradients or loaded weights."""
     dims = groups.dims
     config = transformer_config(
         shape,
@@ -87,9 +87,9 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
 
 
 def prepare_layers(chunk: Any, cfg: Config, shape: ModelShape, groups: Groups) -> None:
-    """Set what the config of the layers in a chunk, or of another module, cannot say.
+    """Set attributes of Megatron's modules that no field of the config sets.
 
-    Each of these sets attributes of Megatron's modules; `test_upstream.py` knows who reads them.
+    `chunk`: a GPTModel or an `MtpLayer`. `test_upstream.py` names Megatron's readers of each.
     """
     keep_choice_biases(chunk)
     if cfg.model.freeze_moe_router:
@@ -104,20 +104,18 @@ def prepare_layers(chunk: Any, cfg: Config, shape: ModelShape, groups: Groups) -
 
 
 def keep_choice_biases(chunk: Any) -> None:
-    """Choose experts by the biases as they were read.
-
-    In pretraining Megatron counts the tokens of each expert, in a function that it compiles first,
-    and moves the biases after each step. With these flags off it still adds them to the scores.
-    """
+    """Choose experts by the biases as they were read: pretraining moves them after each step."""
+    # The flags switch off only the count of tokens per expert (in a compiled function) and the
+    # update in `finalize_model_grads`: `TopKRouter.routing` passes `expert_bias` all the same.
     chunk.config.moe_router_enable_expert_bias = False
     for router in _modules(chunk, TopKRouter):
         router.enable_expert_bias = False
 
 
 def freeze_routers(chunk: Any) -> None:
-    """Take the gradients of routers, so that their weights have no buffers and no moments either.
+    """Freeze the weights of routers: no gradient buffers, no moments.
 
-    Scores still weight the outputs of experts, through which layers before have gradients.
+    Scores still weight the outputs of experts and pass gradients to earlier layers.
     """
     for router in _modules(chunk, TopKRouter):
         router.requires_grad_(False)
@@ -126,33 +124,34 @@ def freeze_routers(chunk: Any) -> None:
 def leave_out_sums_of_experts(chunk: Any) -> None:
     """Leave out Megatron's sum of an expert's outputs over tensor ranks, for experts with biases.
 
-    Experts add the bias of their output in place. Autograd refuses that for the view which the sum
-    over a single tensor rank returns. With biases, no more ranks share an expert.
+    Legal as only one rank holds an expert with biases (`expert_tensor` is 1).
     """
+    # SequentialMLP adds the output's bias in place, which autograd refuses on the view that a sum
+    # over a single rank returns.
     for experts in _modules(chunk, SequentialMLP):
         for expert in experts.local_experts:
             expert.linear_fc2.explicit_expert_comm = True
 
 
 def recompute_no_missing_mlps(chunk: Any) -> None:
-    """Recompute no MLP of a layer that has none: Megatron would keep hidden states for it."""
+    """Recompute no MLP in layers without one: Megatron would keep hidden states for it."""
     for layer in _modules(chunk, TransformerLayer):
         if isinstance(layer.mlp, IdentityOp):
             layer.recompute_mlp = False
 
 
 def mark_experts(chunk: Any) -> None:
-    """Make the gradients of experts be summed over the experts' own data ranks in every layout.
+    """Sum the gradients of experts over the experts' own data ranks in every layout.
 
     Megatron marks expert parameters only if expert > 1. Unmarked, their gradients would be summed
-    over the data ranks of the other weights, which are too few when expert_tensor < tensor; and
-    whether experts have an optimizer of their own, also in checkpoints, would depend on the layout.
-    It takes the bias of their output for a copy of that on other tensor ranks, which are of other
-    experts.
+    over the data ranks of the other weights, too few when expert_tensor < tensor; and whether
+    experts have an optimizer of their own, also in checkpoints, would depend on the layout.
     """
     parameter: Any
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
+            # Megatron takes an expert's output bias for a copy of the other tensor ranks' biases,
+            # which belong to other experts: no sum over tensor ranks, but each in the norm.
             parameter.allreduce, parameter.sequence_parallel = False, False
             parameter.tensor_model_parallel = True
 
@@ -162,20 +161,21 @@ def _modules(chunk: Any, kind: type) -> Iterator[Any]:
 
 
 def with_gradients(chunks: Sequence[GPTModel], cfg: Config) -> list[Any]:
-    """Give the chunks of a rank gradient buffers, which are summed over data and context ranks."""
+    """Give a rank's chunks gradient buffers, to be summed over data and context ranks."""
     wrapped = [with_own_gradients(chunk, cfg, overlaps=True) for chunk in chunks]
     if cfg.parallel.overlap_grad_reduce:
-        # Megatron's schedules then reduce gradients only in a chunk's last backward of a step. They
-        # would reduce after each microbatch, sums included that were reduced before.
+        # Without `no_sync_func`, Megatron's schedules would reduce after each microbatch, and so
+        # add sums that were already reduced; with it, only in a chunk's last backward of a step.
         functions = [chunk.no_sync for chunk in wrapped]
         chunks[0].config.no_sync_func = functions if len(functions) > 1 else functions[0]
-    for group in _bucket_groups(wrapped):  # a rank has all weights: the first forward gathers none
+    # Each rank reads whole weights: the first forward would gather for nothing.
+    for group in _bucket_groups(wrapped):
         group.param_gather_dispatched = True
     return wrapped
 
 
 def with_own_gradients(module: Any, cfg: Config, *, overlaps: bool = False) -> Any:
-    """Give one module such buffers; `overlaps`: if `parallel` says so, hooks sum and gather."""
+    """Give one module gradient buffers; `overlaps`: hooks sum and gather where `parallel` says."""
     return DistributedDataParallel(
         module.config,
         DistributedDataParallelConfig(
@@ -192,12 +192,14 @@ def with_own_gradients(module: Any, cfg: Config, *, overlaps: bool = False) -> A
 
 
 def gather_weights(chunks: Sequence[Any]) -> None:
-    """Gather the weights that the last update has changed, as the next forward would have done.
+    """Gather the weights of the last update, as the next forward would; until then a rank has new
+    values of its shard only.
 
-    Until then a rank has only its shard of the new ones. Does nothing where that forward has been,
-    or an update gathers them itself. Collective over data and context ranks. Not for between the
-    reduction of a gradient and the update by it, whose weights would then be taken for whole.
+    Does nothing after that forward, or without `overlap_param_gather`. Collective over data and
+    context ranks. Never call it between the reduction of a gradient and its update.
     """
+    # `finish_grad_sync` resets `param_gather_dispatched`, and a gather sets it: one between
+    # reduction and update would make the next forward take its stale weights for whole.
     for group in _bucket_groups(chunks):
         if not group.param_gather_dispatched or group.param_gather_handle is not None:
             group.start_param_sync(force_sync=True)
@@ -221,7 +223,7 @@ def describe(chunk: GPTModel, optimizer: Any) -> str:
         else type(getattr(each, "core_attention", each)).__name__
         for each in attentions
     }
-    kinds.discard("IdentityOp")  # of layers without
+    kinds.discard("IdentityOp")  # layers without attention
     steps = {
         type(part.optimizer).__name__
         for part in optimizer.chained_optimizers
@@ -234,12 +236,12 @@ def describe(chunk: GPTModel, optimizer: Any) -> str:
 
 
 def expert_biases(chunk: Any) -> list[tuple[str, Tensor]]:
-    """The biases by which experts are chosen, by name: they are buffers."""
+    """Name and value of the biases by which experts are chosen: buffers, not parameters."""
     return [each for each in chunk.named_buffers() if each[0].endswith(EXPERT_BIAS)]
 
 
 def _pass_hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """Replaces the output layer: parallel/logprobs.py computes logits from the head's weight."""
+    """Replace the output layer: `parallel/logprobs.py` computes logits from the head's weight."""
     return hidden, None
 
 

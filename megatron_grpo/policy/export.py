@@ -1,4 +1,4 @@
-"""The policy's weights as a Hugging Face folder, for users."""
+"""Exports the policy's weights, or its adapters, as a folder for users."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ from parallel.collectives import raise_first_failure
 from parallel.groups import Groups
 
 WRITTEN = "model.safetensors"
-"""Name of the file that `write_weights` fills, before it gets PEFT's name."""
+"""File that `write_weights` fills; renamed to PEFT's name at the end."""
 
 
 def export_model(
@@ -51,10 +51,9 @@ def export_model(
 ) -> None:
     """Write the policy as Hugging Face folder `folder`, replacing an older one when complete.
 
-    A policy with adapters becomes a folder of those alone, as PEFT has them.
-
-    Every rank writes its own boxes at their offsets in one set of files, without gathering. If any
-    rank has a weight that is not finite, raises FloatingPointError on all ranks and writes nothing.
+    Of a policy with adapters, write only the adapters, as a folder of PEFT's. Every rank writes its
+    own boxes at their offsets in one set of files, without gathering. If any rank has a weight that
+    is not finite, raises FloatingPointError on all ranks and writes nothing.
     """
     weights = {name: residency.readable(each) for name, each in policy.saved_parameters().items()}
     raise_first_failure(lambda: check_finite(weights.items(), "exported"), FloatingPointError)
@@ -83,13 +82,13 @@ def _write_model(
         layout = rank_layout(layout, model, groups)
     if groups.rank == 0:
         dims, dtype = groups.dims, getattr(torch, cfg.model.dtype)
-        # The ranks of one pipeline stage that write; its other ranks hold copies.
+        # Writers of one pipeline stage; its other ranks hold copies.
         num_writers = dims.pipeline * max(dims.tensor, dims.expert_tensor * dims.expert)
         shard_bytes = shard_bytes_for(num_writers, policy.shape, dtype)
         create_export(partial, cfg.model.path, policy.shape, dtype, shard_bytes, model)
         _add_end_tokens(partial, policy.shape, cfg.rollout.stop_token_ids)
     dist.barrier()
-    files = None if model else file_layout(policy.shape)  # with scales, nothing is stacked
+    files = None if model else file_layout(policy.shape)  # quantised exports stack nothing
     written = torch.tensor(write_weights(partial, layout, weights, groups.rank, files))
     write_mtp_layers(partial, cfg.model.path, policy.shape, groups.rank, groups.dims.world_size)
     dist.all_reduce(written)  # also waits until all ranks have written
@@ -101,10 +100,10 @@ def _write_model(
 
 
 def keep_export(cfg: Config, step: int) -> None:
-    """Rename `hf` to hf_step_N if this run ended at `step` N and is now extended.
+    """Rename `hf` to hf_step_N if the run ended at `step` N, a multiple of `train.export_interval`.
 
-    For a multiple of `train.export_interval`: the new end will replace `hf`. One process calls
-    this, while the run's folder still has the config with which it ended.
+    An extended run replaces `hf` at its new end. One process calls this, while the run's folder
+    still has the config of the earlier end.
     """
     run_dir, interval = cfg.train.run_dir, cfg.train.export_interval
     export = run_dir / "hf"
@@ -115,7 +114,7 @@ def keep_export(cfg: Config, step: int) -> None:
 
 
 def _add_end_tokens(folder: Path, shape: ModelShape, stop_token_ids: Sequence[int]) -> None:
-    """Make the exported model end where it was trained to: stop tokens become end tokens."""
+    """Add `rollout.stop_token_ids` to the end tokens of the exported generation_config.json."""
     if not stop_token_ids:
         return
     file = folder / "generation_config.json"
@@ -125,18 +124,21 @@ def _add_end_tokens(folder: Path, shape: ModelShape, stop_token_ids: Sequence[in
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor | SplitFloats]], what: str) -> None:
-    """Raise FloatingPointError, by name, if one of the tensors has NaN or infinity, so that nothing
-    is `what`."""
+    """Raise FloatingPointError with the name of the first tensor that has NaN or infinity.
+
+    `what` ends the message "nothing is ...", such as "exported".
+    """
     names, bounds = [], []
     for name, values in tensors:
-        # What split floats are rounded to is finite if they are. Of all values the bounds suffice,
-        # and need no mask as large as the tensor.
+        # Split floats are finite where their bfloat16 weights are. NaN and infinity show in the
+        # minimum or maximum, which need no mask as large as the tensor.
         whole = values.weights if isinstance(values, SplitFloats) else values
         bounds.append(torch.stack(torch.aminmax(whole.detach())).double())
         names.append(name)
     if not bounds:
         return
-    # Some may be of tensors in host memory. Copies wait: on the host they would be read too early.
+    # Bounds of tensors in host memory move too. Blocking copies to the first device: on the host,
+    # `stack` could read results of the GPU before they arrive.
     bounds = [each.to(bounds[0].device) for each in bounds]
     is_finite = torch.stack(bounds).isfinite().all(dim=1)
     if not is_finite.all():
@@ -145,7 +147,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor | SplitFloats]], what: str)
 
 
 def _write_adapters(partial: Path, policy: Policy, cfg: Config) -> None:
-    """As `_write_model`, with a folder of PEFT's, which `peft` and engines load onto the model."""
+    """Fill the folder `partial` in PEFT's format, which `peft` and engines load onto the model."""
     assert policy.adapters is not None, "lora.r is not 0"
     tensors, rank = peft_tensors(cfg.lora, policy.shape), dist.get_rank()
     layout, modules = policy.adapters.layout, targets_of(cfg.lora, policy.shape)
@@ -168,7 +170,7 @@ def _write_adapters(partial: Path, policy: Policy, cfg: Config) -> None:
 
 
 def _adapter_config(cfg: Config, modules: list[str]) -> str:
-    """PEFT's adapter_config.json. It lists every layer: PEFT reads some names as patterns."""
+    """PEFT's adapter_config.json."""
     lora = cfg.lora
     values = {
         "peft_type": "LORA",
@@ -179,6 +181,7 @@ def _adapter_config(cfg: Config, modules: list[str]) -> str:
         "lora_dropout": 0.0,
         "use_rslora": lora.use_rslora,
         "init_lora_weights": lora.init_lora_weights,
+        # Full names of all layers: PEFT takes an entry for a suffix, and would match others.
         "target_modules": modules,
         "bias": "none",
         "fan_in_fan_out": False,

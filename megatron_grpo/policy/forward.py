@@ -1,7 +1,4 @@
-"""Runs packed microbatches through the pipeline, and computes log-probabilities of their responses.
-
-The schedules are Megatron-Core's.
-"""
+"""Packed microbatches through Megatron-Core's schedules, and log-probabilities of responses."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,10 +31,10 @@ def run_schedule[T](
 ) -> list[T]:
     """Forward, and unless `forward_only` backward, over all microbatches of this rank.
 
-    `loss_fn(hidden, batch)` is called with the final hidden states on the last pipeline stage, in
-    the order of `batches`. It returns this rank's part of the loss, and any other value, which is
-    collected. Losses are globally weighted: gradients are summed over microbatches, context and
-    data ranks, and never divided. Returns the collected values; empty on other stages.
+    On the last pipeline stage, `loss_fn(hidden, batch)` gets the final hidden states in the order
+    of `batches` and returns this rank's part of the loss, and a value to collect. Losses are
+    globally weighted: gradients are summed over microbatches, context and data ranks, and never
+    divided. Returns the collected values; empty on other stages.
 
     Every rank must pass the same number of microbatches; with interleaved stages, a multiple of the
     pipeline size.
@@ -49,10 +46,11 @@ def run_schedule[T](
 
     batches = [batch.on_rank(dims, groups.coordinates) for batch in batches]
     if model.vision and model.vision.is_trained:
-        gather_weights(model.chunks)  # data ranks without images run no modules of the tower
+        # Data ranks without images run no module of the tower: its hooks would wait for them.
+        gather_weights(model.chunks)
         batches = model.vision.with_current_features(batches, has_backward=not forward_only)
     config, loss_scale = unwrapped(model.chunks[0]).config, 1.0
-    # Routers add auxiliary losses only if they are told to.
+    # Routers add auxiliary losses only where a coefficient is set.
     coefficients = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
     if config.num_moe_experts is not None and any(coefficients) and not forward_only:
         loss_scale = _weigh_router_losses(config, groups, batches)
@@ -64,7 +62,7 @@ def run_schedule[T](
 
         def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, T]:
             loss, collected = loss_fn(hidden, batch)
-            # A triple, whose loss Megatron does not divide; its count of tokens is unused.
+            # Megatron divides the loss of a pair, but not of a triple; its token count is unused.
             return loss * loss_scale, torch.zeros((), dtype=torch.int), collected
 
         return forward(chunk, batch, groups), loss_of
@@ -91,9 +89,10 @@ def _weigh_router_losses(
     """Weight the auxiliary losses of routers by tokens; returns the factor for the main loss.
 
     Megatron multiplies a router's loss, a mean over the tokens of a microbatch, by their number,
-    and relies on the final division of all gradients to turn this into a mean over the optimizer
-    batch. Here gradients are not divided. Instead, this sets the function with which Megatron
-    scales every loss before the backward; the returned factor cancels it for the main loss.
+    and relies on a final division of all gradients for the mean over the optimizer batch. Here
+    gradients are not divided. Instead Megatron's `grad_scale_func`, applied to every loss before
+    the backward, divides by the tokens of the optimizer batch; the returned factor cancels this
+    for the main loss.
     """
     tokens = torch.tensor(sum(len(b.tokens) for b in batches), device=batches[0].tokens.device)
     dist.all_reduce(tokens, group=groups.data)
@@ -107,8 +106,8 @@ def response_logprobs(
 ) -> ChosenTokens:
     """Log-probabilities and entropies of this context rank's response tokens.
 
-    `hidden` are the last stage's final hidden states (`forward`); only those at positions that
-    predict response tokens are multiplied with the head.
+    `hidden`: final hidden states of the last stage (`forward`). Only positions that predict
+    response tokens are multiplied with the head.
     """
     assert batch.part is not None, "set by `run_schedule`"
     return chosen_logprobs(
@@ -143,10 +142,11 @@ Shape = tuple[int, int, int]
 
 
 def received_order(num_microbatches: int, dims: ParallelDims, *, is_end: bool) -> list[int]:
-    """Numbers of the microbatches that a stage receives from one side, in this order.
+    """Numbers of the microbatches that a stage receives from one side, in order.
 
-    With interleaving, the model chunks of a stage take turns, each for as many microbatches as
-    there are stages. `is_end`: one of its chunks has no neighbour on this side.
+    Interleaved chunks of a stage take turns of `dims.pipeline` microbatches each: 4 microbatches on
+    2 stages of 2 chunks arrive as 0 1 0 1 2 3 2 3. `is_end`: one of the stage's chunks has no
+    neighbour on this side, which leaves 0 1 2 3.
     """
     num_chunks = dims.virtual_pipeline - is_end
     return [
@@ -158,21 +158,22 @@ def received_order(num_microbatches: int, dims: ParallelDims, *, is_end: bool) -
 
 
 class StageMessages(P2PCommunicator):
-    """Megatron's communicator, which is told the shapes of the tensors that it will receive.
+    """Megatron's communicator, with the shapes of all received tensors known in advance.
 
-    Megatron sends a tensor of variable length after a message with its shape, and to read that the
-    host waits twice for its GPU: it cannot queue any work ahead of a microbatch. But every rank of
-    a model replica has all microbatches.
+    Megatron sends a message with the shape before each tensor of variable length. To read it the
+    host waits twice for its GPU (`synchronize` and `tolist`), and queues no work ahead of a
+    microbatch. Here every rank of a model replica has all microbatches, and so all shapes.
     """
 
     def __init__(
         self, config: TransformerConfig, groups: Groups, batches: Sequence[PackedBatch]
     ) -> None:
-        """For one pass over `batches`."""
+        """Know the shapes of one pass over `batches`."""
         super().__init__(groups.pipeline, config)
         dims, stage = groups.dims, groups.coordinates.pipeline
         parts = dims.tensor if config.sequence_parallel else 1
-        # Of the activations of each microbatch between stages, and of their gradients.
+        # [t, 1, H] of activations between stages; their gradients have the same shape, and return
+        # in the same order of microbatches.
         shapes = [
             (len(batch.tokens) // batch.context_size // parts, 1, config.hidden_size)
             for batch in batches
@@ -189,7 +190,7 @@ class StageMessages(P2PCommunicator):
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[Shape | None, Shape | None]:
-        """Called by Megatron before each message: the shapes to receive, in turn."""
+        """Called by Megatron before each message: the next shapes to receive."""
         return (
             self._from_previous.pop() if recv_prev else None,
             self._from_next.pop() if recv_next else None,
@@ -202,7 +203,7 @@ def pipeline_arguments(
     """Arguments of Megatron's schedule for one pass over `batches`; none without a pipeline."""
     if groups.dims.pipeline == 1:
         return {}
-    # Next to a communicator Megatron wants its groups, too: those that it takes by default.
+    # With a communicator, the schedules demand a collection of groups, too: Megatron's defaults.
     own = ProcessGroupCollection()
     own.tp, own.cp, own.pp = groups.tensor, groups.contexts[groups.dims.context], groups.pipeline
     own.embd = parallel_state.get_embedding_group(check_initialized=False)

@@ -1,14 +1,14 @@
 """Linear attention as modules of Megatron-Core, and attention with gates.
 
-Megatron-Core's own `GatedDeltaNet` needs kernels of flash-linear-attention also where there is no
-GPU, raises e to a power in the dtype of the weights where no compiler fuses that, makes the norm of
-outputs zero-centred with the other norms, and has the host wait for the lengths of sequences in
+Megatron-Core's own `GatedDeltaNet` needs kernels of flash-linear-attention even without a GPU,
+computes exp(A_log) in the dtype of the weights where no compiler fuses it, makes the norm of
+outputs zero-centred with the other norms, and waits on the host for the lengths of sequences in
 every layer. Its `MambaMixer` needs kernels of mamba-ssm (test_upstream: linear_kernels,
 decay_dtype, linear_lengths). Here the kernels of flash-linear-attention compute where layers are
 Transformer Engine's and the package is installed, and torch elsewhere.
 
-Context ranks exchange tokens for heads (DeepSpeed-Ulysses, arXiv 2309.14509): each has all tokens
-of some heads in between, and so reads slices of the parameters that all of them hold.
+Context ranks exchange tokens for heads (DeepSpeed-Ulysses, arXiv 2309.14509): in between, each rank
+has all tokens of some heads, and reads their slices of parameters that all context ranks hold.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,8 @@ from parallel.state_space import state_space
 
 
 def linear_fields(shape: ModelShape) -> dict[str, Any]:
-    """Megatron's fields for linear layers and gates; a list makes checkpoints keep layers apart."""
+    """Megatron's fields for linear layers and gates."""
+    # Checkpoints keep layers apart where Megatron gets a list: layers of two kinds do not stack.
     layers = [int(layer in shape.linear_layers) for layer in range(shape.num_layers)]
     return {
         "attention_output_gate": shape.has_output_gate,
@@ -66,20 +67,22 @@ def use_linear_attention(layer: ModuleSpec, linear: LinearShape) -> None:
         module=Mamba if linear.is_mamba else GatedDeltaNet,
         params={"linear": linear, **projections},
     )
-    names = layer.submodules.sharded_state_dict_keys_map  # of torch's layers
+    # Only torch's layers map names: Transformer Engine's fuse the norm into `in_proj`, and
+    # checkpoints use the fused name.
+    names = layer.submodules.sharded_state_dict_keys_map
     if "input_layernorm." in names:
         own = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
         layer.submodules.sharded_state_dict_keys_map = names | own
 
 
 def use_gates(layer: ModuleSpec, shape: ModelShape) -> None:
-    """Give attention the gates that the model has."""
+    """Give attention output gates where the model has them."""
     if shape.has_output_gate:
         layer.submodules.self_attention.module = GatedAttention
 
 
 def leave_out(layer: ModuleSpec, kept: tuple[Module, ...]) -> None:
-    """Leave a layer with those modules that it has, in a model whose layers have one each."""
+    """Remove attention or MLP from a layer's spec unless `kept`: Nemotron-H has one per layer."""
     modules = layer.submodules
     if not {"attention", "linear"} & {*kept}:
         modules.input_layernorm = modules.self_attention = IdentityOp
@@ -90,10 +93,10 @@ def leave_out(layer: ModuleSpec, kept: tuple[Module, ...]) -> None:
 
 
 class LinearAttention(MegatronModule):
-    """The linear attention of a layer."""
+    """Linear attention but for its recurrence: projections, context exchange, checkpoints."""
 
     split: tuple[str, ...] = ("conv1d_weight", "dt_bias", "A_log")
-    """Parameters of which each tensor rank has the rows of its own heads."""
+    """Parameters split by heads over tensor ranks."""
 
     def __init__(
         self,
@@ -159,7 +162,7 @@ class LinearAttention(MegatronModule):
 
     def _split(self, rows: int, *columns: int) -> Any:
         parameter = self._parameter(rows // self.tensor_group.size(), *columns)
-        # Else the gradient norm would count those of one rank only.
+        # Unmarked parameters count as copies: the gradient norm would take tensor rank 0's alone.
         parameter.tensor_model_parallel = True
         parameter.partition_dim, parameter.partition_stride = 0, 1
         return parameter
@@ -184,14 +187,14 @@ class LinearAttention(MegatronModule):
         return self.out_proj(mixed.unsqueeze(1))
 
     def _own(self, group: Any, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The parameters `split` of the heads of this context rank, in `dtype`."""
+        """Slices of the `split` parameters for the heads of this context rank, in `dtype`."""
         for name in self.split:
             yield getattr(self, name).chunk(group.size())[group.rank()].to(dtype)
 
     def _mix(self, projected: Tensor, params: PackedParams, group: Any) -> Tensor:
-        """[T, all values of this rank's heads] from what `in_proj` gives for all tokens.
+        """[T, values of this rank's heads] from `in_proj`'s output for all T tokens.
 
-        Computed in float32 at least, as the engines do, but for products in `linear_kernels`.
+        Computes in float32 at least, like the engines, except for products in `linear_kernels`.
         """
         raise NotImplementedError
 
@@ -234,11 +237,13 @@ class GatedDeltaNet(LinearAttention):
     def _mix(self, projected: Tensor, params: PackedParams, group: Any) -> Tensor:
         linear, size = self.linear, self.linear.group_size
         conv, dt_bias, a_log = self._own(group, _wide(projected.dtype))
+        # Per key head: query, key and values, then gates, strengths and decays of its value heads.
         by_group = projected.unflatten(1, (-1, linear.mixed_dim + size * (linear.value_dim + 2)))
         qkv, gate, strength, decay = by_group.split(
             [linear.mixed_dim, size * linear.value_dim, size, size], dim=-1
         )
         x = qkv.flatten(1)
+        # Kernels take the model's dtype and accumulate in float32; torch computes in its inputs'.
         x = x if self.has_kernels else x.to(conv.dtype)
         decay = -a_log.exp() * softplus(decay.flatten(1).to(conv.dtype) + dt_bias)
         strength = strength.flatten(1).to(conv.dtype).sigmoid()
@@ -255,7 +260,8 @@ class GatedDeltaNet(LinearAttention):
         kernel = conv.squeeze(1)
         read = read_memories(x, kernel, rule, params.stages, convolution=self._convolution)
         read = read.to(conv.dtype)
-        # Every tensor rank has the norm of its own heads: its gradient is a sum over them.
+        # All heads share the weight, and a tensor rank has some heads: the gradient is a sum over
+        # tensor ranks.
         weight = copy_to_tensor_model_parallel_region(self.out_norm_weight, self.tensor_group)
         eps = self.config.layernorm_epsilon
         normed = rms_norm(read, read.shape[-1:], weight.to(conv.dtype), eps)
@@ -263,8 +269,11 @@ class GatedDeltaNet(LinearAttention):
         return gated.flatten(1).to(projected.dtype)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values from [t, channels]; for torch of as many heads, and the first
-        two of length 1."""
+        """Queries, keys and values [t, heads, size] from [t, channels].
+
+        Without kernels, queries and keys are normalised to length 1 and repeated for all value
+        heads; the kernels do both themselves.
+        """
         linear, size = self.linear, self.linear.group_size
         query, key, value = mixed.unflatten(1, (-1, linear.mixed_dim)).split(
             [linear.key_dim, linear.key_dim, size * linear.value_dim], dim=-1
@@ -287,7 +296,7 @@ class Mamba(LinearAttention):
         self.out_norm_weight = self._split(heads * self.linear.value_dim)
 
     def _mix(self, projected: Tensor, params: PackedParams, group: Any) -> Tensor:
-        """The norm is over the values of a group, behind the gate."""
+        """Mamba-2's order: gate first, then the norm over the values of a group."""
         linear, size, wide = self.linear, self.linear.group_size, _wide(projected.dtype)
         conv, dt_bias, a_log, bias, skip, weight = self._own(group, wide)
         values = size * linear.value_dim
@@ -324,17 +333,22 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class GatedAttention(SelfAttention):
-    """Attention whose queries come with gates, in the order of weight files: those of each head
-    together, where Megatron-Core has all queries of a key's heads before their gates."""
+    """Attention with output gates, whose rows keep the order of weight files: query and gate of one
+    head, then of the next.
+
+    Megatron-Core's order has all queries of a key-value head before their gates.
+    """
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *_: Any, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """[t, 1, heads of this rank, size of a head] of queries, keys, values and gates."""
+        """Queries, keys, values and gates, [t, 1, heads of this rank, head size] each."""
         fused, _bias = self.linear_qkv(hidden_states)
         group, num_groups = self.pg_collection.tp, self.config.num_query_groups
         copies = max(1, group.size() // num_groups)  # tensor ranks with the same key
-        if copies > 1:  # whose rows they share, wherever these are cut
+        # With more tensor ranks than keys, Megatron cuts the rows of a key's heads anywhere: gather
+        # all rows, then take the key's rows and this rank's share of its queries.
+        if copies > 1:
             fused = all_gather_last_dim_from_tensor_parallel_region(fused, group=group)
             fused = fused.chunk(num_groups, dim=-1)[group.rank() // copies]
         size = self.hidden_size_per_attention_head

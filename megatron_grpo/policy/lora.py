@@ -1,10 +1,10 @@
-"""Low-rank adapters of a frozen model (arXiv 2106.09685), by PEFT's names and in its form.
+"""Low-rank adapters of a frozen model (arXiv 2106.09685), with PEFT's names and shapes.
 
 Each linear layer of the weight files has an A [r, in] and a B [out, r] of its own, also where
-Megatron fuses several into one (queries, keys and values; gate and up). A rank holds, in one
-parameter each, the As of a fused layer and those rows of its Bs which meet its rows of the weight.
-Tensor ranks split B where the weight has split rows, and A where it has split columns; the other of
-the two is whole on each of them.
+Megatron fuses several layers (queries, keys and values; gate and up). For a fused layer of n parts
+a rank holds one parameter with all As [n r, in] and one with its rows of all Bs [rows, r]. Tensor
+ranks split B where the weight has split rows, and A where it has split columns; the other matrix is
+whole on each rank.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,10 +48,10 @@ from parallel.groups import Groups
 
 
 class Adapter(torch.nn.Module):
-    """Low-rank addend to the output of a linear layer."""
+    """Adds s B A x to the output of a linear layer."""
 
     def __init__(self, target: Target, like: Tensor, cfg: LoraConfig, sequence: bool) -> None:
-        """`like`: a weight of the same dtype and device. `sequence`: with sequence parallelism."""
+        """`like`: the layer's weight, for dtype and device. `sequence`: sequence parallelism."""
         super().__init__()
         self.target, self.rank, self.scale = target, cfg.r, cfg.scale
         self.sequence = sequence
@@ -60,7 +60,7 @@ class Adapter(torch.nn.Module):
         empty = like.new_empty
         self.a = torch.nn.Parameter(empty(len(target.parts) * cfg.r, columns))
         self.b = torch.nn.Parameter(like.new_zeros(len(rows), cfg.r))
-        # A and B that the layer computes with; None: without any.
+        # A and B that the layer computes with; None switches the adapter off.
         self.used: tuple[Tensor, Tensor] | None = (self.a, self.b)
         order = torch.tensor(rows, device=like.device)
         self.register_buffer("rows", order, persistent=False)
@@ -68,27 +68,28 @@ class Adapter(torch.nn.Module):
         self._mark()
 
     def _mark(self) -> None:
-        """Tell Megatron which gradients to sum over tensor ranks, and which to count once."""
+        """Mark gradients for Megatron: to sum over tensor ranks, and to count once in the norm."""
         a: Any = self.a
         b: Any = self.b
         a.tensor_model_parallel = self.target.split == "columns"
         b.tensor_model_parallel = self.target.split == "rows"
         for each in (a, b):
             each.partition_dim, each.partition_stride = (1 if each is a else 0), 1
-            # Each tensor rank sees a part of the tokens.
+            # Each tensor rank sees a part of the tokens: the mark makes Megatron sum the gradient
+            # of a copy. A split matrix sees all tokens, after the gather or before the scatter.
             each.sequence_parallel = self.sequence and not each.tensor_model_parallel
 
     def forward(self, states: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """[..., rows] from what the linear layer multiplies, in the order of `rows`."""
-        low = self._whole(linear(states, a))
+        """[..., rows] in the order of the buffer `rows`, from the linear layer's input."""
+        low = self._complete(linear(states, a))
         inner = low.split(self.rank, dim=-1)
         sizes = [len(part.rows) for part in self.target.parts]
         outer = b.split(sizes)
         outputs = [linear(x, rows) for x, rows in zip(inner, outer, strict=True) if len(rows)]
         return torch.cat(outputs, dim=-1) * self.scale
 
-    def _whole(self, low: Tensor) -> Tensor:
-        """A x of the tokens whose outputs this rank computes."""
+    def _complete(self, low: Tensor) -> Tensor:
+        """Complete A x for the tokens whose outputs this rank computes."""
         if self.target.split == "rows":
             gather = gather_from_sequence_parallel_region
             return gather(low) if self.sequence else copy_to_tensor_model_parallel_region(low)
@@ -99,7 +100,7 @@ class Adapter(torch.nn.Module):
         return low
 
     def hook(self, base: Any, args: tuple[Any, ...], output: Any) -> Any:
-        """Add the adapter's output to that of the linear layer `base`; its second is a bias."""
+        """Forward hook of the linear layer `base`, with output (product, bias): add to product."""
         if self.used is None:
             return output
         product, bias = output
@@ -110,7 +111,7 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """W + s B A, see `merged`."""
+        """W + s B A: see `checkpoint_convert.merge.merged`."""
         total, parts = weight.detach().clone(), self.target.parts
         outer = self.b.split([len(part.rows) for part in parts])
         for part, a, b in zip(parts, self.a.split(self.rank), outer, strict=True):
@@ -121,14 +122,15 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def initialize(self, init: Literal[True, "gaussian"], seed: int) -> None:
-        """Draw A, each module's from its own name, so that layouts have the same; B is 0."""
+        """Draw A; B is 0, so that training starts from the base model."""
+        # A whole A per module, seeded by the module's name: equal in every layout.
         for part, values in zip(self.target.parts, self.a.split(self.rank), strict=True):
             width = self.target.shapes[part.module][1]
             generator = torch.Generator().manual_seed(seed + crc32(part.module.encode()))
             whole = torch.empty(self.rank, width)
             if init == "gaussian":
                 whole.normal_(0, 1 / self.rank, generator=generator)
-            else:  # Kaiming's uniform with a = sqrt(5), as PEFT has it
+            else:  # PEFT's default: Kaiming's uniform with a = sqrt(5), bounds +-1 / sqrt(in)
                 whole.uniform_(-1 / sqrt(width), 1 / sqrt(width), generator=generator)
             values.copy_(whole[:, self.target.columns.slices[-1]])
 
@@ -144,10 +146,10 @@ class Adapters:
         groups: Groups,
         base: int,
     ) -> None:
-        """`modules`, by the local name of the linear layer's weight.
+        """`modules`: adapters by the local name of the layer's weight; `whole`: PEFT's shapes.
 
-        `sender` describes what this rank has of them. `base` is a checksum of the model's weights,
-        which are in no checkpoint of adapters.
+        `sender` describes the adapters' parts on this rank. `base`: checksum of the model's
+        weights, which checkpoints of adapters do not contain.
         """
         at = groups.coordinates
         self.modules, self.shapes, self.sender, self.base = modules, whole, sender, base
@@ -159,7 +161,7 @@ class Adapters:
         return self.sender.layout
 
     def parameters(self) -> dict[str, Tensor]:
-        """All that is trained, by the local names of `layout`."""
+        """All A and B, by the local names of `layout`."""
         return {
             f"{adapter.target.name}.{x}": getattr(adapter, x)
             for adapter in self.modules.values()
@@ -168,7 +170,7 @@ class Adapters:
 
     @torch.no_grad()
     def scaled(self) -> dict[str, Tensor]:
-        """A and s B of all adapters, which engines add to what the base computes."""
+        """A and s B of all adapters: engines apply no scale of their own."""
         return {
             f"{adapter.target.name}.{x}": values
             for adapter in self.modules.values()
@@ -177,7 +179,7 @@ class Adapters:
 
     @contextmanager
     def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Meanwhile the chunks compute with `values` of `parameters`; without any, as the base."""
+        """Compute with `values` in place of `parameters` meanwhile; if empty, as the base model."""
         for adapter in self.modules.values():
             adapter.used = None
             if values:
@@ -190,7 +192,7 @@ class Adapters:
                 adapter.used = adapter.a, adapter.b
 
     def sharded(self) -> Iterator[ShardedTensorFactory]:
-        """Megatron's description of each parameter, as its parts in PEFT's tensors."""
+        """Describe each parameter for Megatron's checkpoints, as parts of PEFT's tensors."""
         for name, values in self.parameters().items():
             pieces = [piece for piece in self.layout.pieces if piece.local == name]
             parted: Any = values
@@ -222,12 +224,10 @@ class Adapters:
 
 
 class Merged(Mapping[str, Tensor]):
-    """The weights that a model with adapters computes with, each merged when it is asked for.
-
-    A thread keeps its last one: what is sent is cut from a weight box by box.
-    """
+    """Weights with adapters merged, W + s B A, per access: there is no second copy of the model."""
 
     def __init__(self, weights: Mapping[str, Tensor], adapters: Adapters) -> None:
+        # A push reads a weight box by box, in threads: each thread keeps its last merged weight.
         self._weights, self._adapters, self._last = weights, adapters, local()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -253,9 +253,10 @@ def add_adapters(
     groups: Groups,
     seed: int | None,
 ) -> Adapters:
-    """Freeze the chunks, whose weights are loaded, and give them adapters; collective.
+    """Freeze the chunks and give them adapters; collective.
 
-    Without a `seed` weights need not be loaded, and A has no values.
+    Weights must be loaded, for their checksum; without a `seed` they need not be, and A stays
+    uninitialised.
     """
     weights = {
         f"{number}.{name}": values
@@ -290,7 +291,7 @@ def add_adapters(
 
 @torch.no_grad()
 def _fill(adapters: Adapters, places: Mapping[str, TensorPlace]) -> None:
-    """Read this rank's boxes of stored adapters."""
+    """Copy this rank's boxes of stored adapters into its parameters."""
     parameters = adapters.parameters()
     with closing(StoredTensors(places)) as stored:
         for piece in adapters.layout.pieces:
@@ -300,25 +301,27 @@ def _fill(adapters: Adapters, places: Mapping[str, TensorPlace]) -> None:
 
 
 def _begin_gradients(_: Any, args: tuple[Any, ...], output: Tensor) -> None:
-    """Recomputed layers have gradients only if their inputs do, and the embedding is frozen."""
+    """Make the frozen embedding's output require a gradient."""
+    # A recomputed layer is one autograd function to torch: it gets a backward only if its input
+    # requires a gradient, whatever its parameters do.
     if torch.is_grad_enabled():
         output.requires_grad_()
 
 
 def _normalized(base: Any, states: Tensor) -> Tensor:
-    """Input of `base`'s product: Transformer Engine fuses norms into the layer after them."""
+    """Input of `base`'s product, normed where Transformer Engine fuses the norm into the layer."""
     if getattr(base, "layer_norm_weight", None) is None:
         return states
     return normalized(states, base.layer_norm_weight, base.eps, base.zero_centered_gamma)
 
 
 def _fingerprint(weights: Mapping[str, Tensor], shape: ModelShape, layout: Layout) -> int:
-    """A checksum of the weights in the files' coordinates, the same in any layout; collective."""
+    """Checksum of the weights in the files' coordinates, equal in every layout; collective."""
     whole, total = hf_tensors(shape), torch.zeros((), dtype=torch.int64)
     for piece in layout.pieces:
         if piece.local in weights and not piece.is_replica:
             values = weights[piece.local].detach()[piece.local_box.slices]
-            factor = crc32(piece.tensor.encode()) | 1
+            factor = crc32(piece.tensor.encode()) | 1  # odd, so no bit of a checksum is lost
             total += checksum(values, piece.box, whole[piece.tensor]).cpu() * factor
     dist.all_reduce(total)
     return int(total)

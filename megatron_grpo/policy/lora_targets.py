@@ -1,4 +1,4 @@
-"""Targets of adapters: linear layers, and the parts of them that a rank has; names and integers."""
+"""Targets of adapters: linear layers, and a rank's parts of them; names and integers only."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,18 +26,18 @@ LOCAL_NAME = ".lora"
 """Suffix of an adapter, after the name of its linear layer."""
 
 Split = Literal["rows", "columns", "whole"]
-"""How tensor ranks hold a weight: split by outputs, by inputs, or all of it each."""
+"""How tensor ranks hold a weight: split by outputs, split by inputs, or whole on each."""
 _SPLITS: dict[int | None, Split] = {0: "rows", 1: "columns", None: "whole"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of one weight of the files in a rank's fused weight."""
+    """Rows of one weight of the files within a rank's fused weight."""
 
     module: str
     """Such as ``model.layers.0.mlp.up_proj``."""
     rows: tuple[int, ...]
-    """In the fused weight, in the order of B."""
+    """Rows in the fused weight, in the order of B's rows."""
     boxes: tuple[Box, ...]
     """`rows` as boxes of the weight in the files."""
 
@@ -50,19 +50,19 @@ class Target:
     """Local name of the weight, such as ``0.decoder.layers.3.mlp.linear_fc1.weight``."""
     split: Split
     parts: tuple[Part, ...]
-    """Parts of the weights with adapters; one without rows here has no boxes."""
+    """One part per weight with an adapter; without rows on this rank, a part has no boxes."""
     columns: Box
-    """[1, columns]: those of A, of the whole row."""
+    """[1, columns]: A's columns on this rank, as a box of a whole row."""
     shapes: Mapping[str, Shape]
     """Shapes of the whole weights, by module."""
 
     @property
     def name(self) -> str:
-        """The local name of the adapter."""
+        """Local name of the adapter, such as ``0.decoder.layers.3.mlp.linear_fc1.lora``."""
         return self.weight.removesuffix(WEIGHT) + LOCAL_NAME
 
     def adapter_shapes(self, rank: int) -> dict[str, Shape]:
-        """The shapes of A and B of the adapter of `rank`, by local name."""
+        """Shapes of A [parts * rank, columns] and B [rows, rank] on this rank, by local name."""
         rows = sum(len(part.rows) for part in self.parts)
         return {
             f"{self.name}.a": (len(self.parts) * rank, self.columns.size[-1]),
@@ -70,7 +70,7 @@ class Target:
         }
 
     def pieces(self, rank: int, at: Coordinates) -> Iterator[ShardMapping]:
-        """Where A and B of the adapter of `rank` are in PEFT's tensors, on the rank at `at`."""
+        """Map the local A and B to PEFT's tensors, for an adapter of `rank` on the rank at `at`."""
         row, copied = 0, at.data > 0 or at.context > 0
         has_a, has_b = (self.split == split or not at.tensor for split in ("columns", "rows"))
         width = self.columns.size[-1]
@@ -99,8 +99,8 @@ def check_lora(cfg: LoraConfig, shape: ModelShape, tensor: int) -> None:
         return
     if FAMILIES[shape.family].file_names:
         raise ValueError(
-            f"lora.r {cfg.r} is not supported for a {shape.family}: its weight files have other "
-            "names than the modules of transformers, which PEFT gives adapters; set lora.r=0"
+            f"lora.r {cfg.r} is not supported for a {shape.family}: PEFT names adapters by "
+            "transformers' modules, and its weight files have other names; set lora.r=0"
         )
     found = targets_of(cfg, shape)
     layers = {".".join(name.split(".")[:3]) for name in found}
@@ -126,18 +126,18 @@ def starting_adapter(cfg: LoraConfig, shape: ModelShape) -> StoredAdapter | None
     stored_text = f"lora.adapter_path {cfg.adapter_path} has adapters"
     if stored.rank != cfg.r:
         raise ValueError(
-            f"{stored_text} of rank {stored.rank}, and lora.r is {cfg.r}: set lora.r={stored.rank}"
+            f"{stored_text} of rank {stored.rank}, but lora.r is {cfg.r}: set lora.r={stored.rank}"
         )
     if not isclose(stored.scale, cfg.scale):
         alpha = stored.scale * cfg.lora_alpha / cfg.scale
         raise ValueError(
-            f"{stored_text} with a scale of {stored.scale:g}, and that of lora.lora_alpha "
-            f"{cfg.lora_alpha:g} is {cfg.scale:g}: set lora.lora_alpha={alpha:g}"
+            f"{stored_text} of scale {stored.scale:g}, but lora.lora_alpha {cfg.lora_alpha:g} "
+            f"gives {cfg.scale:g}: set lora.lora_alpha={alpha:g}"
         )
     wanted = targets_of(cfg, shape)
     if differing := sorted({*wanted} ^ {*stored.modules}):
         raise ValueError(
-            f"{stored_text} on other layers than lora.target_modules says, such as {differing[0]}: "
+            f"{stored_text} on other layers than lora.target_modules, such as {differing[0]}: "
             + _advice(cfg, shape, stored.modules)
         )
     return stored
@@ -155,14 +155,15 @@ def _advice(cfg: LoraConfig, shape: ModelShape, modules: Sequence[str]) -> str:
         unset = " lora.exclude_modules=[]" * bool(cfg.exclude_modules)
         return f"set lora.target_modules=[{','.join(ends)}]{unset}"
     return (
-        "no lora.target_modules says exactly its layers; merge them into the model "
+        "no lora.target_modules selects exactly its layers; merge the adapter into the model "
         "(checkpoint-convert merge), and leave lora.adapter_path out"
     )
 
 
 def targets_of(cfg: LoraConfig, shape: ModelShape) -> list[str]:
-    """The modules of the weight files with adapters; ValueError as of `LoraConfig.targets`."""
-    linears: dict[str, None] = {}  # in order; several sources may be rows of one weight
+    """Modules of the weight files that get adapters; raises the ValueErrors of
+    `LoraConfig.targets`."""
+    linears: dict[str, None] = {}  # an ordered set: several sources may be rows of one weight
     others: dict[str, None] = {}
     one = Coordinates(tensor=0, context=0, data=0, pipeline=0)
     for _, parameter in local_parameters(shape, ParallelDims(), one, transformer_engine=True):
@@ -177,19 +178,19 @@ def targets_of(cfg: LoraConfig, shape: ModelShape) -> list[str]:
 
 
 def peft_tensors(cfg: LoraConfig, shape: ModelShape) -> dict[str, Shape]:
-    """Name and shape of every tensor of an adapter, as PEFT saves it."""
+    """Name and shape of every tensor of the adapter file that PEFT saves."""
     return adapter_tensors(targets_of(cfg, shape), cfg.r, hf_tensors(shape))
 
 
 def local_targets(
     cfg: LoraConfig, shape: ModelShape, layout: Layout, dims: ParallelDims, at: Coordinates
 ) -> Iterator[Target]:
-    """Targets in the layers of the rank at `at`; `layout` is of its weights."""
+    """Targets in the layers of the rank at `at`; `layout`: its weights."""
     wanted, whole = set(targets_of(cfg, shape)), hf_tensors(shape)
     pieces: dict[tuple[str, str], list[ShardMapping]] = defaultdict(list)
     for piece in layout.pieces:
         pieces[piece.local, piece.tensor].append(piece)
-    # Names do not depend on it, but for norms and experts.
+    # `transformer_engine` changes the names of norms and experts only, which have no adapters.
     for name, parameter in local_parameters(shape, dims, at, transformer_engine=True):
         sources = {x.name: x for x in parameter.sources if x.name.removesuffix(WEIGHT) in wanted}
         if not sources or not name.endswith(WEIGHT):
@@ -208,9 +209,9 @@ def local_targets(
 def adapter_sender(
     targets: Iterable[Target], rank: int, dims: ParallelDims, at: Coordinates
 ) -> Sender:
-    """Adapters of `rank` that the rank at `at` holds and can send, in PEFT's coordinates.
+    """Describe the adapters of `rank` that the rank at `at` can send, in PEFT's coordinates.
 
-    Local names are such as ``0.decoder.layers.3.mlp.linear_fc1.lora.a``.
+    A local name is, for example, ``0.decoder.layers.3.mlp.linear_fc1.lora.a``.
     """
     shapes: dict[str, Shape] = {}
     pieces: list[ShardMapping] = []
@@ -225,7 +226,7 @@ def adapter_sender(
             local = f"{target.name}.{x}"
             if target.split == split:
                 owners[local] = stage[at.tensor :: dims.tensor]
-            else:  # all tensor ranks have the same
+            else:  # whole on each tensor rank: all of them can send
                 owners[local], replica_sets[local] = stage, dims.tensor
     return Sender(dims.rank(at), Layout(shapes, tuple(pieces)), owners, replica_sets)
 
@@ -233,7 +234,7 @@ def adapter_sender(
 def planned_adapters(
     cfg: LoraConfig, shape: ModelShape, dims: ParallelDims, at: Coordinates
 ) -> Sender:
-    """The `adapter_sender` of the rank at `at`, from sizes alone."""
+    """`adapter_sender` of the rank at `at`, from sizes alone."""
     layout = megatron_layout(shape, dims, at, transformer_engine=True)
     return adapter_sender(local_targets(cfg, shape, layout, dims, at), cfg.r, dims, at)
 
@@ -241,7 +242,7 @@ def planned_adapters(
 def first_adapter_senders(
     cfg: LoraConfig, shape: ModelShape, dims: ParallelDims
 ) -> Iterator[Sender]:
-    """The `planned_adapters` of all ranks that own anything, by rank."""
+    """`planned_adapters` of the first data and context rank of each shard, in order of rank."""
     for at in map(dims.coordinates, range(dims.world_size)):
         if at.data == at.context == 0:
             yield planned_adapters(cfg, shape, dims, at)

@@ -1,13 +1,13 @@
 """Multi-head latent attention (arXiv 2405.04434, section 2.1) as a module of Megatron-Core.
 
-Megatron-Core's own splits the projections down to latents over tensor ranks with torch's layers and
-not with Transformer Engine's (test_upstream: latent_projections), so that ranks would hold other
-parts of the weights, and it computes RoPE apart from that of other models. Here every tensor rank
-computes latents whole, for its own tokens, with both kinds of layers, and RoPE is the model's.
-Tensor ranks need sequence parallelism, as models with latents have experts, too.
+Megatron-Core's own module splits the projections down to latents over tensor ranks with torch's
+layers, but not with Transformer Engine's (test_upstream: latent_projections): a rank's parts of the
+weights would depend on the kind of layers. It also has a RoPE of its own. Here every tensor rank
+computes whole latents of its own tokens with both kinds of layers, and RoPE is `PackedRotary`.
+Tensor ranks need sequence parallelism: all models with latents also have experts.
 
-Keys and values are projected up to all heads before attention: that takes fewest FLOPs for whole
-sequences.
+Keys and values are projected up to all heads before attention, which takes the fewest FLOPs for
+whole sequences.
 """
 
 from typing import Any
@@ -26,9 +26,9 @@ from megatron_grpo.policy.packed_params import PackedParams
 
 
 class LatentAttention(Attention):
-    """The attention of a layer; its submodules are those of Megatron's ``MLASelfAttention``.
+    """Latent attention with the submodules of Megatron's ``MLASelfAttention``.
 
-    In `config`, `kv_channels` is the size of a head of values; `head_dim` that of queries and keys.
+    `head_dim` is the head size of queries and keys; `config.kv_channels` that of values.
     """
 
     def __init__(
@@ -42,9 +42,10 @@ class LatentAttention(Attention):
     ) -> None:
         super().__init__(config, submodules, attention_type="self", **options)
         self.latent, self.head_dim = latent, head_dim
-        self.context_group = self.pg_collection.cp  # RoPE's may become another: `rotate_own_tokens`
-        # In place of the base's, whose heads have one size. Transformer Engine's takes no options
-        # beside these.
+        # `rotate_own_tokens` may replace the collection's group later, for RoPE alone.
+        self.context_group = self.pg_collection.cp
+        # The base class's attention has one head size for queries and values. Transformer Engine's
+        # accepts no further options.
         self.core_attention = build_module(
             submodules.core_attention,
             config=config,
@@ -116,10 +117,13 @@ class LatentAttention(Attention):
         )
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Called by Megatron with FP8, where projections would keep a quantised input each: they
-        are to keep the norm's output, which it frees and computes again."""
-        of_queries = "linear_q_proj" if self.latent.query_rank is None else "linear_q_down_proj"
-        for name in of_queries, "linear_kv_down_proj":
+        """Called by Megatron with FP8, to let projections keep their input unquantised.
+
+        Otherwise each would keep a quantised copy of the norm's output, which Megatron frees and
+        recomputes.
+        """
+        queries = "linear_q_proj" if self.latent.query_rank is None else "linear_q_down_proj"
+        for name in queries, "linear_kv_down_proj":
             set_save_original_input(getattr(self, name))
 
     def forward(
@@ -131,7 +135,7 @@ class LatentAttention(Attention):
         packed_seq_params: PackedParams,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Takes and returns [t, 1, hidden size], or with sequence parallelism a rank's tokens."""
+        """Map [t, 1, hidden size] to the same shape; t: tokens of this rank's sequence shard."""
         hidden = hidden_states.squeeze(1)
         latent = hidden if self.latent.query_rank is None else self.linear_q_down_proj(hidden)[0]
         heads = self.get_query_key_value_tensors(hidden, latent, rotary_pos_emb, packed_seq_params)
@@ -146,7 +150,7 @@ class LatentAttention(Attention):
         rotary_pos_emb: Tensor,
         params: PackedParams,
     ) -> Tensor:
-        """Attend by queries, keys and values, the `heads`; sparse attention reads all else."""
+        """Attend with `heads`: queries, keys and values. Sparse attention reads the rest."""
         recomputes = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if recomputes else self.core_attention
         return attend(*heads, None, attn_mask_type=self.attn_mask_type, packed_seq_params=params)
@@ -154,27 +158,27 @@ class LatentAttention(Attention):
     def get_query_key_value_tensors(
         self, hidden: Tensor, query_latent: Tensor, rotary_pos_emb: Tensor, params: PackedParams
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[t, heads of this rank, head_dim] of queries and keys, and the same of values."""
+        """Queries and keys [t, heads of this rank, head_dim], and values [.., value_dim]."""
         rotary_dim, value_dim = self.latent.rotary_dim, self.latent.value_dim
         both, _ = self.linear_kv_down_proj(hidden)
-        latent, rotated = both.split([self.latent.rank, rotary_dim], dim=-1)
-        # All heads attend to it, so its gradient is a sum over tensor ranks.
-        rotated = gather_from_sequence_parallel_region(rotated, group=self.tp_group)
+        latent, key_rotary = both.split([self.latent.rank, rotary_dim], dim=-1)
+        # All heads share the rotated part of keys: its gradient is a sum over tensor ranks, which
+        # the backward of this gather makes.
+        key_rotary = gather_from_sequence_parallel_region(key_rotary, group=self.tp_group)
         keys_and_values, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         heads = self.num_attention_heads_per_partition
         key, value = keys_and_values.unflatten(-1, (heads, -1)).split(
             [self.head_dim - rotary_dim, value_dim], dim=-1
         )
-        query, turned = (
+        query, query_rotary = (
             self._queries(query_latent)
             .unflatten(-1, (heads, -1))
             .split([self.head_dim - rotary_dim, rotary_dim], dim=-1)
         )
-        rotated, turned = (
-            self._rotate(part, rotary_pos_emb, params) for part in (rotated.unsqueeze(1), turned)
-        )
-        query = torch.cat([query, turned], dim=-1)
-        key = torch.cat([key, rotated.expand(-1, heads, -1)], dim=-1)
+        key_rotary = self._rotate(key_rotary.unsqueeze(1), rotary_pos_emb, params)
+        query_rotary = self._rotate(query_rotary, rotary_pos_emb, params)
+        query = torch.cat([query, query_rotary], dim=-1)
+        key = torch.cat([key, key_rotary.expand(-1, heads, -1)], dim=-1)
         return query, key, value.contiguous()
 
     def _queries(self, latent: Tensor) -> Tensor:
@@ -183,11 +187,9 @@ class LatentAttention(Attention):
         return self.linear_q_up_proj(self.q_layernorm(latent))[0]
 
     def _rotate(self, part: Tensor, rotary_pos_emb: Tensor, params: PackedParams) -> Tensor:
-        """RoPE of [t, heads, rotary_dim], whose pairs are neighbours in the weights' order.
-
-        Scores are the same in any order that queries and keys share; Megatron's RoPE has the first
-        halves of all pairs before the second halves.
-        """
+        """RoPE of [t, heads, rotary_dim]; its pairs are neighbours in the weights' order."""
+        # Megatron's RoPE pairs element i with i + rotary_dim / 2. Scores stay equal in any order
+        # that queries and keys share.
         halves = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return apply_rotary_pos_emb(
             halves,
@@ -199,7 +201,7 @@ class LatentAttention(Attention):
 
 
 class WholeLinear(torch.nn.Linear):
-    """Torch's linear layer, as every tensor rank computes it whole; Megatron-Core has none."""
+    """Torch's linear layer, whole on every tensor rank; Megatron-Core has none."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any
@@ -216,7 +218,7 @@ class WholeLinear(torch.nn.Linear):
         weight.sequence_parallel = config.sequence_parallel
 
     def reset_parameters(self) -> None:
-        """Does nothing: weights are about to be loaded."""
+        """Leave weights uninitialised: they are about to be loaded."""
 
     def forward(self, input: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """The product and no bias, as Megatron-Core's linear layers return."""

@@ -57,9 +57,9 @@ class Model:
     adapters: Adapters | None = None
     """Adapters, trained in place of the weights, if `lora.r` is not 0."""
     mtp: Mtp | None = None
-    """The layer for multi-token prediction, if it is trained."""
+    """Layer for multi-token prediction, if it is trained."""
     vision: VisionTower | None = None
-    """On stages that use features, if prompts have images; of a reference, if it is trained."""
+    """Vision tower, on stages that use features of images; a reference's if it is trained."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -77,8 +77,7 @@ class Model:
     def parameters(self) -> dict[str, Tensor]:
         """Parameters by their local names in `layout`: ``{chunk}.{Megatron's name}``.
 
-        They include the biases by which experts are chosen, which have no gradient, but no
-        adapters.
+        Includes the biases by which experts are chosen, which have no gradient; no adapters.
         """
         return {
             f"{number}.{name}": value
@@ -88,11 +87,11 @@ class Model:
         } | (self.mtp.parameters() if self.mtp else {})
 
     def saved_parameters(self) -> dict[str, Tensor]:
-        """Parameters in checkpoints: the adapters, or else all."""
+        """Parameters in checkpoints: only the adapters where there are some."""
         return self.adapters.parameters() if self.adapters else self.parameters()
 
     def computing(self) -> AbstractContextManager[None]:
-        """The context in which the chunks compute what this model does."""
+        """Context for forwards: subclasses swap adapters or quantise weights in it."""
         return nullcontext()
 
 
@@ -105,15 +104,15 @@ class Policy(Model):
     scheduler: Any
     """Sets the optimizer's learning rate; stepped once per optimizer step."""
     router_losses: RouterLosses | None
-    """Losses of a mixture's routers in the microbatches since `zero_grad`; None if it has none."""
+    """Auxiliary losses of routers since `zero_grad`; None if the model has none."""
 
     def parameters(self) -> dict[str, Tensor]:
-        """`Model.parameters`, whole: see `gather_weights`, by which this is collective."""
+        """`Model.parameters` after the last update; collective, see `gather_weights`."""
         gather_weights(self.chunks)
         return super().parameters()
 
     def served(self, lora: LoraConfig) -> Mapping[str, Tensor]:
-        """Tensors of a push: adapters, or `parameters` with them merged; collective like those."""
+        """Tensors of a push: adapters alone, or `parameters` with adapters merged; collective."""
         if self.adapters and lora.is_served:
             return self.adapters.scaled()
         weights = self.parameters()
@@ -130,7 +129,7 @@ class Policy(Model):
     def zero_summed_gradient(self) -> None:
         """Zero this rank's shard of the gradient summed over data and context ranks.
 
-        The rest of its buffers keeps this rank's own contributions to the other ranks' shards.
+        The rest of the buffers keeps this rank's own contributions to other ranks' shards.
         """
         for chunk in self.chunks:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
@@ -146,7 +145,7 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
         add_router_replay(model.chunks)
     if cfg.rollout.indexer_replay:
         add_indexer_replay(model.chunks)
-    if not cfg.lora.r:  # else gradients are those of adapters, which come last
+    if not cfg.lora.r:  # adapters get the only gradients, and come after the weights
         add_gradients(model, cfg)
     with waiting(f"reading {cfg.model.path}", shows=groups.rank == 0) as show:
         read_weights(cfg.model.path, shape, model.layout, model.parameters(), show)
@@ -162,7 +161,7 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
 
 
 def build_model(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
-    """This rank's part of the model, with uninitialized weights."""
+    """Build this rank's part of the model, with uninitialised weights."""
     chunks = build_chunks(cfg, shape, groups)
     layout = megatron_layout(
         shape,
@@ -175,7 +174,7 @@ def build_model(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
 
 
 def add_gradients(model: Model, cfg: Config) -> None:
-    """Give a model's chunks gradient buffers, which are summed over data and context ranks."""
+    """Give a model's chunks gradient buffers, to be summed over data and context ranks."""
     model.chunks = with_gradients(model.chunks, cfg)
     if model.mtp:
         model.mtp.add_gradients()
@@ -194,7 +193,7 @@ def add_optimizer(model: Model, cfg: Config, groups: Groups) -> Policy:
 
 
 def _optimizer(model: Model, cfg: OptimizerConfig, groups: Groups) -> Any:
-    """Megatron's, with Muon where the config says so."""
+    """Megatron's optimizer, with Muon as a hook before its step where the config says so."""
     if cfg.optimizer == "adam":
         return make_optimizer(model.chunks, cfg)
     parameters = model.parameters()
@@ -211,9 +210,9 @@ def _optimizer(model: Model, cfg: OptimizerConfig, groups: Groups) -> Any:
 def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     """Run one model chunk on this context rank's part of a packed microbatch.
 
-    Returns hidden states. For the last chunk: the head's input, [T / cp, H] in the order of
-    `context_indices`, or the tensor rank's slice of it under sequence parallelism. For the others:
-    what Megatron-Core sends to the next stage: see `StageMessages`.
+    Returns hidden states: from the last chunk the head's input [T / cp, H], in the order of
+    `context_indices`, or its tensor rank's slice with sequence parallelism; from other chunks
+    [T / cp, 1, H] or its slice, which Megatron-Core sends to the next stage.
     """
     assert batch.part is not None, "set by `run_schedule`"
     local, module = batch.part.local, unwrapped(chunk)
@@ -221,7 +220,7 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     if batch.routed_experts is not None:
         params.routed_experts = own_routes(batch.routed_experts, local, groups)
     params.chosen_tokens = batch.chosen_tokens
-    embeddings = None  # of text: the chunk's own
+    embeddings = None  # the chunk embeds text itself
     if batch.images is not None and module.pre_process:
         embeddings = embedded(module, batch, local, groups)
     output: Tensor = chunk(
@@ -235,7 +234,7 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
 
 
 def weight_sender(model: Model, groups: Groups) -> Sender:
-    """Describes which of the model's weights this rank can send to the engines."""
+    """Describe the weights that this rank can send to engines."""
     return megatron_sender(
         model.shape,
         groups.dims,

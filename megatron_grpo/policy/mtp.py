@@ -1,14 +1,13 @@
-"""The layer for multi-token prediction, trained beside the policy: engines draft with it.
+"""The layer for multi-token prediction, trained along with the policy: engines draft with it.
 
-From the hidden state of a token and the next token it predicts the one after (DeepSeek-V3, arXiv
-2412.19437, section 2.2). The policy does not learn from that: hidden states, embedding and head are
-detached, and the layer has gradient buffers, a clipped norm and an optimizer of its own. So the
-policy's weights are to the bit those of a run without it.
+From the hidden state of token t and the embedding of token t + 1 it predicts token t + 2
+(DeepSeek-V3, arXiv 2412.19437, section 2.2). The policy does not learn from its loss: hidden
+states, embedding and head are detached, and the layer has gradient buffers, a clipped norm and an
+optimizer of its own. The policy's weights stay bit for bit those of a run without the layer.
 
-Megatron-Core's MultiTokenPredictionLayer is not used (test_upstream: mtp). With `mtp_detach_heads`
-it leaves the policy alone, too, but it is a part of its GPTModel, with whose parameters it shares
-buffers and optimizer; on the last pipeline stage it comes with an embedding, and it computes whole
-logits.
+Megatron-Core's MultiTokenPredictionLayer is not used (test_upstream: mtp). It can detach the policy
+(`mtp_detach_heads`), but is a part of the GPTModel and shares the policy's buffers and optimizer;
+it brings an embedding to the last pipeline stage, and computes whole logits.
 """
 
 import math
@@ -57,7 +56,7 @@ from parallel.rank_part import SecondTokens
 
 
 class MtpLayer(MegatronModule):
-    """DeepSeek-V3's equations 21 to 23 but for the head, by Megatron-Core's names."""
+    """DeepSeek-V3's equations 21 to 23 without the head, with Megatron-Core's names."""
 
     def __init__(
         self, config: TransformerConfig, spec: TransformerBlockSubmodules, vp_stage: int | None
@@ -75,8 +74,8 @@ class MtpLayer(MegatronModule):
     def forward(
         self, hidden: Tensor, embedded: Tensor, rotary: Tensor, params: PackedParams
     ) -> Tensor:
-        """Compute the input of the head from the model's final hidden states and the embeddings of
-        the next tokens; [t, 1, H] each, or with sequence parallelism a rank's tokens."""
+        """The head's input from final hidden states and embeddings of the next tokens, [t, 1, H]
+        each; with sequence parallelism, t are a tensor rank's tokens."""
         joined, _ = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
 
         def through(joined: Tensor) -> Tensor:
@@ -93,8 +92,8 @@ class MtpLayer(MegatronModule):
 
 
 class Mtp:
-    """The layer of a policy and its training. Every rank has one of these, and all make the same
-    calls; before the last pipeline stage its module is empty.
+    """A policy's layer and its training. All ranks have an `Mtp` and make the same calls; before
+    the last pipeline stage its module is empty.
     """
 
     def __init__(
@@ -104,21 +103,21 @@ class Mtp:
         self._first, self._last = chunks[0], chunks[-1]
         self._prefix = f"{len(chunks) - 1}.{MTP_LAYER}"
         self.module: Any = _build_module(cfg, shape, chunks[-1], groups)
-        """In Megatron's DistributedDataParallel if it has gradients."""
+        """The layer, wrapped in Megatron's DistributedDataParallel if it has gradients."""
         self.num_steps = 0
-        """Updates so far: Adam counts them, too, but only where there is a layer."""
+        """Updates so far. Adam's own count exists only on ranks with the layer."""
         self._num_tokens = 1
         self._loss = torch.zeros((), device=next(chunks[0].parameters()).device)
         self._embedding = _embedding_for(chunks[-1], shape)
 
     def parameters(self) -> dict[str, Tensor]:
-        """See `Model.parameters`: those of the layer, as of the last chunk."""
+        """The layer's parameters, named like those of the last chunk in `Model.parameters`."""
         layer = self._unwrapped
         named = chain(layer.named_parameters(), expert_biases(layer))
         return {self._prefix + name: value for name, value in named}
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Megatron's description of the layer in a checkpoint."""
+        """Describe the layer for Megatron's checkpoints."""
         return self._unwrapped.sharded_state_dict(MTP_LAYER, metadata={})
 
     def add_gradients(self) -> None:
@@ -131,10 +130,10 @@ class Mtp:
         self._scheduler = make_scheduler(self.optimizer, self._cfg.optimizer, self._cfg.num_steps)
 
     def begin(self, chunks: Sequence[Any], batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-        """Begin an optimizer step on the microbatches: returns them with their second tokens.
+        """Begin an optimizer step: returns the microbatches with their second tokens.
 
-        The loss is a mean over all such tokens of the optimizer batch, so each weighs the same
-        however they are split. Collective.
+        The loss is a mean over all second tokens of the optimizer batch, whatever ranks and
+        microbatches hold them. Collective.
         """
         at, dims = self._groups.coordinates, self._groups.dims
         batches = [with_second_tokens(b.on_rank(dims, at), self._groups) for b in batches]
@@ -148,7 +147,7 @@ class Mtp:
         return batches
 
     def add_loss(self, hidden: Tensor, batch: PackedBatch, head_weight: Tensor) -> None:
-        """Add the gradient of a microbatch, of which the model has these final hidden states."""
+        """Add the gradient of a microbatch, from the model's final hidden states [t, H]."""
         assert batch.part is not None and batch.part.second is not None, "set by `begin`"
         second, params = batch.part.second, params_on_rank(batch, self._groups)
         assert self._embedding is not None, "only the last stage has hidden states"
@@ -168,14 +167,15 @@ class Mtp:
             tensor_group=self._groups.tensor,
         )
         loss = -chosen.logprobs.sum() / self._num_tokens
+        # At once, within the schedule's forward: the layer's graph ends at detached hidden states.
         loss.backward()
         self._loss += loss.detach()
 
     def update(self, num_steps: int) -> dict[str, float]:
-        """Update the layer at the learning rate after `num_steps` steps; returns metrics, the same
-        on all ranks. Collective.
+        """Update the layer at the learning rate after `num_steps` steps; returns the metrics of all
+        ranks. Collective.
 
-        Leaves it as it is, and rank 0 says so, if its gradient is not finite.
+        If loss or gradient is not finite, the layer stays as it is, and rank 0 says so.
         """
         self._sum_gradient()
         norm = gradient_norm(self.optimizer)
@@ -194,7 +194,8 @@ class Mtp:
         return found | {"mtp/skipped_steps": float(not is_finite)}
 
     def _sum_gradient(self) -> None:
-        """Sum over data and context ranks, and what tensor ranks have of parts of the tokens."""
+        """Sum the gradient over data and context ranks, and over tensor ranks with other tokens."""
+        # The schedule's `finalize_model_grads` knows the policy's chunks only.
         self.module.finish_grad_sync()
         if not self._cfg.parallel.sequence_parallel:
             return
@@ -203,9 +204,9 @@ class Mtp:
                 dist.all_reduce(parameter.main_grad, group=self._groups.tensor)
 
     def _send_embedding(self, chunk: Any) -> None:
-        """Copy the embedding to the last stage, if the first one alone has it.
+        """Copy the embedding to the last stage, if only the first stage has it.
 
-        `chunk`: the first one of this rank, with its gradients.
+        `chunk`: this rank's first chunk, in DistributedDataParallel.
         """
         group, size = self._groups.pipeline, self._groups.dims.pipeline
         if size > 1 and self._first.pre_process:
@@ -223,10 +224,7 @@ class Mtp:
 
 
 def with_second_tokens(batch: PackedBatch, groups: Groups) -> PackedBatch:
-    """The batch, whose `part` is known, with its `second` tokens.
-
-    Call it before `to`, like `on_rank`.
-    """
+    """Add `second` tokens to the `part` of a batch. Call it before `to`, like `on_rank`."""
     part = batch.part
     if part is None or part.second is not None:
         return batch
@@ -237,8 +235,8 @@ def with_second_tokens(batch: PackedBatch, groups: Groups) -> PackedBatch:
 def _build_module(
     cfg: Config, shape: ModelShape, chunk: GPTModel, groups: Groups
 ) -> MegatronModule:
-    """The layer behind the last one of the model, of the same kind; empty behind other chunks."""
-    config = copy(chunk.config)  # without what the chunks have added to theirs since
+    """Build a layer of the last layer's kind on the last chunk's rank, else an empty module."""
+    config = copy(chunk.config)  # later changes of the chunks' config stay out
     if not chunk.post_process:
         return MegatronModule(config)
     config.moe_router_enable_expert_bias = shape.moe is not None and shape.moe.has_choice_biases
@@ -249,7 +247,7 @@ def _build_module(
 
 
 def _embedding_for(chunk: GPTModel, shape: ModelShape) -> LanguageModelEmbedding | None:
-    """The embedding of the last chunk, or one that is sent its weights: see `_send_embedding`."""
+    """The last chunk's embedding, or a copy that `_send_embedding` fills; None on other stages."""
     if not chunk.post_process:
         return None
     if chunk.pre_process:

@@ -1,15 +1,14 @@
-"""Muon: matrices move by their orthogonalized momentum, all else by AdamW.
+"""Muon: matrices move by their orthogonalised momentum, other parameters by AdamW.
 
 Jordan et al., https://kellerjordan.github.io/posts/muon/, with the weight decay and the scale of
 Moonlight (Liu et al., arXiv 2502.16982, equation 4). Matrices are those of the weight files, such
-as `q_proj` or `down_proj` of one expert, except for embedding and head: whatever the layout, they
-are the same.
+as `q_proj` or `down_proj` of one expert, in every layout; embedding and head are excluded.
 
-Megatron-Core's own Muon is not used (test_upstream: muon). It orthogonalizes queries, keys and
-values apart (`muon_split_qkv`), but gate and up as one matrix and, unless told otherwise, each
-tensor rank's part of a matrix alone, so that its updates depend on the layout; and it divides its
-state by whole matrices. Here the state stays in the distributed optimizer's
-ranges, where checkpoints, offload and clipping know it.
+Megatron-Core's own Muon is not used (test_upstream: muon). It orthogonalises queries, keys and
+values apart (`muon_split_qkv`), but gate and up as one matrix, and by default each tensor rank's
+part of a matrix alone (`muon_tp_mode`): its updates depend on the layout. It also divides its state
+by whole matrices. Here the state stays in the distributed optimizer's ranges, where checkpoints,
+offload and clipping know it.
 """
 
 import math
@@ -40,15 +39,17 @@ Megatron-Core's default `muon_coefficient_type`."""
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """About U V^T of a matrix U S V^T: its singular values become about 1.
+    """Approximate U V^T of a matrix U S V^T: singular values become about 1.
 
-    In bfloat16 on a GPU, as the sources above do.
+    In bfloat16 on a GPU, like the sources above.
     """
+    # The iteration needs singular values of at most 1, and Frobenius's norm bounds the largest.
     x = matrix / matrix.norm().clamp_min(1e-7)
-    if is_tall := x.shape[0] > x.shape[1]:
+    if is_tall := x.shape[0] > x.shape[1]:  # the smaller of the two Gram matrices
         x = x.T
     if x.is_cuda:
         x = x.bfloat16()
+    # X <- a X + (b G + c G^2) X with G = X X^T
     for a, b, c in QUINTIC:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -67,8 +68,11 @@ class Muon:
         group: ProcessGroup,
         cfg: OptimizerConfig,
     ) -> None:
-        """`parameters` are those of `layout`; `group` has all ranks with parts of its matrices.
-        `shapes` are those of the tensors of the weight files, asked for in the first step."""
+        """`part`: one of the optimizers that Megatron chains; `parameters`: those of `layout`.
+
+        `group`: all ranks with parts of its matrices. `shapes` returns the shapes of the weight
+        files' tensors; the first step calls it.
+        """
         self._adam, self._shapes, self._group, self._cfg = part.optimizer, shapes, group, cfg
         self._device = next(iter(parameters.values())).device
         self._shards: set[Tensor] = set()
@@ -90,23 +94,21 @@ class Muon:
 
     @torch.no_grad()
     def step(self, *_: Any) -> None:
-        """Update the matrices, and take their gradients away, so that AdamW passes over them: the
-        hook before its step. Collective over the group.
-        """
+        """Update the matrices in a hook before AdamW's step; collective over the group."""
         beta, state = self._cfg.muon_momentum, self._adam.state
         for shard in self._shards:
             assert shard.grad is not None, "set by `prepare_grads`"
             momentum = state[shard][MOMENTUM].lerp_(shard.grad, 1 - beta)
-            shard.grad.lerp_(momentum, beta)  # Nesterov's
+            shard.grad.lerp_(momentum, beta)  # Nesterov's momentum
         parts = [view.select(shard.grad) for shard, view in self._places]
         self._whole.apply(self._update, parts)
         for group in self._adam.param_groups:
             for shard in self._shards.intersection(group["params"]):
-                assert shard.grad is not None, "now the update"
+                assert shard.grad is not None, "holds the update"
                 shard.mul_(1 - group["lr"] * group["weight_decay"])
                 shard.add_(shard.grad, alpha=-group["lr"])
-                shard.grad = None
-                if "step" in state[shard]:  # not where groups count
+                shard.grad = None  # AdamW skips parameters without gradient
+                if "step" in state[shard]:  # Transformer Engine's and Apex's Adam count per group
                     state[shard]["step"] += 1
 
     @cached_property
@@ -115,12 +117,13 @@ class Muon:
         return WholeMatrices(self._parts, shapes, self._group, self._device, MAX_EXCHANGED)
 
     def _update(self, matrix: Tensor) -> Tensor:
+        # Moonlight's equation 4: 0.2 sqrt(max(A, B)) gives the update AdamW's usual size.
         scale = self._cfg.muon_extra_scale_factor * math.sqrt(max(matrix.shape))
         return newton_schulz(matrix).mul_(scale)
 
 
 def _pieces(layout: Layout) -> dict[str, list[ShardMapping]]:
-    """The pieces of each parameter that Muon updates."""
+    """Pieces of each of Muon's parameters, by local name."""
     found: dict[str, list[ShardMapping]] = {name: [] for name in matrices_of(layout)}
     for piece in layout.pieces:
         if piece.local in found:

@@ -1,4 +1,4 @@
-"""RMS norms that Megatron-Core has not, as modules of its layers."""
+"""RMS norms that Megatron-Core lacks, as modules of its layers."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from checkpoint_convert import ModelShape
 
 
 def use_norms(layer: ModuleSpec, shape: ModelShape, config: TransformerConfig, norm: Any) -> None:
-    """Put norms where the model has them, if not before attention and MLP and over each head."""
+    """Put norms where a model deviates from norms before attention and MLP, and over each head."""
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules
     if shape.has_post_norms:
         added = ModuleSpec(module=PostNorm, params={"config": config, "norm": norm})
@@ -31,12 +31,10 @@ def use_norms(layer: ModuleSpec, shape: ModelShape, config: TransformerConfig, n
 
 
 def normalized(x: Tensor, weight: Tensor, eps: float | None, is_zero_centered: bool) -> Tensor:
-    """The RMS norm of x [..., H] times the weight [H], or times 1 + weight.
-
-    That in float32 at least, as 1 + weight has fewer digits in bfloat16 than the weight.
-    """
+    """RMS norm of x [..., H], times the weight [H], or times 1 + weight if zero-centred."""
     if not is_zero_centered:
         return rms_norm(x, weight.shape, weight, eps)
+    # In bfloat16, 1 + weight would drop digits of a small weight.
     wide = torch.promote_types(x.dtype, torch.float32)
     return rms_norm(x.to(wide), weight.shape, 1 + weight.to(wide), eps).to(x.dtype)
 
@@ -61,10 +59,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class PostNorm(torch.nn.Module):
-    """Adds the norm of what attention or an MLP returns to the residual stream.
+    """Adds the normed output of attention or MLP to the residual stream.
 
-    In the place of Megatron-Core's bias, dropout and addition, so that adapters of the last linear
-    layer are added before.
+    Stands in for Megatron-Core's bias-dropout-add: the hook of an adapter on the last linear layer
+    has then run before the norm.
     """
 
     def __init__(self, config: TransformerConfig, norm: Any) -> None:
@@ -73,7 +71,7 @@ class PostNorm(torch.nn.Module):
         self.norm = build_module(norm, config=config, hidden_size=size, eps=eps)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """The function that Megatron-Core asks for with these switches of its own."""
+        """Return the function for the addition, as Megatron-Core's `get_bias_dropout_add` does."""
         return self._add
 
     def _add(
@@ -85,22 +83,23 @@ class PostNorm(torch.nn.Module):
 class HeadsNorm(RMSNorm):
     """A norm over all heads of queries or of keys, [t, b, heads of this rank, head_dim].
 
-    Every tensor rank has the weight of all heads, and the mean square of its own. Ranks have
-    equally many heads, or equally many copies of each, so that the mean over ranks is that of all.
+    A tensor rank has the weight of all heads, and its own heads' mean square. Ranks have equally
+    many heads, or equally many copies of each: the mean over ranks is the mean over all heads.
     """
 
     heads: ClassVar[str]
-    """The field of the config with their number."""
+    """Field of Megatron's config with the number of heads."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(config, getattr(config, self.heads) * hidden_size, eps)
 
     def forward(self, heads: Tensor) -> Tensor:
-        """Normalizes in float32 at least, as torch's norm."""
+        """Normalise in float32 at least, like torch's norm."""
         group = get_tensor_model_parallel_group()
         values = heads.to(torch.promote_types(heads.dtype, torch.float32))
         mean = values.square().mean(dim=(-2, -1), keepdim=True) / group.size()
-        # The sum over ranks is used by all of them, so its gradient is another.
+        # `reduce` passes the gradient through; each rank's heads use the sum, so `copy` must sum
+        # their gradients over the ranks.
         mean = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(mean))
         weights = self.weight.unflatten(0, (-1, heads.shape[-1]))
         first = group.rank() * len(weights) // group.size()

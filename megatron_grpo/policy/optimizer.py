@@ -1,6 +1,6 @@
-"""AdamW on float32 master weights, sharded over data-parallel ranks, with its learning rate.
+"""AdamW on float32 master weights, sharded over data-parallel ranks, and its learning rate.
 
-Muon, which may update matrices in its place, is in `muon.py`.
+`muon.py` may update matrices in its place.
 """
 
 import math
@@ -25,10 +25,9 @@ def make_optimizer(
     """Megatron's distributed optimizer for DDP-wrapped model chunks with their weights loaded.
 
     Tensors of one dimension, such as norms and biases, have no weight decay. To step, call
-    `gradient_norm`, then `apply_gradient`: the optimizer's own ``step()`` does both, without a
-    chance to look at the norm in between. Of `matrices`, which are parameters, it keeps what Muon
-    needs.
-    Raises the ValueError of `check_optimizer`.
+    `gradient_norm`, then `apply_gradient`: the optimizer's own ``step()`` does both, and nobody
+    sees the norm in between. Parameters in `matrices` get Muon's state. Raises the ValueError of
+    `check_optimizer`.
     """
     check_optimizer(cfg)
     model = chunks[0].config
@@ -54,7 +53,8 @@ def make_optimizer(
             own = matrices & part.model_param_group_index_map.keys()
             make_loadable(part.optimizer, {shard_of(part, matrix) for matrix in own})
     if cfg.optimizer_cpu_offload:
-        # Megatron pins copies of whole parameters before it knows this rank's ranges of them.
+        # Megatron pins copies of whole parameters before it cuts this rank's ranges; torch would
+        # keep that pinned memory.
         torch.accelerator.empty_host_cache()
     return optimizer
 
@@ -79,7 +79,7 @@ def _memory_fields(cfg: OptimizerConfig) -> dict[str, Any]:
     """Fields of Megatron's config for the keys that save memory."""
     if cfg.optimizer_cpu_offload:
         return {
-            # Its optimizer takes gradients in the way of the precision-aware one.
+            # HybridDeviceOptimizer reads `decoupled_grad`, like the precision-aware optimizer.
             "use_precision_aware_optimizer": True,
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": cfg.optimizer_offload_fraction,
@@ -94,9 +94,10 @@ def _memory_fields(cfg: OptimizerConfig) -> dict[str, Any]:
 
 
 def gradient_norm(optimizer: Any) -> float:
-    """Norm of the whole gradient, before clipping; equal on all ranks, which call it together.
+    """Norm of the whole gradient before clipping, equal on all ranks; collective.
 
-    NaN or infinite if a value that enters the norm is, on any rank: see `own_gradient_is_finite`.
+    NaN or infinite if a value in the norm is, on any rank. Some gradients are not in the norm: see
+    `own_gradient_is_finite`.
     """
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
@@ -124,9 +125,9 @@ def own_gradient_is_finite(optimizer: Any) -> bool:
 
 
 def state_tensors(optimizer: Any) -> list[Tensor]:
-    """The master weights that this rank updates, and what the optimizer keeps of each.
+    """Master weights that this rank updates, with their moments or momentum.
 
-    Without the count of steps, which is not on the GPU.
+    Leaves out the count of steps, which is not on the GPU.
     """
     return [
         tensor
@@ -142,7 +143,7 @@ def state_tensors(optimizer: Any) -> list[Tensor]:
 
 
 def apply_gradient(optimizer: Any, norm: float) -> None:
-    """Update the weights with the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
+    """Clip the gradient of norm `norm` to `max_grad_norm`, and update the weights."""
     for part in optimizer.chained_optimizers:
         if parameters := part.get_parameters():
             config = part.config
@@ -152,9 +153,9 @@ def apply_gradient(optimizer: Any, norm: float) -> None:
 
 
 def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:
-    """Warm-up from 0 in the first step to `lr`, and a decay to `min_lr` after `num_steps`.
+    """Warm-up from 0 in the first step to `lr`, and decay to `min_lr` at `num_steps`.
 
-    ``step(increment=1)`` advances it by one optimizer step.
+    ``step(increment=1)`` advances the schedule by one optimizer step.
     """
     return OptimizerParamScheduler(
         optimizer,

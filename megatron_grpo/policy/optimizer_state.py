@@ -1,9 +1,9 @@
-"""Optimizer state of each parameter: its float32 master weight, and Adam's two moments or Muon's
+"""Optimizer state of each parameter: float32 master weight, and Adam's two moments or Muon's
 momentum.
 
 torch's AdamW, the FusedAdam of Transformer Engine and Apex, and Megatron-Core's
-HybridDeviceOptimizer, which runs one on the GPU and one on the host, keep them in places and dtypes
-of their own, and some only from their first step on.
+HybridDeviceOptimizer (one Adam on the GPU and one on the host) differ in the place and dtype of
+the state, and some make it only in their first step.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,21 +16,21 @@ from torch import Tensor
 TORCH_ADAM = torch.optim.Adam | torch.optim.AdamW
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
-"""By Megatron's names, of which checkpoints make their keys."""
+"""Megatron's names, which are parts of the keys in checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitFloats:
-    """Float32 values in two tensors of 16 bits: bfloat16 weights, and what these lack.
+    """Float32 values in two tensors of 16 bits: bfloat16 weights, and the rest.
 
-    As integers, the bits of a value are 2^16 times those of its weight, plus the rest. So the
-    kernel of Transformer Engine's `store_param_remainders` has them. Nothing is lost.
+    As integers, bits(value) = 2^16 bits(weight) + rest: the format of Transformer Engine's kernel
+    for `store_param_remainders`.
     """
 
     weights: Tensor
     """Bfloat16: the values, rounded to nearest."""
     rest: Tensor
-    """Int16, of the same shape."""
+    """Int16, in the shape of `weights`."""
 
     dtype = torch.float32
     itemsize = torch.float32.itemsize
@@ -54,33 +54,33 @@ class SplitFloats:
         return (self._upper() + self.rest).view(torch.float32)
 
     def copy_(self, values: Tensor) -> None:
-        """Set the values, except for the weights: those are already the values, rounded.
-
-        A value half-way between two weights has a rest that is one too large for 16 bits if its
-        weight is the lower one, as by rounding to even: then the value loses its last bit.
-        """
+        """Set the rest for `values`; `weights` must already be the values, rounded."""
         rest = values.to(self.rest.device).view(torch.int32) - self._upper()
+        # A value half-way between two weights may have been rounded down, to even. Its rest is
+        # 2^15, one too large for int16: the clamp loses the value's last bit.
         self.rest.copy_(rest.clamp_(-(2**15), 2**15 - 1))
 
     def _upper(self) -> Tensor:
-        # While engines have the GPU, one of the two may be on the host.
+        # While engines use the GPU, one of the two tensors may be on the host.
         return self.weights.to(self.rest.device).view(torch.int16).int() << 16
 
 
 def shard_of(part: Any, parameter: Tensor) -> Tensor:
-    """Shard of a parameter in the optimizer of `part`, one of those that Megatron chains."""
+    """This rank's shard of a parameter, in `part`: one of the optimizers that Megatron chains."""
     group, place = part.model_param_group_index_map[parameter]
     return part.optimizer.param_groups[group]["params"][place]
 
 
 def states_of(part: Any, parameter: Tensor) -> dict[str, Tensor | SplitFloats]:
-    """The master weight, as `param`, and `MOMENTS` or `MOMENTUM` of this rank's range of a
-    parameter, flat, in the memory they live in.
+    """State of this rank's range of a parameter, flat and without a copy: the master weight as
+    `param`, and `MOMENTS` or `MOMENTUM`.
 
-    `part` is one of the optimizers that Megatron chains. That memory may be the host's.
+    `part`: one of the optimizers that Megatron chains. Tensors may be in host memory.
     """
     shard = shard_of(part, parameter)
     state = part.optimizer.state[shard]
+    # FusedAdam keeps the master weight (or its int16 rest, for bfloat16 shards) in the state; of
+    # other optimizers the shard itself is the float32 master weight.
     master = state.get("master_param", shard).detach()
     if master.dtype == torch.int16:
         master = SplitFloats(shard.detach(), master)
@@ -89,9 +89,9 @@ def states_of(part: Any, parameter: Tensor) -> dict[str, Tensor | SplitFloats]:
 
 
 def make_loadable(optimizer: Any, matrices: Collection[Tensor] = ()) -> None:
-    """Make the state that would exist only after a first step: loading a checkpoint needs it.
+    """Make the state that optimizers make in their first step: loading a checkpoint fills it.
 
-    `matrices`: the parameters of this optimizer that Muon updates in its place.
+    `matrices`: shards of this optimizer that Muon updates in its place.
     """
     for adam in inner_optimizers(optimizer):
         for group in adam.param_groups:
@@ -109,14 +109,14 @@ def _make_state(adam: Any, group: dict[str, Any], parameter: Tensor, names: Sequ
         return
     state = {name: torch.zeros_like(parameter) for name in names}
     if isinstance(adam, TORCH_ADAM):
-        # Where torch itself would put it.
+        # torch keeps the count on the host, except for fused kernels.
         device = parameter.device if group.get("fused") else torch.device("cpu")
         state = {"step": torch.zeros((), device=device), **state}
     adam.state[parameter] = state
 
 
 def inner_optimizers(optimizer: Any) -> Sequence[Any]:
-    """The optimizer itself, or those that a HybridDeviceOptimizer divides parameters between."""
+    """The optimizer itself, or the parts of a HybridDeviceOptimizer."""
     return getattr(optimizer, "sub_optimizers", (optimizer,))
 
 
@@ -133,11 +133,9 @@ def steps_taken(optimizer: Any) -> int:
 
 
 def set_steps_taken(optimizer: Any, num_steps: int) -> None:
-    """Restore `steps_taken`.
-
-    The optimizer's own ``load_state_dict`` would do it too, but Transformer Engine's allocates new
-    moments while the old ones are alive.
-    """
+    """Restore `steps_taken`."""
+    # Not by `load_state_dict`: Transformer Engine's allocates new moments while the old ones are
+    # alive.
     for part in optimizer.chained_optimizers:
         for adam in inner_optimizers(part.optimizer):
             if isinstance(adam, TORCH_ADAM):

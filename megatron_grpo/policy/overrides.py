@@ -24,13 +24,13 @@ NOT_FOR_PACKED_SEQUENCES = {
     "moe_expert_capacity_factor": "tokens would be dropped depending on others of a microbatch",
     "moe_pad_expert_input_to_capacity": "tokens would be dropped depending on others",
 }
-"""Why fields are refused that Megatron has for microbatches of one length."""
+"""Reason to refuse each field that Megatron has for microbatches of one length."""
 OF_MTP = {
     "mtp_num_layers": "set model.mtp_num_layers",
     "mtp_loss_scaling_factor": "the layer for multi-token prediction is trained apart from the "
     "policy, and updates of Adam are the same for any factor: leave it out",
 }
-"""Advice for Megatron's fields of layers whose loss is a part of the policy's."""
+"""Advice for Megatron's fields of MTP layers with a share of the policy's loss."""
 WHY_NOT = {
     "fp8_recipe=delayed": ", as its scales are a history that checkpoints do not have",
 }
@@ -44,9 +44,9 @@ def check_overrides(
 ) -> None:
     """Raise ValueError for an override that is not legal on this host.
 
-    `decided` are the fields that the model, the mesh and the trainer determine,
-    `best_implementation` the value of ``transformer_impl`` unless it is overridden, and
-    `flexible_backends` those of the dispatcher ``flex`` that are installed.
+    `decided`: fields that model, mesh and trainer determine. `best_implementation`: the value of
+    ``transformer_impl`` without an override. `flexible_backends`: installed backends of the
+    dispatcher ``flex``.
     """
     for name, value in overrides.items():
         _check_field(name, decided)
@@ -68,7 +68,8 @@ def check_overrides(
                 f"model.megatron.{name} needs Transformer Engine, which this host lacks: run `bash "
                 "requirements/gpu.sh`, or leave the field out"
             )
-    # Megatron recomputes a norm with a class that asks Transformer Engine whether FP8 is on.
+    # Megatron recomputes a norm with `CheckpointWithoutOutput`, which asks Transformer Engine
+    # whether FP8 is on.
     recomputed = overrides.get("recompute_modules") or ()
     if "layernorm" in recomputed and not find_spec("transformer_engine"):
         raise ValueError(
@@ -94,7 +95,7 @@ def check_overrides(
 def refuse_idle(
     settings: Mapping[str, Any], names: Iterable[str], need: str, instead: str = "set that"
 ) -> None:
-    """Raise ValueError if `settings` have one of the fields `names`, which need another one."""
+    """Raise ValueError if `settings` have a field of `names`, all idle without the field `need`."""
     for name in names:
         if name in settings:
             raise ValueError(
@@ -116,32 +117,31 @@ def check_activation_offload(
     legal = _offloadable(shape, implementation)
     if not isinstance(modules, list) or not modules or not {*modules} <= {*legal}:
         raise ValueError(
-            f"{prefix}offload_modules is {modules!r}: for {switch} it lists what leaves, of "
-            f"{legal} with this model and transformer_impl {implementation}"
+            f"{prefix}offload_modules is {modules!r}: with {switch}, list some of {legal}, the "
+            f"modules of this model with transformer_impl {implementation}"
         )
     if settings.get("recompute_granularity") == "full":
         raise ValueError(
             f"{switch} next to {prefix}recompute_granularity full has nothing to move, as layers "
             "keep no activations but their inputs: use selective, or leave one of the two out"
         )
-    again = settings.get("recompute_modules") or ["core_attn"]
+    recomputed_modules = settings.get("recompute_modules") or ["core_attn"]
     if settings.get("recompute_granularity") != "selective":
-        again = []
-    # A recomputed norm frees its output at once, and this is the input of the product after it.
+        recomputed_modules = []
+    # Recomputed modules keep nothing. A recomputed norm frees its output at once, which is the
+    # saved input of the product after it.
     for recomputed, left in ("core_attn", "core_attn"), ("layernorm", "qkv_linear"):
-        if recomputed in again and left in modules:
+        if recomputed in recomputed_modules and left in modules:
             raise ValueError(
-                f"{prefix}offload_modules has {left}, of which {prefix}recompute_modules with "
-                f"{recomputed} leaves nothing to move: leave one of the two out"
+                f"{prefix}offload_modules has {left}, but with {recomputed} in "
+                f"{prefix}recompute_modules it saves nothing to move: leave one of the two out"
             )
 
 
 def _offloadable(shape: ModelShape, implementation: str) -> list[str]:
-    """The modules of a model's layers whose saved tensors Megatron marks.
-
-    Transformer Engine fuses most norms into the product after them, and only it has experts in one
-    module. The attention of latents is ours, and linear attention.
-    """
+    """Modules of a model's layers whose saved tensors Megatron marks."""
+    # Our own modules mark nothing: attention with latents, and linear attention. Transformer Engine
+    # fuses most norms into the next product, and only its layers have all experts in one module.
     is_fused = implementation != "local"
     is_plain = shape.latent is None and shape.linear is None
     modules = ["qkv_linear", "core_attn", "attn_proj"] * is_plain
@@ -154,26 +154,26 @@ def _offloadable(shape: ModelShape, implementation: str) -> list[str]:
 
 
 def check_context_exchange(
-    how: str, shape: ModelShape, dims: ParallelDims, implementation: str
+    cp_comm_type: str, shape: ModelShape, dims: ParallelDims, implementation: str
 ) -> None:
-    """Raise ValueError unless context ranks can exchange what attention needs by `cp_comm_type`."""
+    """Raise ValueError if context ranks cannot exchange keys and values by `cp_comm_type`."""
     if implementation == "local":
         raise ValueError(
-            f"model.megatron.cp_comm_type {how} is for Transformer Engine's attention; torch's "
-            "layers gather keys and values: leave it out"
+            f"model.megatron.cp_comm_type {cp_comm_type} is for Transformer Engine's attention; "
+            "torch's layers gather keys and values: leave it out"
         )
     if shape.window is not None or shape.has_sinks:
         raise ValueError(
-            f"model.megatron.cp_comm_type {how} is for Transformer Engine's attention, and with "
-            "the windows of this model context ranks gather keys and values: leave it out"
+            f"model.megatron.cp_comm_type {cp_comm_type} is for Transformer Engine's attention; "
+            "layers with windows or sinks gather keys and values: leave it out"
         )
     heads = max(shape.num_key_value_heads // dims.tensor, 1)
-    if how == "a2a" and heads % dims.context:
+    if cp_comm_type == "a2a" and heads % dims.context:
         raise ValueError(
             f"model.megatron.cp_comm_type a2a divides the {heads} key-value heads of a tensor rank "
             f"among context({dims.context}) ranks: use p2p"
         )
-    if how == "a2a" and shape.head_dim != shape.value_dim:
+    if cp_comm_type == "a2a" and shape.head_dim != shape.value_dim:
         raise ValueError(
             "model.megatron.cp_comm_type a2a needs keys and values of one size, and this model has "
             f"{shape.head_dim} and {shape.value_dim}: use p2p"
@@ -192,8 +192,8 @@ def _check_dispatcher(
         "moe_shared_expert_intermediate_size"
     ):
         raise ValueError(
-            f"{prefix}shared_expert_overlap needs an expert that all tokens go to, and this model "
-            "has none: leave it out"
+            f"{prefix}shared_expert_overlap needs a shared expert, and this model has none: leave "
+            "it out"
         )
     if overrides.get("moe_token_dispatcher_type") != "flex":
         own = ("moe_flex_dispatcher_backend",)
@@ -239,7 +239,7 @@ def _check_field(name: str, decided: Mapping[str, Any]) -> None:
         hint = f": did you mean {nearest[0]}?" if nearest else "."
         raise ValueError(
             f"model.megatron.{name} is not supported{hint} Fields that change only speed, memory "
-            f"or rounding are {', '.join(PERFORMANCE_FIELDS)}; those of the routers' losses are "
+            f"or rounding are {', '.join(PERFORMANCE_FIELDS)}; fields of routers' losses are "
             f"{', '.join(ROUTER_LOSS_FIELDS)}"
         )
     if name.startswith("moe_") and "num_moe_experts" not in decided:

@@ -19,10 +19,10 @@ from parallel.rank_part import context_indices, context_order
 from parallel.sparse_attention import Queries
 
 EVEN_LENGTH = 512
-"""Longest lengths are rounded up to a multiple of this, for each context rank.
+"""Longest lengths are rounded up to a multiple of `EVEN_LENGTH` per context rank.
 
-Transformer Engine chooses a backend, and cuDNN builds a graph, anew for each longest length; a
-longer one costs a few empty blocks.
+Transformer Engine chooses a backend, and cuDNN builds a graph, for each new longest length; a
+length rounded up costs a few empty blocks.
 """
 
 
@@ -31,22 +31,22 @@ class PackedParams(PackedSeqParams):
     """Megatron's PackedSeqParams, plus fields that it passes through to our own modules."""
 
     pad_between_seqs: bool = False
-    """For Transformer Engine, which else compares the padded lengths with the others in every
-    layer, and waits for the GPU to do so."""
+    """False, as with Megatron's None Transformer Engine compares padded and plain lengths in every
+    layer, and waits for the GPU."""
     context_size: int = 1
     num_tokens: int = 0
     """Tokens of the whole microbatch."""
     local: Tensor | None = None
     """[t] packed positions of this context rank's tokens."""
     rope_length: int = 0
-    """Rows of the RoPE table that are passed on; every sequence starts at row 0."""
+    """Rows of the RoPE table in use; every sequence starts at row 0."""
     prefixes: Tensor | None = None
     block_masks: Mapping[int | None, BlockMask] = field(default_factory=dict)
     attention_cu_seqlens: Tensor | None = None
-    """Padded lengths for attention, where those of RoPE differ: see `rotate_own_tokens`."""
+    """Padded lengths for attention, where RoPE has others: see `rotate_own_tokens`."""
     rope_positions: Tensor | None = None
-    """[T] position of each token in its sequence, or with images its three, [3, T], for
-    `PackedRotary`; None with neither images nor shared prompts."""
+    """For `PackedRotary`: [T] position of each token in its sequence; with images [3, T], for time,
+    height and width. None: without images and shared prompts."""
     routed_experts: Tensor | None = None
     """[tokens and layers of this rank, topk], for `RouterReplay`; None: the routers choose."""
     chosen_tokens: Tensor | None = None
@@ -58,26 +58,26 @@ class PackedParams(PackedSeqParams):
     def rope_cu_seqlens(self) -> Tensor:
         """Where RoPE starts at position 0: the padded lengths if they are set.
 
-        Megatron's own attention chooses the same, which is why `packed_params` can use the padded
-        lengths to tell RoPE something else than it tells attention.
+        Megatron's own attention does the same, so `packed_params` can give RoPE other boundaries
+        than attention: attention here does not read the padded lengths.
         """
         padded: Tensor | None = self.cu_seqlens_q_padded
         return self.cu_seqlens_q if padded is None else padded
 
     @cached_property
     def context_order(self) -> tuple[Tensor, Tensor]:
-        """For `PackedAttention`; computed once for all layers."""
+        """`rank_part.context_order` for `PackedAttention`, computed once for all layers."""
         return context_order(self.cu_seqlens_q, self.context_size, self.num_tokens)
 
     @cached_property
     def queries(self) -> Queries:
-        """For sparse attention; computed once for all layers."""
+        """Queries of sparse attention, computed once for all layers."""
         assert self.local is not None
         return Queries.of(self.local, self.cu_seqlens_q)
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """For linear attention; computed once for all layers."""
+        """`delta_rule.stages` for linear attention, computed once for all layers."""
         return stages(self.cu_seqlens_q, self.prefixes)
 
 
@@ -88,9 +88,9 @@ def packed_params(
     size: int,
     windows: Collection[int | None] = (None,),
 ) -> PackedParams:
-    """The params of a microbatch for context rank `rank` of `size`, which holds `local`.
+    """Params of a microbatch for context rank `rank` of `size`, with the tokens `local` [t].
 
-    `windows` are those of the layers whose attention is `PackedAttention`.
+    `windows`: see `attention_windows`; each gets a block mask.
     """
     # Transformer Engine needs these for context parallelism only.
     padded = batch.cu_seqlens if size > 1 else None
@@ -124,10 +124,10 @@ def packed_params(
     #     cu_seqlens_q          [0, 4, 8, 11]              segments, for attention
     #     rope_positions        0 1 2 3 | 4 5 6 7 | 4 5 6   RoPE would begin each at row 0
     #     cu_seqlens_q_padded   [0, 11]                    one sequence: row t for token t
-    # and `PackedRotary` makes row t that of rope_positions[t], or with images, of its three
-    # positions. Attention is then ours and does not read the padded lengths, so RoPE is their only
-    # reader. A context rank reads rows as of one zigzag sequence, an early and a late part, hence
-    # the indices below.
+    # and `PackedRotary` fills row t with the angles of rope_positions[t] (with images, of three
+    # positions). Attention is then `PackedAttention`, which does not read the padded lengths: only
+    # RoPE does. Megatron gives a context rank the rows of an early and a late part of one zigzag
+    # sequence, hence the indices below.
     whole = _first_and_last(batch.cu_seqlens)
     params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = whole
     params.rope_positions = torch.zeros_like(batch.rope_positions)
@@ -140,11 +140,11 @@ def packed_params(
 def params_on_rank(
     batch: PackedBatch, groups: Groups, windows: Collection[int | None] = (None,)
 ) -> PackedParams:
-    """The `packed_params` of a microbatch on this rank, of the context ranks that split it."""
+    """`packed_params` of a microbatch on this rank, one of the context ranks that split it."""
     assert batch.part is not None, "set by `run_schedule`"
     local, size = batch.part.local, batch.context_size
     params = packed_params(batch, local, groups.coordinates.context % size, size, windows)
-    if groups.is_dynamic:  # see `rotate_own_tokens`
+    if groups.is_dynamic:  # one sequence per rank, for RoPE: see `rotate_own_tokens`
         params.cp_group = groups.contexts[size]
         params.attention_cu_seqlens = params.cu_seqlens_q_padded
         params.rope_positions = batch.rope_positions[..., local]

@@ -1,4 +1,4 @@
-"""The policy's weights quantised, as exports write them and pushes carry them."""
+"""Quantised weights of the policy, for exports, pushes and `quantization_aware` training."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +20,7 @@ from parallel.groups import Groups
 
 
 def rank_layout(layout: Layout, model: QuantizedModel, groups: Groups) -> Layout:
-    """Layout of this rank in the quantised model, given its `layout` of the model."""
+    """This rank's layout of the quantised model, from its `layout` of the plain model."""
     place = groups.dims.expert_place(groups.coordinates)
     return quantized_layout(layout, model, groups.coordinates.tensor, place.tensor)
 
@@ -28,17 +28,15 @@ def rank_layout(layout: Layout, model: QuantizedModel, groups: Groups) -> Layout
 def quantized_shard(
     weights: Mapping[str, Tensor], layout: Layout, model: QuantizedModel, groups: Groups
 ) -> QuantizedShard:
-    """The local tensors of `rank_layout`; collective over the ranks that split a weight."""
+    """Quantise this rank's tensors; collective over the ranks that split a weight."""
     return QuantizedShard(weights, layout, model, lambda maxima: _agree(maxima, model, groups))
 
 
 @contextmanager
 def quantized_weights(policy: Policy, model: QuantizedModel, groups: Groups) -> Iterator[None]:
-    """Within the block, the policy computes with its weights as quantised engines have them.
+    """Compute with the policy's weights as quantised engines have them, within the block.
 
-    Those are W + s B A where it has adapters, which go on adding s B A: of that sum, quantised, the
-    rest is their weight meanwhile. Collective over the ranks that split a weight. The weights
-    themselves wait in host memory.
+    The plain weights wait in host memory. Collective over the ranks that split a weight.
     """
     weights = policy.parameters()
     merged = Merged(weights, policy.adapters) if policy.adapters else weights
@@ -48,6 +46,8 @@ def quantized_weights(policy: Policy, model: QuantizedModel, groups: Groups) -> 
         with torch.no_grad():
             for name in kept:
                 values = shard.as_read(name)
+                # Engines quantise the sum W + s B A, and the adapter goes on adding s B A: the
+                # weight meanwhile is Q(W + s B A) - s B A.
                 if policy.adapters and name in policy.adapters.modules:
                     values -= merged[name] - weights[name]
                 weights[name].copy_(values)
@@ -62,8 +62,8 @@ def quantized_weights(policy: Policy, model: QuantizedModel, groups: Groups) -> 
 class QuantizedPolicy(Policy):
     """A policy that computes with its weights as quantised engines have them.
 
-    The gradient is that of the quantised weights. It goes straight through to the weights
-    themselves (arXiv 1308.3432), which the optimizer updates, files hold and pushes quantise.
+    Straight-through estimator (arXiv 1308.3432): the gradient of the quantised weights updates the
+    plain weights, which are saved, and quantised anew for each push.
     """
 
     quantized: QuantizedModel
@@ -74,7 +74,7 @@ class QuantizedPolicy(Policy):
 
 
 def policy_of(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
-    """The policy of a run, see `build_policy`: it may be aware of how engines quantise it."""
+    """Build the policy of a run: a `QuantizedPolicy` if `rollout.quantization_aware`."""
     policy = build_policy(cfg, shape, groups)
     rollout = cfg.rollout
     model = quantized_model(
@@ -86,7 +86,7 @@ def policy_of(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
 
 
 def _agree(maxima: Maxima, model: QuantizedModel, groups: Groups) -> None:
-    """Replace the maxima of blocks by those over all ranks that hold a part of the weight."""
+    """Replace each block's maximum by the maximum over all ranks with a part of the weight."""
     for are_experts, group in ((False, groups.tensor), (True, groups.expert_tensor)):
         names = [name for name in maxima if (name in model.experts) == are_experts]
         if not names:
@@ -100,10 +100,10 @@ def _agree(maxima: Maxima, model: QuantizedModel, groups: Groups) -> None:
 
 
 def quantized_sender(sender: Sender, model: QuantizedModel, groups: Groups) -> Sender:
-    """Sender of this rank for the quantised model, given its `sender` for the model.
+    """This rank's sender of the quantised model, from its `sender` of the plain model.
 
-    All ranks of a stage hold the scales of its weights, and all that hold a part of an expert those
-    of its weights: of these the first ones send.
+    All ranks of a stage hold the scales of the stage's weights, but an expert's scales only ranks
+    with a part of the expert.
     """
     dims = groups.dims
     layout = rank_layout(sender.layout, model, groups)

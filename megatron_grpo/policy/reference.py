@@ -21,21 +21,21 @@ from parallel.groups import Groups
 class Reference(Model):
     """A model without gradients, sharded like the policy.
 
-    It has weights of its own; or, of a policy with adapters, the same frozen ones, and adapters of
-    its own if it follows the policy.
+    Without adapters it has weights of its own. With adapters it shares the policy's frozen weights,
+    and has adapters of its own if it follows the policy.
     """
 
     grpo: GRPOConfig
     averaged_weights: dict[str, Tensor]
     """Weights that follow the policy, by the names of `saved_parameters`; empty if frozen.
 
-    Either the parameters themselves, or float32 weights that are rounded to them: see `follow`.
-    Adapters are rounded whenever the model computes.
+    The parameters themselves, or float32 averages that `follow` rounds to the parameters. Averages
+    of adapters are rounded in each `computing`.
     """
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """The policy's chunks are the reference's with its adapters and without replayed routes."""
+        """With adapters: turn the policy's chunks into the reference's, and replay no routes."""
         if self.adapters is None:
             yield
             return
@@ -50,17 +50,17 @@ class Reference(Model):
         alpha = 1 is its hard update, a copy. Skipped steps count, as in TRL. No communication: a
         rank holds the same boxes of both models.
 
-        With alpha < 1 and bfloat16 weights, the average is kept separately in float32, at 4 bytes
-        per parameter, and the weights are rounded from it. In bfloat16, a change of less than half
-        a unit in the last place (1/512 to 1/256 of a weight) is lost: the reference would stop
-        moving up to 0.5 / alpha units in the last place away from the policy.
+        With alpha < 1 and bfloat16 weights, the average is kept in float32, at 4 bytes per
+        parameter, and rounded to the weights. A bfloat16 average would lose changes below half a
+        unit in the last place (1/512 to 1/256 of a weight), and stop up to 0.5 / alpha such units
+        away from the policy.
         """
         if not self.averaged_weights or num_steps % self.grpo.ref_model_sync_steps:
             return
         alpha = self.grpo.ref_model_mixup_alpha
         for name, trained in policy.saved_parameters().items():
             if not trained.requires_grad:
-                continue  # a mixture of equal values may round to others
+                continue  # frozen weights are equal already, and averaging could round them away
             self.averaged_weights[name].mul_(1 - alpha).add_(trained.detach(), alpha=alpha)
         self.round_averaged_weights()
 
@@ -75,7 +75,7 @@ class Reference(Model):
 
 
 def reference_of(policy: Policy, cfg: Config, groups: Groups) -> Reference:
-    """The reference: another model, or, if the policy has adapters, its own frozen weights."""
+    """The reference of a run: the policy's frozen weights if it has adapters, else a new model."""
     if policy.adapters is None:
         return build_reference(cfg, policy.shape, groups)
     copies = {name: values.clone() for name, values in policy.adapters.parameters().items()}
@@ -90,7 +90,7 @@ def reference_of(policy: Policy, cfg: Config, groups: Groups) -> Reference:
 
 
 def build_reference(cfg: Config, shape: ModelShape, groups: Groups) -> Reference:
-    """The reference, with the weights of `cfg.model.path`."""
+    """Build a reference with the weights of `cfg.model.path`."""
     shape = replace(shape, trains_mtp=False)
     model = build_model(cfg, shape, groups)
     for chunk in model.chunks:
@@ -104,7 +104,7 @@ def build_reference(cfg: Config, shape: ModelShape, groups: Groups) -> Reference
 
 
 def _averaged(parameters: Mapping[str, Tensor], cfg: Config) -> dict[str, Tensor]:
-    """Weights to average with the policy's, if the reference follows it."""
+    """Start `Reference.averaged_weights`: empty, float32 copies, or the parameters themselves."""
     if not cfg.grpo.sync_ref_model:
         return {}
     weights = {name: parameter.detach() for name, parameter in parameters.items()}

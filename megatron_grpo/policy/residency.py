@@ -1,14 +1,14 @@
 """Moves the training state to page-locked host memory while engines use the GPU: `train.offload`.
 
-A part of the state is a list of storages. To leave, a storage is copied and freed in place; to come
-back, it is allocated and filled. Its tensors stay the same objects, so whatever is a view of it
-(parameters, gradient buckets, shards, master weights) is valid again once it is back. Meanwhile
-torch cuts no new views from it.
+A part of the state is a list of storages. To leave, a storage is copied to the host and resized to
+0 bytes; to come back, it is resized and filled. Tensors stay the same objects, so all views of the
+storage (parameters, gradient buckets, shards, master weights) are valid again afterwards. While it
+is away, torch cuts no new views from it.
 
-Megatron-Core's own `offload_to_cpu` are not used: that of optimizers makes new tensors in pageable
-memory in every move, and cuts float32 weights from the shards that are their master weights; that
-of gradient buffers knows neither frozen weights nor a reference, and needs CUDA (test_upstream:
-residency).
+Megatron-Core's own `offload_to_cpu` is not used. The optimizers' method makes new tensors in
+pageable memory in every move, and separates float32 weights from the shards that are their master
+weights; the gradient buffers' method knows neither frozen weights nor a reference, and needs CUDA
+(test_upstream: residency).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ from parallel.nccl import Communicators
 from parallel.page_locked import available_bytes, page_locked_bytes
 
 _ALIGNMENT = 64
-"""Bytes to which copies in host memory are aligned; a multiple of every element's size."""
+"""Alignment in bytes of copies in host memory: a multiple of every element's size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +53,13 @@ class Room:
 
     part: Part
     values: Tensor
-    """Bytes [n]: the whole storage, whose size is 0 while it is away."""
+    """Bytes [n] of the whole storage, which has size 0 while it is away."""
     host: Tensor | None
-    """Bytes [n] of host memory; None if it is freed without a copy."""
+    """Bytes [n] of host memory; None for a storage that is freed without a copy."""
 
 
 class Residency:
-    """Parts of one rank's state that are on its GPU. All ranks make the same calls together."""
+    """Moves the parts of one rank's state between GPU and host; all ranks make the same calls."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class Residency:
         *,
         constant: Collection[Part] = (),
     ) -> None:
-        """`constant` are parts that no step changes."""
+        """`constant`: parts that no step changes."""
         self.away: tuple[Part, ...] = ()
-        """The parts that are not on the GPU."""
+        """Parts that are not on the GPU."""
         self.rooms, self._offload = rooms, offload
         self._moves = bool(parts_moved(offload))
         self.communicators = communicators
@@ -83,23 +83,24 @@ class Residency:
         self._arriving: dict[Part, Any] = {}
         self._constant = {*constant}
         self._copied: set[Part] = set()
-        """The parts whose values are in host memory, too, or are on their way there."""
+        """Parts with a current copy in host memory, complete or under way."""
 
     def enter(self, phase: Phase) -> None:
-        """Move the parts to where they are in `phase`.
+        """Move the parts to their places in `phase`.
 
-        When this returns, nothing that must leave is left on any rank's GPU, and what the phase
-        uses is there for all work of the current stream. Other parts may still be on their way.
+        On return, every leaving part has left the GPUs of all ranks, and further work of the
+        current stream finds the parts that `phase` uses. Other parts may still be on their way.
         """
         if not self._moves:
             return
         away = parts_away(self._offload, phase)
-        if phase == "train":
+        if phase == "train":  # steps will change the other parts: their copies are stale
             self._copied &= self._constant
         if leaving := [part for part in away if part not in self.away]:
             self._free(leaving)
             if self.communicators and not communicates(phase):
                 self.communicators.suspend()
+            # Engines may share the GPUs of several ranks: none may start before all have left.
             wait_for_all()
         if self.communicators and communicates(phase):
             self.communicators.resume()
@@ -111,9 +112,9 @@ class Residency:
             self._await(part)
 
     def copy_ahead(self, phase: Phase) -> None:
-        """Start to copy what leaves in `phase`, beside further work of the current stream.
+        """Start to copy the parts that leave in `phase`; `enter(phase)` then waits less.
 
-        That must not change it. It leaves in `phase`, without a wait if it has been copied by then.
+        Work of the current stream until then must not change these parts.
         """
         if not self._moves:
             return
@@ -128,9 +129,9 @@ class Residency:
     def readable(self, tensor: Tensor | SplitFloats) -> Tensor | SplitFloats: ...
 
     def readable(self, tensor: Tensor | SplitFloats) -> Tensor | SplitFloats:
-        """`tensor`, or, if its storage is away, the same values in host memory.
+        """Return `tensor`, or its values in host memory if the storage is away.
 
-        Not to be written to, and valid until the next `enter`.
+        Read-only, and valid until the next `enter`.
         """
         if isinstance(tensor, SplitFloats):
             return SplitFloats(self.readable(tensor.weights), self.readable(tensor.rest))
@@ -146,7 +147,7 @@ class Residency:
         return host.as_strided(tensor.shape, tensor.stride(), start)
 
     def _free(self, parts: Sequence[Part]) -> None:
-        """Copy to the host what must be kept, and give the memory of all back to the GPU."""
+        """Copy parts to the host where they have a place there, and free their GPU memory."""
         for part in parts:
             self._await(part)
         self._copy(parts)
@@ -154,21 +155,21 @@ class Residency:
         for room in self.rooms:
             if room.part in parts:
                 room.values.untyped_storage().resize_(0)
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # engines are other processes: they need the driver's memory
 
     def _copy(self, parts: Sequence[Part]) -> None:
-        """Copy to the host what is not there yet."""
+        """Start to copy parts to the host that have no current copy there."""
         for room in self.rooms:
             if room.part in parts and room.part not in self._copied and room.host is not None:
                 room.host.copy_(room.values, non_blocking=True)
         self._copied |= {*parts}
 
     def _bring(self, part: Part) -> None:
-        """Allocate the storages of a part, and start to fill them beside the current stream."""
+        """Allocate the storages of a part, and start to fill them on the copying stream."""
         rooms = [room for room in self.rooms if room.part == part]
         for room in rooms:
             room.values.untyped_storage().resize_(room.values.numel())
-        # What is allocated may have been freed by work that the current stream has not done yet.
+        # Queued work of the current stream may still use the memory that `resize_` reuses.
         self._copying.wait_stream(self._streams.current_stream())
         with self._streams.stream(self._copying):
             for room in rooms:
@@ -178,7 +179,7 @@ class Residency:
             self._arriving[part].record()
 
     def _await(self, part: Part) -> None:
-        """Let further work of the current stream wait until a part is there."""
+        """Make further work of the current stream wait until a part has arrived."""
         if (arriving := self._arriving.pop(part, None)) is not None:
             arriving.wait()
 
@@ -194,9 +195,9 @@ def build_residency(
     device: torch.device,
     num_ranks: int,
 ) -> Residency:
-    """The residency of a rank's state on `device`, with the host memory that it will need.
+    """Build the residency of a rank's state on `device`, and lock its host memory.
 
-    Raises ValueError on all ranks when a host, which has `num_ranks` ranks, has too little memory.
+    Raises ValueError on all ranks if a host with `num_ranks` ranks has too little memory.
     """
     offload = cfg.offload
     if not parts_moved(offload):
@@ -219,9 +220,9 @@ def build_residency(
 
 
 def state_of(policy: Policy, reference: Reference | None) -> dict[Part, list[Tensor]]:
-    """The tensors of each part of a rank's training state.
+    """Tensors of each part of a rank's training state.
 
-    Where weights are float32, the master weights are views of them, and so in both parts.
+    Float32 weights are in two parts: the optimizer's master weights are views of them.
     """
     of_reference: list[Tensor] = []
     if reference is not None:
@@ -238,7 +239,7 @@ def state_of(policy: Policy, reference: Reference | None) -> dict[Part, list[Ten
 def _storages(
     state: Mapping[Part, Iterable[Tensor]], moved: Sequence[Part], device: torch.device
 ) -> dict[UntypedStorage, Part]:
-    """The storages on `device` of the `moved` parts; one of two parts belongs to the first."""
+    """Storages of the `moved` parts on `device`; a storage in two parts belongs to the first."""
     owner: dict[UntypedStorage, Part] = {}
     for part in PARTS:
         for tensor in state[part]:
@@ -248,13 +249,13 @@ def _storages(
 
 
 def _check_host(offload: Offload, num_bytes: int, num_ranks: int) -> None:
-    """Raise ValueError if this host lacks memory for the ranks on it. Collective, before that."""
+    """Raise ValueError if this host lacks memory for its ranks; collective up to the error."""
     most = torch.tensor(num_bytes)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     needed, available = num_ranks * int(most), available_bytes()
     if needed > available:
         raise ValueError(
-            f"train.offload {words(offload)} keeps {needed / 1e9:.1f} GB of the state of "
-            f"{num_ranks} ranks in the memory of their host, which has {available / 1e9:.1f} GB "
-            f"available: set train.offload to {' or '.join(smaller(offload))}, or use more hosts"
+            f"train.offload {words(offload)} needs {needed / 1e9:.1f} GB of host memory for the "
+            f"state of {num_ranks} ranks, and {available / 1e9:.1f} GB are available: set "
+            f"train.offload to {' or '.join(smaller(offload))}, or use more hosts"
         )

@@ -1,11 +1,10 @@
-"""RoPE (arXiv 2104.09864): its angles, their scaling, and the rows of a packed microbatch.
+"""RoPE (arXiv 2104.09864): angles, their scaling, and the rows of a packed microbatch.
 
 YaRN (arXiv 2309.00071) slows RoPE's rotations, and multiplies queries and keys by an attention
-factor. Megatron-Core multiplies cosines and sines by it, but its fused RoPE of packed sequences
-takes only angles, and drops the factor without a word (test_upstream: mscale). Here the factor
-is part of the softmax scale, which every attention takes: torch's, Transformer Engine's and flex.
-Scores are equal where whole heads are rotated; of latents the factor is one for both parts of a
-head.
+factor. Megatron-Core multiplies cosines and sines by the factor, but its fused RoPE of packed
+sequences takes only angles and silently drops it (test_upstream: mscale). Here the factor is part
+of the softmax scale, which every attention takes: torch's, Transformer Engine's and flex. Scores
+are equal where whole heads are rotated; with latents the factor scales both parts of a head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,36 +27,35 @@ from parallel.groups import Groups
 class PackedRotary(torch.nn.Module):
     """Replaces a GPTModel's rotary embedding: rows of one table, shared by all model chunks.
 
-    Megatron's own caches a table for each of the last 32 lengths, but lengths rarely repeat.
-    `windowed` is the RoPE of layers with a window, if it is another: then there are two tables, for
-    `WindowedAttention`. `axes` say for each frequency whether it rotates by a token's position in
-    time, height or width: M-RoPE of prompts with images.
+    Megatron's embedding caches a table for each of the last 32 lengths, but lengths rarely repeat.
+    With `windowed`, the other RoPE of layers with a window, there are two tables:
+    `WindowedAttention` chooses one. `axes` (M-RoPE, for images) give the position by which each
+    frequency rotates: 0 time, 1 height, 2 width.
     """
 
     def __init__(self, rotary: Any, windowed: Any = None, axes: Sequence[int] = ()) -> None:
         super().__init__()
         self.rotary, self.windowed = rotary, windowed
-        # Each frequency is there twice, for both halves of a head.
+        # A row of the table has all frequencies twice, for both halves of a head.
         self._axes = torch.tensor([*axes, *axes], device=rotary.inv_freq.device)
         self._table: Tensor | None = None  # as long as the longest sequence so far
 
     def get_rotary_seq_len(
         self, context: Any, decoder: Any, hidden: Any, config: Any, params: PackedParams
     ) -> PackedParams:
-        """Return the argument for `forward`: the whole params instead of a length."""
+        """Called by Megatron for the argument of `forward`: the params, in place of a length."""
         return params
 
     def forward(self, params: PackedParams, **_: Any) -> Tensor:
-        """The rows of a microbatch: [T or longest sequence, 1, 1, rotary_dim], of two tables
-        [2, ...].
-        """
+        """Rows [T or longest sequence, 1, 1, rotary_dim] of a microbatch; [2, ...] if windowed."""
         length = params.rope_length
         if self._table is None or self._table.shape[-4] < length:
             self._table = self.rotary.get_emb(length)
             if self.windowed is not None:
                 self._table = torch.stack([self._table, self.windowed.get_emb(length)])
         if params.rope_positions is None:
-            # Not all rows: given T rows, Megatron would read one per token, ignoring positions.
+            # Cut to the longest sequence: Megatron would take T rows for one row per token
+            # (`has_packed_freqs`), and ignore where sequences begin.
             return self._table[..., :length, :, :, :]
         rows = self._table[..., params.rope_positions, :, :, :]
         if params.rope_positions.dim() == 1:
@@ -68,7 +66,7 @@ class PackedRotary(torch.nn.Module):
 
 
 def packed_rotary(shape: ModelShape, axes: Sequence[int]) -> PackedRotary | None:
-    """RoPE of a model's chunks, None for a model without; `axes` are those of M-RoPE."""
+    """RoPE for a model's chunks; None for a model without RoPE. `axes`: see `PackedRotary`."""
     if not shape.rotary_dim:
         return None
     windowed = None
@@ -78,7 +76,7 @@ def packed_rotary(shape: ModelShape, axes: Sequence[int]) -> PackedRotary | None
 
 
 def _rotary(shape: ModelShape) -> RotaryEmbedding:
-    """RoPE's angles, for the part of each head that it rotates."""
+    """Angles for the rotated part of each head."""
     rotary = RotaryEmbedding(
         shape.rotary_dim,
         rotary_percent=1.0,
@@ -91,7 +89,7 @@ def _rotary(shape: ModelShape) -> RotaryEmbedding:
 
 
 def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
-    """RotaryEmbedding's arguments for the kinds of RoPE scaling that it computes itself."""
+    """Arguments of Megatron's RotaryEmbedding for the scalings that it knows: linear and llama3."""
     if shape.rope_scaling is None or yarn_scaling(shape):
         return {}
     factor = shape.rope_scaling["factor"]
@@ -102,7 +100,7 @@ def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
 
 
 def yarn_scaling(shape: ModelShape) -> Mapping[str, Any] | None:
-    """The model's `rope_scaling`, if it is YaRN's."""
+    """The model's `rope_scaling` if its type is yarn, else None."""
     scaling = shape.rope_scaling
     return scaling if scaling is not None and scaling["rope_type"] == "yarn" else None
 
@@ -110,15 +108,15 @@ def yarn_scaling(shape: ModelShape) -> Mapping[str, Any] | None:
 def yarn_frequencies(inv_freq: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
     """Scale RoPE's angles per position, [rotary_dim / 2], by "NTK-by-parts" (section 3.2).
 
-    Pairs of dimensions that turn more than `beta_fast` times within the trained length keep their
-    frequency, those that turn less than `beta_slow` times become `factor` times slower, and in
-    between there is a ramp. It is linear in the index of the pair, as in transformers and vLLM,
-    where the paper has it linear in the number of turns.
+    Pairs of dimensions with more than `beta_fast` turns within the trained length keep their
+    frequency; pairs with less than `beta_slow` turns become `factor` times slower. The ramp in
+    between is linear in the index of the pair, as in transformers and vLLM; the paper's is linear
+    in the number of turns.
     """
     rotary_dim = 2 * len(inv_freq)
 
     def pair(turns: float) -> float:
-        """The index of the pair that turns so often within the trained length, as a real number."""
+        """Real-valued index of the pair with `turns` turns within the trained length."""
         wavelength = scaling["original_max_position_embeddings"] / turns
         return rotary_dim * log(wavelength / (2 * pi)) / (2 * log(theta))
 
@@ -126,7 +124,7 @@ def yarn_frequencies(inv_freq: Tensor, theta: float, scaling: Mapping[str, Any])
     if scaling["truncate"]:
         first, last = floor(first), ceil(last)
     first, last = max(first, 0), min(last, rotary_dim - 1)
-    if first == last:
+    if first == last:  # as in transformers: no division by 0
         last += 0.001
     pairs = torch.arange(len(inv_freq), device=inv_freq.device)
     slowed = ((pairs - first) / (last - first)).clamp(0, 1)
@@ -134,32 +132,34 @@ def yarn_frequencies(inv_freq: Tensor, theta: float, scaling: Mapping[str, Any])
 
 
 def softmax_scale(shape: ModelShape, scaling: Mapping[str, Any] | None) -> float | None:
-    """Factor of scores in layers with this scaling by YaRN; None: head_dim ** -0.5."""
+    """Factor of scores in layers with YaRN's `scaling`; None means head_dim ** -0.5."""
     size = shape.query_pre_attn_scalar
     if scaling is None:
         return size and size**-0.5
+    # Queries and keys each have the factor: scores have its square.
     factor: float = scaling["attention_factor"]
     return factor**2 * (size or shape.head_dim) ** -0.5
 
 
 def rotate_own_tokens(chunk: Any, groups: Groups) -> None:
-    """Let a chunk's layers split each microbatch over another number of context ranks.
+    """Let a chunk's layers split each microbatch over a number of context ranks of its own.
 
-    Transformer Engine's attention takes the ranks of a microbatch from its params. RoPE does not:
-    its ranks are those of the module, also when a layer is recomputed during the backward of
-    another microbatch. So RoPE is told that every rank is alone, with one sequence of its own
-    tokens and the angles of each (cf. `PackedRotary`), and attention is told the boundaries apart.
+    Transformer Engine's attention takes the context group from a microbatch's params, but RoPE
+    takes the module's group, also when a layer is recomputed in the backward of another microbatch.
+    So for RoPE every rank is alone, with one sequence of its own tokens and one row of angles per
+    token (cf. `PackedRotary`), and attention gets its boundaries apart.
     """
     for module in chunk.modules():
         if isinstance(module, Attention):
             alone = copy(module.pg_collection)
             alone.cp = groups.contexts[1]
             module.pg_collection = alone
-            if not isinstance(module.core_attention, PackedAttention):  # which needs no padded ones
-                module.core_attention.register_forward_pre_hook(_tell_boundaries, with_kwargs=True)
+            # `PackedAttention` does not read padded lengths.
+            if not isinstance(module.core_attention, PackedAttention):
+                module.core_attention.register_forward_pre_hook(_set_boundaries, with_kwargs=True)
 
 
-def _tell_boundaries(
+def _set_boundaries(
     _attention: Any, positional: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     params = named["packed_seq_params"]

@@ -1,9 +1,9 @@
-"""The routers of a mixture of experts: replay of the engine's choices, and their auxiliary losses.
+"""Routers of a mixture of experts: replay of the engine's choices, and auxiliary losses.
 
-Engine and trainer round differently, and where the scores of two experts are close, a token goes to
-another one: both then compute different functions. With rollout routing replay (R3, arXiv
+Engine and trainer round differently. Where the scores of two experts are close, they may choose
+different experts, and so compute different functions. With rollout routing replay (R3, arXiv
 2510.11370), the policy sends each token to the experts that processed it while the engine sampled.
-Their weights still are the trainer's own, and so are the gradients of the router.
+The experts' weights, and the gradients of the router, are still the trainer's own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,20 +29,20 @@ from parallel.groups import Groups
 from parallel.packing import PackedBatch
 
 TopK = tuple[Tensor, Tensor]
-"""[tokens, topk] each: the scores of the chosen experts, and their numbers."""
+"""[tokens, topk] each: scores of the chosen experts, and their numbers."""
 
 
 class RouterReplay:
-    """Experts of a router's tokens, in place of Megatron's class of this name.
+    """Recorded experts of a router's tokens, in place of Megatron's class of this name.
 
-    Megatron's keeps the routers of all models of a process in one list, and a recomputed forward
-    takes the next routes in line (test_upstream: router_replay). Here a layer binds those of its
-    microbatch whenever it runs.
+    Megatron's class keeps the routers of all models of a process in one list, and a recomputed
+    forward takes the next routes in line (test_upstream: router_replay). Here a layer binds the
+    routes of its microbatch whenever it runs.
     """
 
     def __init__(self) -> None:
         self.routed_experts: Tensor | None = None
-        """[tokens, topk] of this rank; None: the router chooses, as in a microbatch of padding."""
+        """[tokens, topk] on this rank; None: the router chooses, as in a microbatch of padding."""
         self.is_on = True
 
     def get_replay_topk(
@@ -54,14 +54,14 @@ class RouterReplay:
         default_compute_topk: Callable[..., TopK],
     ) -> TopK:
         """Called by Megatron with the router's scores [tokens, experts]; raises ValueError if
-        engines did not tell `topk` experts of a token."""
+        engines reported another number of experts than `topk`."""
         if self.routed_experts is None:
             return default_compute_topk(scores, topk, num_groups, group_topk)
         chosen = self.routed_experts.long()
         if chosen.shape[1] != topk:
             raise ValueError(
-                f"rollout.router_replay: engines chose {chosen.shape[1]} experts of a token, but "
-                f"the model has {topk} for each: start them with the same config, or with "
+                f"rollout.router_replay: engines reported {chosen.shape[1]} experts of each token, "
+                f"but the model has {topk}: start the engines with the same config, or with "
                 "--enable-return-routed-experts"
             )
         return scores.gather(1, chosen), chosen
@@ -71,7 +71,7 @@ def add_router_replay(chunks: Sequence[GPTModel]) -> None:
     """Make the layers of a model follow the routes in the params of each packed microbatch."""
     for number, layer in enumerate(layer for chunk in chunks for layer in chunk.decoder.layers):
         if not isinstance(layer.mlp, MoELayer):
-            continue  # the routes have a place for it all the same
+            continue  # a dense layer, which has a column in the routes all the same
         replay = layer.mlp.router.router_replay = RouterReplay()
         # Megatron passes the params to a layer again when it recomputes the whole of it ...
         layer.register_forward_pre_hook(partial(_bind, replay, number), with_kwargs=True)
@@ -82,7 +82,7 @@ def add_router_replay(chunks: Sequence[GPTModel]) -> None:
 
 @contextmanager
 def own_choices(chunks: Iterable[GPTModel]) -> Iterator[None]:
-    """Meanwhile routers and indexers choose, whatever routes a microbatch has."""
+    """Let routers and indexers choose meanwhile, whatever routes a microbatch has."""
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
     attentions = [layer.self_attention for layer in layers]
     replays: list[Any] = [
@@ -100,7 +100,7 @@ def own_choices(chunks: Iterable[GPTModel]) -> Iterator[None]:
 
 
 def with_own_layers(batch: PackedBatch, groups: Groups) -> PackedBatch:
-    """The batch with the routes of this pipeline rank's layers only, in the order of its chunks."""
+    """Keep the routes of this pipeline rank's layers only, in the order of its chunks."""
     found: dict[str, Any] = {}
     for name in ("routed_experts", "chosen_tokens"):
         if (of_layers := getattr(batch, name)) is not None:
@@ -110,11 +110,12 @@ def with_own_layers(batch: PackedBatch, groups: Groups) -> PackedBatch:
 
 
 def own_routes(routes: Tensor, local: Tensor, groups: Groups) -> Tensor:
-    """The routes [tokens, own layers, topk] of the tokens that this rank's routers see.
+    """Routes [tokens, own layers, topk] of the tokens that this rank's routers see.
 
-    `local` are those of its context rank, of which each tensor rank has a part: a mixture of
-    experts over several tensor ranks needs sequence parallelism.
+    `local`: packed positions of the context rank's tokens.
     """
+    # With several tensor ranks, a mixture of experts has sequence parallelism, by
+    # `_check_sequence_parallel`: each sees a part of the tokens.
     return routes[local].chunk(groups.dims.tensor)[groups.coordinates.tensor]
 
 
@@ -129,6 +130,7 @@ def _checkpointed(
     replay: RouterReplay, forward: Callable[..., Any], hidden: Tensor, **arguments: Any
 ) -> Any:
     """Megatron's checkpoint around a mixture, with the routes of this microbatch bound again."""
+    # Until the backward, the layer may run other microbatches, and bind their routes.
     routes = replay.routed_experts
 
     def run(hidden: Tensor) -> Any:
@@ -143,20 +145,19 @@ BALANCE, Z_LOSS = "load_balancing_loss", "z_loss"
 
 
 class RouterLosses:
-    """Losses of the routers in an optimizer batch, without the coefficients: a mean over tokens.
+    """Routers' losses in an optimizer batch, without coefficients: means over tokens.
 
-    Megatron adds up these losses over microbatches of any length, in one table of the process, for
-    its training script to read and clear. Here they are taken from the table after each forward of
-    a router, and weighted by tokens, like their gradient (`forward.py`; test_upstream:
-    router_losses).
+    Megatron adds up means over microbatches of any length, in one table of the process
+    (test_upstream: router_losses). Here a hook takes them from the table after each forward of a
+    router, and weights them by tokens, like their gradient (`forward.py`).
     """
 
     def __init__(self, chunks: Sequence[GPTModel], names: Sequence[str]) -> None:
-        """`names` are those of `loss_names`."""
+        """`names`: see `loss_names`."""
         self._names = names
         size, device = len(names) + 1, next(chunks[0].parameters()).device
         self._sums = torch.zeros(size, dtype=torch.float64, device=device)
-        """[losses + 1]: sum of loss * tokens for each loss, then of tokens, over microbatches and
+        """[losses + 1]: sums of loss * tokens for each loss, then of tokens, over microbatches and
         this rank's routers."""
         for module in (module for chunk in chunks for module in chunk.modules()):
             if isinstance(module, TopKRouter):
@@ -172,7 +173,8 @@ class RouterLosses:
         `moe/load_balancing_loss` is 1 if all experts have equally many tokens and probability.
         """
         sums = self._sums.clone()
-        dist.all_reduce(sums)  # every rank has routers or tokens that no other has
+        # Over all ranks: tensor, pipeline and data ranks have different routers or tokens.
+        dist.all_reduce(sums)
         *totals, num_tokens = sums.tolist()
         named = zip(self._names, totals, strict=True)
         return {f"moe/{name}": total / num_tokens for name, total in named}
@@ -195,7 +197,7 @@ class RouterLosses:
 
 
 def loss_names(config: TransformerConfig) -> list[str]:
-    """The losses that routers have; by default none."""
+    """Names of the routers' losses with a coefficient; by default none."""
     balances = config.moe_router_load_balancing_type == "aux_loss" and config.moe_aux_loss_coeff
     losses = {BALANCE: balances, Z_LOSS: config.moe_z_loss_coeff}
     return [name for name, has in losses.items() if has and config.num_moe_experts is not None]

@@ -1,6 +1,6 @@
-"""Optimizer steps skipped because a value was NaN or infinite: counted in a row, and named.
+"""Optimizer steps skipped for NaN or infinity: how many in a row, and which value was the first.
 
-Every tensor is inspected, but only then.
+Only a skipped step inspects every tensor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from parallel.collectives import broadcast_text
 
 
 class SkippedSteps:
-    """The count and its limit, the same on every rank; checkpoints save only `num_in_a_row`."""
+    """Count of skipped steps in a row, equal on all ranks; checkpoints save `num_in_a_row` only."""
 
     def __init__(self, limit: int, num_in_a_row: int = 0) -> None:
         self.limit = limit
@@ -24,9 +24,9 @@ class SkippedSteps:
         self._causes: list[str] = []
 
     def count(self, cause: str | None) -> None:
-        """Count a step: `cause` says why it was skipped, None that it was taken.
+        """Count a step, skipped for `cause`, or taken if that is None.
 
-        Raises FloatingPointError, with all causes, when `limit` steps in a row were skipped.
+        Raises FloatingPointError with all causes after `limit` skipped steps in a row.
         """
         if cause is None:
             self.num_in_a_row = 0
@@ -44,26 +44,25 @@ class SkippedSteps:
 
 
 LARGEST_VALUE = 1e12
-"""The norm of a gradient overflows float32 only if some value is larger than this."""
+"""Bound for values of a gradient: a norm overflows float32 only if a value is larger."""
 
 
 def name_nonfinite(policy: Policy, losses: Sequence[Tensor], device: torch.device) -> str:
-    """The loss or gradient that first became non-finite, in words; collective over all ranks.
+    """Name the loss or gradient that first became non-finite; collective over all ranks.
 
-    `losses` are those of this rank's microbatches. Losses come before gradients, and gradients in
-    the order of the backward pass, in which one corrupts the next: from the last layer to the
-    first. Zeroes part of the gradient buffers.
+    `losses`: of this rank's microbatches. Losses come first, then gradients from the last layer to
+    the first: in a backward pass one corrupts the next. Zeroes part of the gradient buffers.
     """
-    urgency, text = _found_here(policy, losses)
+    urgency, text = _first_nonfinite(policy, losses)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    # The most urgent; among equals, the one on the lowest rank.
+    # One all-reduce finds the highest urgency and, among equals, the lowest rank.
     first = torch.tensor((urgency + 1) * num_ranks - 1 - rank, device=device)
     dist.all_reduce(first, dist.ReduceOp.MAX)
     source = num_ranks - 1 - int(first) % num_ranks
     return f"{broadcast_text(text, source)} on rank {source}"
 
 
-def _found_here(policy: Policy, losses: Sequence[Tensor]) -> tuple[int, str]:
+def _first_nonfinite(policy: Policy, losses: Sequence[Tensor]) -> tuple[int, str]:
     """(urgency, text) of the first non-finite value in the order of computation; (-1, "nothing").
 
     Urgency is 2 * (number of tensors) for a loss; for the gradient of the n-th tensor 2 n, or
@@ -84,7 +83,7 @@ def _found_here(policy: Policy, losses: Sequence[Tensor]) -> tuple[int, str]:
 
 
 def _broken_gradients(policy: Policy) -> Iterator[tuple[str, str]]:
-    """Hugging Face name, and description, of each weight with a non-finite gradient here."""
+    """(Hugging Face name, description) of each weight with a non-finite gradient on this rank."""
     parameters = policy.saved_parameters()
     layout = policy.adapters.layout if policy.adapters else policy.layout
     for piece in layout.pieces:
@@ -92,7 +91,7 @@ def _broken_gradients(policy: Policy) -> Iterator[tuple[str, str]]:
             continue
         gradient: Tensor = parameters[piece.local].main_grad  # type: ignore[attr-defined]
         values = gradient[piece.local_box.slices]
-        broken = values[~(values.abs() <= LARGEST_VALUE)]
+        broken = values[~(values.abs() <= LARGEST_VALUE)]  # not `>`: NaN compares false
         if len(broken):
             yield (
                 weight_of(piece.tensor),

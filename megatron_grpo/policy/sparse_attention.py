@@ -1,13 +1,13 @@
 """Latent attention to the tokens that an indexer chooses (DeepSeek-V3.2, GLM-5).
 
-Megatron-Core has this as an experimental variant, which is not used. Without fused kernels it
-has scores of all pairs of tokens for every head of an indexer at once, and leaves to torch which of
-equal ones are chosen, which may depend on the layout; its indexer is trained, by a loss of its own;
-and its latent attention is not ours, see `mla.py` (test_upstream: indexer).
+Megatron-Core's experimental variant is not used. Without fused kernels it holds scores of all pairs
+of tokens for all heads of an indexer at once, and torch's `topk` decides between equal scores,
+which may depend on the layout (test_upstream: indexer). It trains the indexer, by a loss of its
+own, and has another latent attention (see `mla.py`).
 
-The indexer is frozen: no gradient comes through a choice. Every tensor rank holds it whole, and
-chooses for its own tokens; all of them then attend to the same tokens. With indexer replay, the
-tokens are those that the engine's indexers chose while it sampled (cf. `router.py`).
+The indexer is frozen: no gradient comes through a choice. Every tensor rank holds the whole indexer
+and chooses for its own tokens; the choices are then gathered. Indexer replay takes the choices of
+the engine's indexers from sampling (cf. `router.py`).
 """
 
 from collections.abc import Sequence
@@ -30,15 +30,15 @@ from parallel.dtypes import attention_dtype
 from parallel.sparse_attention import choose_tokens, recorded_tokens, sparse_attention
 
 NORM_EPS = 1e-6
-"""Epsilon in the norm of the indexer's keys, whatever `rms_norm_eps` says."""
+"""Epsilon in the norm of the indexer's keys, whatever `rms_norm_eps` is."""
 
 
 @dataclass
 class IndexerReplay:
-    """Choices that the attention of a layer follows."""
+    """Replay state of one layer's attention."""
 
     number: int
-    """Place of the layer among this rank's."""
+    """Place of the layer among this rank's layers: its column in `chosen_tokens`."""
     is_on: bool = True
 
 
@@ -49,7 +49,7 @@ def add_indexer_replay(chunks: Sequence[GPTModel]) -> None:
 
 
 class SparseAttention(LatentAttention):
-    """The attention of a layer; whole where no sequence of a microbatch is longer than `topk`."""
+    """Sparse attention of a layer; dense in microbatches without a sequence longer than `topk`."""
 
     def __init__(
         self, config: TransformerConfig, submodules: Any, *, indexer: IndexerShape, **options: Any
@@ -88,15 +88,16 @@ class SparseAttention(LatentAttention):
     def _choose(
         self, hidden: Tensor, latent: Tensor, rotary_pos_emb: Tensor, params: PackedParams
     ) -> Tensor:
-        """[t, topk] for all tokens of this context rank, of which each tensor rank has a part."""
+        """Choose [t, topk] tokens for all t tokens of this context rank."""
         size = self.tp_group.size() if self.config.sequence_parallel else 1
         rank = self.tp_group.rank() if size > 1 else 0
         own = params.queries.part(rank, size)
         weight = getattr(self.linear_q_up_proj, "layer_norm_weight", None)
-        if weight is None:  # else Transformer Engine fuses the norm into that product
+        if weight is None:  # torch's layers: Transformer Engine's fuse the norm into the product
             weight = self.q_layernorm.weight
         normed = rms_norm(latent, latent.shape[-1:], weight, self.config.layernorm_epsilon)
-        # Where context ranks may change, the table has a row for each of this rank's tokens.
+        # With `rope_positions`, as where context ranks may change, there is a row of angles per
+        # token; without, a row per position in a sequence.
         angles = rotary_pos_emb[:, 0, 0]
         if params.rope_positions is None:
             angles = angles[params.queries.offsets]
@@ -111,7 +112,7 @@ class SparseAttention(LatentAttention):
 
 
 class Indexer(MegatronModule):
-    """Queries of some heads, keys that all of them share, and a weight for each head."""
+    """Frozen projections to queries of `num_heads` heads, one shared key, and a weight per head."""
 
     def __init__(
         self, config: TransformerConfig, shape: IndexerShape, query_rank: int, rotary_dim: int
@@ -134,11 +135,10 @@ class Indexer(MegatronModule):
     def forward(
         self, hidden: Tensor, latent: Tensor, angles: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Arguments of `choose_tokens`, float32 at least: [t, heads, d], [t, d] and [t, heads].
+        """Queries [t, heads, d], keys [t, d] and weights [t, heads], in float32 at least.
 
-        From `hidden` [t, hidden size], the normed `latent` of queries [t, rank], and the `angles`
-        of RoPE [t, rotary_dim]. Scores are divided by the square roots of d and of the number of
-        heads.
+        `hidden`: [t, hidden size]; `latent`: normed, of queries, [t, rank]; `angles`: RoPE's,
+        [t, rotary_dim]. The weights include 1 / sqrt(d heads), the scale of scores.
         """
         wide = torch.promote_types(hidden.dtype, torch.float32)
         angles = angles.to(wide)
@@ -152,8 +152,9 @@ class Indexer(MegatronModule):
         return query, key, weights * scale
 
     def _rotate(self, part: Tensor, angles: Tensor) -> Tensor:
-        """RoPE of the first elements; neighbours become halves, which leaves products the same."""
+        """RoPE of the first `rotary_dim` elements."""
         turned, rest = part.split([self.rotary_dim, part.shape[-1] - self.rotary_dim], dim=-1)
+        # Neighbours become halves: queries and keys share the new order, so products stay equal.
         if self.shape.has_neighbouring_pairs:
             turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         first, second = turned.chunk(2, dim=-1)

@@ -1,7 +1,6 @@
-"""Megatron-Core's description of a model: its TransformerConfig and the modules of its layers.
+"""Megatron-Core's description of a model: TransformerConfig, and the modules of layers.
 
-The modules are Transformer Engine's on GPUs, and torch's elsewhere, with the same weights and
-results.
+Modules are Transformer Engine's on GPUs and torch's elsewhere, with equal weights and results.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,22 +52,20 @@ ACTIVATIONS = {
     "silu": (silu, None, 0.0),
     "gelu_pytorch_tanh": (partial(gelu, approximate="tanh"), None, 0.0),
     "swigluoai": (quick_gelu, 7.0, 1.0),
-    "relu2": (lambda x: relu(x).square(), None, 0.0),  # Megatron-Core's would be compiled
+    "relu2": (lambda x: relu(x).square(), None, 0.0),  # Megatron-Core's `squared_relu` compiles
 }
-"""Activation of the gate, if any; limit of both factors, None for none; addend of the other
-factor."""
+"""(activation of the gate or only factor, limit of both factors or None, addend of the other)."""
 
 
 def route_with_torch() -> None:
-    """Multiply with torch in the routers of this process.
-
-    Transformer Engine's product rounds float32 factors to TF32, whatever torch is told.
-    """
+    """Multiply with torch in the routers of this process."""
+    # `te_general_gemm` rounds float32 factors to TF32, whatever torch's `allow_tf32` is. Megatron
+    # takes torch's product where the name is None.
     moe_utils.te_general_gemm = None
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:
-    """Whether layers are Transformer Engine's, which also fuses norms into the next linear."""
+    """Whether layers are Transformer Engine's, with norms fused into the next linear layer."""
     return config.transformer_impl == "transformer_engine"
 
 
@@ -80,22 +77,25 @@ def transformer_config(
     sequence_parallel: bool,
     overrides: Mapping[str, Any],
 ) -> TransformerConfig:
-    """Megatron's config of one model; `overrides` are further fields, by Megatron's names.
+    """Megatron's config of one model; `overrides`: further fields, by Megatron's names.
 
     Layers are Transformer Engine's if CUDA is available and `dtype` has 16 bits, unless the
     override ``transformer_impl: local`` selects torch's. Raises ValueError if Transformer Engine
-    does not work then, and for an override that is not one of `megatron_fields`, or that needs a
-    package which is not installed.
+    should work but does not, for an override outside `megatron_fields`, and for one that needs a
+    missing package.
     """
     if overrides.get("transformer_impl") != "local":
         check_transformer_engine(dtype, overrides.get("attention_backend"))
     free = {"transformer_impl": best_implementation(dtype)} | dict(overrides)
-    # Megatron's default, all-gathering, needs equal lengths, and is refused even without experts.
+    # Megatron's default dispatcher, all-gather, needs equal lengths: refused with
+    # `variable_seq_lengths`, even for dense models. `batch_p2p_sync` waits for the GPU after each
+    # message, because of a bug in old releases of torch.
     free = {"moe_token_dispatcher_type": "alltoall", "batch_p2p_sync": False} | (
         _fusions(free["transformer_impl"], shape) | free
     )
     if free["transformer_impl"] == "transformer_engine":
-        # Megatron's head, which never runs here, would refuse it: see `accumulate_in_products`.
+        # Megatron's head, which never runs here, refuses the field without Apex's kernels. The
+        # layers get it from `accumulate_in_products`.
         free.pop("gradient_accumulation_fusion", None)
     decided = (
         _architecture(shape)
@@ -108,11 +108,11 @@ def transformer_config(
         route_with_torch()
         decided |= _moe(shape, shape.moe, free["transformer_impl"])
         is_fused = free["transformer_impl"] == "transformer_engine"
-        # The scores of two experts may differ by less than bfloat16 can resolve.
+        # Scores of two experts may differ by less than bfloat16 can resolve.
         free = {"moe_router_dtype": "fp32", "moe_permute_fusion": is_fused} | free
-        if shape.has_linear_biases:  # with which Megatron's grouped experts refuse it
+        if shape.has_linear_biases:  # Megatron's grouped experts with biases refuse the fusion
             decided["bias_dropout_fusion"] = False
-        decided["moe_hybridep_pad_uneven_dispatch_inputs"] = True
+        decided["moe_hybridep_pad_uneven_dispatch_inputs"] = True  # ranks have unequal microbatches
     check_overrides(overrides, decided, best_implementation(dtype), _flexible_backends())
     check_activation_offload(overrides, shape, free["transformer_impl"])
     check_fp8(overrides, shape, dims, dtype, free["transformer_impl"])
@@ -129,10 +129,10 @@ def transformer_config(
 
 
 def _fusions(implementation: str, shape: ModelShape) -> dict[str, Any]:
-    """Fusions that Megatron's training script enables on GPUs, unlike TransformerConfig's defaults.
+    """Fusions that Megatron's training script enables on GPUs, and TransformerConfig does not.
 
-    Unfused RoPE synchronizes with the GPU twice per layer, to read the lengths of sequences. A
-    mixture of experts has one more, of its permutations. Some activations are fused.
+    Unfused RoPE waits for the GPU twice per layer, for the lengths of sequences. Mixtures also get
+    `moe_permute_fusion`, with their other fields.
     """
     fused = implementation == "transformer_engine"
     return {
@@ -149,10 +149,10 @@ def _flexible_backends() -> list[str]:
 def accumulate_in_products(chunk: torch.nn.Module, overrides: Mapping[str, Any]) -> None:
     """Let Transformer Engine's products add weight gradients to Megatron's float32 buffers.
 
-    Otherwise the gradient of every microbatch is rounded to the dtype of the weights, written, and
-    added by a kernel of its own. Layers of torch have no such products; with Apex they get the
-    override ``gradient_accumulation_fusion: true`` from the TransformerConfig. In FP8 the first
-    microbatch of a schedule overwrites the buffer, so an optimizer step is one schedule.
+    Otherwise each microbatch's gradient is rounded to the dtype of the weights, written, and added
+    by another kernel. Torch's layers have no such products; with Apex the TransformerConfig gives
+    them the override ``gradient_accumulation_fusion: true``. In FP8 the first microbatch of a
+    schedule overwrites the buffer, so an optimizer step must be one schedule.
     """
     if not overrides.get("gradient_accumulation_fusion", True):
         return
@@ -165,11 +165,14 @@ def accumulate_in_products(chunk: torch.nn.Module, overrides: Mapping[str, Any])
 def block_spec(
     config: TransformerConfig, layers: range, shape: ModelShape, has_own_rows: bool
 ) -> TransformerBlockSubmodules:
-    """Modules of a model chunk with these `layers` of the model."""
+    """Modules of the model chunk with `layers` of the model.
+
+    `has_own_rows`: each token has a row of RoPE of its own, for shared prompts or images.
+    """
     is_fused = uses_transformer_engine(config)
     norm: Any = LayerNormImpl if is_fused else RMSNorm
 
-    @cache  # one object for all equal layers: Megatron builds modules from it, and leaves it as is
+    @cache  # equal layers can share a spec: Megatron builds modules from it and does not change it
     def layer_spec(modules: tuple[Module, ...]) -> ModuleSpec:
         num_experts = config.num_moe_experts if "moe" in modules else None
         if is_fused:
@@ -192,8 +195,11 @@ def block_spec(
 def fused_layer_spec(
     config: TransformerConfig, num_experts: int | None, shape: ModelShape, has_own_rows: bool
 ) -> ModuleSpec:
-    """Transformer Engine's layer; its attention does not know shared prompts, nor windows of
-    sequences that context ranks split, nor, before 2.12, sinks of packed sequences."""
+    """Spec of Transformer Engine's layer, with `PackedAttention` where its own attention fails.
+
+    It knows no shared prompts, no windows of sequences that context ranks split, and before 2.12 no
+    sinks of packed sequences.
+    """
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -205,15 +211,15 @@ def fused_layer_spec(
         layer.submodules.self_attention.submodules.core_attention = packed_attention_of(shape)
     if not shape.has_pre_norms:
         attention = layer.submodules.self_attention.submodules
-        attention.linear_qkv = TEColumnParallelLinear  # without the norm of what it is given
+        attention.linear_qkv = TEColumnParallelLinear  # the usual class norms its input
         layer.submodules.mlp.keywords["submodules"].linear_fc1 = TEColumnParallelLinear
     return layer
 
 
 def torch_layer_spec(num_experts: int | None, shape: ModelShape) -> ModuleSpec:
-    """Megatron's local layer, with replacements for its norms and attention.
+    """Spec of Megatron's local layer, with other norms and attention.
 
-    The originals refuse sequence parallelism, and packed sequences and context parallelism.
+    Megatron's norms refuse sequence parallelism, its attention packed sequences and context ranks.
     """
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts,
@@ -226,8 +232,8 @@ def torch_layer_spec(num_experts: int | None, shape: ModelShape) -> ModuleSpec:
     attention.core_attention = packed_attention_of(shape)
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    # Checkpoints use Transformer Engine's names, and a norm has one of its own where it is not
-    # fused into a linear layer. Megatron's table covers only dense layers without latents.
+    # Checkpoints use Transformer Engine's names, in which a fused norm belongs to the next linear
+    # layer: unfused norms are renamed. Megatron's table covers only dense layers without latents.
     fused_norms = {} if num_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     if shape.latent is None:
         fused_norms["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
@@ -243,7 +249,7 @@ def torch_layer_spec(num_experts: int | None, shape: ModelShape) -> ModuleSpec:
 
 
 def _use_attention(layer: ModuleSpec, shape: ModelShape) -> None:
-    """Replace Megatron's attention where the model has another."""
+    """Replace Megatron's attention where the model has another kind."""
     attention = layer.submodules.self_attention
     if shape.latent is not None:
         attention.module = LatentAttention
@@ -258,7 +264,7 @@ def _use_attention(layer: ModuleSpec, shape: ModelShape) -> None:
 
 
 def _norms_queries(shape: ModelShape) -> bool:
-    """Megatron has one switch for the norms of heads and those of latents."""
+    """`qk_layernorm`: Megatron's one switch for norms of heads and norms of latents."""
     return shape.qk_norm or shape.latent is not None
 
 
@@ -293,7 +299,7 @@ def _architecture(shape: ModelShape) -> dict[str, Any]:
 def _moe(shape: ModelShape, moe: MoeShape, implementation: str) -> dict[str, Any]:
     has_experts = [int("moe" in shape.modules(layer)) for layer in range(shape.num_layers)]
     return {
-        # A list makes a checkpoint have a key for each layer.
+        # With a list, checkpoints have a key per layer: unequal layers cannot be stacked.
         "moe_layer_freq": 1 if shape.has_equal_layers else has_experts,
         "num_moe_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.intermediate_size,
@@ -337,7 +343,7 @@ def _mesh(
             dims.virtual_pipeline if dims.virtual_pipeline > 1 else None
         ),
         "pipeline_model_parallel_layout": _pipeline_layout(shape.num_layers, dims),
-        # Part of the layout, next to which Megatron refuses them.
+        # Megatron refuses these next to a layout, which determines them already.
         "num_layers_in_first_pipeline_stage": None,
         "num_layers_in_last_pipeline_stage": None,
         # With interleaving, every pair of stages communicates in both directions at once. Batched
@@ -357,7 +363,7 @@ def _mesh(
 
 
 def _pipeline_layout(num_layers: int, dims: ParallelDims) -> list[list[str]] | None:
-    """Layer types of each model chunk, in model order; this form allows uneven splits."""
+    """Layer types of each model chunk, in model order; Megatron's form for uneven splits."""
     if dims.pipeline == 1:
         return None
     stages = pipeline_layers(num_layers, dims)
@@ -372,7 +378,7 @@ def _pipeline_layout(num_layers: int, dims: ParallelDims) -> list[list[str]] | N
 
 
 def _plain_sums() -> dict[str, Any]:
-    """Switch off Megatron's divisions: loss weights are global, so gradients are sums."""
+    """Fields that switch off Megatron's divisions: loss weights are global, gradients are sums."""
     return {
         # No division by microbatches in the schedule, nor by data-parallel ranks in DDP ...
         "calculate_per_token_loss": True,

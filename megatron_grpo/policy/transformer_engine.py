@@ -1,5 +1,5 @@
-"""Transformer Engine: whether layers are its own on this host, whether it computes what it should,
-and whether its linear layers can multiply in FP8 (`model.megatron.fp8`)."""
+"""Checks of Transformer Engine: whether this host's layers are its own, whether its gradients are
+right, and whether its linear layers can multiply in FP8 (`model.megatron.fp8`)."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -16,11 +16,11 @@ from parallel import ParallelDims
 HOPPER = 9
 """Major compute capability."""
 RIGHT_GRADIENTS = (9, 18)
-"""The first cuDNN whose backward of attention over packed sequences is right on Hopper.
+"""First cuDNN with a right backward of attention over packed sequences on Hopper.
 
-Earlier ones read a workspace that nobody has set (NVIDIA/TransformerEngine issue 2186). With 9.14,
-heads of 256 and Transformer Engine 2.20, a model's gradient had 0.54 of its norm on an H200, and
-nothing said so; heads of 64, and of 192 with values of 128, were right there.
+Earlier releases read a workspace that nobody has set (NVIDIA/TransformerEngine issue 2186). With
+9.14, heads of 256 and Transformer Engine 2.20, a model's gradient silently had 0.54 of its norm on
+an H200; heads of 64, and of 192 with values of 128, were right.
 """
 FP8_FIELDS = (
     "fp8_recipe",
@@ -33,7 +33,7 @@ AVAILABLE = {
     "blockwise": "is_fp8_block_scaling_available",
     "mxfp8": "is_mxfp8_available",
 }
-"""Transformer Engine's functions that say whether a GPU has a recipe, and if not, why."""
+"""Transformer Engine's functions that return whether a GPU has a recipe, and the reason if not."""
 BLACKWELL = (10, 0)
 """Compute capability."""
 
@@ -44,20 +44,21 @@ def best_implementation(dtype: torch.dtype) -> str:
 
 
 def _can_be_fused(dtype: torch.dtype) -> bool:
-    """Transformer Engine's attention over packed sequences supports only 16-bit types."""
+    """Whether layers can be Transformer Engine's: on a GPU, in 16 bits."""
+    # Its attention over packed sequences supports no other types.
     return torch.cuda.is_available() and dtype.itemsize == 2
 
 
 def check_transformer_engine(dtype: torch.dtype, attention_backend: str | None) -> None:
-    """Raise ValueError if layers can be fused here, but not with the packages that are installed.
+    """Raise ValueError if the GPU allows Transformer Engine's layers and installed packages do not.
 
-    If Transformer Engine does not import, Megatron-Core takes torch's layers without a word of why.
-    `attention_backend` is Megatron's; only with ``flash`` does cuDNN compute no attention.
+    `attention_backend`: Megatron's field.
     """
+    # Where the package does not import, Megatron-Core silently takes torch's layers.
     if not _can_be_fused(dtype):
         return
     if HAVE_TE:
-        if attention_backend != "flash":
+        if attention_backend != "flash":  # with any other, cuDNN may compute attention
             version = import_module("transformer_engine.pytorch.utils").get_cudnn_version()
             check_cudnn(torch.cuda.get_device_capability(), version)
         return
@@ -80,9 +81,9 @@ def check_cudnn(capability: tuple[int, int], version: tuple[int, int, int]) -> N
     found, needed = (".".join(map(str, each)) for each in (version, RIGHT_GRADIENTS))
     raise ValueError(
         f"cuDNN {found}, which Transformer Engine has found here, computes wrong gradients of "
-        f"packed sequences on Hopper; {needed} is the first that does not. It takes the system's "
-        "before that of torch: remove the system's, and put the folder nvidia/cudnn/lib of "
-        "site-packages first in LD_LIBRARY_PATH; or choose torch's layers with "
+        f"packed sequences on Hopper; {needed} is the first right one. Transformer Engine prefers "
+        "the system's cuDNN to torch's: remove the system's, and put the folder nvidia/cudnn/lib "
+        "of site-packages first in LD_LIBRARY_PATH; or choose torch's layers with "
         "model.megatron.transformer_impl=local"
     )
 
@@ -94,7 +95,7 @@ def check_fp8(
     dtype: torch.dtype,
     implementation: str,
 ) -> None:
-    """Raise ValueError for fields of `fp8` that cannot work with this model, or on this host."""
+    """Raise ValueError for fields of `fp8` that cannot work with this model or on this host."""
     fp8, recipe = settings.get("fp8"), settings.get("fp8_recipe")
     if not settings.get("first_last_layers_bf16"):
         at_ends = [name for name in settings if name.startswith("num_layers_at_")]
@@ -106,9 +107,9 @@ def check_fp8(
     check_fp8_model(settings, shape, dims)
     if implementation == "local" or dtype != torch.bfloat16:
         raise ValueError(
-            f"{prefix} needs Transformer Engine's layers in bfloat16, and these are of "
-            f"transformer_impl {implementation} in {str(dtype).removeprefix('torch.')}: train on "
-            "GPUs with Transformer Engine and model.dtype=bfloat16, or leave fp8 out"
+            f"{prefix} needs Transformer Engine's layers in bfloat16, but transformer_impl is "
+            f"{implementation} and model.dtype {str(dtype).removeprefix('torch.')}: train on GPUs "
+            "with Transformer Engine and model.dtype=bfloat16, or leave fp8 out"
         )
     if recipe is None:
         raise ValueError(
@@ -124,13 +125,12 @@ def check_fp8(
 
 
 def drop_quantized_weights(chunks: Sequence[torch.nn.Module]) -> None:
-    """Free the weights in FP8 that layers have kept since the first microbatch of a pass.
+    """Free the FP8 copies of weights that layers keep from the first microbatch of a pass.
 
-    Megatron's schedule begins each pass with a first microbatch, in which Transformer Engine's
-    layers quantise their weights, and all microbatches share that one copy: up to two bytes for
-    each weight. After a pass it would stay while engines generate. And a copy of a pass without
-    gradients has no transposed half, which its next update in blocks would not add. A layer for
-    multi-token prediction is not among the `chunks`: it does not go with FP8.
+    Transformer Engine's layers quantise weights in the first microbatch for all others: up to two
+    bytes per weight, which would stay while engines generate. A copy from a pass without gradients
+    also lacks the transposed half, and its next update in blocks would not add it. The layer for
+    multi-token prediction is not in `chunks`, as it is refused with FP8.
     """
     module: Any
     for chunk in chunks:

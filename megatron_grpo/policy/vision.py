@@ -1,17 +1,17 @@
-"""The vision tower of a multimodal model: transformers' own, with its weights as they are.
+"""The vision tower of a multimodal model: transformers' own module, with the files' names.
 
-Where it is frozen, each image passes through it once: its features are kept with the microbatches
-of an optimizer batch for all passes over them. Every tensor and context rank of the stages that use
-features computes those of all images of its microbatches.
+A frozen tower sees each image of an optimizer batch once: the features stay with the microbatches
+for all passes. Every tensor and context rank of the stages that use features computes the features
+of all images in its microbatches.
 
-Where it is trained, it is a module of the first model chunk, and computes features in each pass. To
-the pipeline these are inputs, whose gradients are summed over the microbatches of a step. After
-these the tensor and context ranks share out the prompts, and each runs one after the other through
-the tower and back: the tower is recomputed like a layer, and in that again each of its blocks.
+A trained tower is a module of the first model chunk, and computes features in each pass. To the
+pipeline, features are inputs with gradients, summed over the microbatches of a step. Then tensor
+and context ranks share out the prompts, and run each through the tower and back: the tower is
+recomputed like a layer, and within that each of its blocks again.
 
-An image has features on one or more levels. The first take the place of embeddings. Those of level
-i > 0, of an earlier layer of the tower, are added to what decoder layer i - 1 returns: DeepStack,
-arXiv 2406.04334, in Qwen3-VL.
+An image has features on one or more levels. Level 0 takes the place of embeddings; level i > 0, of
+an earlier layer of the tower, is added to the output of decoder layer i - 1 (DeepStack, arXiv
+2406.04334, in Qwen3-VL).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -39,16 +39,17 @@ from parallel.packing import PackedBatch
 
 
 class VisionTower:
-    """Turns the patches of images into features of the text tower's size."""
+    """Turns patches of images into features [features, levels, hidden size] of the text tower."""
 
     def __init__(self, folder: Path, module: Any, *, is_trained: bool) -> None:
-        # It takes seconds to import, and only ranks of the first pipeline stages see images.
+        # transformers takes seconds to import, and only the first pipeline stages see images.
         from transformers import AutoImageProcessor  # noqa: PLC0415
 
         self.is_trained = is_trained
         self._module = module
         self._device = next(module.parameters()).device
         processor: Any = AutoImageProcessor.from_pretrained(folder)
+        # Patches are bytes: (x rescale - mean) / std = (x - mean / rescale) / (std / rescale).
         self._mean, self._std = (
             (torch.tensor(values) / processor.rescale_factor).view(1, -1, 1).to(self._device)
             for values in (processor.image_mean, processor.image_std)
@@ -57,7 +58,7 @@ class VisionTower:
 
     @torch.no_grad()
     def features(self, images: PromptImages) -> Tensor:
-        """[features, levels, hidden size] of images whose patches are bytes as in the files."""
+        """Features [features, levels, hidden size] without gradient, from patches in bytes."""
         return self._forward(images)
 
     def _forward(self, images: PromptImages) -> Tensor:
@@ -70,7 +71,7 @@ class VisionTower:
     def with_current_features(
         self, batches: Iterable[PackedBatch], *, has_backward: bool
     ) -> list[PackedBatch]:
-        """The microbatches of a pass with the features that their images have by now.
+        """Replace patches by features under the current weights, for one pass of a trained tower.
 
         If the pass has a backward, features get a gradient, for `backward`.
         """
@@ -80,7 +81,7 @@ class VisionTower:
             if images.digest not in computed:
                 found = self.features(images)
                 if has_backward:
-                    # Many tokens may have a feature: their gradients are summed in float32.
+                    # Completions of a prompt share its features: sum their gradients in float32.
                     exact = torch.promote_types(found.dtype, torch.float32)
                     found = found.to(exact).requires_grad_()
                 computed[images.digest] = images, found
@@ -91,21 +92,24 @@ class VisionTower:
         return with_features
 
     def backward(self, chunk: Any, groups: Groups) -> None:
-        """Add the gradient of the tower's weights to those of `chunk`, in which it is.
+        """Add the gradient of the tower's weights to the buffers of `chunk`, which contains it.
 
-        After the microbatches' backwards, and before sums over data and context ranks. Collective
-        over tensor and context ranks.
+        Call it after the backwards of all microbatches, before sums over data and context ranks.
+        Collective over tensor and context ranks.
         """
         dims, at = groups.dims, groups.coordinates
-        context = 1 if groups.is_dynamic else dims.context  # else they have the same microbatches
+        # Dynamic context ranks have different microbatches, others share them.
+        context = 1 if groups.is_dynamic else dims.context
         num_ranks, rank = dims.tensor * context, at.tensor + dims.tensor * (at.context % context)
         parts = [groups.contexts[context]]  # ranks with other tokens of a microbatch
         if chunk.config.sequence_parallel:
             parts.append(groups.tensor)
+        # Hooks of DistributedDataParallel would count a backward per prompt as ready gradients, and
+        # some ranks have no prompt: every parameter is reported ready once, below.
         with chunk.no_sync():
             for number, (images, features) in enumerate(self._computed.values()):
                 gradient = features.grad
-                assert gradient is not None, "of the backward of a microbatch with the images"
+                assert gradient is not None, "set by the backward of a microbatch"
                 for group in parts:
                     dist.all_reduce(gradient, group=group)
                 if number % num_ranks == rank:
@@ -113,14 +117,14 @@ class VisionTower:
                     output.backward(gradient.to(output.dtype))
         self._computed = {}
         for parameter in self._module.parameters():
-            if dims.tensor > 1:
+            if dims.tensor > 1:  # ranks ran different prompts; DDP sums over data and context ranks
                 dist.all_reduce(parameter.main_grad, group=groups.tensor)
             if chunk.ddp_config.overlap_grad_reduce:
                 chunk.param_to_bucket_group[parameter].register_grad_ready(parameter)
 
 
 def vision_tower(cfg: Config, shape: ModelShape, groups: Groups, chunk: Any) -> VisionTower | None:
-    """The tower, on ranks that have it; `chunk` is the first of this rank's GPTModels."""
+    """Build the tower on ranks that use features; `chunk`: this rank's first GPTModel."""
     if not has_tower(cfg, shape, groups.coordinates.pipeline):
         return None
     if not shape.vision:
@@ -128,6 +132,7 @@ def vision_tower(cfg: Config, shape: ModelShape, groups: Groups, chunk: Any) -> 
         module.load_state_dict(_weights(cfg.model.path))
         return VisionTower(cfg.model.path, module.requires_grad_(False), is_trained=False)
     tower = VisionTower(cfg.model.path, chunk.visual, is_trained=True)
+    # Megatron's function for the end of a step reduces gradients: the tower's must be there.
     finalize = chunk.config.finalize_model_grads_func
 
     def with_tower(chunks: Any, *args: Any, **options: Any) -> None:
@@ -139,13 +144,13 @@ def vision_tower(cfg: Config, shape: ModelShape, groups: Groups, chunk: Any) -> 
 
 
 def add_tower(chunk: Any, cfg: Config) -> None:
-    """Make the tower a module of the first chunk, which is trained with its weights."""
+    """Make the tower a module of the first chunk, to be trained with the chunk's weights."""
     chunk.visual = _new_module(cfg, next(chunk.parameters()).device)
-    # First of its modules: gradients are reduced in the opposite order, and these come last.
+    # First of the modules: buckets fill in reverse order, and the tower's gradients come last.
     modules = {"visual": chunk.visual, **chunk._modules}
     chunk._modules.clear()
     chunk._modules.update(modules)
-    # All that blocks keep of an image can be more than a microbatch of text needs.
+    # Activations of all blocks for one image can exceed those of a microbatch of text.
     chunk.visual.gradient_checkpointing_enable({"use_reentrant": False})
 
 
@@ -157,7 +162,7 @@ def _new_module(cfg: Config, device: torch.device) -> Any:
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
-    """Weights of the tower, by its own names."""
+    """Weights of the tower, by the names of its module."""
     _, others = other_towers(folder)
     places = {name: place for name, place in others.items() if name.startswith(VISION)}
     weights = {}
@@ -172,10 +177,10 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 def with_features(
     batches: Iterable[PackedBatch], vision: VisionTower | None
 ) -> Iterator[PackedBatch]:
-    """The microbatches of an optimizer batch with the features of their images, on ranks that have
-    the tower, in the place of patches; those of a prompt are computed and kept once.
+    """Replace patches by features in an optimizer batch; each prompt's are computed and kept once.
 
-    Patches stay for a tower that is trained: see `VisionTower.with_current_features`.
+    On ranks without a tower, drop the patches. Keep them for a trained tower: see
+    `VisionTower.with_current_features`.
     """
     if vision is None:
         return _replaced(batches, None)
@@ -194,7 +199,7 @@ def with_features(
 def _replaced(
     batches: Iterable[PackedBatch], features_of: Callable[[PromptImages], Tensor] | None
 ) -> Iterator[PackedBatch]:
-    """The microbatches with features, or None, in the place of patches."""
+    """Microbatches with features, or None, in the place of patches."""
     for batch in batches:
         if batch.images is None:
             yield batch
@@ -204,9 +209,9 @@ def _replaced(
 
 
 def embedded(chunk: Any, batch: PackedBatch, local: Tensor, groups: Groups) -> Tensor:
-    """Embeddings of this rank's tokens, with features in the places of images: [t, 1, H].
+    """Embeddings [t, 1, H] of this rank's tokens, with features in the places of images.
 
-    Of a microbatch with images, and a chunk with the embedding.
+    `chunk` has the embedding, and `batch` images.
     """
     assert batch.images is not None
     tokens: Tensor = chunk.embedding(
@@ -219,7 +224,7 @@ def embedded(chunk: Any, batch: PackedBatch, local: Tensor, groups: Groups) -> T
 def _at_images(
     images: PackedImages, local: Tensor, level: int, elsewhere: Tensor, config: Any, groups: Groups
 ) -> Tensor:
-    """Features of a level at this rank's tokens of images, and `elsewhere` at others: [t, 1, H]."""
+    """[t, 1, H]: features of a level at this rank's tokens of images, else `elsewhere`."""
     assert images.features is not None, "set by `with_features` or `with_current_features`"
     rows = images.rows[local]
     if config.sequence_parallel:
@@ -230,9 +235,9 @@ def _at_images(
 
 
 def add_deepstack(chunk: Any, num_layers: int, groups: Groups) -> None:
-    """Let those of the model's first `num_layers` that are in the chunk add features."""
+    """Let the model's first `num_layers` layers, as far as they are in the chunk, add features."""
     for layer in chunk.decoder.layers:
-        if layer.layer_number <= num_layers:  # they count from 1
+        if layer.layer_number <= num_layers:  # Megatron counts layers from 1
             # Megatron passes the params to a layer again when it recomputes the whole of it.
             layer.register_forward_hook(partial(_add_features, groups), with_kwargs=True)
 

@@ -175,8 +175,8 @@ def test_starting_adapter_is_the_folder_of_another_run_at_any_layout(llama, trai
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"r": 4}, "of rank 3, and lora.r is 4: set lora.r=3"),
-        ({"lora_alpha": 9.0}, "that of lora.lora_alpha 9 is 3: set lora.lora_alpha=6"),
+        ({"r": 4}, "of rank 3, but lora.r is 4: set lora.r=3"),
+        ({"lora_alpha": 9.0}, "lora.lora_alpha 9 gives 3: set lora.lora_alpha=6"),
         (
             {"exclude_modules": ("k_proj",)},
             r"such as model.layers.0.self_attn.k_proj: set lora.*exclude_modules=\[\]",
@@ -203,7 +203,7 @@ def test_starting_adapter_advises_nothing_that_options_cannot_say(llama, tmp_pat
     config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": [module]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     lora = LoraConfig(r=3, lora_alpha=6.0, adapter_path=tmp_path, target_modules=("q_proj",))
-    told = r"such as model\.layers\.1\.self_attn\.q_proj: no lora.target_modules .* merge them"
+    told = r"such as model\.layers\.1\.self_attn\.q_proj: no lora.target_modules .* merge the ad"
     with pytest.raises(ValueError, match=told):
         starting_adapter(lora, shape)
 

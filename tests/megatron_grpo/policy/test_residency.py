@@ -261,7 +261,7 @@ def lack_memory(rank: int, folder: Path) -> str:
 def test_a_host_without_the_memory_is_named_at_the_start_on_all_ranks(tied_model: Path) -> None:
     first, second = run_ranks(2, lack_memory, tied_model)
     assert first == f"rank 1: {second}"
-    assert second.startswith("train.offload all keeps 0.0 GB of the state of 2 ranks")
+    assert second.startswith("train.offload all needs 0.0 GB of host memory for the state of 2")
     assert "set train.offload to optimizer or none" in second
 
 

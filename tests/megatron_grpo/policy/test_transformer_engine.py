@@ -18,7 +18,7 @@ from parallel.attention import PackedAttention
 
 def test_check_cudnn_refuses_wrong_gradients_on_hopper():
     with pytest.raises(
-        ValueError, match=r"cuDNN 9\.14\.0.* 9\.18 is the first.* remove the system"
+        ValueError, match=r"cuDNN 9\.14\.0.* 9\.18 is the first right one.* remove the system"
     ):
         check_cudnn((9, 0), (9, 14, 0))
     check_cudnn((9, 0), (9, 18, 0))
