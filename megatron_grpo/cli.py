@@ -8,7 +8,7 @@ from functools import partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -70,6 +70,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+if TYPE_CHECKING:
+    from megatron_grpo.prompt_checks import Checked
+
 
 def _version(is_asked: bool) -> None:
     if is_asked:
@@ -112,13 +115,13 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
         with exit_when_preempted():
             cfg.model.check_folder()
             _check_host(cfg)
-            cfg, _ = _preflight(cfg, token)
+            cfg = _preflight(cfg, token).cfg
             start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
     tie_to_launcher(os.environ)
     outlive_readers()
     if place.rank == 0 and LAUNCHER_VARIABLE not in os.environ:
         with exit_when_preempted():  # started by torchrun or srun, so not done yet
-            cfg, _ = _preflight(cfg, token)
+            cfg = _preflight(cfg, token).cfg
     silence_libraries()
     # Not above: torch and Megatron take seconds, and `--help` or a bad config should not wait.
     from parallel.megatron_import import import_megatron
@@ -147,7 +150,7 @@ def _check_host(cfg: Config) -> None:
     check_host(cfg, sum(sizes) * ITEMSIZE[cfg.model.dtype], num_gpus(), memory)
 
 
-def _preflight(cfg: Config, token: str | None, starts_here: bool = True) -> tuple[Config, str]:
+def _preflight(cfg: Config, token: str | None, starts_here: bool = True) -> "Checked":
     silence_libraries()
     from rich.console import Console
 
@@ -171,10 +174,9 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """
     allow_open_files()
     cfg = load_config(config, overrides or [])
-    print(_preflight(cfg, take_token(os.environ), starts_here=False)[1])
-    from megatron_grpo.prompt_checks import what_was_tried  # after Megatron-Core, as there
-
-    print(f"{config} can start: no mistakes in settings, model, folders, data{what_was_tried(cfg)}")
+    checked = _preflight(cfg, take_token(os.environ), starts_here=False)
+    print(checked.prompt)
+    print(f"{config} can start: no mistakes in settings, model, folders, data{checked.tried}")
 
 
 @app.command("eval")

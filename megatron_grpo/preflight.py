@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from checkpoint_convert import ModelShape, check_divisible, check_weights
 from checkpoint_convert.formats.safetensors_file import NAMES
@@ -30,18 +31,18 @@ from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, check_run_dir, check_to
 from megatron_grpo.resume_checks import check_same_run, check_start
 from megatron_grpo.workers.http import is_success
 
+if TYPE_CHECKING:
+    from megatron_grpo.prompt_checks import Checked
+
 HEALTH_TIMEOUT_SECONDS = 5.0
 
 
-def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tuple[Config, str]:
+def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> "Checked":
     """Raise ValueError, with the numbers and a legal value, if `cfg` cannot run on this machine.
 
     Reads the headers of the weights only, tokenizes the data, loads the reward functions in their
     own process, and checks that engines given by address are healthy and accept `token`. With
     `starts_here` the run is about to start on this host, so its CPU is checked, too.
-
-    Returns `cfg` with `train.num_epochs` converted to steps, and the first prompt as the model will
-    see it.
     """
     BatchSchedule.of(cfg.grpo)
     check_run_dir(cfg.train.run_dir, starts_here=starts_here)
@@ -69,11 +70,12 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
     from megatron_grpo.rollout.replay import check_replay
 
     check_reward_models(cfg)
-    cfg, sample = check_prompts(cfg, shape)
+    checked = check_prompts(cfg, shape)
+    cfg = checked.cfg
     check_replay(cfg)
     if cfg.eval.named_sets:
         check_evaluation(cfg, shape)
-    return cfg, sample
+    return checked
 
 
 def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:

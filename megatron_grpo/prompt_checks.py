@@ -1,9 +1,10 @@
 """Checks of data, rewards and environments before any rank starts."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
+from math import isnan
+from typing import TYPE_CHECKING, NamedTuple
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.tokenizer import load_tokenizer
@@ -26,18 +27,26 @@ from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rewards.functions import load_function
 from megatron_grpo.rewards.pool import RewardPools
+from megatron_grpo.rewards.scoring import SHORTENED
 from parallel.microbatches import microbatch_capacity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
-    """Raise ValueError if the prompts of `data` cannot be read, sampled, scored or trained on.
+class Checked(NamedTuple):
+    """A config that can start."""
 
-    Returns `cfg` with `train.num_epochs` converted to steps and the date of the chat template, and
-    the first prompt, as the model will see it, for people.
-    """
+    cfg: Config
+    """With `train.num_epochs` converted to steps, and the date of the chat template."""
+    prompt: str
+    """The first prompt as the model will see it, for people, and scores of trial completions."""
+    tried: str
+    """User code that was run, as the end of a sentence."""
+
+
+def check_prompts(cfg: Config, shape: ModelShape) -> Checked:
+    """Raise ValueError if the prompts of `data` cannot be read, sampled, scored or trained on."""
     check_images(cfg)
     with ExitStack() as stack:
         pools = stack.enter_context(closing(RewardPools()))
@@ -56,7 +65,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
         _check_context(cfg, shape)
         _check_engine_context(cfg, prompts, "data", "rollout")
         _check_token_budget(cfg, prompts)
-        rewards.try_out(prompts)
+        trials = rewards.try_out(prompts)
         for name, view in cfg.by_source.items():
             if pool := _dialogue_pool(view):
                 stack.callback(pool.close)
@@ -65,13 +74,31 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
                     first = next(each for each in prompts if each.source == name)
                     try_agent(pool, view.agent, first)
             _check_turns(view, tokenizer, ends)
-        return cfg, _described(prompts[0], tokenizer, ends, cfg)
+        described = _described(prompts[0], tokenizer, ends, cfg)
+        return Checked(cfg, described + trial_table(trials), what_was_tried(cfg, trials))
 
 
-def what_was_tried(cfg: Config) -> str:
-    """Say whether rewards were tried and the agent was started."""
-    rewards = [each for reward in cfg.rewards.values() for each in reward.functions]
-    tried = "; rewards were tried" if any(not each.is_served_here for each in rewards) else ""
+Trials = Sequence[tuple[str, Mapping[str, float]]]
+"""Text of trial completions, each with its scores by function label."""
+
+
+def trial_table(trials: Trials) -> str:
+    """Scores of trial completions, a line each; empty without reward functions."""
+    if not any(scores for _, scores in trials):
+        return ""
+    lines = ["\nrewards of completions made up for a trial:"]
+    for text, scores in trials:
+        found = ", ".join(f"{name} {score:g}" for name, score in scores.items())
+        lines.append(f"  {found}: {SHORTENED.repr(text)}")
+    return "\n".join(lines)
+
+
+def what_was_tried(cfg: Config, trials: Trials) -> str:
+    """Say whether rewards were tried and gave scores, and the agent was started."""
+    failed = [text for text, scores in trials if any(map(isnan, scores.values()))]
+    tried = "; rewards were tried" if any(scores for _, scores in trials) else ""
+    if failed:
+        tried += f", and {len(failed)} of {len(trials)} trial completions have NO SCORE (see above)"
     agents = [view.agent for view in cfg.by_source.values()]
     if any(agent.is_used and not agent.listen for agent in agents):
         tried += "; the agent was started"

@@ -93,7 +93,7 @@ def normalized_sum_advantages(scores: Tensor, weights: Tensor, group_ids: Tensor
         return advantages
     columns = [group_advantages(column, group_ids[valid]) for column in scores[valid].T]
     summed = torch.stack(columns, dim=1) @ weights.double()
-    if summed.min() != summed.max():
+    if differ(summed.min(), summed.max()):
         advantages[valid] = (summed - summed.mean()) / (_std(summed) + EPSILON)
     return advantages
 

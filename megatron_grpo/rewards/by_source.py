@@ -34,16 +34,19 @@ class RewardsBySource:
         for pool in self._pools.values():
             pool.wait_ready(())
 
-    def try_out(self, prompts: Sequence[Prompt]) -> None:
-        """Check the columns of the data, and score made-up completions of a prompt of each source.
-        Raises what `RewardPool.wait_ready` and `score_trial` raise."""
+    def try_out(self, prompts: Sequence[Prompt]) -> list[tuple[str, Scores]]:
+        """Check the columns of the data, and score trial completions of the first prompt of each
+        source; returns their texts and scores. Raises what `RewardPool.wait_ready` and
+        `score_trial` raise."""
+        trials: list[tuple[str, Scores]] = []
         for name, pool in self._pools.items():
             own = [prompt for prompt in prompts if prompt.source == name]
             pool.wait_ready([prompt.row for prompt in own])
             if own:
-                pool.score_trial(own[0])
+                trials += pool.score_trial(own[0])
         if self._all_pools.servers:
             self._all_pools.servers.end_round()
+        return trials
 
     def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[Scores]:
         """The scores of every sample by label: those of its source's functions, and `environment`

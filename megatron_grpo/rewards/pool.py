@@ -23,6 +23,8 @@ from parallel.clock import running_time
 WORKER_MODULE = "megatron_grpo.rewards.worker"
 DEATH_SECONDS = 2.0
 """Time for a worker to die after its connection has closed."""
+MADE_UP_COMPLETIONS = (("The answer is 42.", "stop"), ("", "length"))
+"""Texts and finish reasons that `score_trial` scores, whatever the prompt."""
 
 
 class RewardWorkerProcess(SupervisedWorker):
@@ -157,12 +159,15 @@ class RewardPool:
         if self._servers:
             self._restart_dead(self._servers)
 
-    def score_trial(self, prompt: Prompt) -> None:
-        """Score two made-up completions of `prompt`, so that a broken function shows before a run.
+    def score_trial(self, prompt: Prompt) -> list[tuple[str, Scores]]:
+        """Completions of `prompt` that show a broken function before a run, each with its scores:
+        the row's `answer` if it is text, a made-up one, and an empty one that was cut off.
 
         Raises RewardError, and closes the pool, for what is not one score per completion; prints
         other failures, which are masked in training.
         """
+        answer = prompt.row.get("answer")
+        answers = [(answer, "stop")] if isinstance(answer, str) else []
         samples = [
             Sample(
                 prompt=prompt,
@@ -173,17 +178,18 @@ class RewardPool:
                 text=text,
                 policy_version=0,
             )
-            for index, (text, reason) in enumerate([("The answer is 42.", "stop"), ("", "length")])
+            for index, (text, reason) in enumerate([*answers, *MADE_UP_COMPLETIONS])
         ]
         scores = self.score(samples, num_completions=math.inf)
         if any(math.isnan(score) for by_function in scores for score in by_function.values()):
             print(
-                "This was a trial on two made-up completions of the first prompt, which does not "
-                "hold up a run. If more than reward.max_failed_fraction of the model's fail, too, "
-                "the run stops.",
+                "This was a trial on made-up completions of the first prompt, which does not hold "
+                "up a run. If more than reward.max_failed_fraction of the model's fail, too, the "
+                "run stops.",
                 file=sys.stderr,
                 flush=True,
             )
+        return [(sample.text, score) for sample, score in zip(samples, scores, strict=True)]
 
     def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[Scores]:
         """Scores of every sample by function label; NaN for a failed score (see `rewards`).

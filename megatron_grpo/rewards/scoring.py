@@ -25,6 +25,7 @@ ONLY_BY_NAME = "prompt_messages"
 """Column that `**columns` does not get: `prompts` says the same."""
 SHORTENED = reprlib.Repr()
 SHORTENED.maxstring = 200
+SHORTENED.maxlist = 4
 
 
 class RewardError(ValueError):
@@ -118,6 +119,8 @@ class Scoring:
             for place, steps in zip(call.places, answer.steps, strict=True):
                 self.scores[place].steps = steps
         if answer.error:
+            unscored = [call.samples[place].text for place in call.places if place in self._failed]
+            error += f"\ncompletions: {SHORTENED.repr(unscored)}"
             self._first_error = self._first_error or error
             try:
                 check_failed(len(self._failed), self._num_completions, self._cfg)

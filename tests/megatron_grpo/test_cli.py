@@ -130,16 +130,17 @@ def run_check(*overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "scores", "tried"),
     [
-        ([], "; rewards were tried"),
-        (["reward.functions=[]", "environment.name=a.py:B"], ""),
-        (["reward.functions=[]", "agent.command=a"], "; the agent was started"),
-        (["agent.listen=0.0.0.0:0"], "; rewards were tried"),
+        ([], {"f": 0.0}, "; rewards were tried"),
+        (["reward.functions=[]", "environment.name=a.py:B"], {}, ""),
+        (["reward.functions=[]", "agent.command=a"], {}, "; the agent was started"),
+        (["agent.listen=0.0.0.0:0"], {"f": 0.0}, "; rewards were tried"),
     ],
 )
-def test_check_tells_what_it_has_tried(settings, told):
-    assert what_was_tried(load_config(TINY_CONFIG, ["data.max_prompt_length=9", *settings])) == told
+def test_check_says_which_code_of_the_user_it_has_tried(settings, scores, tried):
+    cfg = load_config(TINY_CONFIG, ["data.max_prompt_length=9", *settings])
+    assert what_was_tried(cfg, [("text", scores)]) == tried
 
 
 @pytest.mark.long

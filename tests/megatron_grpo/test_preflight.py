@@ -214,7 +214,7 @@ def test_preflight_refuses_a_run_directory_that_cannot_be_made(config):
 
 
 def test_preflight_makes_steps_of_epochs(config):
-    cfg, sample = preflight(config(*IN_EPOCHS), None)
+    cfg, sample, _ = preflight(config(*IN_EPOCHS), None)
     assert (cfg.num_steps, cfg.train.num_epochs) == (30, None)
     assert sample.startswith("30 optimizer steps; row 0 ")
 
@@ -388,17 +388,22 @@ def test_preflight_calls_the_rewards(config, tmp_path, capfd):
     file = tmp_path / "mine.py"
     file.write_text(BROKEN_REWARDS)
     for name, told in {
-        "number": "returned float instead of a list, for 2 completions",
+        "number": "returned float instead of a list, for 3 completions",
         "text": "returned the score 'good': each must be a number",
-        "first": "returned 1 scores for 2 completions",
+        "first": "returned 1 scores for 3 completions",
     }.items():
         message = refusal(config(f"reward.functions=[{{name: '{file}:{name}'}}]"))
         assert f"reward function {name} on prompt 0 (" in message and told in message
     capfd.readouterr()
     # It may fail on a completion that is made up.
-    preflight(config(f"reward.functions=[{{name: '{file}:solution'}}]"), None)
+    checked = preflight(config(f"reward.functions=[{{name: '{file}:solution'}}]"), None)
     told = capfd.readouterr().err
     assert "KeyError: 'solution'" in told and "made-up completions" in told
+    assert "solution nan: 'The answer is 42.'" in checked.prompt
+    assert "3 of 3 trial completions have NO SCORE" in checked.tried
+    right = preflight(config("reward.functions=[exact]"), None)
+    assert "\n  exact 1: '0'\n  exact 0: 'The answer is 42.'\n" in right.prompt
+    assert right.tried == "; rewards were tried"
 
 
 def test_preflight_lists_answers_that_the_reward_cannot_read(config, tmp_path):
@@ -624,7 +629,9 @@ def test_preflight_checks_each_source_with_its_own_rows(config, tmp_path):
     rows = [row | ({"size": 1} if row["kind"] == "a" else {}) for row in rows]
     data, exact = write_rows(tmp_path / "kinds.jsonl", rows), "{reward: {functions: [exact]}}"
     sources = [f"data.path={data}", "sources.column=kind", f"sources.by_name.b={exact}"]
-    _, told = preflight(config(*sources, f"sources.by_name.a.environment.name={mine}:Echo"), None)
+    _, told, _ = preflight(
+        config(*sources, f"sources.by_name.a.environment.name={mine}:Echo"), None
+    )
     assert "optimizer steps on rows of b, a" in told
     curious = f"sources.by_name.a.environment.name={mine}:Curious"
     told = refusal(config(*sources, curious))

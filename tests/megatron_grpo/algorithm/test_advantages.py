@@ -91,6 +91,13 @@ def test_a_batch_of_equal_rewards_has_advantage_exactly_zero(estimator, scale, s
     ).tolist() == [0.0] * (2 * size)
 
 
+def test_rewards_that_cancel_but_for_rounding_have_advantage_exactly_zero():
+    weights = torch.tensor([0.1, 0.2, -0.3], dtype=torch.float64)
+    assert weights.sum() != 0
+    scores = torch.stack([REWARDS] * 3, dim=1)
+    assert normalized_sum_advantages(scores, weights, ONE_GROUP).tolist() == [0.0] * 4
+
+
 @pytest.mark.parametrize("estimator, scale", ESTIMATORS)
 def test_one_completion_for_each_prompt_is_compared_with_the_batch_or_with_nothing(
     estimator, scale

@@ -57,6 +57,7 @@ def test_record_masks_failed_scores_up_to_the_limit_and_stops_the_run_beyond_it(
         found.record(found.calls[1], failed(30))
     assert str(stopped.value) == (
         "reward function reward_model on prompt 0 ('prompt 0'): the error of 29\n"
+        "completions: ['A', 'A', 'A', 'A', ...]\n"
         "30 of 100 completions have no score so far: more than reward.max_failed_fraction 0.29 "
         "allows: fix the failure shown above, or raise that limit if failures are to be expected "
         "(it must be below 1)"
