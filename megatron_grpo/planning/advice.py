@@ -1,4 +1,4 @@
-"""Advice of a plan: nothing that the same config would be refused for."""
+"""Advice where a plan does not fit: only changes that the checks of a config accept."""
 
 import shlex
 from dataclasses import replace
@@ -20,7 +20,7 @@ LESS_ON_HOSTS = {
     "reward models that sleep, with share_gpus": "share_gpus=false, for GPUs of their own",
     "model.megatron.offload_modules": "fewer model.megatron.offload_modules",
 }
-"""Changes that are not tried, by what takes most of a host's memory."""
+"""Changes named without a trial, by the entry of `HostUse.parts` that takes most."""
 
 
 def flash_lines(job: Job, gpu: str) -> list[str]:
@@ -44,7 +44,7 @@ def _has_own_attention(cfg: Config, shape: ModelShape) -> bool:
 
 
 def too_large(job: Job, plan: JobPlan) -> str:
-    """Why a plan does not fit, and what would: another place of its state, another layout."""
+    """Say why a plan does not fit, and what would: another place for state, another layout."""
     job = replace(job, num_gpus=plan.num_gpus)
     text, starts = _lack(plan), [(job, list[str]())]
     fits = False
@@ -77,10 +77,8 @@ def _lack(plan: JobPlan) -> str:
 
 
 def _other_place(job: Job, plan: JobPlan) -> tuple[Job, list[str], JobPlan] | None:
-    """The change of `_places` with which a GPU needs least and hosts have room; None if none helps.
-
-    With its overrides and its plan.
-    """
+    """(job, overrides, plan) of the change in `_places` that needs least of a GPU; None if none
+    helps or hosts have no room."""
     found = []
     for changes in _places(job.cfg):
         if (other := legal(job, changes)) is not None:
@@ -95,7 +93,8 @@ def _other_place(job: Job, plan: JobPlan) -> tuple[Job, list[str], JobPlan] | No
 
 
 def _places(cfg: Config) -> tuple[Changes, ...]:
-    """Changes of where state and weights are while GPUs or hosts are fullest."""
+    """Changes that move state or weights between GPUs and hosts."""
+    # Communicators may leave a GPU only where weights do.
     stay = {"offload_communicators": False} if cfg.train.offload_communicators else {}
     return (
         {"train": {"offload": "all"}},
@@ -105,7 +104,7 @@ def _places(cfg: Config) -> tuple[Changes, ...]:
 
 
 def less(job: Job, plan: JobPlan | None = None) -> str:
-    """Advice where no layout fits, of which `plan` is one."""
+    """Advice where no layout fits; `plan` is the plan of the config's own layout."""
     ways = ["use more GPUs"]
     if plan and plan.host and not plan.fits_hosts:
         largest = max(plan.host.parts, key=plan.host.parts.__getitem__)
@@ -117,7 +116,7 @@ def less(job: Job, plan: JobPlan | None = None) -> str:
 
 
 def _less_on_gpus(job: Job) -> list[str]:
-    """Smaller values; a microbatch holds at least the longest sequence."""
+    """Settings to lower. A microbatch must hold the longest sequence."""
     rollout, ways = job.cfg.rollout, list[str]()
     longest, room = max(job.lengths), job.cfg.train.max_tokens_per_microbatch
     if longest < room:
@@ -126,6 +125,7 @@ def _less_on_gpus(job: Job) -> list[str]:
         )
     else:
         ways.append(f"shorter sequences than {longest} tokens (rollout.max_completion_length)")
+    # Engines that generate ahead have GPUs of their own: less memory for them frees none of ranks.
     if job.cfg.num_engines and not rollout.max_staleness:
         given = engine_number(rollout, "kv_cache_memory_bytes")
         fraction = PLANNED[rollout.engine].memory_fraction

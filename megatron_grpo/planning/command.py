@@ -62,8 +62,8 @@ def print_comparison(
     lengths_file: Path | None,
     as_json: bool,
 ) -> None:
-    """Print the plan of `cfg`, the file `config` with overrides, beside that with further ones;
-    ValueError, naming these, if they are refused."""
+    """Print two columns: the plan of `cfg` (file `config` with `overrides`), and with `changes`.
+    ValueError, naming the changes, if they are refused."""
     plan = plan_job(_job(cfg, gpu, num_gpus, lengths_file))
     try:
         other = load_config(config, [*overrides, *changes])
@@ -113,7 +113,7 @@ def _job(cfg: Config, gpu: str, num_gpus: int | None, lengths: Path | None) -> J
 
 
 def table(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
-    """Lines of equally wide cells, those of columns `left` at their left; headers come first."""
+    """Pad cells to columns, aligned to the left in columns `left`; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = ["<" if number in left else ">" for number in range(len(widths))]
     return [
@@ -133,7 +133,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _parts(cfg: Config, stage: StageMemory) -> dict[str, str]:
-    """GB of a GPU of the stage in its worst phase; those of state are exact."""
+    """GB of each part on a GPU of the stage, in its worst phase."""
     away = parts_away(cfg.train.offload, stage.worst)
     state = {part: 0 if part in away else part_bytes(stage.state, [part]) for part in STATE}
     others = stage.buffers, stage.engine, stage.phases[stage.worst]
@@ -143,7 +143,7 @@ def _parts(cfg: Config, stage: StageMemory) -> dict[str, str]:
 
 
 def _figures(cfg: Config, plan: JobPlan) -> dict[str, str]:
-    """Figures by which two plans are compared; "-" where a plan has none of a kind."""
+    """Figures by which two plans are compared; "-" where a plan has none."""
     stage, work, time = plan.fullest, plan.work, plan.time
     engine, push, rollout, loop = plan.engine, plan.push, plan.rollout, plan.loop
     steps = BatchSchedule.of(cfg.grpo).updates_per_generation

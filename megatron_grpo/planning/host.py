@@ -1,7 +1,7 @@
-"""Memory of hosts that is taken from GPUs, and the time of the bus.
+"""Host memory that relieves GPUs, and the time of its copies over the bus.
 
-Of ranks it is what `train.offload` says; of engines in sleep mode, and of reward models that share
-GPUs, the weights that no push brings.
+Ranks move state by `train.offload`, optimizer and activations by their own keys; sleeping engines
+and reward models move the weights that no push brings.
 """
 
 from collections.abc import Sequence
@@ -29,47 +29,46 @@ from megatron_grpo.planning.workload import Job, longest_sequence
 
 @dataclass(frozen=True, kw_only=True)
 class HostUse:
-    """The memory of a node whose ranks hold the most, and their copies in each generation."""
+    """Memory of the node with the fullest ranks, and their copies in each generation.
+
+    Times are at the full rate of the bus.
+    """
 
     leaving: int
-    """Bytes that a rank copies to its host before a generation, without those of a reference that
-    stays as it is: they are copied once."""
+    """Bytes that a rank copies to its host before a generation. A reference that never changes is
+    copied only once, and not counted."""
     leaving_seconds: float
-    """Time of that at the full rate of the bus."""
+    """Time of `leaving`."""
     hidden_leaving_seconds: float
-    """Part of it in which the push reads the same weights."""
+    """Part of `leaving_seconds` during the push, which reads the same weights."""
     moved: int
     """Bytes that a rank copies back after a generation."""
     seconds: float
-    """Time of that at the full rate of the bus."""
+    """Time of `moved`."""
     hidden_seconds: float
-    """Part of it that log-probability passes hide, if they take longer."""
+    """Part of `seconds` that log-probability passes hide, if they take longer."""
     page_locked: int
-    """Bytes of a node for what is moved, from the start on."""
+    """Page-locked bytes of a node for `moved`, from the start on."""
     asleep: int
     """Bytes of a node for the weights of its engines, from their first sleep on."""
     asleep_seconds: float
-    """Time in which they leave before a step, and in which they are back after it, at the full rate
-    of the bus."""
+    """Time of `asleep` each way: to the host before a step, back after it."""
     reward_models: int
-    """Bytes of rank 0's node for the weights of reward models that sleep: at most, as torch rounds
-    each allocation up to a power of two."""
+    """At most: bytes of rank 0's node for the weights of reward models that sleep."""
     scoring_seconds: float
-    """Time in which these wake before completions are scored, and in which they sleep after it, at
-    the full rate of the bus."""
+    """Time of their weights each way: to GPUs before completions are scored, back after it."""
     optimizer: int
     """Bytes of a node for the optimizer's state that stays there: `optimizer_cpu_offload`."""
     activations: int
-    """Bytes of a node for activations that wait for their backward: at most, as torch rounds each
-    allocation up to a power of two."""
+    """At most: bytes of a node for activations that wait for their backward."""
     saving: int
-    """Bytes of a node for copies of what a checkpoint holds, from the first save on: at most."""
+    """At most: bytes of a node for copies of a checkpoint's content, from the first save on."""
     limit: int
     """Bytes of a node's memory that a plan may use."""
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of a node by what takes them, with the key that it depends on."""
+        """Bytes of a node by purpose, which names the key behind it."""
         return {
             "train.offload": self.page_locked,
             "optimizer.optimizer_cpu_offload": self.optimizer,
@@ -116,7 +115,7 @@ def host_use(
         saved.append("reference")
     num_ranks = min(cfg.dims.world_size, card.per_node)
     workers = min(cfg.num_engines * cfg.rollout.gpus_per_engine, card.per_node)
-    # Then the GPU computes while the optimizer's state comes back.
+    # Log-probability passes need no optimizer: its way back hides behind them.
     passes = cfg.grpo.num_old_passes > 0 or cfg.grpo.beta > 0
     leaving = part_bytes(
         state, [part for part in copied if part != "reference" or cfg.grpo.sync_ref_model]
@@ -131,6 +130,7 @@ def host_use(
         page_locked=num_ranks * moved,
         asleep=workers * on_host,
         asleep_seconds=colocated.weights / card.host_rate if colocated and on_host else 0.0,
+        # Twice here and below: torch rounds page-locked allocations up to a power of two.
         reward_models=sum(2 * len(each.ranks) * each.weights for each in models),
         scoring_seconds=max((each.weights for each in models), default=0) / card.host_rate,
         optimizer=num_ranks * optimizer,
@@ -143,7 +143,7 @@ def host_use(
 def _hidden_by_push(
     cfg: Config, state: StateBytes, card: GpuSpec, colocated: EngineBytes | None
 ) -> float:
-    """Seconds in which weights leave beside the push that reads them."""
+    """Seconds of weights' way to the host that overlap with the push."""
     if colocated is None or "weights" not in parts_moved(cfg.offload):
         return 0.0
     push = push_link(colocated.pushed, card, in_node=cfg.dims.world_size <= card.per_node)

@@ -59,11 +59,11 @@ class BuiltRank:
     sender: Sender
     """Shard layout of the rank, checked against the built modules."""
     adapters: Sender | None
-    """Likewise for its adapters; None if all weights are trained."""
+    """Shard layout of the adapters; None if all weights are trained."""
     weight_bytes: int
     """Adapters included."""
     frozen_bytes: int
-    """Part of them that is not trained, if adapters are."""
+    """Part of `weight_bytes` that is frozen, under adapters."""
     gradient_bytes: int
     optimizer_bytes: int
     faults: tuple[str, ...]
@@ -117,8 +117,8 @@ def gradient_bytes(policy: Policy) -> int:
 def optimizer_bytes(policy: Policy) -> int:
     """Bytes of this rank's share of master weights and moments.
 
-    Float32 weights are their own master weights, which therefore do not count; nor do bfloat16
-    weights as a part of theirs.
+    Not counted: float32 weights, which are their own master weights, and bfloat16 weights to which
+    a master weight stores only the rest (`SplitFloats`).
     """
     return sum(
         values.rest.nbytes if isinstance(values, SplitFloats) else values.nbytes
@@ -132,8 +132,8 @@ def optimizer_bytes(policy: Policy) -> int:
 def compare(model: Model, saved: Layout, dtype: torch.dtype) -> Iterator[str]:
     """How the modules of a rank differ from its layout.
 
-    Compares names, shapes and dtypes; if they agree, also which elements of the model each
-    parameter holds, which Megatron-Core gives in the coordinates of a checkpoint (`saved`).
+    Compares names, shapes and dtypes; if they agree, also the place of each parameter in the model,
+    which Megatron-Core states in coordinates of a checkpoint (`saved`).
     """
     different = list(_differing_shapes(model, dtype))
     yield from different
@@ -186,7 +186,7 @@ Place = tuple[str, Shape, Shape, Shape]
 
 
 def _places(pieces: Iterable[ShardMapping]) -> dict[str, set[Place]]:
-    """For each local tensor, which of its boxes is which box of the model's tensors."""
+    """Places of each local tensor's boxes in the model."""
     places: dict[str, set[Place]] = {}
     for piece in pieces:
         # Stacked tensors of a checkpoint have leading dimensions that the parameter lacks.
@@ -230,7 +230,7 @@ def print_comparison(cfg: Config) -> bool:
 
 
 MANY_STEPS = 1_000_000_000
-"""More than any schedule's; how many only the data can tell, and modules do not depend on it."""
+"""Stands in for the number of steps, which depends on the data; modules do not depend on it."""
 
 
 def instantiate(cfg: Config) -> Instantiation:
