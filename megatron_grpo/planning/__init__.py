@@ -2,7 +2,8 @@
 
 Reading order; a file imports only from files above it:
 
-- `card.py`, `workload.py`: a GPU; a job, and the sequences of one optimizer step.
+- `rows.py`, `card.py`, `workload.py`: lines of output; a GPU; a job, and the sequences of one
+  optimizer step.
 - `precision.py`, `block.py`: linear layers in FP8; the interface of a layer's modules.
 - `attention.py`, `linear_attention.py`, `mlp.py`, `layer_kinds.py`: bytes, operations and traffic
   of each kind of module; equal layers are counted once.

@@ -12,10 +12,8 @@ from megatron_grpo.planning.job_plan import Changes, JobPlan, legal, overrides, 
 from megatron_grpo.planning.suggest import suggest
 from megatron_grpo.planning.workload import Job
 
-NEEDS_FLASH = (
-    "Transformer Engine needs flash-attn on {gpu}, where cuDNN has no attention over packed "
-    "sequences"
-)
+NEEDS_FLASH = "{gpu}: no packed sequences in cuDNN, Transformer Engine needs flash-attn"
+LOCAL = "hint: without flash-attn: model.megatron.transformer_impl=local"
 LESS_ON_HOSTS = {
     "reward models that sleep, with share_gpus": "share_gpus=false, for GPUs of their own",
     "model.megatron.offload_modules": "fewer model.megatron.offload_modules",
@@ -24,12 +22,11 @@ LESS_ON_HOSTS = {
 
 
 def flash_lines(job: Job, gpu: str) -> list[str]:
-    """A line if flash-attn is needed, with the setting that avoids it where that is legal."""
+    """Lines if flash-attn is needed, with the setting that avoids it where that is legal."""
     if job.card.packs_sequences or _has_own_attention(job.cfg, job.shape):
         return []
     local = {"model": {"megatron": {**job.cfg.model.megatron, "transformer_impl": "local"}}}
-    instead = "; or set model.megatron.transformer_impl=local" if legal(job, local) else ""
-    return [NEEDS_FLASH.format(gpu=gpu) + instead]
+    return [NEEDS_FLASH.format(gpu=gpu), *([LOCAL] if legal(job, local) else [])]
 
 
 def _has_own_attention(cfg: Config, shape: ModelShape) -> bool:
@@ -52,18 +49,18 @@ def too_large(job: Job, plan: JobPlan) -> str:
         other, words, changed = place
         starts.append((other, words))
         if fits := changed.fits:
-            text += f"; it fits with {' '.join(words)}"
+            text += f"\nhint: fits with {' '.join(words)}"
     for start, words in starts:
         try:
             suggestions = suggest(start)
         except ValueError as error:
-            return f"{text}; {error}"
+            return f"{text}\n{error}"
         if suggestions:
             pasted = shlex.join([*words, *suggestions[0].overrides])
-            return f"{text}; the fastest layout that fits: {pasted}"
+            return f"{text}\nhint: fastest layout that fits: {pasted}"
         if fits:
             return text
-    return f"{text}; no layout fits on {plan.num_gpus} GPUs: {less(job, plan)}"
+    return f"{text}\nno layout fits on {plan.num_gpus} GPUs: {less(job, plan)}"
 
 
 def _lack(plan: JobPlan) -> str:

@@ -4,7 +4,7 @@ Ranks move state by `train.offload`, optimizer and activations by their own keys
 and reward models move the weights that no push brings.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from checkpoint_convert import ModelShape
@@ -22,9 +22,12 @@ from megatron_grpo.planning.activations import offloaded_bytes
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes
 from megatron_grpo.planning.memory import RESERVE, StageMemory, shared_models
+from megatron_grpo.planning.rows import facts, table
 from megatron_grpo.planning.state import StateBytes, part_bytes
 from megatron_grpo.planning.step_time import push_link
 from megatron_grpo.planning.workload import Job, longest_sequence
+
+LIMIT_CHOICES = "hint: rollout.sglang.max_total_tokens=N limits the cached tokens of each GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,29 +153,36 @@ def _hidden_by_push(
     return min(push.seconds, state.weights / card.host_rate)
 
 
-def host_lines(cfg: Config, host: HostUse | None, stage: StageMemory, card: GpuSpec) -> list[str]:
-    """Where the state of the fullest stage is in each phase, and what leaves takes of its host."""
-    rows = []
+def host_blocks(
+    cfg: Config, host: HostUse | None, stage: StageMemory, card: GpuSpec
+) -> Iterator[list[str]]:
+    """Places of the fullest stage's state in each phase, copies over the bus, and host memory."""
     if parts_moved(cfg.offload):
-        rows.append(f"train.offload {words(cfg.offload)}: stage {stage.stage} in each phase, in GB")
-        rows += [_phase_row(cfg, stage, phase) for phase in stage.phases]
+        title = f"train.offload {words(cfg.offload)}: GB of stage {stage.stage} in each phase"
+        yield [title, *(_phase_row(cfg, stage, phase) for phase in stage.phases)]
     if host is None:
-        return rows
-    if host.moved:
-        rows.append(
-            f"a rank copies {host.leaving / 1e9:.1f} GB to its host before a generation, in at "
-            f"least {host.leaving_seconds:.2f} s at {card.host_rate / 1e9:g} GB/s, of which the "
-            f"push hides {host.hidden_leaving_seconds:.2f} s, and {host.moved / 1e9:.1f} GB back "
-            f"after it, in at least {host.seconds:.2f} s, of which log-probability passes hide "
-            f"{host.hidden_seconds:.2f} s"
-        )
-    for is_there, what, seconds in (
-        (host.asleep, "engines in sleep mode, beside a generation", host.asleep_seconds),
-        (host.reward_models, "reward models that sleep, beside the scoring", host.scoring_seconds),
-    ):
-        if is_there:
-            rows.append(f"copies of weights of {what}: at least {seconds:.2f} s each way")
-    return [*rows, host.need]
+        return
+    copies = (
+        ("to the host", host.leaving_seconds, host.hidden_leaving_seconds, "the push", host.moved),
+        ("back", host.seconds, host.hidden_seconds, "log-probability passes", host.moved),
+        ("sleeping engines, each way", host.asleep_seconds, 0.0, "-", host.asleep),
+        ("reward models, each way", host.scoring_seconds, 0.0, "-", host.reward_models),
+    )
+    rows = [["copies per generation and GPU", "bytes", "least time", "hidden", "by"]]
+    rows += [
+        [purpose, _gb(seconds * card.host_rate), f"{seconds:.2f} s", f"{hidden:.2f} s", what]
+        for purpose, seconds, hidden, what, num_bytes in copies
+        if num_bytes
+    ]
+    if len(rows) > 1:
+        yield [*table(rows, left=(0, 4)), f"at the bus's {card.host_rate / 1e9:g} GB/s"]
+    sizes = [(_gb(size), what) for what, size in host.parts.items() if size]
+    sums = (_gb(host.total), "sum"), (_gb(host.limit), "limit")
+    yield facts("host memory of a node", [*sizes, *sums])
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB"
 
 
 def choice_lines(
@@ -188,20 +198,17 @@ def choice_lines(
     own = whole / (cfg.dims.data * cfg.dims.context * cfg.dims.pipeline)
     packed = whole / (cfg.dims.data * cfg.grpo.steps_per_generation)
     rows = [
-        f"rollout.indexer_replay: what indexers chose takes {whole / 1e9:,.1f} GB of rank 0's host "
-        f"for the {num_tokens:,} tokens of a generation, {packed / 1e9:,.1f} GB of each rank's "
-        f"host while it packs an optimizer batch, and {own / 1e9:.1f} GB of its GPU, which are not "
-        "counted"
+        (_gb(whole), f"rank 0's host, for {num_tokens:,} tokens of a generation"),
+        (_gb(packed), "each rank's host, while it packs an optimizer batch"),
+        (_gb(own), "each rank's GPU"),
     ]
     if engine:  # SGLang's, in int32
         limit = cfg.rollout.sglang.get("max_total_tokens", engine.cached_tokens)
         cached = min(engine.cached_tokens, limit * cfg.rollout.data_parallel_size)
-        rows.append(
-            f"SGLang keeps it in page-locked memory for the {cached:,} tokens of an engine's cache "
-            f"(rollout.sglang.max_total_tokens for each GPU): {cached * numbers * 4 / 1e9:,.1f} GB "
-            "on its host"
-        )
-    return rows
+        place = f"an engine's host, page-locked, for {cached:,} cached tokens"
+        rows.append((_gb(cached * numbers * 4), place))
+    lines = facts("rollout.indexer_replay, not counted above", rows)
+    return [*lines, *([LIMIT_CHOICES] if engine else [])]
 
 
 def _phase_row(cfg: Config, stage: StageMemory, phase: Phase) -> str:
