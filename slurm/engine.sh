@@ -7,8 +7,8 @@ set -uo pipefail
 IFS=, read -ra addresses <<<"$2"
 ((SLURM_NODEID == 0)) || exec >>"${1%.log}_node_$SLURM_NODEID.log" 2>&1
 
-was_told=""
-trap 'was_told=yes; kill "$engine"' TERM
+got_signal=""
+trap 'got_signal=yes; kill "$engine"' TERM
 
 # The path of a socket may have 107 characters: 37 are vLLM's names, 15 the folder's own name.
 : "${TMPDIR:=/tmp}"
@@ -23,7 +23,7 @@ TMPDIR=$folder setsid megatron-grpo serve "${@:3}" --host "${addresses[SLURM_NOD
 engine=$!
 wait "$engine"
 code=$?
-[[ -z $was_told ]] || wait "$engine"
+[[ -z $got_signal ]] || wait "$engine"
 # Python's resource trackers unlink the shared memory of the other processes once these have ended.
 kill -TERM -- "-$engine" 2>/dev/null
 for _ in {1..20}; do
@@ -33,7 +33,7 @@ done
 kill -KILL -- "-$engine" 2>/dev/null
 rm -rf "$folder"
 # A node that Slurm ends must not hide the exit code of the node that ended by itself.
-[[ -z $was_told ]] || exit 0
+[[ -z $got_signal ]] || exit 0
 # An engine that joined a run exits with 0 when it leaves, or when the run is complete: 3 for engines.sh,
 # since any 0 would leave the step running on the other nodes.
 exit $((code ? code : 3))

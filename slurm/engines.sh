@@ -19,7 +19,7 @@ source "${SLURM_SUBMIT_DIR:?submit this by sbatch, in the checkout}/slurm/job.sh
 
 # shellcheck disable=SC2317  # a signal calls it
 leave() {
-    was_told=yes
+    got_signal=yes
     local url name
     for url in "${urls[@]}"; do
         name=${url#http://}
@@ -34,7 +34,7 @@ source slurm/env.sh
 use_network
 : "${MEGATRON_GRPO_TOKEN:?export the one that the job of the run was submitted with}"
 export MEGATRON_GRPO_TOKEN
-code=1 was_told="" engines=() engine_logs=() urls=() RUN_DIR=${1:?RUN_DIR, the train.run_dir of the run}
+code=1 got_signal="" engines=() engine_logs=() urls=() RUN_DIR=${1:?RUN_DIR, the train.run_dir of the run}
 arguments=("$RUN_DIR/config.yaml" "${@:2}")
 mount_run_dir
 place_job "${arguments[@]}" --only-engines || exit "$code"
@@ -51,7 +51,7 @@ for number in "${!engines[@]}"; do
     ended=0
     wait "${engines[number]}" || ended=$?
     # engine.sh exits with 3 for an engine that has left: its file was renamed, or the run is complete.
-    if [[ -n $was_told ]] || ((ended == 3)); then continue; fi
+    if [[ -n $got_signal ]] || ((ended == 3)); then continue; fi
     code=$ended
     echo "an engine has ended: see ${engine_logs[number]}" >&2
 done

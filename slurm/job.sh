@@ -15,13 +15,13 @@ run_job() {
     # shellcheck source=slurm/env.sh
     source slurm/env.sh
     use_network
-    local code=1 was_told="" was_cancelled="" engines=() engine_logs=() urls=()
+    local code=1 got_signal="" was_cancelled="" engines=() engine_logs=() urls=()
     TRAINER="" GUARD="" RUN_DIR="" LOGS=""
     # A line per start of this job: the checkpoint at which it ended.
     ENDS=.cache/slurm_ends_$SLURM_JOB_ID
-    trap 'was_told=yes; forward USR1; guard_the_end' USR1
+    trap 'got_signal=yes; forward USR1; guard_the_end' USR1
     trap leave_in_time USR2
-    trap 'was_told=yes; was_cancelled=yes; forward TERM' TERM
+    trap 'got_signal=yes; was_cancelled=yes; forward TERM' TERM
     if place_job "$@"; then
         # Not left to `set -e`, which would end the job without queueing it again.
         if mkdir -p "$LOGS" && mount_run_dir && make_token && start_engines "$@" && await_engines &&
@@ -29,7 +29,7 @@ run_job() {
             # A signal may have come before the trainer's shell became srun: a shell does not pass
             # signals on.
             sleep 1
-            [[ -z $was_told ]] || forward USR1
+            [[ -z $got_signal ]] || forward USR1
             await_trainer
         fi
         end_engines
@@ -94,17 +94,17 @@ start_engines() {
 # may last, such as ranks on the same GPUs that need the memory until they have trained: each further
 # start waits ENGINE_PAUSE seconds longer.
 keep_engine() {
-    local nodes restarts engine="" code was_told="" pause
+    local nodes restarts engine="" code got_signal="" pause
     IFS=, read -ra nodes <<<"$2"
-    trap 'was_told=yes; kill "$engine" 2>/dev/null || true' TERM
+    trap 'got_signal=yes; kill "$engine" 2>/dev/null || true' TERM
     for ((restarts = 0; ; restarts++)); do
         step --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --nodelist="$2" \
             --kill-on-bad-exit=1 --output="$1" --open-mode=append "${@:3}" &
         engine=$!
-        [[ -z $was_told ]] || kill "$engine" 2>/dev/null || true # SIGTERM came between two engines
+        [[ -z $got_signal ]] || kill "$engine" 2>/dev/null || true # SIGTERM came between two engines
         code=0
         wait "$engine" || code=$?
-        if [[ -n $was_told ]]; then
+        if [[ -n $got_signal ]]; then
             wait "$engine" || true
             exit "$code"
         elif [[ ! -e $LOGS/trainer_0.log ]] ||
@@ -115,9 +115,9 @@ keep_engine() {
         echo "the engine ended with exit code $code: started again in $pause s" >>"$1"
         sleep "$pause" & # not in the foreground, where a signal would wait for its end
         engine=$!
-        [[ -z $was_told ]] || kill "$engine" 2>/dev/null || true
+        [[ -z $got_signal ]] || kill "$engine" 2>/dev/null || true
         wait "$engine" || true
-        [[ -z $was_told ]] || exit "$code"
+        [[ -z $got_signal ]] || exit "$code"
     done
 }
 
@@ -144,7 +144,7 @@ guard_the_end() {
 }
 
 leave_in_time() {
-    echo "the save was not done before the time limit: let the signal come earlier, such as by" \
+    echo "the save did not end before the time limit: send the signal earlier, such as by" \
         "sbatch --signal=B:USR1@1800" >&2
     code=$PREEMPTED
     conclude
@@ -157,7 +157,7 @@ await_engines() {
     for number in "${!urls[@]}"; do
         until curl --silent --fail --max-time 5 --output /dev/null --noproxy '*' \
             "${urls[number]}/health"; do
-            if [[ -n $was_told ]]; then
+            if [[ -n $got_signal ]]; then
                 code=$PREEMPTED
                 return 1
             elif ((SECONDS >= end)); then
@@ -211,7 +211,7 @@ await_trainer() {
     code=0
     wait "$TRAINER" || code=$?
     # A process that received the signal before it had a handler has died of it.
-    [[ -z $was_told ]] || ((code != 128 + $(kill -l USR1))) || code=$PREEMPTED
+    [[ -z $got_signal ]] || ((code != 128 + $(kill -l USR1))) || code=$PREEMPTED
 }
 
 end_engines() {

@@ -95,11 +95,11 @@ def check_gpus(found: Gpus | None) -> Iterator[Check]:
         value += f", compute capability {major}.{minor}"
         remedy = ""
         if gpu.capability < MIN_CAPABILITY:
-            remedy = "model.dtype=float32: it has no bfloat16"
+            remedy = "model.dtype=float32: this GPU has no bfloat16"
         elif gpu.capability < PACKED_CAPABILITY and installed_version("flash-attn") is None:
             remedy = (
                 "pip install flash-attn, or model.megatron.transformer_impl=local: cuDNN has no "
-                "attention over packed sequences for it"
+                "attention over packed sequences on it"
             )
         yield Check.warn_if(bool(remedy), SECTION, "GPUs", value, remedy)
     value = f"driver {found.driver}, CUDA {found.cuda} in torch, NCCL {found.nccl}"

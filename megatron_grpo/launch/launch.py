@@ -80,7 +80,7 @@ def check_host(cfg: Config, weights: int, num_gpus: int, memory: int) -> None:
     num_ranks = cfg.dims.world_size
     if 0 < num_gpus < num_ranks:
         raise ValueError(
-            f"{cfg.dims} = {num_ranks} ranks need as many GPUs, and this host has {num_gpus}: "
+            f"{cfg.dims} = {num_ranks} ranks need {num_ranks} GPUs, and this host has {num_gpus}: "
             "start a job on several hosts (docs/cluster.md), or choose another layout, such as "
             f"one that `megatron-grpo plan CONFIG --suggest --gpus {num_gpus}` names"
         )

@@ -95,10 +95,10 @@ def check_shared(rollout: RolloutConfig, num_ranks: int, num_gpus: int) -> None:
     """Raise ValueError for generations made ahead on shared GPUs, unless there is only one GPU."""
     if rollout.max_staleness and num_gpus > 1:
         raise ValueError(
-            f"{num_ranks} ranks, and engines of {rollout.num_engines * rollout.gpus_per_engine} "
-            f"GPUs in all, would share {num_gpus} GPUs. With rollout.max_staleness "
-            f"{rollout.max_staleness} both compute at the same time, and no faster there: take "
-            "more GPUs, fewer ranks, fewer or smaller engines, or set rollout.max_staleness=0"
+            f"{num_ranks} ranks would share {num_gpus} GPUs with engines of "
+            f"{rollout.num_engines * rollout.gpus_per_engine}, and rollout.max_staleness "
+            f"{rollout.max_staleness} gains nothing on shared GPUs: take more GPUs, fewer ranks, "
+            "fewer or smaller engines, or set rollout.max_staleness=0"
         )
 
 

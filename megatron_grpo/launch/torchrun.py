@@ -119,7 +119,7 @@ def _first_store(arguments: Namespace) -> TCPStore:
     while missing := [host for host in hosts if not store.check([f"host/{host}"])]:
         if running_time() > deadline:
             sys.exit(
-                f"megatron-grpo: {len(missing)} of {arguments.nnodes} hosts did not come to "
+                f"megatron-grpo: {len(missing)} of {arguments.nnodes} hosts did not connect to "
                 f"{arguments.master_addr}:{store.port} on {socket.gethostname()} within "
                 f"{RENDEZVOUS_SECONDS} s: host {', '.join(map(str, missing))}, counted from 0; "
                 "their logs may say why"

@@ -43,14 +43,14 @@ class LayerBytes:
     """Kept in host memory: `fine_grained_activation_offloading`."""
 
 
-def layer_bytes(cfg: Config, kind: LayerKind, of_linear: Precision | None = None) -> LayerBytes:
+def layer_bytes(cfg: Config, kind: LayerKind, linear: Precision | None = None) -> LayerBytes:
     """Bytes that a layer keeps under the recomputation of `cfg`.
 
     `recompute_method: block` counts its layers as spread evenly over chunks of the longest's size.
-    Unknown entries of `recompute_modules` count as kept. `of_linear`: precision of the linear
-    layers; None: `precision(cfg)`.
+    Unknown entries of `recompute_modules` count as kept. `linear`: precision of linear layers;
+    None: `precision(cfg)`.
     """
-    kernels, settings = kernels_of(cfg, of_linear or precision(cfg)), cfg.model.megatron
+    kernels, settings = kernels_of(cfg, linear or precision(cfg)), cfg.model.megatron
     parts = [part for block in kind.blocks for part in block.saved(kernels).items()]
     kept, recomputed = _kept(cfg, kind.shape, parts)
     offloaded = 0.0
@@ -163,9 +163,9 @@ def forward_bytes(cfg: Config, shape: ModelShape, stage: int) -> int:
     A layer's tensors live until the next layer's. Left out: FP8 copies of inputs, which live for
     one product.
     """
-    chunks, of_linear = pipeline_layers(shape.num_layers, cfg.dims)[stage], model_precision(cfg)
+    chunks, linear = pipeline_layers(shape.num_layers, cfg.dims)[stage], model_precision(cfg)
     kinds = [kind for kind in layer_kinds(shape) if kind.count_in(*chunks)]
-    layers = [layer_bytes(cfg, kind, of_linear) for kind in kinds]
+    layers = [layer_bytes(cfg, kind, linear) for kind in kinds]
     # Nothing is offloaded without gradients: those bytes stay on the GPU.
     most = max(max(each.kept + each.offloaded, each.recomputed) for each in layers)
     return round(rank_tokens(cfg) * most)
@@ -196,6 +196,7 @@ def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool, device: str) -
     columns = -(-shape.vocab_size // cfg.dims.tensor)
     tile = min(columns, tile_columns(round(tokens), width, columns, device))
     share = token_share(cfg)
+    # Sequence parallelism gathers all rows, next to the rank's own share.
     rows = itemsize * width * (share if share == 1 else share + 1)
     forward = tokens * (rows + 3 * 4 * tile)
     if not backward:

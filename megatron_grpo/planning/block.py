@@ -197,10 +197,10 @@ class Block:
         """Operations without weights."""
         yield from ()
 
-    def flops(self, work: Computed, of_linear: float = 1.0) -> Iterator[Flops]:
-        """Two operations per weight and token, in linear layers times `of_linear`; and others."""
+    def flops(self, work: Computed, linear_time: float = 1.0) -> Iterator[Flops]:
+        """Two operations per weight and token, in linear layers times `linear_time`; and others."""
         for part, size, is_linear in self.weights():
-            yield Flops(part, 2.0 * size * work.tokens * (of_linear if is_linear else 1.0))
+            yield Flops(part, 2.0 * size * work.tokens * (linear_time if is_linear else 1.0))
         yield from self.other_flops(work)
 
     def saved(self, kernels: Kernels) -> dict[str, Saved]:

@@ -192,6 +192,7 @@ def _engines(cfg: Config, plan: JobPlan) -> str:
 
 def _memory_lines(cfg: Config, plan: JobPlan) -> list[str]:
     """Rows for the first stages, the last, and the fullest."""
+    # Middle stages mostly repeat each other.
     shown = [*plan.stages[:SHOWN_STAGES], plan.fullest, plan.stages[-1]]
     stages = [plan.stages[number] for number in sorted({stage.stage for stage in shown})]
     rows = [["stage", *_parts(cfg, plan.fullest), "at worst in", "sum"]]
@@ -243,12 +244,12 @@ def _engine_rows(engine: EngineBytes) -> Iterator[tuple[str, str]]:
 
 
 def _reward_model_lines(model: RewardFunction) -> list[str]:
-    whose = "shared with ranks" if model.shares_gpus else "its own"
+    owner = "shared with ranks" if model.shares_gpus else "its own"
     return facts(
         f"reward model {model.arguments['path']}",
         [
             (f"{file_bytes(model) / 1e9:.2f} GB", "weights in its files"),
-            (f"{model.num_gpus}", f"GPUs of rank 0's node, {whose}"),
+            (f"{model.num_gpus}", f"GPUs of rank 0's node, {owner}"),
         ],
     )
 

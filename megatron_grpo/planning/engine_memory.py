@@ -103,8 +103,8 @@ def push_buffers(cfg: Config) -> int:
 
 def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
     loaded = sum(each.num_layers * each.padded_bytes for each in worker_tensors(cfg, shape))
-    beside = _adapter_bytes(cfg, shape) + _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
-    return loaded + beside
+    copies = _adapter_bytes(cfg, shape) + _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
+    return loaded + copies
 
 
 def _absorbed_bytes(cfg: Config, shape: ModelShape) -> int:
@@ -184,7 +184,7 @@ def _cache_bytes(rollout: RolloutConfig, card: GpuSpec, weights: int, per_token:
     room = card.memory - weights
     if not per_token <= given <= room:
         raise ValueError(
-            f"{engine}, and rollout.vllm.kv_cache_memory_bytes is {given}, where a token takes "
+            f"{engine}, and rollout.vllm.kv_cache_memory_bytes is {given}; one token takes "
             f"{per_token}: use {per_token} to {room}, or a larger tensor_parallel_size"
         )
     return given
@@ -216,8 +216,8 @@ def _larger_engine(cfg: Config, shape: ModelShape, card: GpuSpec) -> str:
             nodes = f", {gpus // card.per_node} nodes of {card.per_node}"
             return f"set it to {size}{nodes if gpus > card.per_node else ''}"
     return (
-        f"no engine holds it, as at most {sizes[-1]} GPUs can split the model; take GPUs (--gpu) "
-        f"of more than {least / 1e9:.0f} GB"
+        f"no engine size is enough, as at most {sizes[-1]} GPUs can split the model: use GPUs "
+        f"(--gpu) of more than {least / 1e9:.0f} GB"
     )
 
 

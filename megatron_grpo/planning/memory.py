@@ -103,14 +103,14 @@ def stages_memory(
     models, size, stages = shared_models(cfg, job.card), cfg.dims.stage_size, []
     for stage, state in enumerate(states):
         first, end = stage * size, (stage + 1) * size
-        beside = [each for each in models if each.ranks.start < end and each.ranks.stop > first]
+        sharing = [each for each in models if each.ranks.start < end and each.ranks.stop > first]
         phases = (
             _phases(cfg, shape, stage, microbatches, device)
             | ({"update": state.update} if state.update else {})
             | _engine_phases(cfg, colocated)
         )
-        if beside:
-            phases["generate"] = phases.get("generate", 0) + max(each.awake for each in beside)
+        if sharing:
+            phases["generate"] = phases.get("generate", 0) + max(each.awake for each in sharing)
         away = {phase: part_bytes(state, parts_away(cfg.train.offload, phase)) for phase in phases}
         memory = StageMemory(
             stage=stage,
@@ -121,7 +121,7 @@ def stages_memory(
             + _mtp_embedding(cfg, shape, stage)
             + _tower_bytes(cfg, shape, stage),
             engine=_engine_bytes_always(cfg, colocated)
-            + max((each.outside for each in beside), default=0),
+            + max((each.outside for each in sharing), default=0),
             phases=phases,
             away=away,
         )

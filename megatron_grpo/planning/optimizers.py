@@ -121,6 +121,7 @@ class Muon(Optimizer):
         float32 (received, normalized, updated) and twice in bfloat16."""
         adam, owned = super().state_bytes(shards, matrices), sum(each.owned for each in matrices)
         largest = max((each.whole for each in matrices), default=0)
+        # Exchanges are cut at MAX_EXCHANGED elements, but never inside of a matrix.
         most = max(largest, min(MAX_EXCHANGED, owned))
         of_matrix = 3 * FLOAT + 2 * ITEMSIZE["bfloat16"]
         # A rank computes one of `num_splits` matrices itself, and sends its parts of the others.

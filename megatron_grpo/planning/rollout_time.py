@@ -68,7 +68,10 @@ def rollout_time(job: Job, engine: EngineBytes) -> RolloutTime | None:
     tokens = sum(completions)
     group = cfg.grpo.num_generations
     remembered = engine.sequence_bytes / engine.token_bytes  # in tokens
+    # Tokens in the cache, summed over passes: a group shares its prompt, a completion is half done
+    # in the mean.
     cached = sum(p * c / group + c * c / 2 + remembered * c for p, c in pairs)
+    # Tokens read, summed over passes: each completion of a group reads the prompt itself.
     read = sum(p * c + c * c / 2 for p, c in pairs)
     at_once = _most_sequences(cfg) or count
     passes = max(completions[-1], ceil(tokens / at_once), ceil(cached / engine.cached_tokens))
@@ -109,6 +112,7 @@ def training_loop(job: Job, engine: EngineBytes, step: StepTime, push: LinkUse) 
     pairs = _prompts_and_completions(job, grpo.generation_batch_size)
     completions = sorted(completion for _, completion in pairs)
     group, tokens = grpo.num_generations, sum(completions)
+    # Per generated token: tokens that its attention reads, and tokens that the cache holds for it.
     read = sum(p * c + c * c / 2 for p, c in pairs) / tokens
     cached = sum(p * c / group + c * c / 2 for p, c in pairs) / tokens
     cached += engine.sequence_bytes / engine.token_bytes

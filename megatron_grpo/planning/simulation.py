@@ -100,6 +100,7 @@ class Engine:
         self.staleness: defaultdict[int, float] = defaultdict(float)
         """Sum of the staleness of a generation's tokens."""
         self.max_staleness: Counter[int] = Counter()
+        # Cached: called at every event, with few different numbers.
         self._loop, self._pass_seconds = loop, cache(loop.pass_seconds)
         self._version, self._slowdown = 0, 1.0
         self._ended: dict[int, float] = {}
@@ -109,7 +110,7 @@ class Engine:
         """Heap of (`_passes` at the completion's end, generation, tokens)."""
         self._waiting: deque[tuple[int, int]] = deque()
 
-    def ask(self, now: float, generation: int, lengths: Sequence[int]) -> None:
+    def request(self, now: float, generation: int, lengths: Sequence[int]) -> None:
         """Queue completions of a generation, which is later than all queued ones."""
         if self._running:
             self._work(len(lengths) * self._loop.receive_seconds)
@@ -127,7 +128,7 @@ class Engine:
         if self._running and self.clock < until:
             self._passes += (until - self.clock) / self._seconds()
             self._work(until - self.clock)
-        self._slowdown = 1.0
+        self._slowdown = 1.0  # `finish` and `push` run while ranks wait
 
     def finish(self, generation: int) -> float:
         """Generate until a generation is complete; return when that is, or was."""
@@ -187,24 +188,26 @@ def simulate(loop: Loop, mode: Mode, num_generations: int | None = None) -> Fore
 
     Events have the order of `rollout.schedule.RolloutScheduler`.
     """
-    first = mode.max_staleness + 2
+    first = mode.max_staleness + 2  # earlier ones fill the queue and are not measured
     count = num_generations or max(4, min(64, ENOUGH // loop.batch))
     engines = [Engine(loop) for _ in range(loop.num_engines)]
     now = began = busy = 0.0
-    asked = 0
+    requested = 0
     train_seconds = loop.train_seconds + (loop.requests_seconds if mode.max_staleness else 0.0)
     for generation in range(first + count):
         if generation == first:
             began, busy = now, sum(engine.busy for engine in engines)
         in_flight = generation + mode.max_staleness * mode.in_flight
-        asked = _ask(loop, engines, now, range(asked, in_flight + 1))
+        requested = _request(loop, engines, now, range(requested, in_flight + 1))
         now = _finished(engines, generation, now)
-        asked = _ask(loop, engines, now, range(asked, generation + mode.max_staleness + 1))
+        requested = _request(
+            loop, engines, now, range(requested, generation + mode.max_staleness + 1)
+        )
         now += train_seconds
         for engine in engines:
             engine.run(now, trains=True)
         if not mode.in_flight:
-            now = _finished(engines, asked - 1, now)
+            now = _finished(engines, requested - 1, now)
         for engine in engines:
             engine.push(now, generation + 1)
         now += loop.push_seconds
@@ -225,12 +228,12 @@ def drawn(loop: Loop, generation: int) -> list[int]:
     return random.Random(generation).choices(loop.lengths, k=loop.batch)
 
 
-def _ask(loop: Loop, engines: Sequence[Engine], now: float, generations: range) -> int:
+def _request(loop: Loop, engines: Sequence[Engine], now: float, generations: range) -> int:
     """Divide generations evenly among the engines; return the next one to request."""
     for generation in generations:
         lengths = drawn(loop, generation)
         for number, engine in enumerate(engines):
-            engine.ask(now, generation, lengths[number :: len(engines)])
+            engine.request(now, generation, lengths[number :: len(engines)])
     return max(generations.start, generations.stop)
 
 

@@ -194,6 +194,7 @@ class _Bucket:
     def padded(self) -> int:
         """Elements including all padding."""
         end = int(self._starts[-1] + self._sizes[-1])
+        # As `pad_bucket_end` of Megatron-Core's param_layout.py: equal shards.
         return round_up(end, lcm(self.num_shards, BUCKET_MULTIPLE))
 
     @property
@@ -211,6 +212,7 @@ class _Bucket:
         size = self.padded // self.num_shards
         first, last = self.shard * size, (self.shard + 1) * size
         ends = self._starts + self._sizes
+        # Overlap of [start, end) with the shard; negative where they do not meet.
         owned = np.minimum(ends, last) - np.maximum(self._starts, first)
         return np.maximum(owned, 0).tolist()
 

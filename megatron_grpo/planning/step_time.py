@@ -107,10 +107,11 @@ def step_time(job: Job, states: Sequence[StateBytes], work: Workload) -> StepTim
     paced = replace(work.computed, pairs=slowdown * work.computed.pairs)
     attainable = min(block.attainable for kind in layer_kinds(shape) for block in kind.blocks)
     rate = dims.stage_size * card.flops
-    of_update, most = planned_optimizer(cfg).flops(shape, dims)
+    update_flops, most = planned_optimizer(cfg).flops(shape, dims)
+    # The busiest stage, not the mean: all stages of a pipeline take turns with it.
     busy = max(stage_flops(cfg, shape, work.computed, card)) / rate
     return StepTime(
-        flops=sum(flops) + of_update,
+        flops=sum(flops) + update_flops,
         attainable=attainable,
         compute_seconds=busy + most / card.flops,
         paced_seconds=max(stage_flops(cfg, shape, paced, card)) / rate,
@@ -161,8 +162,8 @@ def _layer_flops(
     stages = pipeline_layers(shape.num_layers, cfg.dims)
     total: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(stages))
     for precision, kind in kinds_of_layers(cfg, shape):
-        of_linear = precision.relative_time(card) if card else 1.0
-        for each in (each for block in kind.blocks for each in block.flops(work, of_linear)):
+        linear_time = precision.relative_time(card) if card else 1.0
+        for each in (each for block in kind.blocks for each in block.flops(work, linear_time)):
             passes = (each.frozen_passes if cfg.lora.r else each.passes) + forwards_alone(cfg)
             is_again = is_recomputed(cfg, each.part)
             for stage, chunks in enumerate(stages):
@@ -363,7 +364,7 @@ def _data_covers(cfg: Config, states: Sequence[StateBytes], forward: float) -> l
     """
     itemsize, of_gradient = ITEMSIZE[cfg.model.dtype], gradient_itemsize(cfg)
     bucket, experts = bucket_elements(cfg.dims) * itemsize, states[0].expert_weights
-    others = states[0].trained - experts  # with buckets of their own
+    others = states[0].trained - experts  # experts have buckets of their own
     in_buckets = 1 - (min(bucket, others) + min(bucket, experts)) / states[0].trained
     gradients = of_gradient / (of_gradient + itemsize)
     covers: list[Cover] = []
@@ -371,6 +372,7 @@ def _data_covers(cfg: Config, states: Sequence[StateBytes], forward: float) -> l
         covers.append((in_buckets * gradients, 2 * forward))
     if cfg.parallel.overlap_param_gather and cfg.model.freeze_vision:
         updates = BatchSchedule.of(cfg.grpo).updates_per_generation
+        # One step of a generation comes before a push.
         not_pushed = 1 - 1 / updates if cfg.num_engines else 1.0
         covers.append((not_pushed * in_buckets * (1 - gradients), not_pushed * forward))
     return covers

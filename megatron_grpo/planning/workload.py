@@ -130,6 +130,7 @@ def read_completion_lengths(path: Path, cfg: Config) -> list[int]:
 
 def spread(lengths: Sequence[int], count: int) -> list[int]:
     """`count` lengths with the distribution of `lengths` (ascending), including the longest."""
+    # The middle of each of `count` equal parts.
     chosen = [lengths[len(lengths) * (2 * i + 1) // (2 * count)] for i in range(count)]
     chosen[-1] = lengths[-1]  # the longest decides what must fit
     return chosen
@@ -261,6 +262,7 @@ def in_flight(stage: int, pipeline: int, virtual: int, microbatches: int) -> Seq
     if virtual == 1:
         return [min(microbatches, pipeline - stage)]
     counts = [0] * virtual
+    # `get_schedule_table` runs groups of `pipeline` microbatches through one chunk after another.
     for number in range(min(warm_up(stage, pipeline, virtual) + 1, microbatches * virtual)):
         counts[number // pipeline % virtual] += 1
     return counts
