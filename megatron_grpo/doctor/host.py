@@ -256,7 +256,7 @@ def _interfaces(sys: Path) -> Iterator[str]:
             continue
         try:
             megabits = max(0, int(_text(folder / "speed")))
-        except OSError:  # the kernel does not know; or it says -1
+        except OSError:  # an unknown speed, for which some drivers say -1 instead
             megabits = 0
         speed = f"{megabits / 1000:g} Gb/s, " if megabits else ""
         yield f"{folder.name} ({speed}mtu {_text(folder / 'mtu')})"

@@ -122,7 +122,7 @@ def _less_on_gpus(job: Job) -> list[str]:
         )
     else:
         ways.append(f"shorter sequences than {longest} tokens (rollout.max_completion_length)")
-    # Engines that generate ahead have GPUs of their own: less memory for them frees none of ranks.
+    # Engines that generate ahead have GPUs of their own: a smaller share gives ranks nothing.
     if job.cfg.num_engines and not rollout.max_staleness:
         given = engine_number(rollout, "kv_cache_memory_bytes")
         fraction = PLANNED[rollout.engine].memory_fraction

@@ -239,7 +239,7 @@ class SparseAttention(LatentAttention):
         heads, num_tokens = self.heads, cfg.train.max_tokens_per_microbatch
         itemsize = ITEMSIZE[cfg.model.dtype] if device == "cuda" else 4
         own, num_keys = num_tokens / cfg.dims.context, self.num_keys(cfg, BLOCK)
-        # A mask, and that in the dtype of scores.
+        # A mask of bytes, the same mask in the dtype of scores, and 8 bytes for each chosen token.
         block = BLOCK * (num_keys * (1 + itemsize) + 8 * self.indexer.topk)
         if not backward:
             return round(own * itemsize * heads.output / cfg.dims.tensor + block)

@@ -103,7 +103,7 @@ class TorchKernels(Kernels):
         return 4
 
     def norm(self, width: float) -> float:
-        """The input and the normalized input in float32."""
+        """The input, the normalized input in float32, and a float32 for each row."""
         return (8 + self.itemsize) * width + 4
 
     def attention(self, heads: Heads) -> float:

@@ -55,11 +55,11 @@ class HostUse:
     asleep: int
     """Bytes of a node for the weights of its engines, from their first sleep on."""
     asleep_seconds: float
-    """Time of `asleep` each way: to the host before a step, back after it."""
+    """Time of an engine's weights each way: to the host before a step, back after it."""
     reward_models: int
     """At most: bytes of rank 0's node for the weights of reward models that sleep."""
     scoring_seconds: float
-    """Time of their weights each way: to GPUs before completions are scored, back after it."""
+    """Time of a reward model's weights each way: to GPUs before scoring, back after it."""
     optimizer: int
     """Bytes of a node for the optimizer's state that stays there: `optimizer_cpu_offload`."""
     activations: int

@@ -117,8 +117,8 @@ def gradient_bytes(policy: Policy) -> int:
 def optimizer_bytes(policy: Policy) -> int:
     """Bytes of this rank's share of master weights and moments.
 
-    Not counted: float32 weights, which are their own master weights, and bfloat16 weights to which
-    a master weight stores only the rest (`SplitFloats`).
+    Not counted: float32 weights, which are their own master weights, and of split master weights
+    (`SplitFloats`) the half that is the bfloat16 weight.
     """
     return sum(
         values.rest.nbytes if isinstance(values, SplitFloats) else values.nbytes

@@ -30,7 +30,7 @@ class OwnedMatrix(NamedTuple):
     owned: int
     """Elements of the range."""
     whole: int
-    """Elements of the largest matrix of the weight files in it."""
+    """Elements of the largest matrix of the weight files that it is cut from."""
     num_splits: int
     """Tensor ranks over which it is split."""
 
@@ -41,9 +41,9 @@ class OptimizerBytes(NamedTuple):
     optimizer: int
     """The rank's shard of moments and master weights, and gradients that the optimizer keeps."""
     update: int = 0
-    """In addition during an update."""
+    """Additional bytes during an update."""
     host: int = 0
-    """In host memory."""
+    """Bytes in host memory."""
     exchanged: int = 0
     """Bytes that the rank sends, or receives, during an update."""
 
@@ -53,11 +53,11 @@ class Optimizer:
     """AdamW: equal bytes for every element, for any dtypes of master weights and moments."""
 
     master_itemsize: int
-    """Bytes of a master weight, beside the weight itself."""
+    """Bytes of a master weight, without the weight itself."""
     moments_itemsize: int
     """Bytes of all moments."""
     copied_itemsize: int
-    """Bytes that an update copies."""
+    """Bytes per element that an update copies."""
 
     def state_bytes(
         self, shards: Sequence[Sequence[int]], matrices: Sequence[OwnedMatrix]

@@ -176,8 +176,8 @@ def _read_bytes(cfg: Config, shape: ModelShape) -> tuple[int, int]:
 
 
 def _cache_traffic(engine: EngineBytes, tokens: int, read: float) -> float:
-    """Bytes of the cache to generate `tokens`, with keys and values of `read` tokens."""
-    # 2: each token reads and writes linear attention's memory.
+    """Bytes read and written to generate `tokens`, whose attention reads `read` cached tokens."""
+    # 2: each generated token reads and writes linear attention's memory.
     return read * engine.token_bytes + 2.0 * tokens * engine.sequence_bytes
 
 

@@ -108,7 +108,7 @@ def step_time(job: Job, states: Sequence[StateBytes], work: Workload) -> StepTim
     attainable = min(block.attainable for kind in layer_kinds(shape) for block in kind.blocks)
     rate = dims.stage_size * card.flops
     update_flops, most = planned_optimizer(cfg).flops(shape, dims)
-    # The busiest stage, not the mean: all stages of a pipeline take turns with it.
+    # The busiest stage, not the mean: a pipeline runs at the pace of its slowest stage.
     busy = max(stage_flops(cfg, shape, work.computed, card)) / rate
     return StepTime(
         flops=sum(flops) + update_flops,
