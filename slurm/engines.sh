@@ -11,15 +11,15 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x_%j.log
 # Engines that join a run while it trains: `sbatch --nodes=2 slurm/engines.sh RUN_DIR [key.sub=value ...]`.
-# Export the same MEGATRON_GRPO_TOKEN before both jobs are submitted. As many engines run as fit on the
-# nodes; each is a job step, and has a file in RUN_DIR/engines while it serves. Before the time limit, and
-# on `scancel --batch --signal=USR1 JOBID`, they leave: each ends when the run has dropped it at a push.
-# They stay when the trainer's job is queued again, and end when the run is complete.
+# Export the same MEGATRON_GRPO_TOKEN before both jobs are submitted. Engines fill the nodes; each is a job
+# step, with a file in RUN_DIR/engines while it serves. Before the time limit, and on
+# `scancel --batch --signal=USR1 JOBID`, engines leave: each ends when the run has dropped it at a push.
+# Engines stay when the trainer's job is queued again, and end when the run is complete.
 source "${SLURM_SUBMIT_DIR:?submit this by sbatch, in the checkout}/slurm/job.sh" || exit 2
 
 # shellcheck disable=SC2317  # a signal calls it
 leave() {
-    was_told=yes
+    got_signal=yes
     local url name
     for url in "${urls[@]}"; do
         name=${url#http://}
@@ -34,7 +34,7 @@ source slurm/env.sh
 use_network
 : "${MEGATRON_GRPO_TOKEN:?export the one that the job of the run was submitted with}"
 export MEGATRON_GRPO_TOKEN
-code=1 was_told="" engines=() engine_logs=() urls=() RUN_DIR=${1:?RUN_DIR, the train.run_dir of the run}
+code=1 got_signal="" engines=() engine_logs=() urls=() RUN_DIR=${1:?RUN_DIR, the train.run_dir of the run}
 arguments=("$RUN_DIR/config.yaml" "${@:2}")
 mount_run_dir
 place_job "${arguments[@]}" --only-engines || exit "$code"
@@ -50,8 +50,8 @@ for number in "${!engines[@]}"; do
     done
     ended=0
     wait "${engines[number]}" || ended=$?
-    # 3 is engine.sh's code of one that has left: its file was renamed, or the run is complete.
-    if [[ -n $was_told ]] || ((ended == 3)); then continue; fi
+    # engine.sh exits with 3 for an engine that has left: its file was renamed, or the run is complete.
+    if [[ -n $got_signal ]] || ((ended == 3)); then continue; fi
     code=$ended
     echo "an engine has ended: see ${engine_logs[number]}" >&2
 done

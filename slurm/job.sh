@@ -2,11 +2,10 @@
 # Shared code of the job scripts in this folder: `run_job CONFIG [key.sub=value ...]`.
 #
 # Each engine runs as one job step over its nodes, and the trainer as one step with a torchrun per node.
-# On a signal before the time limit (SIGUSR1), the trainer saves and exits with code 75; then the job
-# requeues itself and resumes from there. It also requeues itself after a failure, but not after three
-# restarts in a row that brought no new checkpoint, nor after a mistake that the user has to fix: exit
-# code 2 of the first start. A job that has started before has no such mistake; what looks like one is
-# mostly a file system that is temporarily unavailable.
+# On a signal before the time limit (SIGUSR1), the trainer saves and exits with code 75; the job requeues
+# itself and resumes from there. It also requeues itself after a failure, except after three restarts in a
+# row without a new checkpoint, and after a user's mistake: exit code 2 of the first start. In later starts
+# code 2 is mostly a file system that is temporarily unavailable.
 set -euo pipefail
 
 readonly PREEMPTED=75 FOR_THE_USER=2 MAX_STARTS=4 MAX_ENGINE_RESTARTS=3 ENGINE_PAUSE=60
@@ -16,21 +15,21 @@ run_job() {
     # shellcheck source=slurm/env.sh
     source slurm/env.sh
     use_network
-    local code=1 was_told="" was_cancelled="" engines=() engine_logs=() urls=()
+    local code=1 got_signal="" was_cancelled="" engines=() engine_logs=() urls=()
     TRAINER="" GUARD="" RUN_DIR="" LOGS=""
-    # The checkpoint at which each start of this job has ended.
+    # A line per start of this job: the checkpoint at which it ended.
     ENDS=.cache/slurm_ends_$SLURM_JOB_ID
-    trap 'was_told=yes; forward USR1; guard_the_end' USR1
+    trap 'got_signal=yes; forward USR1; guard_the_end' USR1
     trap leave_in_time USR2
-    trap 'was_told=yes; was_cancelled=yes; forward TERM' TERM
+    trap 'got_signal=yes; was_cancelled=yes; forward TERM' TERM
     if place_job "$@"; then
-        # Each is tested: what `set -e` ends is not queued again.
+        # Not left to `set -e`, which would end the job without queueing it again.
         if mkdir -p "$LOGS" && mount_run_dir && make_token && start_engines "$@" && await_engines &&
             start_trainer "$@"; then
-            # A signal may have come before the trainer was started, or before its shell became srun:
-            # the shell does not pass signals on.
+            # A signal may have come before the trainer's shell became srun: a shell does not pass
+            # signals on.
             sleep 1
-            [[ -z $was_told ]] || forward USR1
+            [[ -z $got_signal ]] || forward USR1
             await_trainer
         fi
         end_engines
@@ -57,8 +56,8 @@ place_job() {
     FIRST_PORT=$(first_port)
 }
 
-# Files written outside of a mount are lost with the container. Mount the run directory under its real
-# path, to which a link in the checkout may lead, and under the path in the config.
+# Mount the run directory under its real path, to which a link in the checkout may lead, and under the
+# path in the config: files written outside of a mount are lost with the container.
 mount_run_dir() {
     local true_name
     true_name=$(realpath "$RUN_DIR") || return 1
@@ -76,12 +75,12 @@ start_engines() {
             address=$(address_of "$node") || return 1
             addresses+=("$address")
         done
-        # No other engine on its nodes has the same first GPU.
+        # A port of its own: no other engine on these nodes has the same first GPU.
         port=$((FIRST_PORT + 1 + ${gpus%%,*}))
         urls+=("http://${addresses[0]}:$port")
         engine_logs+=("$LOGS/engine_$number.log")
-        # The nodes of an engine have no other engine, so that all can use the same port to meet.
-        # `env` within the step, since Slurm sets CUDA_VISIBLE_DEVICES of every task to all GPUs.
+        # All engines can use the same rendezvous port: one over several nodes has them alone. `env`
+        # within the step, since Slurm sets CUDA_VISIBLE_DEVICES of every task to all GPUs.
         keep_engine "${engine_logs[-1]}" "$names" env CUDA_VISIBLE_DEVICES="$gpus" \
             bash slurm/engine.sh "${engine_logs[-1]}" "$(IFS=,; echo "${addresses[*]}")" \
             "$@" --port "$port" --master-port "$((FIRST_PORT + 63))" &
@@ -89,23 +88,23 @@ start_engines() {
     done
 }
 
-# Run an engine as a job step until this is told to end (SIGTERM): `keep_engine LOG NODE,... COMMAND ...`.
-# If it ends on one of its nodes, Slurm ends it on all. If that happens while the trainer runs, it is
-# started again: meanwhile the trainer sends its requests to the other engines, and new weights to this
-# one when it answers again. What ends the new one may last, such as ranks beside it that need the memory
-# until they have trained: each further start waits ENGINE_PAUSE seconds longer.
+# Run an engine as a job step until SIGTERM: `keep_engine LOG NODE,... COMMAND ...`. If it ends on one of
+# its nodes, Slurm ends it on all. An engine that ends while the trainer runs is started again: meanwhile
+# the trainer sends requests to the other engines, and new weights to this one once it answers. The cause
+# may last, such as ranks on the same GPUs that need the memory until they have trained: each further
+# start waits ENGINE_PAUSE seconds longer.
 keep_engine() {
-    local nodes restarts engine="" code was_told="" pause
+    local nodes restarts engine="" code got_signal="" pause
     IFS=, read -ra nodes <<<"$2"
-    trap 'was_told=yes; kill "$engine" 2>/dev/null || true' TERM
+    trap 'got_signal=yes; kill "$engine" 2>/dev/null || true' TERM
     for ((restarts = 0; ; restarts++)); do
         step --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --nodelist="$2" \
             --kill-on-bad-exit=1 --output="$1" --open-mode=append "${@:3}" &
         engine=$!
-        [[ -z $was_told ]] || kill "$engine" 2>/dev/null || true # told between two engines
+        [[ -z $got_signal ]] || kill "$engine" 2>/dev/null || true # SIGTERM came between two engines
         code=0
         wait "$engine" || code=$?
-        if [[ -n $was_told ]]; then
+        if [[ -n $got_signal ]]; then
             wait "$engine" || true
             exit "$code"
         elif [[ ! -e $LOGS/trainer_0.log ]] ||
@@ -116,9 +115,9 @@ keep_engine() {
         echo "the engine ended with exit code $code: started again in $pause s" >>"$1"
         sleep "$pause" & # not in the foreground, where a signal would wait for its end
         engine=$!
-        [[ -z $was_told ]] || kill "$engine" 2>/dev/null || true
+        [[ -z $got_signal ]] || kill "$engine" 2>/dev/null || true
         wait "$engine" || true
-        [[ -z $was_told ]] || exit "$code"
+        [[ -z $got_signal ]] || exit "$code"
     done
 }
 
@@ -127,9 +126,9 @@ forward() {
     [[ -z $TRAINER ]] || kill -"$1" "$TRAINER" 2>/dev/null || true
 }
 
-# A save that lasts beyond the time limit is killed, and nothing would requeue the job. So this script
-# requeues it (SIGUSR2) a minute before the limit, or halfway if less than two minutes are left. The
-# next start removes the partial checkpoint and resumes from the one before it.
+# Requeue the job (SIGUSR2) a minute before the time limit, or halfway if less than two minutes are left:
+# Slurm kills a longer save, and nothing would requeue the job. The next start removes the partial
+# checkpoint and resumes from the one before it.
 guard_the_end() {
     local end left
     [[ -z $GUARD ]] || return 0
@@ -145,7 +144,7 @@ guard_the_end() {
 }
 
 leave_in_time() {
-    echo "the save was not done before the time limit: let the signal come earlier, such as by" \
+    echo "the save did not end before the time limit: send the signal earlier, such as by" \
         "sbatch --signal=B:USR1@1800" >&2
     code=$PREEMPTED
     conclude
@@ -158,7 +157,7 @@ await_engines() {
     for number in "${!urls[@]}"; do
         until curl --silent --fail --max-time 5 --output /dev/null --noproxy '*' \
             "${urls[number]}/health"; do
-            if [[ -n $was_told ]]; then
+            if [[ -n $got_signal ]]; then
                 code=$PREEMPTED
                 return 1
             elif ((SECONDS >= end)); then
@@ -172,7 +171,7 @@ await_engines() {
     done
 }
 
-# Checks all engines each time: one that hangs must not hide the end of another.
+# Check all engines each time: one that hangs must not hide the end of another.
 all_engines_run() {
     local number
     for number in "${!engines[@]}"; do
@@ -211,8 +210,8 @@ await_trainer() {
     done
     code=0
     wait "$TRAINER" || code=$?
-    # A process that received the signal before it could handle it has died of it.
-    [[ -z $was_told ]] || ((code != 128 + $(kill -l USR1))) || code=$PREEMPTED
+    # A process that received the signal before it had a handler has died of it.
+    [[ -z $got_signal ]] || ((code != 128 + $(kill -l USR1))) || code=$PREEMPTED
 }
 
 end_engines() {
@@ -270,9 +269,9 @@ on_node() {
     step --nodes=1 --ntasks=1 --nodelist="$1" "${@:2}"
 }
 
-# Become a job step, in the container or the virtual environment, that shares the cores and GPUs of
-# its nodes with other steps. Without --cpus-per-task it has all cores of each, however many these are.
-# Call it in a subshell, whose process then is srun and passes signals on.
+# Become a job step, in the container or the virtual environment, that shares cores and GPUs of its nodes
+# with other steps. Without --cpus-per-task it has all cores of each node. Call it in a subshell, which
+# becomes srun and passes signals on.
 step() {
     local container=()
     if [[ -n $CONTAINER_IMAGE ]]; then
@@ -291,15 +290,15 @@ step() {
     exec srun --overlap --mem=0 "${container[@]}" "$@"
 }
 
-# The first of the 64 ports that a job has on each of its nodes: jobs that share a node have different
-# job ids. All are below the kernel's ephemeral ports.
+# The first of a job's 64 ports on each node, by the job id, so that jobs on one node differ. All are
+# below the kernel's ephemeral ports.
 first_port() {
     echo $((20000 + SLURM_JOB_ID % 199 * 64))
 }
 
-# The address by which other nodes reach a node. /etc/hosts of this node may map its own name to
-# loopback, as on Debian: then take the address of the interface. Loopback is taken only if it is
-# the node's address in Slurm.
+# The address by which other nodes reach a node. /etc/hosts may map this node's own name to loopback, as
+# on Debian: then take the address of the interface. Take loopback only if Slurm names it as the node's
+# address.
 address_of() {
     local name found address
     name=$(scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
@@ -321,8 +320,8 @@ use_network() {
     export NCCL_SOCKET_IFNAME=$NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$NETWORK_INTERFACE
 }
 
-# The secret that trainer and engines share; it is only in the environment. Each start makes its own, unless
-# the job was submitted with one, which engines of other jobs then have, too: slurm/engines.sh.
+# The token of trainer and engines, only in the environment. Each start makes its own, unless the job was
+# submitted with one, for engines of other jobs (slurm/engines.sh).
 make_token() {
     : "${MEGATRON_GRPO_TOKEN:=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
     export MEGATRON_GRPO_TOKEN

@@ -51,7 +51,7 @@ STYLES = {"ok": "green", "not needed": "dim", "warning": "yellow", "missing": "b
 
 @dataclass(frozen=True)
 class HostReport:
-    """The checks of one host, and its clock (`time.time`) once all hosts were examined."""
+    """Checks of one host, and its clock (`time.time`) once all hosts were examined."""
 
     host: str
     checks: tuple[Check, ...]
@@ -59,10 +59,10 @@ class HostReport:
 
 
 def diagnose(cfg: Config | None, place: RankPlace | None, *, as_report: bool) -> bool:
-    """Examine this host, or all hosts of the job that `place` belongs to, and print what is found.
+    """Examine this host, or all hosts of `place`'s job, and print the findings.
 
     `as_report`: also print all checks as a block for bug reports. Returns whether training can
-    start on all of them; ranks other than 0 print nothing and return True. Raises ValueError if not
+    start on all hosts; ranks other than 0 print nothing and return True. Raises ValueError if not
     all ranks join.
     """
     run_dir = cfg.train.run_dir if cfg else Path()
@@ -122,7 +122,7 @@ def examine(run_dir: Path, wanted: Wanted) -> Iterator[Check]:
 
 def _join_store(place: RankPlace) -> "Store":
     """The store of all ranks, at the launcher's address. Raises ValueError if not all join."""
-    # If hosts do not meet, our message is one line, while torch would log pages.
+    # Else torch logs pages if hosts do not meet, around our one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from torch.distributed import DistError, rendezvous  # torch: seconds, see cli.py
 
@@ -144,9 +144,9 @@ def gather(
 ) -> list[HostReport]:
     """The reports of all hosts, on rank 0; other hosts get an empty list.
 
-    Called by one rank per host. The last host to call it wakes all others, which then read their
-    clocks within milliseconds of each other.
+    Called by one rank per host.
     """
+    # The last host wakes the others, so that all read their clocks within milliseconds.
     ticket = store.add("doctor/examined", 1)
     if ticket == place.num_hosts:
         store.set("doctor/read_clocks", "")
@@ -202,7 +202,7 @@ def show(reports: Sequence[HostReport], common: Sequence[Check]) -> None:
 
 
 def _checks_table(checks: Sequence[Check]) -> Table:
-    """A row per problem, the worst first; then one for each section with what is well."""
+    """A row per problem, the worst first; then a row per section of passed checks."""
     table = Table("", "what", "found", "how to fix it", title="this host", title_justify="left")
     problems = [check for check in checks if check.is_problem]
     for check in sorted(problems, key=lambda check: check.status == "warning"):

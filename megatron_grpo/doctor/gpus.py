@@ -15,7 +15,8 @@ SECTION = "GPUs"
 MIN_CAPABILITY = (8, 0)
 """The first compute capability with bfloat16."""
 PACKED_CAPABILITY = (9, 0)
-"""The first for which cuDNN has attention over packed sequences; Transformer Engine uses it."""
+"""The first compute capability with attention over packed sequences in cuDNN, which Transformer
+Engine calls."""
 LOAD = "import torch, transformer_engine.pytorch; print(open('/proc/self/maps').read())"
 
 
@@ -49,7 +50,7 @@ def find_gpus() -> Gpus | None:
         return None
     if installed_version("torch") is None:  # reported by check_packages
         return Gpus(driver)
-    import torch  # seconds, where there is no GPU
+    import torch  # not above: it takes seconds, which a host without a driver need not wait
 
     count = torch.cuda.device_count()
     properties = [torch.cuda.get_device_properties(index) for index in range(count)]
@@ -94,11 +95,11 @@ def check_gpus(found: Gpus | None) -> Iterator[Check]:
         value += f", compute capability {major}.{minor}"
         remedy = ""
         if gpu.capability < MIN_CAPABILITY:
-            remedy = "model.dtype=float32: it has no bfloat16"
+            remedy = "model.dtype=float32: this GPU has no bfloat16"
         elif gpu.capability < PACKED_CAPABILITY and installed_version("flash-attn") is None:
             remedy = (
                 "pip install flash-attn, or model.megatron.transformer_impl=local: cuDNN has no "
-                "attention over packed sequences for it"
+                "attention over packed sequences on it"
             )
         yield Check.warn_if(bool(remedy), SECTION, "GPUs", value, remedy)
     value = f"driver {found.driver}, CUDA {found.cuda} in torch, NCCL {found.nccl}"
@@ -130,6 +131,7 @@ def _check_library_folders(maps: str) -> Check:
 
     Two cuDNNs in a process refuse each other's parts, or compute with different releases.
     """
+    # libcublasLt counts as cublas; libcudnn_ops, libcudnn_graph and others as cudnn.
     paths = re.findall(r"(/.*)/lib(cublas|cudnn|nccl)(?:Lt|(?<=cudnn)_\w+)?\.so", maps)
     folders = {name: {folder for folder, each in paths if each == name} for _, name in paths}
     twice = [name for name in sorted(folders) if len(folders[name]) > 1]

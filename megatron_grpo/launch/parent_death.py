@@ -18,31 +18,29 @@ ENDED = signal.SIGUSR2
 TREE_SECONDS = 5.0
 """Time in which a tree of processes is killed, unless a device driver blocks one."""
 OTHERS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals of terminals and Slurm to all processes; the one waiting for `ENDED` blocks them."""
+"""Signals of terminals and Slurm to all processes; the process waiting for `ENDED` blocks them."""
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """Ask Linux to signal this process when the thread that started it ends (prctl(2)), also after
-    exec. The caller must check whether the parent died before this call."""
+    """Ask Linux to signal this process, also after exec, when the thread that started it ends
+    (prctl(2)). The caller must check that the parent did not end before this call."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Be the parent of all descendants whose parents end (PR_SET_CHILD_SUBREAPER of prctl(2))."""
+    """Become the parent of descendants that lose theirs (PR_SET_CHILD_SUBREAPER of prctl(2))."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_tree(root: int) -> None:
-    """Kill a child of this process that adopts orphans, and all its descendants.
-
-    They are stopped first: else one could fork faster than it is found. One that forks and ends
-    meanwhile may hide its child, then the root's: nothing is left when two walks have found the
-    same processes, and none of them lives.
-    """
+    """Kill a child of this process that adopts orphans, and all its descendants."""
+    # Stopped first: a running process could fork faster than the walk finds its children.
     os.kill(root, signal.SIGSTOP)
     stopped = {root}
     deadline = time.monotonic() + TREE_SECONDS
-    ended: set[int] | None = None  # what the last walk found, if none of it lived
+    # A process that forks and ends during a walk hides its child, which the root then adopts: only
+    # two walks in a row that find the same dead processes show that nothing is left.
+    ended: set[int] | None = None
     while time.monotonic() < deadline:
         found, is_any_living, left = set[int](), False, children(root)
         while left:
@@ -52,8 +50,8 @@ def kill_tree(root: int) -> None:
                     is_any_living = True
                     os.kill(pid, signal.SIGKILL if pid in stopped else signal.SIGSTOP)
                     stopped.add(pid)
-            # Not from a picture of all processes (psutil): a stopped one starts no others, and its
-            # children keep their ids.
+            # Read now, not from a list of all processes (psutil): a stopped process starts no
+            # others, and its children keep their ids.
             left += children(pid)
         if not is_any_living and found == ended:
             break
@@ -72,18 +70,18 @@ def children(pid: int) -> list[int]:
 
 
 def state_of(pid: int) -> str:
-    """The letter of a process's state, such as T for a stopped one (proc(5))."""
+    """Letter of a process's state, such as T if it is stopped (proc(5))."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
 
 
 def kill_group(group: int) -> bool:
-    """Kill the other processes of a group, even stopped ones; returns whether there were any.
-    Spares resource trackers of Python: they unlink the others' shared memory, and then end."""
+    """Kill the other processes of a group, even stopped ones; returns whether there were any."""
     is_any_killed = False
     for pid in {int(name) for name in os.listdir("/proc") if name.isdecimal()} - {os.getpid()}:
         with suppress(OSError):  # it has ended
             if os.getpgid(pid) != group or state_of(pid) in DEAD:
                 continue
+            # Python's resource trackers unlink the others' shared memory, and then end.
             if RESOURCE_TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
                 is_any_killed = True
@@ -93,12 +91,13 @@ def kill_group(group: int) -> bool:
 def main() -> None:
     """Run a command tied to its parent PID: `python parent_death.py PID FOLDER PROGRAM ARG ...`.
 
-    It leads a process group. When it ends, the others of the group are killed (they may not have
-    been tied to it yet), and FOLDER, made for its files, is removed.
+    The command leads a process group. When it ends, the rest of the group is killed, and FOLDER,
+    made for its files, is removed.
     """
     parent, folder, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     leader = os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (ENDED, *OTHERS))
+    # A second process, as others of the group may not be tied to the leader yet when it ends.
     if os.fork() == 0:
         _clean_up_after(leader, folder)
     die_with_parent()
@@ -109,7 +108,7 @@ def main() -> None:
 
 
 def _clean_up_after(leader: int, folder: str) -> NoReturn:
-    """Wait until the parent, the `leader` of a group, ends; then kill it, remove `folder`."""
+    """Wait until the parent, the `leader` of a group, ends; kill the group and remove `folder`."""
     die_with_parent(ENDED)
     if os.getppid() == leader:
         signal.sigwait({ENDED})

@@ -15,9 +15,9 @@ class EnginePlace:
     """The nodes and GPUs of one engine."""
 
     nodes: Sequence[str]
-    """One, or all nodes that it spans."""
+    """One node, or all nodes that the engine spans."""
     gpus: range
-    """Indices of its GPUs on each of them."""
+    """Indices of its GPUs on each node."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,10 @@ class Placement:
 def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     """Put ranks on the first nodes and engines on the remaining GPUs.
 
-    Reward models that the run serves have those of rank 0's node behind its ranks. If the others
-    cannot hold all engines, these share GPUs with the ranks. An engine larger than a node takes
-    whole nodes. Raises ValueError if nodes are not filled, or too few. A replay has no engines.
+    Reward models that the run serves take the GPUs behind the ranks on rank 0's node. If the
+    remaining GPUs cannot hold all engines, engines share GPUs with the ranks. An engine larger than
+    a node takes whole nodes. A replay has no engines. Raises ValueError if ranks do not fill their
+    nodes, or nodes are too few.
     """
     num_ranks, size = cfg.dims.world_size, cfg.rollout.gpus_per_engine
     ranks_per_node = min(num_ranks, gpus_per_node)
@@ -77,6 +78,7 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
         *_places(nodes[num_trainers:], 0, gpus_per_node, size),
     ]
     all_places = filter(is_free, _places(nodes, 0, gpus_per_node, size))
+    # Spread over the nodes: the first place of each node, then the second ones.
     shared = sorted(all_places, key=lambda at: at.gpus.start)
     places = free if num_engines <= len(free) else shared
     if num_engines > len(places):
@@ -90,22 +92,21 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
 
 
 def check_shared(rollout: RolloutConfig, num_ranks: int, num_gpus: int) -> None:
-    """Raise ValueError if ranks and engines would make generations ahead on `num_gpus` GPUs that
-    they share, and that could be divided."""
+    """Raise ValueError for generations made ahead on shared GPUs, unless there is only one GPU."""
     if rollout.max_staleness and num_gpus > 1:
         raise ValueError(
-            f"{num_ranks} ranks, and engines of {rollout.num_engines * rollout.gpus_per_engine} "
-            f"GPUs in all, would share {num_gpus} GPUs. With rollout.max_staleness "
-            f"{rollout.max_staleness} both compute at the same time, and no faster there: take "
-            "more GPUs, fewer ranks, fewer or smaller engines, or set rollout.max_staleness=0"
+            f"{num_ranks} ranks would share {num_gpus} GPUs with engines of "
+            f"{rollout.num_engines * rollout.gpus_per_engine}, and rollout.max_staleness "
+            f"{rollout.max_staleness} gains nothing on shared GPUs: take more GPUs, fewer ranks, "
+            "fewer or smaller engines, or set rollout.max_staleness=0"
         )
 
 
 def _beside_reward_models(
     cfg: Config, node: str, ranks_per_node: int, gpus_per_node: int
 ) -> Callable[[EnginePlace], bool]:
-    """Whether an engine's place leaves the reward models theirs on `node`, behind its ranks;
-    ValueError if they have none."""
+    """Test that an engine's place leaves free the reward models' GPUs, behind the ranks of `node`;
+    ValueError if the node has too few."""
     models = served_here(cfg.rewards.values())
     check_shared_gpus(models, gpus_per_node)
     num_gpus = count_gpus(models, shared=False)
@@ -133,8 +134,8 @@ def check_shared_gpus(models: Sequence[RewardFunction], gpus_per_node: int) -> N
 
 
 def place_engines(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
-    """Fill all nodes with engines, whose ranks are another job's; ValueError for engines larger
-    than a node that do not fill nodes, or than all nodes."""
+    """Fill all nodes with engines for the ranks of another job; ValueError for an engine larger
+    than all nodes, or larger than a node but not whole nodes."""
     size = cfg.rollout.gpus_per_engine
     check_engine_size(cfg.rollout, gpus_per_node)
     engines = [*_places(nodes, 0, gpus_per_node, size)]
@@ -147,10 +148,9 @@ def place_engines(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Plac
 
 
 def check_engine_size(rollout: RolloutConfig, gpus_per_node: int) -> None:
-    """Raise ValueError if an engine is larger than a node, and does not fill nodes or cannot span
-    them. SGLang with several groups of workers spans none: nodes ask the first at one more port,
-    and this was not tried."""
+    """Raise ValueError if an engine is larger than a node and cannot fill whole nodes."""
     size = rollout.gpus_per_engine
+    # With several groups, SGLang's nodes contact the first one at a further port: untested.
     if size > gpus_per_node and rollout.engine == "sglang" and rollout.data_parallel_size > 1:
         raise ValueError(
             f"{rollout.engine_size_text}: an engine of SGLang with several groups of workers does "
@@ -178,7 +178,8 @@ def _full_data_size(dims: ParallelDims, gpus_per_node: int) -> int:
 def _places(
     nodes: Sequence[str], taken: int, gpus_per_node: int, tensor: int
 ) -> Iterator[EnginePlace]:
-    """Places for engines on `nodes`, behind the first `taken` GPUs of each, aligned by size."""
+    """Places for engines on `nodes`, behind the first `taken` GPUs of each; a place starts at a
+    multiple of its size."""
     span = -(-tensor // gpus_per_node)
     size = tensor // span
     first = -(-taken // size) * size

@@ -26,7 +26,7 @@ PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STDOUT, STDERR = 1, 2
 
 SPINNER_END = "\r\033[2K\033[?25h"
-"""Escape codes that clear a spinner's line, and show the cursor that it has hidden."""
+"""Escape codes that clear a spinner's line and show the hidden cursor."""
 
 START_SIGNALS = {signal.SIGINT, *PREEMPTION_SIGNALS}
 """Signals that wait while the process that starts a run becomes its torchrun."""
@@ -34,7 +34,7 @@ START_SIGNALS = {signal.SIGINT, *PREEMPTION_SIGNALS}
 
 @contextmanager
 def exit_when_preempted() -> Iterator[None]:
-    """Let the signals exit with EXIT_PREEMPTED in the block: there is nothing to save."""
+    """Exit with EXIT_PREEMPTED on a preemption signal in the block: there is nothing to save."""
     before = {
         number: signal.signal(number, lambda _, frame: _end(EXIT_PREEMPTED, frame))
         for number in PREEMPTION_SIGNALS
@@ -47,8 +47,8 @@ def exit_when_preempted() -> Iterator[None]:
 
 
 def exit_when_interrupted(text: Callable[[], str] | None) -> None:
-    """Let Ctrl-C print the line `text()` and end this process, closing what is open; None: at once,
-    without a word. Nothing changes where it was started to ignore Ctrl-C."""
+    """Let Ctrl-C print the line `text()` and end this process, closing open resources; None: at
+    once and silently. A process started to ignore Ctrl-C goes on ignoring it."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         return
     if text is None:
@@ -56,17 +56,19 @@ def exit_when_interrupted(text: Callable[[], str] | None) -> None:
         return
 
     def end(_: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would cut the closing short
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would cut the closing short
         _end(EXIT_INTERRUPTED, frame, f"megatron-grpo: {text()}\n")
 
     signal.signal(signal.SIGINT, end)
 
 
 def _end(code: int, frame: FrameType | None, line: str = "") -> None:
-    """Print `line` in a handler, and exit. `frame` is what the signal has interrupted."""
+    """Print `line` in a handler, and exit. `frame`: the interrupted frame."""
     end_of_spinner = SPINNER_END if os.isatty(STDERR) else ""
-    os.write(STDERR, f"{end_of_spinner}{line}".encode())  # print may be at work already
-    if _is_importing(frame):  # C code that imports may drop an exception, and fail later
+    # Not print: the signal may have interrupted one, and a buffer refuses a second writer.
+    os.write(STDERR, f"{end_of_spinner}{line}".encode())
+    # C code that imports may drop the exception of sys.exit, and fail later.
+    if _is_importing(frame):
         os._exit(code)
     sys.exit(code)
 
@@ -80,7 +82,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 class Preempted(Exception):
-    """The run was told to stop; the message says what is saved."""
+    """A scheduler stops the run; the message says what is saved."""
 
 
 def describe_exit(code: int) -> str:
@@ -93,8 +95,8 @@ TRANSIENT_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether `error`, raised before the first step, is a mistake in config, model or data, so that
-    the same command would fail again."""
+    """Whether `error`, raised before the first step, is a mistake in config, model or data: the
+    same command would fail again."""
     if isinstance(error, (ConnectionError, TimeoutError)):
         return False
     if isinstance(error, OSError):
@@ -103,8 +105,8 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def outlive_readers() -> None:
-    """Make this process go on after its stdout or stderr failed, by a full disk or a closed pipe:
-    the signal on which a run saves may also end the `tee` behind it, or the terminal."""
+    """Let this process survive a stdout or stderr that fails, by a full disk or a closed pipe."""
+    # The signal on which a run saves may also end the `tee` behind it, or the terminal.
     for name in ("stdout", "stderr"):
         if stream := getattr(sys, name):  # None: closed when the process was started
             raw = io.BufferedWriter(LastingFile(stream.fileno(), "w", closefd=False))
@@ -129,8 +131,8 @@ class LastingFile(io.FileIO):
 
 
 def allow_open_files() -> None:
-    """Raise the soft limit to the hard limit, also of children: 1,024, the default of some systems,
-    is too low for a connection per open request and several to every other rank."""
+    """Raise the soft limit of open files to the hard limit, also for children."""
+    # Some systems default to 1,024: too few for a connection per request and several per rank.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

@@ -1,7 +1,7 @@
-"""The run directory, which one run at a time may use; and the secret of the job's processes.
+"""The run directory, locked by one run at a time; and the token shared by the job's processes.
 
-Trainers and engines receive the secret in their environment, which other users cannot read, unlike
-a command line or a file. Imports next to nothing, because the command line needs it.
+Trainers and engines receive the token in their environment: unlike a command line or a file, other
+users cannot read it. Imports almost nothing, because every command imports this file.
 """
 
 import errno
@@ -54,7 +54,7 @@ class Mount:
 
 
 POINTER = "LATEST"
-"""File in `checkpoints` with the name of the newest, such as step_20."""
+"""File in `checkpoints` with the name of the newest checkpoint, such as step_20."""
 
 
 def interrupted_text(run_dir: Path) -> str:
@@ -63,7 +63,7 @@ def interrupted_text(run_dir: Path) -> str:
 
 
 def resume_text(run_dir: Path) -> str:
-    """Say at which step the same command goes on: that of the newest checkpoint."""
+    """Say from which step the same command resumes: the newest checkpoint's."""
     pointer = run_dir / "checkpoints" / POINTER
     if not pointer.is_file():
         return "run the same command to begin from the start"
@@ -92,8 +92,10 @@ def make_folder(folder: Path) -> None:
 
 
 def check_run_dir(run_dir: Path, *, starts_here: bool) -> None:
-    """Raise ValueError if the run directory and its logs cannot be made, or with `starts_here` if
-    another process trains there; without, what was made is removed again."""
+    """Raise ValueError if the run directory and its logs cannot be made.
+
+    `starts_here`: also raise if another process trains there. Otherwise remove the made folders.
+    """
     if starts_here and (run_dir / "lock").exists():
         with run_lock(run_dir):
             pass
@@ -108,8 +110,8 @@ def check_run_dir(run_dir: Path, *, starts_here: bool) -> None:
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Lock the run directory until this process ends, however it ends; raises ValueError if another
-    process holds it or it has no locks."""
+    """Lock the run directory until this process ends, in whatever way. ValueError if another
+    process holds the lock, or the file system has none."""
     make_folder(run_dir)
     if option := Mount.holding(run_dir.resolve()).local_locks:
         raise ValueError(
@@ -153,14 +155,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
             # Else a host's crash could leave the new name without the content.
             os.fsync(file.fileno())
         whole.replace(path)
-    except OSError as error:  # of a write, it knows no more than a descriptor
+    except OSError as error:  # an error of a write names only a descriptor: add the path
         whole.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @contextmanager
 def resumable(run_dir: Path) -> Iterator[None]:
-    """Make one line of an OSError in a step: the file, and the step that a run resumes from."""
+    """Shorten an OSError in a step to one line: the file, and the step to resume from."""
     try:
         yield
     except (ConnectionError, TimeoutError):

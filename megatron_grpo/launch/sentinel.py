@@ -1,9 +1,9 @@
-"""A process beside a rank that ends it when it neither runs nor ends.
+"""A second process of each rank, which kills a rank that hangs.
 
 `python sentinel.py RANK THREAD DUMP_SECONDS KILL_SECONDS` reads a byte from stdin for each
-heartbeat of the process RANK. Without one for a while it asks the thread for all stacks, which
-faulthandler writes without the GIL, and later kills the process, even if that is stopped. What
-stops a whole job stops the sentinel too, so that this time does not count.
+heartbeat of the process RANK. DUMP_SECONDS after the last one it signals THREAD, on which
+faulthandler writes all stacks without the GIL; KILL_SECONDS after it, it kills RANK, even if
+stopped. Time in which the whole job is suspended does not count: the sentinel is suspended, too.
 """
 
 import ctypes
@@ -21,22 +21,22 @@ from parallel.clock import TICK, RunningClock
 
 STDIN = 0
 STOPPED = "T"
-"""The state of a stopped process (`state_of`)."""
+"""State of a stopped process (`state_of`)."""
 DUMP = signal.SIGRTMIN + 1
-"""Makes a rank write its stacks. It goes to the heartbeat thread, which only waits: elsewhere it
-would interrupt a call of the system."""
+"""Signal on which a rank writes its stacks. Sent to the heartbeat thread, which only waits: in
+another thread it would interrupt a system call."""
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, *PREEMPTION_SIGNALS)
-"""Signals of terminals and schedulers to all processes, which only the rank acts on. Not what stops
-them: `scontrol suspend` begins with SIGTSTP."""
+"""Signals of terminals and schedulers to all processes, on which only the rank acts. Stopping
+signals are not blocked: `scontrol suspend` begins with SIGTSTP."""
 
 
 class Sentinel:
-    """The rank's end of it; made by the thread whose heartbeats count."""
+    """The rank's handle of its sentinel; made by the thread that sends heartbeats."""
 
     def __init__(self, dump: float, kill: float) -> None:
-        """Without a heartbeat the rank's stacks come after `dump` seconds, its end after `kill`."""
+        """Write stacks after `dump` seconds without a heartbeat, kill the rank after `kill`."""
         arguments = [os.getpid(), threading.get_native_id(), dump, kill]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # which a child inherits
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a child inherits the mask
         try:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, *map(str, arguments)], stdin=subprocess.PIPE
@@ -56,9 +56,9 @@ class Sentinel:
         self._pipe.close()
 
     def end(self) -> None:
-        """End it, as nothing more is to be watched."""
+        """End the sentinel."""
         self._pipe.close()
-        # A process that was forked while this one was made would keep the pipe open.
+        # Closing may not suffice: a process forked during Popen keeps the pipe open.
         self._process.kill()
         self._process.wait()
 
@@ -80,7 +80,7 @@ def main() -> None:
         elif now - heard >= kill:
             os.kill(rank, signal.SIGKILL)
             return
-        # One that is stopped would write when it goes on, while its other threads run.
+        # A stopped rank would write only once it continues, while its other threads run.
         elif now - heard >= dump and not is_dumped and state_of(rank) != STOPPED:
             is_dumped = True
             libc.tgkill(rank, thread, DUMP)

@@ -1,9 +1,9 @@
 """torchrun with the exit codes, signals and messages of a run, over torch's static rendezvous.
 
-A failure that the ranks' watchdog has not reported is reported in a few lines instead of pages.
-Preemption signals are forwarded to the ranks. The store listens on `--master-addr` alone, not on
-all interfaces; with `--master-port=0` at any free port. `--nnodes`, `--master-port` and `--log-dir`
-must be given.
+Failures that the ranks' watchdog has not reported take a few lines instead of pages. Preemption
+signals are forwarded to the ranks. The store listens on `--master-addr` alone, not on all
+interfaces; with `--master-port=0` at any free port. `--nnodes`, `--master-port` and `--log-dir` are
+required.
 """
 
 import logging
@@ -37,9 +37,9 @@ from megatron_grpo.launch.run_dir import interrupted_text
 from parallel.clock import running_time
 
 RENDEZVOUS_SECONDS = 600
-"""Time in which the torchruns of all hosts must come."""
+"""Time in which the torchruns of all hosts must connect."""
 POLL_SECONDS = 0.05
-"""Polling interval while hosts are missing. A wait in torch's store would delay signals."""
+"""Polling interval while hosts are missing: a wait in torch's store would delay signals."""
 NUM_LINES_SHOWN = 30
 VERDICT = re.compile(r"^megatron-grpo: .*", re.MULTILINE | re.DOTALL)
 """The verdict of the watchdog, at the end of a rank's log."""
@@ -50,7 +50,7 @@ def main() -> None:
     enter_utf8_mode()
     allow_open_files()
     arguments = run.parse_args(sys.argv[1:])
-    # Not those that this process was started to ignore, as by `nohup`: a handler would undo that.
+    # Not the signals that this process was started to ignore, as by `nohup`: a handler undoes that.
     arguments.signals_to_handle = ",".join(
         name
         for name in ("SIGINT", "SIGHUP", "SIGQUIT")
@@ -60,19 +60,19 @@ def main() -> None:
     logging.disable(logging.ERROR)  # torchrun's own failure report; ours is below
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, START_SIGNALS)
-        # torch's rendezvous takes the store that this process has at the port.
+        # torch's static rendezvous takes the store that this process already has at the port.
         store = _first_store(arguments) if arguments.node_rank == 0 else _further_store(arguments)
         arguments.master_port = store.port
         run.run(arguments)
     except ChildFailedError as error:
-        # Ranks that got the forwarded signal before they had a handler for it have died of it.
+        # A rank without a handler yet dies of the forwarded signal, and not with EXIT_PREEMPTED.
         codes = [failure.exitcode for failure in error.failures.values()]
         if all(code == EXIT_PREEMPTED or -code in forwarded for code in codes):
             sys.exit(EXIT_PREEMPTED)
         if report := _failure_report(error.failures, Path(arguments.log_dir)):
             print(report, file=sys.stderr)
         sys.exit(next((code for code in codes if code > 0), 1))
-    except KeyboardInterrupt:  # before torch handles signals, and before there is a rank to tell it
+    except KeyboardInterrupt:  # before torch handles signals, and so before there are ranks
         if LAUNCHER_VARIABLE in os.environ:
             print(
                 f"megatron-grpo: {interrupted_text(Path(arguments.log_dir).parent)}",
@@ -86,8 +86,8 @@ def main() -> None:
 
 
 def _forward_preemption() -> set[int]:
-    """Forward preemption signals to the ranks; before there are any, they end this process. The
-    returned set of those forwarded grows."""
+    """Forward preemption signals to the ranks; without ranks, exit. Returns the set of forwarded
+    signals, which grows."""
     forwarded = set[int]()
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -104,7 +104,8 @@ def _forward_preemption() -> set[int]:
 
 
 def _first_store(arguments: Namespace) -> TCPStore:
-    """The job's store on the first host, once all hosts have connected to it."""
+    """Serve the job's store on the first host; return it once all hosts have connected."""
+    # A listener of our own: TCPStore would listen on all interfaces.
     listener = socket.create_server((arguments.master_addr, arguments.master_port))
     store = TCPStore(
         arguments.master_addr,
@@ -118,7 +119,7 @@ def _first_store(arguments: Namespace) -> TCPStore:
     while missing := [host for host in hosts if not store.check([f"host/{host}"])]:
         if running_time() > deadline:
             sys.exit(
-                f"megatron-grpo: {len(missing)} of {arguments.nnodes} hosts did not come to "
+                f"megatron-grpo: {len(missing)} of {arguments.nnodes} hosts did not connect to "
                 f"{arguments.master_addr}:{store.port} on {socket.gethostname()} within "
                 f"{RENDEZVOUS_SECONDS} s: host {', '.join(map(str, missing))}, counted from 0; "
                 "their logs may say why"
@@ -128,7 +129,7 @@ def _first_store(arguments: Namespace) -> TCPStore:
 
 
 def _further_store(arguments: Namespace) -> TCPStore:
-    """A further host's connection to the job's store."""
+    """Connect a further host to the job's store."""
     timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
     try:
         store = TCPStore(arguments.master_addr, arguments.master_port, timeout=timeout)
@@ -143,8 +144,8 @@ def _further_store(arguments: Namespace) -> TCPStore:
 
 
 def _failure_report(failures: Mapping[int, ProcessFailure], log_dir: Path) -> str:
-    """The report of the rank that failed first; empty if a rank has reported the failure itself, or
-    on a host without rank 0 if the watchdog ended the ranks."""
+    """Report of the rank that failed first; empty if rank 0 has reported the failure itself, or if
+    on another host a log has the watchdog's verdict."""
     first = min(failures, key=lambda rank: failures[rank].timestamp)
     has_rank_0 = first == failures[first].local_rank
     logs = {rank: _log(failure, log_dir) for rank, failure in failures.items()}
@@ -153,7 +154,7 @@ def _failure_report(failures: Mapping[int, ProcessFailure], log_dir: Path) -> st
     ):
         return ""
     if 0 in failures and failures[0].exitcode > 0:
-        return ""  # it has the terminal and has reported the failure
+        return ""  # rank 0 has the terminal, and has reported the failure there
     if first > 0:
         return _log_tail(first, logs[first])
     ended = failures[0].signal_name()
@@ -171,7 +172,7 @@ def _log_tail(rank: int, log: Path) -> str:
 
 
 def _log(failure: ProcessFailure, log_dir: Path) -> Path:
-    """The rank's stderr file, below a folder that torchrun gives a random name."""
+    """Stderr file of a rank, below a folder to which torchrun gives a random name."""
     logs = log_dir.glob(f"*/attempt_0/{failure.local_rank}")
     return max(logs, key=lambda path: path.stat().st_mtime) / "stderr.log"
 

@@ -1,18 +1,18 @@
-"""Needs of a job before a GPU is booked: by formulas, and by ranks built without memory.
+"""Plans a job before a GPU is booked: by formulas, and by ranks built without memory.
 
-To read it, go down this list; a file imports only from those above it:
+Reading order; a file imports only from files above it:
 
-- `card.py`, `workload.py`: a GPU; a job, and the sequences of one optimizer step of it.
-- `precision.py`, `block.py`: linear layers in FP8; what any module of a layer is asked for.
-- `attention.py`, `linear_attention.py`, `mlp.py`, `layer_kinds.py`: what each kind of module keeps,
-  computes and sends; layers that are alike are counted once.
-- `parameters.py`, `optimizers.py`, `state.py`: what a rank has, in the order of Megatron-Core's
-  buffers; what each optimizer takes; the bytes that a rank always holds.
-- `activations.py`, `engine_memory.py`, `memory.py`: bytes for a backward; that an engine takes; of
-  a GPU in each phase.
-- `step_time.py`, `host.py`, `simulation.py`, `rollout_time.py`: the time of a step, with what ranks
-  send; what a node holds; the time of a generation, and of a run whose engines generate ahead.
-- `job_plan.py`, `suggest.py`: all of that for a config; the layouts that fit.
-- `advice.py`, `command.py`, `instantiate.py`: help where a plan does not fit; what `plan` and
-  `plan --instantiate` print.
+- `rows.py`, `card.py`, `workload.py`: lines of output; a GPU; a job, and the sequences of one
+  optimizer step.
+- `precision.py`, `block.py`: linear layers in FP8; the interface of a layer's modules.
+- `attention.py`, `linear_attention.py`, `mlp.py`, `layer_kinds.py`: bytes, operations and traffic
+  of each kind of module; equal layers are counted once.
+- `parameters.py`, `optimizers.py`, `state.py`: a rank's parameters in the order of Megatron-Core's
+  buffers; bytes of each optimizer; weights, gradients and optimizer state of a rank.
+- `activations.py`, `engine_memory.py`, `memory.py`: activations; an engine; a GPU in each phase.
+- `step_time.py`, `host.py`, `simulation.py`, `rollout_time.py`: time and traffic of a step; host
+  memory; a run whose engines generate ahead; time of a generation.
+- `job_plan.py`, `suggest.py`: the plan of a config; layouts that fit.
+- `advice.py`, `command.py`, `instantiate.py`: advice where a plan does not fit; the output of
+  `plan` and `plan --instantiate`.
 """

@@ -1,8 +1,7 @@
 """Estimates the bytes that Megatron-Core's layers keep for their backward.
 
-Sums what each module keeps (`Block.saved`): for Transformer Engine's layers from their
-documentation and source, for torch's by measurement (a test compares). Layers that are alike are
-counted once, and parts that run a second time in the backward keep less.
+Sums `Block.saved` over modules: from documentation and source of Transformer Engine, from
+measurements of torch's layers (a test compares). Equal layers are counted once.
 """
 
 from collections import defaultdict
@@ -41,17 +40,17 @@ class LayerBytes:
     recomputed: float
     """Additional bytes while the layer's backward runs; 0 without recomputation."""
     offloaded: float = 0.0
-    """Kept in the memory of the host: `fine_grained_activation_offloading`."""
+    """Kept in host memory: `fine_grained_activation_offloading`."""
 
 
-def layer_bytes(cfg: Config, kind: LayerKind, of_linear: Precision | None = None) -> LayerBytes:
+def layer_bytes(cfg: Config, kind: LayerKind, linear: Precision | None = None) -> LayerBytes:
     """Bytes that a layer keeps under the recomputation of `cfg`.
 
-    `recompute_method: block` is counted as if its layers were spread evenly, and all chunks as long
-    as the longest. Unknown entries of `recompute_modules` count as kept. `of_linear`: the precision
-    of its linear layers; None: that of most.
+    `recompute_method: block` counts its layers as spread evenly over chunks of the longest's size.
+    Unknown entries of `recompute_modules` count as kept. `linear`: precision of linear layers;
+    None: `precision(cfg)`.
     """
-    kernels, settings = kernels_of(cfg, of_linear or precision(cfg)), cfg.model.megatron
+    kernels, settings = kernels_of(cfg, linear or precision(cfg)), cfg.model.megatron
     parts = [part for block in kind.blocks for part in block.saved(kernels).items()]
     kept, recomputed = _kept(cfg, kind.shape, parts)
     offloaded = 0.0
@@ -66,12 +65,13 @@ def layer_bytes(cfg: Config, kind: LayerKind, of_linear: Precision | None = None
 def _kept(
     cfg: Config, shape: ModelShape, parts: Sequence[tuple[str, Saved]]
 ) -> tuple[float, float]:
-    """Bytes of a layer from its forward on, and in addition during its backward."""
+    """(bytes of a layer from its forward on, additional bytes during its backward)."""
     stored, settings = sum(saved.num_bytes for _, saved in parts), cfg.model.megatron
     entry = row_bytes(cfg, shape)
     match settings.get("recompute_granularity"):
         case "full" if settings.get("recompute_method") == "uniform":
             layers = settings.get("recompute_num_layers") or 1
+            # One input for each group of layers, which the backward then holds whole.
             return entry / layers, stored * layers
         case "full":
             stages = pipeline_layers(shape.num_layers, cfg.dims)
@@ -85,6 +85,7 @@ def _kept(
                 module = EXPERTS if part == SHARED and EXPERTS in modules else part
                 again[module] += saved.num_bytes - saved.entry
             chosen = [again[module] for module in modules]
+            # Modules are recomputed one after another: the largest decides.
             return stored - sum(chosen), max(chosen)
     return stored, 0.0
 
@@ -102,7 +103,7 @@ def is_recomputed(cfg: Config, part: str) -> bool:
 
 
 def recomputed_layers(cfg: Config, chunks: Sequence[range]) -> list[range]:
-    """The layers of model chunks that recompute: with `recompute_method: block` the first ones."""
+    """Layers that recompute in each chunk: with `recompute_method: block` the first ones."""
     settings = cfg.model.megatron
     chosen = settings.get("recompute_granularity"), settings.get("recompute_method")
     if chosen == ("full", "block"):
@@ -111,17 +112,16 @@ def recomputed_layers(cfg: Config, chunks: Sequence[range]) -> list[range]:
 
 
 def stage_activations(cfg: Config, shape: ModelShape, stage: int, microbatches: int) -> int:
-    """Peak bytes that a rank of a stage holds for backwards, without the head.
+    """Peak bytes of activations on a rank of a stage, without the head.
 
-    Each microbatch has `train.max_tokens_per_microbatch` tokens, and the stage holds as many as its
-    schedule has in flight (`in_flight`).
+    The stage holds `in_flight` microbatches of `train.max_tokens_per_microbatch` tokens.
     """
     dims = cfg.dims
     kept = recomputed = leaving = 0.0
     for layer, num_layers in _held_layers(cfg, shape, stage, microbatches):
         kept += layer.kept * num_layers
         recomputed = max(recomputed, layer.recomputed)
-        # What leaves in one layer is free once that of the next has left.
+        # A layer's copies to the host free their GPU memory once the next layer's have left.
         leaving = max(leaving, layer.offloaded * min(2, num_layers))
     # A chunk keeps its input; its output is freed once it is sent.
     forwards = in_flight(stage, dims.pipeline, dims.virtual_pipeline, microbatches)
@@ -130,13 +130,13 @@ def stage_activations(cfg: Config, shape: ModelShape, stage: int, microbatches: 
 
 
 def offloaded_bytes(cfg: Config, shape: ModelShape, stage: int, microbatches: int) -> int:
-    """Bytes that a rank of a stage holds in the memory of its host for backwards, at the peak."""
+    """Peak bytes of activations in host memory, of a rank of a stage."""
     layers = _held_layers(cfg, shape, stage, microbatches)
     return round(rank_tokens(cfg) * sum(layer.offloaded * count for layer, count in layers))
 
 
 def most_offloaded(cfg: Config, shape: ModelShape) -> float:
-    """Bytes of a token that leave in a forward of the stage with the most of them."""
+    """Bytes per token of a context rank that a forward moves to the host, on the busiest stage."""
     layers = [
         (kind, layer_bytes(cfg, kind, each).offloaded) for each, kind in kinds_of_layers(cfg, shape)
     ]
@@ -149,7 +149,7 @@ def most_offloaded(cfg: Config, shape: ModelShape) -> float:
 def _held_layers(
     cfg: Config, shape: ModelShape, stage: int, microbatches: int
 ) -> Iterator[tuple[LayerBytes, int]]:
-    """For each kind of a stage's layers, how many forwards of one it holds at the peak."""
+    """Yield each kind of a stage's layers, with the peak number of layer forwards in flight."""
     dims = cfg.dims
     forwards = in_flight(stage, dims.pipeline, dims.virtual_pipeline, microbatches)
     chunks = pipeline_layers(shape.num_layers, dims)[stage]
@@ -160,13 +160,13 @@ def _held_layers(
 def forward_bytes(cfg: Config, shape: ModelShape, stage: int) -> int:
     """Peak bytes of a stage's forward without gradients.
 
-    A layer's tensors live until the next layer's. Inputs in FP8 are there beside those in bfloat16
-    for one product: not counted.
+    A layer's tensors live until the next layer's. Left out: FP8 copies of inputs, which live for
+    one product.
     """
-    chunks, of_linear = pipeline_layers(shape.num_layers, cfg.dims)[stage], model_precision(cfg)
+    chunks, linear = pipeline_layers(shape.num_layers, cfg.dims)[stage], model_precision(cfg)
     kinds = [kind for kind in layer_kinds(shape) if kind.count_in(*chunks)]
-    layers = [layer_bytes(cfg, kind, of_linear) for kind in kinds]
-    # Without gradients nothing leaves.
+    layers = [layer_bytes(cfg, kind, linear) for kind in kinds]
+    # Nothing is offloaded without gradients: those bytes stay on the GPU.
     most = max(max(each.kept + each.offloaded, each.recomputed) for each in layers)
     return round(rank_tokens(cfg) * most)
 
@@ -174,7 +174,7 @@ def forward_bytes(cfg: Config, shape: ModelShape, stage: int) -> int:
 def working_bytes(
     cfg: Config, shape: ModelShape, stage: int, device: str, *, backward: bool
 ) -> int:
-    """Peak bytes of a stage's modules beside what they keep."""
+    """Largest `Block.working_bytes` of a stage's modules."""
     kinds = kinds_of_stage(cfg, shape, stage)
     found = (
         block.working_bytes(cfg, device, backward=backward)
@@ -187,32 +187,33 @@ def working_bytes(
 def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool, device: str) -> int:
     """Peak bytes of log-probabilities on the last stage, as if every token were of a response.
 
-    Counts the hidden states (a copy of the rank's own and, with sequence parallelism, those of all
+    Forward: hidden states (a copy of the rank's own and, with sequence parallelism, those of all
     tensor ranks) and three float32 copies of a tile of logits, whose width depends on `device`
-    (`cpu` or `cuda`; parallel/logit_tiles.py). The backward adds what the final norm keeps and both
-    gradients, of a frozen head only that of the hidden states. This one is float32; if its factors
-    are narrower, the product of a tile is held next to it before it is added.
+    (`cpu` or `cuda`; parallel/logit_tiles.py). Backward: also what the final norm keeps, the
+    gradient of hidden states and, unless the head is frozen, of its weights.
     """
     itemsize, width, tokens = ITEMSIZE[cfg.model.dtype], shape.hidden_size, rank_tokens(cfg)
     columns = -(-shape.vocab_size // cfg.dims.tensor)
     tile = min(columns, tile_columns(round(tokens), width, columns, device))
     share = token_share(cfg)
+    # Sequence parallelism gathers all rows, next to the rank's own share.
     rows = itemsize * width * (share if share == 1 else share + 1)
     forward = tokens * (rows + 3 * 4 * tile)
     if not backward:
         return round(forward)
+    # A float32 sum; with 16-bit factors also the product of a tile, before it is added.
     to_hidden = tokens * (4 if itemsize == 4 else 2 * 4) * width
     to_weight = 0 if cfg.lora.r else itemsize * columns * width
     return round(forward + to_hidden + to_weight + tokens * final_norm_bytes(cfg, shape))
 
 
 def mtp_activations(cfg: Config, shape: ModelShape, stage: int) -> int:
-    """Bytes for the backward of one microbatch of a layer for multi-token prediction, which follows
-    its forward at once: of the layer, the norms of hidden states and embeddings, what joins them,
-    and the last norm.
+    """Bytes that the multi-token-prediction layer keeps of one microbatch: its backward follows at
+    once.
 
-    The head has as many as the policy's, after it. Full recomputation takes the layer by itself,
-    whatever its method and number of layers are.
+    Counts the layer, the norms of hidden states and embeddings, what joins them, and the last norm.
+    The head needs as much as the policy's, but later. Full recomputation takes the layer alone,
+    whatever method and number of layers are set.
     """
     if not shape.trains_mtp or stage < cfg.dims.pipeline - 1:
         return 0

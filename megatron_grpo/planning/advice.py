@@ -1,4 +1,4 @@
-"""Advice of a plan: nothing that the same config would be refused for."""
+"""Advice where a plan does not fit: only changes that the checks of a config accept."""
 
 import shlex
 from dataclasses import replace
@@ -12,24 +12,21 @@ from megatron_grpo.planning.job_plan import Changes, JobPlan, legal, overrides, 
 from megatron_grpo.planning.suggest import suggest
 from megatron_grpo.planning.workload import Job
 
-NEEDS_FLASH = (
-    "Transformer Engine needs flash-attn on {gpu}, where cuDNN has no attention over packed "
-    "sequences"
-)
+NEEDS_FLASH = "{gpu}: no packed sequences in cuDNN, Transformer Engine needs flash-attn"
+LOCAL = "hint: without flash-attn: model.megatron.transformer_impl=local"
 LESS_ON_HOSTS = {
     "reward models that sleep, with share_gpus": "share_gpus=false, for GPUs of their own",
     "model.megatron.offload_modules": "fewer model.megatron.offload_modules",
 }
-"""Changes that are not tried, by what takes most of a host's memory."""
+"""Changes named without a trial, by the entry of `HostUse.parts` that takes most."""
 
 
 def flash_lines(job: Job, gpu: str) -> list[str]:
-    """A line if flash-attn is needed, with the setting that avoids it where that is legal."""
+    """Lines if flash-attn is needed, with the setting that avoids it where that is legal."""
     if job.card.packs_sequences or _has_own_attention(job.cfg, job.shape):
         return []
     local = {"model": {"megatron": {**job.cfg.model.megatron, "transformer_impl": "local"}}}
-    instead = "; or set model.megatron.transformer_impl=local" if legal(job, local) else ""
-    return [NEEDS_FLASH.format(gpu=gpu) + instead]
+    return [NEEDS_FLASH.format(gpu=gpu), *([LOCAL] if legal(job, local) else [])]
 
 
 def _has_own_attention(cfg: Config, shape: ModelShape) -> bool:
@@ -44,7 +41,7 @@ def _has_own_attention(cfg: Config, shape: ModelShape) -> bool:
 
 
 def too_large(job: Job, plan: JobPlan) -> str:
-    """Why a plan does not fit, and what would: another place of its state, another layout."""
+    """Say why a plan does not fit, and what would: another place for state, another layout."""
     job = replace(job, num_gpus=plan.num_gpus)
     text, starts = _lack(plan), [(job, list[str]())]
     fits = False
@@ -52,18 +49,18 @@ def too_large(job: Job, plan: JobPlan) -> str:
         other, words, changed = place
         starts.append((other, words))
         if fits := changed.fits:
-            text += f"; it fits with {' '.join(words)}"
+            text += f"\nhint: fits with {' '.join(words)}"
     for start, words in starts:
         try:
             suggestions = suggest(start)
         except ValueError as error:
-            return f"{text}; {error}"
+            return f"{text}\n{error}"
         if suggestions:
             pasted = shlex.join([*words, *suggestions[0].overrides])
-            return f"{text}; the fastest layout that fits: {pasted}"
+            return f"{text}\nhint: fastest layout that fits: {pasted}"
         if fits:
             return text
-    return f"{text}; no layout fits on {plan.num_gpus} GPUs: {less(job, plan)}"
+    return f"{text}\nno layout fits on {plan.num_gpus} GPUs: {less(job, plan)}"
 
 
 def _lack(plan: JobPlan) -> str:
@@ -77,10 +74,8 @@ def _lack(plan: JobPlan) -> str:
 
 
 def _other_place(job: Job, plan: JobPlan) -> tuple[Job, list[str], JobPlan] | None:
-    """The change of `_places` with which a GPU needs least and hosts have room; None if none helps.
-
-    With its overrides and its plan.
-    """
+    """(job, overrides, plan) of the change in `_places` that needs least of a GPU; None if none
+    helps or hosts have no room."""
     found = []
     for changes in _places(job.cfg):
         if (other := legal(job, changes)) is not None:
@@ -95,7 +90,8 @@ def _other_place(job: Job, plan: JobPlan) -> tuple[Job, list[str], JobPlan] | No
 
 
 def _places(cfg: Config) -> tuple[Changes, ...]:
-    """Changes of where state and weights are while GPUs or hosts are fullest."""
+    """Changes that move state or weights between GPUs and hosts."""
+    # Communicators may leave a GPU only where weights do.
     stay = {"offload_communicators": False} if cfg.train.offload_communicators else {}
     return (
         {"train": {"offload": "all"}},
@@ -105,7 +101,7 @@ def _places(cfg: Config) -> tuple[Changes, ...]:
 
 
 def less(job: Job, plan: JobPlan | None = None) -> str:
-    """Advice where no layout fits, of which `plan` is one."""
+    """Advice where no layout fits; `plan` is the plan of the config's own layout."""
     ways = ["use more GPUs"]
     if plan and plan.host and not plan.fits_hosts:
         largest = max(plan.host.parts, key=plan.host.parts.__getitem__)
@@ -117,7 +113,7 @@ def less(job: Job, plan: JobPlan | None = None) -> str:
 
 
 def _less_on_gpus(job: Job) -> list[str]:
-    """Smaller values; a microbatch holds at least the longest sequence."""
+    """Settings to lower. A microbatch must hold the longest sequence."""
     rollout, ways = job.cfg.rollout, list[str]()
     longest, room = max(job.lengths), job.cfg.train.max_tokens_per_microbatch
     if longest < room:
@@ -126,6 +122,7 @@ def _less_on_gpus(job: Job) -> list[str]:
         )
     else:
         ways.append(f"shorter sequences than {longest} tokens (rollout.max_completion_length)")
+    # Engines that generate ahead have GPUs of their own: a smaller share gives ranks nothing.
     if job.cfg.num_engines and not rollout.max_staleness:
         given = engine_number(rollout, "kv_cache_memory_bytes")
         fraction = PLANNED[rollout.engine].memory_fraction

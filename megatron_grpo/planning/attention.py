@@ -11,12 +11,12 @@ from megatron_grpo.planning.card import ITEMSIZE
 from megatron_grpo.planning.workload import Computed, longest_sequence
 
 BLOCK, INDEX_BLOCK = 128, 32
-"""Queries of attention and of the indexer at a time, as in `parallel.sparse_attention`."""
+"""Queries in a block of attention, and of the indexer, as in `parallel.sparse_attention`."""
 
 
 @dataclass(frozen=True)
 class Attention(Block):
-    """Grouped queries, with RoPE, over all tokens before or a window of them."""
+    """Grouped-query attention with RoPE, full or over a window."""
 
     repeats: ClassVar[Mapping[str, str]] = {"tensor": "attention", "context": "core_attn"}
 
@@ -35,7 +35,7 @@ class Attention(Block):
 
     @property
     def _gates(self) -> int:
-        """Outputs of the projection of queries that gate the output."""
+        """Width of the output gate in the projection of queries; 0 without one."""
         return self.heads.output if self.shape.has_output_gate else 0
 
     def weights(self) -> Iterator[Weights]:
@@ -44,13 +44,14 @@ class Attention(Block):
         yield Weights("attention", self.shape.hidden_size * (outputs + heads.output))
 
     def other_flops(self, work: Computed) -> Iterator[Flops]:
-        """Products of the query with the key, and of its weight with the value, of each pair."""
+        """Q K^T and P V: two operations per element and attending pair."""
+        # No weights are involved: frozen ones save no pass.
         of_pair = 2.0 * (self.heads.query + self.heads.output)
         yield Flops("core_attn", of_pair * self._pairs(work), frozen_passes=PASSES)
 
     def _pairs(self, work: Computed) -> float:
-        """Pairs of tokens that attend, in the mean over the model's layers: a token to a window, or
-        to all before it where that is less for the mean of them."""
+        """Attending pairs, averaged over the model's layers: at most window x tokens in a windowed
+        layer."""
         shape = self.shape
         if shape.window is None:
             return work.pairs
@@ -60,9 +61,9 @@ class Attention(Block):
     def saved(self, kernels: Kernels) -> dict[str, Saved]:
         heads, tensor = self.heads, kernels.dims.tensor
         kept = heads.elements
-        if heads.are_fused:  # values are a view of what comes with queries, keys and gates
+        if heads.are_fused:  # values are a view of the projection: queries, keys, gates stay alive
             kept += heads.query + heads.key + self._gates
-        # A sigmoid in float32, and its product with the attention's output.
+        # The gate's sigmoid in float32, and its product with the attention's output.
         around = self._head_norms(kernels) + (4 + kernels.itemsize) * self._gates / tensor
         if not kernels.fuses_rope:  # four tables
             around += 4 * self.shape.rotary_dim * kernels.itemsize
@@ -88,14 +89,14 @@ class Attention(Block):
         return {
             "attn_norm": self._norm_without_input(kernels),
             "qkv_linear": before * share + self._head_norms(kernels),
-            # The product after it keeps its output, too.
+            # Not the output: the projection after it keeps that, too.
             "core_attn": self.saved(kernels)["core_attn"].num_bytes - output,
             "attn_proj": output,
         }
 
     def context_elements(self, forwards: float, others: float, *, is_ring: bool) -> float:
-        """In a ring a backward passes keys and values round once more, and their gradients; else a
-        rank keeps some heads of its tokens, of queries and outputs, too."""
+        """Ring: keys and values in each forward; in the backward once more, with their gradients.
+        All-to-all: queries, keys, values and outputs, without the heads that a rank keeps."""
         heads = self.heads
         if is_ring:
             return (forwards + 2) * (heads.key + heads.value) * others
@@ -111,7 +112,8 @@ class Attention(Block):
 
 @dataclass(frozen=True)
 class LatentAttention(Attention):
-    """Queries, keys and values of all heads are projections of latents."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): heads are projected from
+    latents."""
 
     has_own_norm = True
 
@@ -131,37 +133,39 @@ class LatentAttention(Attention):
         yield Weights("attention", queries + keys_and_values + heads.output * hidden)
 
     def saved(self, kernels: Kernels) -> dict[str, Saved]:
-        """And norms of latents, whose outputs are inputs of linear layers."""
+        """Add the norms of latents; the linear layer after a norm keeps its output."""
         ranks = [rank for rank in (self.latent.query_rank, self.latent.rank) if rank]
         norms = sum(kernels.norm(rank) - kernels.less_of_inputs * rank for rank in ranks)
-        # A view, which keeps the rotated part of keys, too; torch's norms in 16 bits copy it.
+        # The latent is a view of the projection, which keeps the rotated keys alive; torch's norms
+        # in 16 bits copy it.
         norms += kernels.itemsize * self.latent.rotary_dim
         return super().saved(kernels) | {"latents": Saved(norms * kernels.token_share)}
 
     @property
     def gathered(self) -> tuple[int, int]:
-        """Latents, and the rotated part of keys."""
+        """Latents (hidden states where queries have none), and the rotated part of keys."""
         queries = self.latent.query_rank or self.shape.hidden_size
         return queries + self.latent.rank, self.latent.rotary_dim
 
     def engine_flops(self, tokens: int, prompt_tokens: float, pairs: float) -> float:
-        """Engines generate without projecting latents up: queries are multiplied with latents
-        instead, and so are their weighted sums (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
-        These are as many operations per generated token as one of the projection's, and a query is
-        as long as a latent with its rotated part."""
+        """Decode with absorbed projections (arXiv 2405.04434, section 2.1.2): per pair and head, a
+        score over latent and rotated part, and a weighted sum of latents.
+
+        Absorbing costs as much per generated token as the up-projection that `weights` counts.
+        """
         sizes = 2 * self.latent.rank + self.latent.rotary_dim
         return 2.0 * self.shape.num_attention_heads * sizes * pairs
 
     def cached_bytes(self, tensor: int, itemsize: int) -> int:
-        """The latent and the rotated part of keys, which have no heads: every worker has both."""
+        """Latents and rotated keys have no heads to split: every worker caches both."""
         return (self.latent.rank + self.latent.rotary_dim) * itemsize
 
 
 @dataclass(frozen=True)
 class SparseAttention(LatentAttention):
-    """Queries meet the tokens that an indexer chose, in blocks that are computed again as they are.
+    """Attention to the tokens that an indexer chose, in blocks that the backward computes again.
 
-    All pairs are computed and most masked: it saves no operations here.
+    All pairs are computed and most are masked, so no operations are saved here.
     """
 
     @property
@@ -191,27 +195,28 @@ class SparseAttention(LatentAttention):
         return super().saved(kernels) | {"core_attn": Saved(core, entry=core)}
 
     def cached_bytes(self, tensor: int, itemsize: int) -> int:
-        """And the key of the indexer in 8 bits, with a float32 scale for 128 elements; latents in 8
-        bits then have such scales, too, and the rotated part 16 bits (kernels of Blackwell have 8,
-        without them)."""
+        """Add the indexer's key: 8 bits, and a float32 scale for 128 elements.
+
+        Latents in 8 bits have the same scales, and rotated keys then 16 bits (Blackwell's kernels:
+        8, without scales).
+        """
         key = self.indexer.head_dim + self.indexer.head_dim // 128 * 4
         if itemsize == 1:
             key += self.latent.rank // 128 * 4 + self.latent.rotary_dim
         return super().cached_bytes(tensor, itemsize) + key
 
     def working_bytes(self, cfg: Config, device: str, *, backward: bool) -> int:
-        """Nothing if no sequence is longer than `topk`, as attention is then whole."""
+        """0 if no sequence is longer than `topk`: attention is dense then."""
         if longest_sequence(cfg, self.shape) <= self.indexer.topk:
             return 0
         return max(self.choosing_bytes(cfg), self.attending_bytes(cfg, device, backward=backward))
 
     def choosing_bytes(self, cfg: Config) -> int:
-        """Bytes of the indexer, which chooses the tokens in float32.
+        """Peak bytes of the indexer, in float32: while it projects, or while it scores.
 
-        First its queries: as they were projected and rotated, with what of them is rotated and
-        twice more. Then the rotated ones, the keys of all context ranks, and for a block of queries
-        the scores of every head with each key; of the sums over heads three copies, two of them of
-        the block before, and twelve bytes for their order.
+        Projecting: queries before and after RoPE, and two or three copies of their rotated part.
+        Scoring: rotated queries, the keys of all context ranks and, for a block of queries and each
+        key, the scores of all heads and 20 bytes for their sums and order.
         """
         indexer, num_tokens = self.indexer, cfg.train.max_tokens_per_microbatch
         heads, width = indexer.num_heads, indexer.head_dim
@@ -225,16 +230,16 @@ class SparseAttention(LatentAttention):
         return round(max(projecting, rotated + 4 * width * num_tokens + block))
 
     def attending_bytes(self, cfg: Config, device: str, *, backward: bool) -> int:
-        """Bytes of attention to the chosen tokens, by kernels that hold no scores of pairs.
+        """Peak bytes of attention to the chosen tokens, by kernels that hold no scores of pairs.
 
-        In a forward outputs of blocks, which are then joined. A backward has float32 sums of the
-        gradients of keys and values; and those of a block's keys and values, or in the end copies
-        of the sums in their dtype. Gradients of queries are joined, too.
+        Forward: outputs of blocks until they are joined. Backward: float32 sums of the gradients of
+        keys and values, gradients of queries until they are joined, and the larger of one block's
+        gradients or the final copies of the sums in the model's dtype.
         """
         heads, num_tokens = self.heads, cfg.train.max_tokens_per_microbatch
         itemsize = ITEMSIZE[cfg.model.dtype] if device == "cuda" else 4
         own, num_keys = num_tokens / cfg.dims.context, self.num_keys(cfg, BLOCK)
-        # A mask, and that in the dtype of scores.
+        # A mask of bytes, the same mask in the dtype of scores, and 8 bytes for each chosen token.
         block = BLOCK * (num_keys * (1 + itemsize) + 8 * self.indexer.topk)
         if not backward:
             return round(own * itemsize * heads.output / cfg.dims.tensor + block)
@@ -245,9 +250,11 @@ class SparseAttention(LatentAttention):
         return round(4 * num_tokens * width + queries + max(of_block, copies + queries))
 
     def num_keys(self, cfg: Config, block: int) -> int:
-        """The most that a block of queries sees: all of one sequence, and what of the next ones is
-        before its last query. That may be in a context rank's first slice, before which are up to
-        (C - 1) / 2C of its sequence."""
+        """Most keys that a block of queries sees: one whole sequence, and the next one up to the
+        block's last query.
+
+        A context rank's first slice of a sequence starts behind up to (C - 1) / 2C of it.
+        """
         context, longest = cfg.dims.context, longest_sequence(cfg, self.shape)
         before = longest * (context - 1) // (2 * context)
         return min(longest + before + block * context, cfg.train.max_tokens_per_microbatch)

@@ -1,7 +1,7 @@
-"""A module of a layer, asked for its bytes, operations and traffic; and how a rank computes it.
+"""`Block`: bytes, operations and traffic of a layer's module. `Kernels`: how a rank computes it.
 
-Kinds of modules are in `attention.py`, `linear_attention.py` and `mlp.py`; `layer_kinds.py` knows
-which a layer has.
+Subclasses are in `attention.py`, `linear_attention.py` and `mlp.py`; `layer_kinds.py` chooses the
+blocks of a layer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,8 +45,7 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """How a rank computes layers: by Transformer Engine's kernels, whose documentation and source
-    say what they keep for the backward."""
+    """Bytes that Transformer Engine's kernels keep for the backward, by its source."""
 
     dims: ParallelDims
     token_share: float
@@ -73,15 +72,15 @@ class Kernels:
     def attention(self, heads: Heads) -> float:
         """Queries, keys, values, output and a float32 per row and head, over all tensor ranks.
 
-        Keys of other context ranks are passed around a ring.
+        Keys of other context ranks travel around a ring and are not kept.
         """
         return self.itemsize * heads.elements + 4 * heads.num_heads
 
     def activation(self, has_gates: bool) -> float:
-        """Bytes of an MLP per intermediate element: with gates both halves, and their product.
+        """Bytes of an MLP per intermediate element.
 
-        Without fusion, also the activated half and another copy of the other half. Without gates
-        what is above 0, and its square.
+        With gates: both halves and their product; without fusion also the activated half and a copy
+        of the other. Without gates (squared ReLU): the part above 0, and its square.
         """
         if not has_gates:
             return self.itemsize + self.precision.input_itemsize
@@ -89,13 +88,13 @@ class Kernels:
 
     @property
     def less_of_inputs(self) -> float:
-        """Bytes that a linear layer keeps less of an element of its input than in `itemsize`."""
+        """Bytes per element of its input that a linear layer saves; 0 without FP8."""
         return self.itemsize - self.precision.input_itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchKernels(Kernels):
-    """Torch's kernels, of CPUs, float32 and `transformer_impl: local`, by measurement."""
+    """Measured bytes of torch's kernels: for CPUs, float32 and `transformer_impl: local`."""
 
     fuses_norms = False
 
@@ -104,7 +103,7 @@ class TorchKernels(Kernels):
         return 4
 
     def norm(self, width: float) -> float:
-        """The input and the normalized input in float32."""
+        """The input, the normalized input in float32, and a float32 for each row."""
         return (8 + self.itemsize) * width + 4
 
     def attention(self, heads: Heads) -> float:
@@ -116,8 +115,8 @@ class TorchKernels(Kernels):
         if heads.are_fused and self.itemsize == 4 and context == 1:
             extra = heads.query + heads.key  # a view keeps all of the projection
         elif heads.value < heads.key and context > 1:
-            # Each of a rank's two chunks of a sequence has padded values of its own; together they
-            # attend to all of the sequence and to one chunk again: half a rank's tokens.
+            # A rank's chunks r and 2C-1-r each pad the values up to themselves: 2C + 1 of the 2C
+            # chunks together, so half a rank's tokens twice.
             extra = heads.key / 2
         inner = 4 * (2 * heads.query + 2 * heads.key * context + extra)
         return inner + 4 * heads.num_heads + self.itemsize * heads.output
@@ -142,7 +141,7 @@ class Saved(NamedTuple):
 
     num_bytes: float
     entry: float = 0.0
-    """Its inputs and output, which are kept also if it is recomputed."""
+    """Inputs and output, which stay when the part is recomputed."""
 
 
 class Weights(NamedTuple):
@@ -151,12 +150,12 @@ class Weights(NamedTuple):
     part: str
     size: float
     is_linear: bool = True
-    """Whether a linear layer multiplies by them, in its `Precision`."""
+    """Whether a linear layer multiplies by them: in FP8 with `model.megatron.fp8`."""
 
 
 PASSES, FROZEN_PASSES = 3, 2
-"""Forwards that a forward and a backward cost. A backward costs two (Kaplan et al., arXiv
-2001.08361): for the gradients of inputs, and those of weights, which frozen ones have not."""
+"""Cost of a forward with its backward, in forwards. The backward costs one for the gradients of
+inputs and one for those of trained weights (Kaplan et al., arXiv 2001.08361)."""
 
 
 class Flops(NamedTuple):
@@ -172,25 +171,23 @@ class Flops(NamedTuple):
 class Block:
     """A module of a layer with its norms: what it computes, keeps and sends for each token.
 
-    Parts have Megatron-Core's names for `recompute_modules`, if it has one for them. Figures are of
-    one layer.
+    Parts are named as in Megatron-Core's `recompute_modules`, if it has them. Figures are of one
+    layer.
     """
 
     shape: ModelShape
 
     has_own_norm: ClassVar[bool] = False
-    """Whether no linear layer can fuse the norm before it: Megatron can recompute its output."""
+    """Whether the norm before the module is never fused: Megatron can recompute its output."""
     attainable: ClassVar[float] = 0.5
-    """Fraction of the peak rate, for layers alone; Megatron-LM reaches 0.41 to 0.48 including all
-    waits.
+    """Fraction of the peak rate that layers reach; Megatron-LM reports 0.41 to 0.48 with all waits.
 
-    In FP8 the same of each operation's own peak. For Llama-3-70B on 64 H100 (TP4 PP8 VP5, 8,192
-    tokens, scales of tensors) that is 12.2 s for 128 sequences; Megatron-Bridge reports 9.8 to
-    10.2. Scales of blocks take more time, and for them, or for experts, no such figure has been
-    found.
+    The same fraction of the FP8 peak gives 12.2 s for Llama-3-70B on 64 H100 (TP4 PP8 VP5, 128
+    sequences of 8,192 tokens, scales of tensors), and Megatron-Bridge reports 9.8 to 10.2. Scales
+    of blocks are slower; no published figure was found for them, or for experts in FP8.
     """
     repeats: ClassVar[Mapping[str, str]]
-    """Purposes for which ranks exchange, and the part whose recomputation repeats that."""
+    """Exchanges, with the part whose recomputation repeats each: {"tensor": "mlp"}."""
 
     def weights(self) -> Iterator[Weights]:
         """Weights that a token is multiplied with, without those of norms."""
@@ -200,11 +197,10 @@ class Block:
         """Operations without weights."""
         yield from ()
 
-    def flops(self, work: Computed, of_linear: float = 1.0) -> Iterator[Flops]:
-        """Operations: two for each weight and token, those of linear layers times `of_linear`; and
-        others."""
+    def flops(self, work: Computed, linear_time: float = 1.0) -> Iterator[Flops]:
+        """Two operations per weight and token, in linear layers times `linear_time`; and others."""
         for part, size, is_linear in self.weights():
-            yield Flops(part, 2.0 * size * work.tokens * (of_linear if is_linear else 1.0))
+            yield Flops(part, 2.0 * size * work.tokens * (linear_time if is_linear else 1.0))
         yield from self.other_flops(work)
 
     def saved(self, kernels: Kernels) -> dict[str, Saved]:
@@ -214,7 +210,7 @@ class Block:
         output = 0.0
         if self.has_own_norm or not kernels.fuses_norms:
             output = kernels.itemsize * width
-        else:  # kept by the linear layer that it is a part of
+        else:  # the fused linear layer keeps the norm's output, as its own input
             norms -= kernels.less_of_inputs * width
         return {"layernorm": Saved(output * share), "norms": Saved((norms - output) * share)}
 
@@ -223,13 +219,13 @@ class Block:
         return {}
 
     def working_bytes(self, cfg: Config, device: str, *, backward: bool) -> int:
-        """Peak bytes on a rank beside what is kept, in a forward or with the backward after it;
-        `device` is `cpu` or `cuda`."""
+        """Peak bytes on a rank besides `saved`: of a forward, or of a forward with its backward.
+        `device`: `cpu` or `cuda`."""
         return 0
 
     @property
     def gathered(self) -> tuple[int, int]:
-        """Elements that tensor ranks gather for split matrices, and for anything else."""
+        """(elements that tensor ranks gather for split matrices, and for other uses), per token."""
         return self.shape.hidden_size, 0
 
     def tensor_elements(self, forwards: float) -> float:
@@ -243,25 +239,24 @@ class Block:
         return (forwards + 1) * (inputs + others + self.shape.hidden_size) + inputs
 
     def context_elements(self, forwards: float, others: float, *, is_ring: bool) -> float:
-        """Elements that context ranks exchange in forwards and a backward, over tensor ranks.
+        """Elements that context ranks exchange in forwards and a backward, over all tensor ranks.
 
-        `others`: tokens of other ranks for each of a rank's own; `is_ring`: whether ranks pass keys
-        and values around, and not tokens for heads.
+        `others`: tokens received per own token. `is_ring`: keys and values travel around a ring;
+        else ranks exchange tokens for heads (all-to-all).
         """
         raise NotImplementedError
 
     def engine_flops(self, tokens: int, prompt_tokens: float, pairs: float) -> float:
-        """Operations of an engine without weights: for tokens that it generates, those of prompts,
-        and the pairs of tokens that attend."""
+        """Operations of an engine without weights, for generated tokens, tokens of prompts, and
+        attending pairs."""
         return 0.0
 
     def cached_bytes(self, tensor: int, itemsize: int) -> int:
-        """Bytes of a token in the cache of each of an engine's `tensor` workers."""
+        """Bytes of a token in the cache of each of `tensor` workers."""
         return 0
 
     def sequence_bytes(self, itemsize: int, num_drafted: int) -> int:
-        """Bytes of a sequence that an engine keeps, over its workers, whatever its length is; it
-        drafts so many tokens."""
+        """Bytes of a sequence in an engine that do not depend on its length, over all workers."""
         return 0
 
     def _norm_without_input(self, kernels: Kernels) -> float:

@@ -87,10 +87,8 @@ ITEMSIZE = {"float8_e4m3fn": 1, "int8": 1, "bfloat16": 2, "float32": 4}
 def worker_itemsizes(
     cfg: Config, shape: ModelShape, model: QuantizedModel | None
 ) -> dict[str, int]:
-    """Bytes per element of each weight of the workers of an engine that has `model`, by its name.
-
-    Scales of quantised ones, a thousandth of their bytes, have no entry: plans do not count them.
-    """
+    """Bytes per element of an engine worker's weights, by name; `model`: its quantised matrices."""
+    # Names of the unquantised engine: scales, a thousandth of the bytes, are not planned.
     dtypes = worker_dtypes(shape, cfg.rollout, cfg.model.dtype, model)
     names = worker_dtypes(shape, cfg.rollout, cfg.model.dtype)
     return {name: ITEMSIZE[dtypes[name]] for name in names}

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -16,10 +16,11 @@ from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.planning.advice import flash_lines, less, too_large
 from megatron_grpo.planning.card import card_named
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
-from megatron_grpo.planning.host import choice_lines, host_lines
+from megatron_grpo.planning.host import choice_lines, host_blocks
 from megatron_grpo.planning.job_plan import JobPlan, min_gpus, not_counted, plan_job
 from megatron_grpo.planning.memory import StageMemory, file_bytes
 from megatron_grpo.planning.rollout_time import RolloutTime, mode_of
+from megatron_grpo.planning.rows import count, facts, table
 from megatron_grpo.planning.simulation import MODES, Forecast, Loop, simulate
 from megatron_grpo.planning.state import part_bytes
 from megatron_grpo.planning.step_time import ATTAINABLE_OF_LINK, LinkUse
@@ -34,10 +35,7 @@ from megatron_grpo.planning.workload import (
 SHOWN_STAGES = 4
 SHOWN_SUGGESTIONS = 8
 STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer", "reference")
-NOT_COUNTED = "microbatches, operations, times and traffic are those of a run without"
-COMPARE = (
-    "compare with any other setting: --with KEY=VALUE, such as --with grpo.shared_prompts=true"
-)
+COMPARE = "hint: compare with any other setting: --with grpo.shared_prompts=true"
 
 
 def print_plan(
@@ -62,8 +60,8 @@ def print_comparison(
     lengths_file: Path | None,
     as_json: bool,
 ) -> None:
-    """Print the plan of `cfg`, the file `config` with overrides, beside that with further ones;
-    ValueError, naming these, if they are refused."""
+    """Print two columns: the plan of `cfg` (file `config` with `overrides`), and with `changes`.
+    ValueError, naming the changes, if they are refused."""
     plan = plan_job(_job(cfg, gpu, num_gpus, lengths_file))
     try:
         other = load_config(config, [*overrides, *changes])
@@ -79,7 +77,7 @@ def print_comparison(
     for label, *cells in zip(columns[0], *(each.values() for each in columns), strict=True):
         if {*cells} != {"-"}:
             rows.append([label, *cells, "*" if len({*cells}) > 1 else ""])
-    print(f"{config} on {gpu}, and with {shlex.join(changes)}; memory in GB, * differs\n")
+    print(f"{config} on {gpu}\nwith {shlex.join(changes)}\n\nmemory in GB; * differs")
     print("\n".join(table(rows, left=(0, 3))))
 
 
@@ -96,7 +94,7 @@ def print_suggestions(
     elif suggestions:
         print(suggestion_table(suggestions, num_gpus, gpu))
         if forecast := simulated(suggestions[0], job):
-            print(f"\n{_forecast_line(suggestions[0].cfg, forecast)}")
+            print("", *_forecast_lines(suggestions[0].cfg, forecast), sep="\n")
     if not suggestions:
         raise ValueError(f"no layout fits on {num_gpus} {gpu}: {less(job)}")
 
@@ -112,18 +110,6 @@ def _job(cfg: Config, gpu: str, num_gpus: int | None, lengths: Path | None) -> J
     return Job(cfg, shape, card, found, num_gpus or 0)
 
 
-def table(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
-    """Lines of equally wide cells, those of columns `left` at their left; headers come first."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = ["<" if number in left else ">" for number in range(len(widths))]
-    return [
-        "  ".join(
-            f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def _gb(num_bytes: float | None, digits: int = 2) -> str:
     return "-" if num_bytes is None else f"{num_bytes / 1e9:.{digits}f}"
 
@@ -133,7 +119,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _parts(cfg: Config, stage: StageMemory) -> dict[str, str]:
-    """GB of a GPU of the stage in its worst phase; those of state are exact."""
+    """GB of each part on a GPU of the stage, in its worst phase."""
     away = parts_away(cfg.train.offload, stage.worst)
     state = {part: 0 if part in away else part_bytes(stage.state, [part]) for part in STATE}
     others = stage.buffers, stage.engine, stage.phases[stage.worst]
@@ -143,7 +129,7 @@ def _parts(cfg: Config, stage: StageMemory) -> dict[str, str]:
 
 
 def _figures(cfg: Config, plan: JobPlan) -> dict[str, str]:
-    """Figures by which two plans are compared; "-" where a plan has none of a kind."""
+    """Figures by which two plans are compared; "-" where a plan has none."""
     stage, work, time = plan.fullest, plan.work, plan.time
     engine, push, rollout, loop = plan.engine, plan.push, plan.rollout, plan.loop
     steps = BatchSchedule.of(cfg.grpo).updates_per_generation
@@ -151,43 +137,45 @@ def _figures(cfg: Config, plan: JobPlan) -> dict[str, str]:
     return {
         "fits": "yes" if plan.fits else "no",
         "GPUs": f"{plan.num_gpus:,}",
-        "memory that a GPU may use": _gb(plan.memory_limit),
+        "limit of a GPU's memory": _gb(plan.memory_limit),
         "fullest stage": str(stage.stage),
         **{f"  {part}": size for part, size in _parts(cfg, stage).items()},
         **{f"  sum in phase {phase}": _gb(totals.get(phase)) for phase in get_args(Phase)},
-        "memory of a node's host": _gb(plan.host.total if plan.host else None),
-        "microbatches of a model copy": f"{work.microbatches:,}",
-        "tokens of a step": f"{work.computed.tokens:,}",
-        "tokens of padding": f"{work.padding:,}",
-        "a step, at least": _seconds(time.compute_seconds),
-        "a step, estimated": _seconds(time.estimate),
-        "  traffic that is not hidden": _seconds(time.waits),
-        "a push, at least": _seconds(push.seconds if push else None),
-        "a generation, at least": _seconds(rollout.seconds if rollout else None),
-        "a step beside engines, simulated": _seconds(
+        "host memory per node": _gb(plan.host.total if plan.host else None),
+        "microbatches per model copy": f"{work.microbatches:,}",
+        "tokens per step": f"{work.computed.tokens:,}",
+        "padding per step": f"{work.padding:,}",
+        "step, least time": _seconds(time.compute_seconds),
+        "step, estimate": _seconds(time.estimate),
+        "  exposed traffic": _seconds(time.waits),
+        "push, least time": _seconds(push.seconds if push else None),
+        "generation, least time": _seconds(rollout.seconds if rollout else None),
+        "step with engines, simulated": _seconds(
             simulate(loop, mode_of(cfg)).seconds / steps if loop else None
         ),
-        "weights of an engine, per GPU": _gb(engine.weights if engine else None),
-        "cache of an engine, per GPU": _gb(engine.cache if engine else None),
-        "tokens that an engine caches": f"{engine.cached_tokens:,}" if engine else "-",
+        "engine weights per GPU": _gb(engine.weights if engine else None),
+        "engine cache per GPU": _gb(engine.cache if engine else None),
+        "cached tokens per engine": f"{engine.cached_tokens:,}" if engine else "-",
     }
 
 
 def job_table(job: Job, gpu: str, plan: JobPlan) -> str:
-    """The memory of every kind of stage, the work of a step, and the traffic over each link."""
-    cfg, shape = job.cfg, job.shape
-    title = (
-        f"{shape.family} in {cfg.model.dtype} on {plan.num_gpus} {gpu}: trainer {cfg.dims}; "
-        f"{_engines(cfg, plan)}"
-    )
+    """Blocks for memory, a step, engines, a generation, traffic and asynchrony."""
+    cfg, shape, engine, rollout = job.cfg, job.shape, plan.engine, plan.rollout
     blocks = [
-        [title, *flash_lines(job, gpu)],
-        _memory_lines(cfg, plan),
         [
-            *host_lines(cfg, plan.host, plan.fullest, job.card),
-            *choice_lines(cfg, shape, plan.work.lengths, plan.engine),
+            f"{shape.family} in {cfg.model.dtype} on {plan.num_gpus} {gpu}",
+            f"trainer: {cfg.dims}",
+            f"engines: {_engines(cfg, plan)}",
+            *flash_lines(job, gpu),
         ],
-        _work_lines(cfg, plan),
+        _memory_lines(cfg, plan),
+        *host_blocks(cfg, plan.host, plan.fullest, job.card),
+        choice_lines(cfg, shape, plan.work.lengths, engine),
+        _step_lines(plan),
+        facts("engine", _engine_rows(engine)) if engine else [],
+        *map(_reward_model_lines, served_here(cfg.rewards.values())),
+        _generation_lines(cfg, rollout) if rollout else [],
         _link_lines(cfg, plan),
         _asynchrony_lines(cfg, plan.loop) if plan.loop else [],
         [COMPARE],
@@ -197,85 +185,90 @@ def job_table(job: Job, gpu: str, plan: JobPlan) -> str:
 
 def _engines(cfg: Config, plan: JobPlan) -> str:
     if not cfg.num_engines:
-        return "no engines, for train.replay"
-    where = "on the same GPUs" if plan.is_shared else "on GPUs of their own"
-    size = _count(cfg.rollout.gpus_per_engine, "GPU")
-    return f"{_count(cfg.num_engines, 'engine')} of {size}, {where}"
+        return "none (train.replay)"
+    where = "shared with the trainer" if plan.is_shared else "on their own GPUs"
+    return f"{cfg.num_engines} x {count(cfg.rollout.gpus_per_engine, 'GPU')}, {where}"
 
 
 def _memory_lines(cfg: Config, plan: JobPlan) -> list[str]:
     """Rows for the first stages, the last, and the fullest."""
+    # Middle stages mostly repeat each other.
     shown = [*plan.stages[:SHOWN_STAGES], plan.fullest, plan.stages[-1]]
     stages = [plan.stages[number] for number in sorted({stage.stage for stage in shown})]
-    rows = [["stage", *_parts(cfg, plan.fullest), "most in phase", "sum"]]
+    rows = [["stage", *_parts(cfg, plan.fullest), "at worst in", "sum"]]
     for stage in stages:
         sizes = _parts(cfg, stage).values()
         rows.append([str(stage.stage), *sizes, stage.worst, _gb(stage.total, 1)])
     free = plan.memory_limit - plan.fullest.total
-    verdict = f"{_gb(abs(free), 1)} GB {'free' if free >= 0 else 'too much'}"
     left_out = len(plan.stages) - len(stages)
-    others = f"; not shown, and no fuller: {_count(left_out, 'stage')}" if left_out else ""
-    limit = _gb(plan.memory_limit, 1)
     return [
+        "GB of a GPU",
         *table(rows, left=(len(rows[0]) - 2,)),
-        f"all in GB; a GPU may use {limit}: {verdict}{others}",
+        f"{_gb(plan.memory_limit, 1)} GB limit, {_gb(abs(free), 1)} GB "
+        f"{'free' if free >= 0 else 'too much'}",
+        *([f"{count(left_out, 'stage')} not shown, none fuller"] if left_out else []),
     ]
 
 
-def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
-    work, time, engine = plan.work, plan.time, plan.engine
-    lines = [
-        f"an optimizer step: {_count(len(work.lengths), 'sequence')}, {work.computed.tokens:,} "
-        f"tokens in {_count(work.microbatches, 'microbatch')} per model copy, "
-        f"{work.computed.tokens / work.room:.1%} full, "
-        f"{work.padding:,} tokens of padding",
-        *(f"{key}: {NOT_COUNTED}" for key in plan.not_counted),
-        f"{time.flops:.3g} operations: at least {time.compute_seconds:.1f} s at the cards' peak; "
-        f"estimate {time.estimate:.1f} s, at {time.attainable:g} of the peak and "
-        f"{ATTAINABLE_OF_LINK:g} of the links' rates, with a pipeline bubble of {time.bubble:.3f} "
-        f"and {time.waits:.1f} s of traffic that computation does not hide",
+def _step_lines(plan: JobPlan) -> list[str]:
+    work, time = plan.work, plan.time
+    rows = [
+        (f"{len(work.lengths):,}", "sequences"),
+        (f"{work.computed.tokens:,}", "tokens"),
+        (f"{work.padding:,}", "tokens of padding"),
+        (f"{work.microbatches:,}", "microbatches per model copy"),
+        (f"{work.computed.tokens / work.room:.1%}", "of them filled with tokens"),
+        (f"{time.flops:.3g}", "operations"),
+        (f"{time.compute_seconds:.1f} s", "least time, at the GPUs' peak"),
+        (
+            f"{time.estimate:.1f} s",
+            f"estimate, at {time.attainable:g} of the peak and {ATTAINABLE_OF_LINK:g} of the links",
+        ),
+        (f"{time.waits:.1f} s", "of it exposed traffic"),
+        (f"{time.bubble:.3f}", "pipeline bubble, relative to computation"),
     ]
-    if engine:
-        lines.append(
-            f"an engine has {engine.weights / 1e9:.2f} GB of weights and "
-            f"{engine.cache / 1e9:.1f} GB for keys and values on each GPU: "
-            f"{engine.cached_tokens:,} tokens at once{_memory_words(engine)}"
-        )
-    if plan.rollout:
-        lines.append(_rollout_line(cfg, plan.rollout))
-    return lines + [_reward_model_line(model) for model in served_here(cfg.rewards.values())]
+    return [*facts("optimizer step", rows), *_not_counted(plan.not_counted)]
 
 
-def _memory_words(engine: EngineBytes) -> str:
-    if not engine.sequence_bytes:
-        return ""
-    tokens = engine.sequence_bytes / engine.token_bytes
-    return f", of which linear attention's memory of a sequence takes the place of {tokens:,.0f}"
+def _not_counted(keys: Iterable[str]) -> list[str]:
+    return [f"not counted: {key}" for key in keys]
 
 
-def _reward_model_line(model: RewardFunction) -> str:
-    whose = "that it shares" if model.shares_gpus else "of its own"
-    return (
-        f"the reward model {model.arguments['path']} has {file_bytes(model) / 1e9:.2f} GB of "
-        f"weights in its files, for {_count(model.num_gpus, 'GPU')} {whose} on the node of rank 0"
+def _engine_rows(engine: EngineBytes) -> Iterator[tuple[str, str]]:
+    yield f"{_gb(engine.weights)} GB", "weights per GPU"
+    yield f"{_gb(engine.cache, 1)} GB", "cache per GPU"
+    yield f"{engine.cached_tokens:,}", "tokens in the cache"
+    if engine.sequence_bytes:
+        tokens = engine.sequence_bytes / engine.token_bytes
+        yield f"{tokens:,.0f}", "tokens fewer per running sequence, for linear attention"
+
+
+def _reward_model_lines(model: RewardFunction) -> list[str]:
+    owner = "shared with ranks" if model.shares_gpus else "its own"
+    return facts(
+        f"reward model {model.arguments['path']}",
+        [
+            (f"{file_bytes(model) / 1e9:.2f} GB", "weights in its files"),
+            (f"{model.num_gpus}", f"GPUs of rank 0's node, {owner}"),
+        ],
     )
 
 
-def _rollout_line(cfg: Config, time: RolloutTime) -> str:
+def _generation_lines(cfg: Config, time: RolloutTime) -> list[str]:
     bound = (
-        f"an engine reads its weights {time.passes:,} times, and the keys and values, from memory"
+        f"least time: {time.passes:,} passes over weights, keys and values"
         if time.memory_seconds > time.compute_seconds
-        else "computing it takes, at the cards' peak"
+        else "least time, at the GPUs' peak"
     )
+    rows = [
+        (f"{time.completions:,}", "completions"),
+        (f"{time.tokens:,}", "tokens"),
+        (f"{time.seconds:.1f} s", bound),
+    ]
     if time.network_seconds:
-        bound += f", and its nodes exchange hidden states for {time.network_seconds:.1f} s"
+        rows.append((f"{time.network_seconds:.1f} s", "of it traffic between an engine's nodes"))
     steps = BatchSchedule.of(cfg.grpo).updates_per_generation
-    return (
-        f"a generation, for {_count(steps, 'step')}: "
-        f"{_count(time.completions, 'completion')}, {time.tokens:,} tokens, by "
-        f"{_count(cfg.rollout.num_engines, 'engine')}: at least {time.seconds:.1f} s, in which "
-        f"{bound}"
-    )
+    return facts(f"generation, for {count(steps, 'step')}", rows)
 
 
 def _link_lines(cfg: Config, plan: JobPlan) -> list[str]:
@@ -295,7 +288,7 @@ def _link_lines(cfg: Config, plan: JobPlan) -> list[str]:
 def _asynchrony_lines(cfg: Config, loop: Loop) -> list[str]:
     """Gain of each `rollout.max_staleness`; a star marks that of `cfg`."""
     own, updates = mode_of(cfg), BatchSchedule.of(cfg.grpo).updates_per_generation
-    head = ["step", "tokens/s", "engines", "trainer", "staleness", "largest"]
+    head = ["step", "tokens/s", "engines busy", "trainer busy", "staleness", "at worst"]
     rows = [["rollout.max_staleness", *head]]
     for mode in sorted({*MODES, own}, key=lambda mode: (mode.max_staleness, mode.in_flight)):
         forecast = simulate(loop, mode)
@@ -310,10 +303,7 @@ def _asynchrony_lines(cfg: Config, loop: Loop) -> list[str]:
                 str(forecast.staleness_max),
             ]
         )
-    note = (
-        "simulated; engines and trainer: busy; staleness of tokens, in generations; * this config"
-    )
-    return [*table(rows, left=(0,)), note]
+    return [*table(rows, left=(0,)), "simulated; staleness of tokens in generations; * this config"]
 
 
 def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str) -> str:
@@ -322,13 +312,12 @@ def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str)
     rows = [head, *map(_suggestion_row, suggestions[:SHOWN_SUGGESTIONS])]
     return "\n".join(
         [
-            f"layouts that fit on {num_gpus} {gpu}: {len(suggestions)}, the fastest by estimate "
-            "first:",
+            f"{count(len(suggestions), 'layout')} for {num_gpus} {gpu}, fastest by estimate first",
             "",
             *table(rows, left=(head.index("recompute"),)),
-            *(f"{key}: {NOT_COUNTED}" for key in not_counted(suggestions[0].cfg)),
+            *_not_counted(not_counted(suggestions[0].cfg)),
             "",
-            "to use the first, add these after the config's name:",
+            "hint: for the first, add these after the config's name:",
             " \\\n".join(f"  {shlex.quote(word)}" for word in suggestions[0].overrides),
         ]
     )
@@ -354,15 +343,13 @@ def _suggestion_row(each: Suggestion) -> list[str]:
     ]
 
 
-def _forecast_line(cfg: Config, forecast: Forecast) -> str:
+def _forecast_lines(cfg: Config, forecast: Forecast) -> list[str]:
     seconds = forecast.seconds / BatchSchedule.of(cfg.grpo).updates_per_generation
-    return (
-        f"simulated with the first and {_count(cfg.rollout.num_engines, 'engine')}: a step takes "
-        f"{seconds:.1f} s, in which engines are busy {forecast.engines_busy:.0%} of the time and "
-        f"the trainer {forecast.trainer_busy:.0%}"
+    return facts(
+        f"simulated, with the first layout and {count(cfg.rollout.num_engines, 'engine')}",
+        [
+            (f"{seconds:.1f} s", "step"),
+            (f"{forecast.engines_busy:.0%}", "engines busy"),
+            (f"{forecast.trainer_busy:.0%}", "trainer busy"),
+        ],
     )
-
-
-def _count(number: int, noun: str) -> str:
-    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{plural}"

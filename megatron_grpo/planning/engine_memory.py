@@ -42,17 +42,17 @@ class EngineBytes:
     """Memory that an engine takes on each of its GPUs."""
 
     weights: int
-    """With the buffers of adapters, a vision tower, and what engines make of latents' weights."""
+    """Weights, buffers of adapters, a vision tower, and copies of latents' up-projections."""
     pushed: int
     """Part of `weights` that a push fills."""
     cache: int
     """Bytes left for keys and values, including vLLM's activations."""
     token_bytes: int
-    """Bytes of what it caches of one token: keys and values, or their latents."""
+    """Cached bytes of one token: keys and values, or latents."""
     sequence_bytes: int
-    """Bytes of what linear attention remembers of one sequence, in the same cache."""
+    """Bytes of linear attention's state of one sequence, in the same cache."""
     cached_tokens: int
-    """Tokens that fit in the cache of the whole engine, if it remembers no sequences."""
+    """Tokens that fit in the cache of the whole engine, without states of linear attention."""
     outside: int
     """CUDA context and NCCL buffers, which vLLM allocates before it determines its share, and the
     buffers of the push, which its memory profiling does not see."""
@@ -67,8 +67,8 @@ class EngineBytes:
 def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes | None:
     """Memory of an engine of `cfg` on each GPU; None without an engine on GPUs.
 
-    Raises ValueError if its weights do not fit there, the card is not one for their dtype, or it
-    would not serve the run's adapters.
+    Raises ValueError if its weights do not fit, if the card lacks their dtype, or if the engine
+    cannot serve the run's adapters.
     """
     if not cfg.num_engines:
         return None
@@ -97,14 +97,14 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
 
 
 def push_buffers(cfg: Config) -> int:
-    """Upper bound of the buffers that a process keeps, from the first push on, to carry weights."""
+    """Upper bound of the push buffers that a process keeps from the first push on."""
     return cfg.rollout.update_weights_bucket_megabytes * 10**6 if cfg.num_engines else 0
 
 
 def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
     loaded = sum(each.num_layers * each.padded_bytes for each in worker_tensors(cfg, shape))
-    beside = _adapter_bytes(cfg, shape) + _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
-    return loaded + beside
+    copies = _adapter_bytes(cfg, shape) + _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
+    return loaded + copies
 
 
 def _absorbed_bytes(cfg: Config, shape: ModelShape) -> int:
@@ -123,7 +123,7 @@ def _adapter_bytes(cfg: Config, shape: ModelShape) -> int:
 
 
 def _adapter_sizes(cfg: Config, shape: ModelShape) -> list[int]:
-    """Bytes of each buffer of adapters of a worker."""
+    """Bytes of each adapter buffer of a worker."""
     if not cfg.lora.is_served:
         return []
     modules, dims = targets_of(cfg.lora, shape), engine_dims(cfg.rollout)
@@ -153,10 +153,9 @@ def _token_bytes(cfg: Config, shape: ModelShape) -> int:
 
 
 def _sequence_bytes(cfg: Config, shape: ModelShape) -> int:
-    """Bytes of a sequence on each worker, whatever its length is.
+    """Bytes of a sequence on each worker that do not depend on its length.
 
-    Left out: vLLM keeps it in pages of some thousand tokens' size, and for moments two of a
-    sequence.
+    Left out: vLLM's pages hold some thousand tokens, and a sequence briefly has two of them.
     """
     itemsize, num_drafted = ITEMSIZE[cfg.model.dtype], cfg.rollout.num_speculative_tokens
     num_bytes = sum(
@@ -185,14 +184,14 @@ def _cache_bytes(rollout: RolloutConfig, card: GpuSpec, weights: int, per_token:
     room = card.memory - weights
     if not per_token <= given <= room:
         raise ValueError(
-            f"{engine}, and rollout.vllm.kv_cache_memory_bytes is {given}, where a token takes "
+            f"{engine}, and rollout.vllm.kv_cache_memory_bytes is {given}; one token takes "
             f"{per_token}: use {per_token} to {room}, or a larger tensor_parallel_size"
         )
     return given
 
 
 def _describe_engine(rollout: RolloutConfig, card: GpuSpec, weights: int) -> str:
-    """Beginning of messages about an engine that is too large: its size, and that of its GPUs."""
+    """Start of a message about an engine that is too large: its weights and its GPUs' memory."""
     return (
         f"an engine of {rollout.engine_size_text} has {weights / 1e9:.1f} GB of weights on each "
         f"GPU of {card.memory / 1e9:.0f} GB"
@@ -200,7 +199,7 @@ def _describe_engine(rollout: RolloutConfig, card: GpuSpec, weights: int) -> str
 
 
 def _larger_engine(cfg: Config, shape: ModelShape, card: GpuSpec) -> str:
-    """Advice for an engine whose GPUs cannot hold its weights: the fewest that can."""
+    """Name the fewest GPUs that hold an engine's weights."""
     sizes = [
         size
         for size in engine_sizes(shape, engine_dims(cfg.rollout))
@@ -217,8 +216,8 @@ def _larger_engine(cfg: Config, shape: ModelShape, card: GpuSpec) -> str:
             nodes = f", {gpus // card.per_node} nodes of {card.per_node}"
             return f"set it to {size}{nodes if gpus > card.per_node else ''}"
     return (
-        f"no engine holds it, as at most {sizes[-1]} GPUs can split the model; take GPUs (--gpu) "
-        f"of more than {least / 1e9:.0f} GB"
+        f"no engine size is enough, as at most {sizes[-1]} GPUs can split the model: use GPUs "
+        f"(--gpu) of more than {least / 1e9:.0f} GB"
     )
 
 
@@ -229,9 +228,9 @@ def _cache_itemsize(cfg: Config) -> int:
 
 
 def engine_tower_bytes(cfg: Config) -> int:
-    """Bytes of its weights on each worker of an engine, which all have an equal part of it.
+    """Bytes of a frozen vision tower on each worker of an engine, split evenly.
 
-    Left out: biases, norms and the embeddings of patches, some megabytes, are whole on each.
+    Left out: biases, norms and patch embeddings, some megabytes, which every worker has whole.
     """
     if cfg.data.image_column is None or not cfg.model.freeze_vision:
         return 0
@@ -245,21 +244,21 @@ def tower_weights(folder: Path) -> int:
 
 
 class WorkerTensor(NamedTuple):
-    """One of the worker's, for all layers of a kind."""
+    """A tensor of an engine worker, once for all layers of a kind."""
 
     source: str
-    """A tensor of the weight files of which it has a part."""
+    """Tensor of the weight files that it is cut from."""
     padded_bytes: int
     num_bytes: int
     """Without padding."""
     num_layers: int
-    """How many have it; 1 outside of layers."""
+    """Number of layers with this tensor; 1 outside of layers."""
 
 
 def worker_tensors(cfg: Config, shape: ModelShape) -> Iterator[WorkerTensor]:
     """Tensors of a worker, without scales of quantised weights.
 
-    Raises ValueError if an engine cannot split the model, or not if its weights are quantised.
+    Raises ValueError if an engine cannot split the model, quantised or not.
     """
     whole = quantized_engine(cfg.rollout, shape, cfg.model.dtype)
     quantized = _by_layer(shape, whole)
@@ -284,7 +283,7 @@ def worker_tensors(cfg: Config, shape: ModelShape) -> Iterator[WorkerTensor]:
 
 
 def _by_layer(shape: ModelShape, model: QuantizedModel | None) -> dict[int, dict[str, Shape]]:
-    """The quantised weights of each layer, by their names in it."""
+    """Quantised weights of each layer, by name within the layer."""
     found: dict[int, dict[str, Shape]] = defaultdict(dict)
     before = len(layer_prefix(shape, 0)) - len("0.")
     for name, size in model.matrices.items() if model else ():
@@ -299,8 +298,9 @@ def _of_few(
     quantized: dict[int, dict[str, Shape]],
     layers: Sequence[Sequence[int]],
 ) -> QuantizedModel:
-    """A model with the first of some `layers` that are alike, and of their quantised weights."""
-    firsts = [*(alike[0] for alike in layers), sum(map(len, layers))]  # the last drafts
+    """Restrict `model` to the first layer of each kind in `layers`, numbered as in `few`."""
+    # Behind the model's layers stands the one for multi-token prediction, which drafts.
+    firsts = [*(alike[0] for alike in layers), sum(map(len, layers))]
     matrices = {
         layer_prefix(few, number) + own: size
         for number, layer in enumerate(firsts)

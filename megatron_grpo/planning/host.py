@@ -1,10 +1,10 @@
-"""Memory of hosts that is taken from GPUs, and the time of the bus.
+"""Host memory that relieves GPUs, and the time of its copies over the bus.
 
-Of ranks it is what `train.offload` says; of engines in sleep mode, and of reward models that share
-GPUs, the weights that no push brings.
+Ranks move state by `train.offload`, optimizer and activations by their own keys; sleeping engines
+and reward models move the weights that no push brings.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from checkpoint_convert import ModelShape
@@ -22,54 +22,56 @@ from megatron_grpo.planning.activations import offloaded_bytes
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes
 from megatron_grpo.planning.memory import RESERVE, StageMemory, shared_models
+from megatron_grpo.planning.rows import facts, table
 from megatron_grpo.planning.state import StateBytes, part_bytes
 from megatron_grpo.planning.step_time import push_link
 from megatron_grpo.planning.workload import Job, longest_sequence
 
+LIMIT_CHOICES = "hint: rollout.sglang.max_total_tokens=N limits the cached tokens of each GPU"
+
 
 @dataclass(frozen=True, kw_only=True)
 class HostUse:
-    """The memory of a node whose ranks hold the most, and their copies in each generation."""
+    """Memory of the node with the fullest ranks, and their copies in each generation.
+
+    Times are at the full rate of the bus.
+    """
 
     leaving: int
-    """Bytes that a rank copies to its host before a generation, without those of a reference that
-    stays as it is: they are copied once."""
+    """Bytes that a rank copies to its host before a generation. A reference that never changes is
+    copied only once, and not counted."""
     leaving_seconds: float
-    """Time of that at the full rate of the bus."""
+    """Time of `leaving`."""
     hidden_leaving_seconds: float
-    """Part of it in which the push reads the same weights."""
+    """Part of `leaving_seconds` during the push, which reads the same weights."""
     moved: int
     """Bytes that a rank copies back after a generation."""
     seconds: float
-    """Time of that at the full rate of the bus."""
+    """Time of `moved`."""
     hidden_seconds: float
-    """Part of it that log-probability passes hide, if they take longer."""
+    """Part of `seconds` that log-probability passes hide, if they take longer."""
     page_locked: int
-    """Bytes of a node for what is moved, from the start on."""
+    """Page-locked bytes of a node for `moved`, from the start on."""
     asleep: int
     """Bytes of a node for the weights of its engines, from their first sleep on."""
     asleep_seconds: float
-    """Time in which they leave before a step, and in which they are back after it, at the full rate
-    of the bus."""
+    """Time of an engine's weights each way: to the host before a step, back after it."""
     reward_models: int
-    """Bytes of rank 0's node for the weights of reward models that sleep: at most, as torch rounds
-    each allocation up to a power of two."""
+    """At most: bytes of rank 0's node for the weights of reward models that sleep."""
     scoring_seconds: float
-    """Time in which these wake before completions are scored, and in which they sleep after it, at
-    the full rate of the bus."""
+    """Time of a reward model's weights each way: to GPUs before scoring, back after it."""
     optimizer: int
     """Bytes of a node for the optimizer's state that stays there: `optimizer_cpu_offload`."""
     activations: int
-    """Bytes of a node for activations that wait for their backward: at most, as torch rounds each
-    allocation up to a power of two."""
+    """At most: bytes of a node for activations that wait for their backward."""
     saving: int
-    """Bytes of a node for copies of what a checkpoint holds, from the first save on: at most."""
+    """At most: bytes of a node for copies of a checkpoint's content, from the first save on."""
     limit: int
     """Bytes of a node's memory that a plan may use."""
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of a node by what takes them, with the key that it depends on."""
+        """Bytes of a node by purpose, which names the key behind it."""
         return {
             "train.offload": self.page_locked,
             "optimizer.optimizer_cpu_offload": self.optimizer,
@@ -116,7 +118,7 @@ def host_use(
         saved.append("reference")
     num_ranks = min(cfg.dims.world_size, card.per_node)
     workers = min(cfg.num_engines * cfg.rollout.gpus_per_engine, card.per_node)
-    # Then the GPU computes while the optimizer's state comes back.
+    # Log-probability passes need no optimizer: its way back hides behind them.
     passes = cfg.grpo.num_old_passes > 0 or cfg.grpo.beta > 0
     leaving = part_bytes(
         state, [part for part in copied if part != "reference" or cfg.grpo.sync_ref_model]
@@ -131,6 +133,7 @@ def host_use(
         page_locked=num_ranks * moved,
         asleep=workers * on_host,
         asleep_seconds=colocated.weights / card.host_rate if colocated and on_host else 0.0,
+        # Twice here and below: torch rounds page-locked allocations up to a power of two.
         reward_models=sum(2 * len(each.ranks) * each.weights for each in models),
         scoring_seconds=max((each.weights for each in models), default=0) / card.host_rate,
         optimizer=num_ranks * optimizer,
@@ -143,36 +146,43 @@ def host_use(
 def _hidden_by_push(
     cfg: Config, state: StateBytes, card: GpuSpec, colocated: EngineBytes | None
 ) -> float:
-    """Seconds in which weights leave beside the push that reads them."""
+    """Seconds of weights' way to the host that overlap with the push."""
     if colocated is None or "weights" not in parts_moved(cfg.offload):
         return 0.0
     push = push_link(colocated.pushed, card, in_node=cfg.dims.world_size <= card.per_node)
     return min(push.seconds, state.weights / card.host_rate)
 
 
-def host_lines(cfg: Config, host: HostUse | None, stage: StageMemory, card: GpuSpec) -> list[str]:
-    """Where the state of the fullest stage is in each phase, and what leaves takes of its host."""
-    rows = []
+def host_blocks(
+    cfg: Config, host: HostUse | None, stage: StageMemory, card: GpuSpec
+) -> Iterator[list[str]]:
+    """Places of the fullest stage's state in each phase, copies over the bus, and host memory."""
     if parts_moved(cfg.offload):
-        rows.append(f"train.offload {words(cfg.offload)}: stage {stage.stage} in each phase, in GB")
-        rows += [_phase_row(cfg, stage, phase) for phase in stage.phases]
+        title = f"train.offload {words(cfg.offload)}: GB of stage {stage.stage} in each phase"
+        yield [title, *(_phase_row(cfg, stage, phase) for phase in stage.phases)]
     if host is None:
-        return rows
-    if host.moved:
-        rows.append(
-            f"a rank copies {host.leaving / 1e9:.1f} GB to its host before a generation, in at "
-            f"least {host.leaving_seconds:.2f} s at {card.host_rate / 1e9:g} GB/s, of which the "
-            f"push hides {host.hidden_leaving_seconds:.2f} s, and {host.moved / 1e9:.1f} GB back "
-            f"after it, in at least {host.seconds:.2f} s, of which log-probability passes hide "
-            f"{host.hidden_seconds:.2f} s"
-        )
-    for is_there, what, seconds in (
-        (host.asleep, "engines in sleep mode, beside a generation", host.asleep_seconds),
-        (host.reward_models, "reward models that sleep, beside the scoring", host.scoring_seconds),
-    ):
-        if is_there:
-            rows.append(f"copies of weights of {what}: at least {seconds:.2f} s each way")
-    return [*rows, host.need]
+        return
+    copies = (
+        ("to the host", host.leaving_seconds, host.hidden_leaving_seconds, "the push", host.moved),
+        ("back", host.seconds, host.hidden_seconds, "log-probability passes", host.moved),
+        ("sleeping engines, each way", host.asleep_seconds, 0.0, "-", host.asleep),
+        ("reward models, each way", host.scoring_seconds, 0.0, "-", host.reward_models),
+    )
+    rows = [["copies per generation and GPU", "bytes", "least time", "hidden", "by"]]
+    rows += [
+        [purpose, _gb(seconds * card.host_rate), f"{seconds:.2f} s", f"{hidden:.2f} s", what]
+        for purpose, seconds, hidden, what, num_bytes in copies
+        if num_bytes
+    ]
+    if len(rows) > 1:
+        yield [*table(rows, left=(0, 4)), f"at the bus's {card.host_rate / 1e9:g} GB/s"]
+    sizes = [(_gb(size), what) for what, size in host.parts.items() if size]
+    sums = (_gb(host.total), "sum"), (_gb(host.limit), "limit")
+    yield facts("host memory of a node", [*sizes, *sums])
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB"
 
 
 def choice_lines(
@@ -188,20 +198,17 @@ def choice_lines(
     own = whole / (cfg.dims.data * cfg.dims.context * cfg.dims.pipeline)
     packed = whole / (cfg.dims.data * cfg.grpo.steps_per_generation)
     rows = [
-        f"rollout.indexer_replay: what indexers chose takes {whole / 1e9:,.1f} GB of rank 0's host "
-        f"for the {num_tokens:,} tokens of a generation, {packed / 1e9:,.1f} GB of each rank's "
-        f"host while it packs an optimizer batch, and {own / 1e9:.1f} GB of its GPU, which are not "
-        "counted"
+        (_gb(whole), f"rank 0's host, for {num_tokens:,} tokens of a generation"),
+        (_gb(packed), "each rank's host, while it packs an optimizer batch"),
+        (_gb(own), "each rank's GPU"),
     ]
     if engine:  # SGLang's, in int32
         limit = cfg.rollout.sglang.get("max_total_tokens", engine.cached_tokens)
         cached = min(engine.cached_tokens, limit * cfg.rollout.data_parallel_size)
-        rows.append(
-            f"SGLang keeps it in page-locked memory for the {cached:,} tokens of an engine's cache "
-            f"(rollout.sglang.max_total_tokens for each GPU): {cached * numbers * 4 / 1e9:,.1f} GB "
-            "on its host"
-        )
-    return rows
+        place = f"an engine's host, page-locked, for {cached:,} cached tokens"
+        rows.append((_gb(cached * numbers * 4), place))
+    lines = facts("rollout.indexer_replay, not counted above", rows)
+    return [*lines, *([LIMIT_CHOICES] if engine else [])]
 
 
 def _phase_row(cfg: Config, stage: StageMemory, phase: Phase) -> str:

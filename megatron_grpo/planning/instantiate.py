@@ -25,7 +25,7 @@ from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engine_weights.layouts import worker_layouts, worker_shards
 from megatron_grpo.engines.vllm.args import check_adapters
-from megatron_grpo.planning.command import table
+from megatron_grpo.planning.rows import facts, table
 from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.policy.lora import add_adapters
 from megatron_grpo.policy.lora_targets import check_lora, peft_tensors
@@ -59,11 +59,11 @@ class BuiltRank:
     sender: Sender
     """Shard layout of the rank, checked against the built modules."""
     adapters: Sender | None
-    """Likewise for its adapters; None if all weights are trained."""
+    """Shard layout of the adapters; None if all weights are trained."""
     weight_bytes: int
     """Adapters included."""
     frozen_bytes: int
-    """Part of them that is not trained, if adapters are."""
+    """Part of `weight_bytes` that is frozen, under adapters."""
     gradient_bytes: int
     optimizer_bytes: int
     faults: tuple[str, ...]
@@ -117,8 +117,8 @@ def gradient_bytes(policy: Policy) -> int:
 def optimizer_bytes(policy: Policy) -> int:
     """Bytes of this rank's share of master weights and moments.
 
-    Float32 weights are their own master weights, which therefore do not count; nor do bfloat16
-    weights as a part of theirs.
+    Not counted: float32 weights, which are their own master weights, and of split master weights
+    (`SplitFloats`) the half that is the bfloat16 weight.
     """
     return sum(
         values.rest.nbytes if isinstance(values, SplitFloats) else values.nbytes
@@ -132,8 +132,8 @@ def optimizer_bytes(policy: Policy) -> int:
 def compare(model: Model, saved: Layout, dtype: torch.dtype) -> Iterator[str]:
     """How the modules of a rank differ from its layout.
 
-    Compares names, shapes and dtypes; if they agree, also which elements of the model each
-    parameter holds, which Megatron-Core gives in the coordinates of a checkpoint (`saved`).
+    Compares names, shapes and dtypes; if they agree, also the place of each parameter in the model,
+    which Megatron-Core states in coordinates of a checkpoint (`saved`).
     """
     different = list(_differing_shapes(model, dtype))
     yield from different
@@ -186,7 +186,7 @@ Place = tuple[str, Shape, Shape, Shape]
 
 
 def _places(pieces: Iterable[ShardMapping]) -> dict[str, set[Place]]:
-    """For each local tensor, which of its boxes is which box of the model's tensors."""
+    """Places of each local tensor's boxes in the model."""
     places: dict[str, set[Place]] = {}
     for piece in pieces:
         # Stacked tensors of a checkpoint have leading dimensions that the parameter lacks.
@@ -230,7 +230,7 @@ def print_comparison(cfg: Config) -> bool:
 
 
 MANY_STEPS = 1_000_000_000
-"""More than any schedule's; how many only the data can tell, and modules do not depend on it."""
+"""Stands in for the number of steps, which depends on the data; modules do not depend on it."""
 
 
 def instantiate(cfg: Config) -> Instantiation:
@@ -322,8 +322,8 @@ def distinct_ranks(dims: ParallelDims) -> list[int]:
 def _model_line(shape: ModelShape, cfg: Config) -> str:
     size = sum(map(prod, hf_tensors(shape).values()))
     return (
-        f"{shape.family}, {size / 1e9:,.2f} B parameters in {cfg.model.dtype}, on "
-        f"{cfg.dims.world_size} ranks: {cfg.dims}"
+        f"{shape.family}, {size / 1e9:,.2f} B parameters in {cfg.model.dtype}\n"
+        f"trainer: {cfg.dims} = {cfg.dims.world_size} ranks"
     )
 
 
@@ -348,19 +348,20 @@ def _gigabytes(num_bytes: int) -> str:
 def _found(
     cfg: Config, ranks: Sequence[BuiltRank], workers: Sequence[Layout], num_boxes: int
 ) -> list[str]:
-    num_parameters = sum(len(built.sender.layout.shapes) for built in ranks)
-    adapters = [built.adapters.layout for built in ranks if built.adapters]
-    trained = (
-        f"adapters: {sum(len(layout.shapes) for layout in adapters):,} parameters are trained, and "
-        f"every element is owned once; {_gigabytes(max(built.frozen_bytes for built in ranks))} of "
-        "a rank are frozen"
-    )
-    pushed = "every element of the adapters" if cfg.lora.is_served else "every element"
-    return [
-        f"{len(ranks)} of {cfg.dims.world_size} ranks, one of each kind, were built: name, shape, "
-        f"type and place of their {num_parameters:,} parameters are as planned",
-        "loading: every element of the weight files is owned once, and every element of a rank is "
-        "filled once",
-        *([trained] if adapters else []),
-        f"push: {pushed} of an engine of {len(workers)} arrives once, in {num_boxes:,} boxes",
+    parameters = sum(len(built.sender.layout.shapes) for built in ranks)
+    trained = sum(len(built.adapters.layout.shapes) for built in ranks if built.adapters)
+    frozen = _gigabytes(max(built.frozen_bytes for built in ranks))
+    kind = "adapters" if cfg.lora.is_served else "weights"
+    rows = [
+        (f"{len(ranks):,}", f"of {cfg.dims.world_size:,} ranks built, one of each kind"),
+        (f"{parameters:,}", "parameters with the planned name, shape, type and place"),
     ]
+    if trained:
+        rows += [(f"{trained:,}", "trained adapters: every element owned once")]
+        rows += [(frozen, "frozen on a rank")]
+    rows += [
+        (f"{num_boxes:,}", f"boxes of a push: every element of {kind} arrives once"),
+        (f"{len(workers):,}", "workers of an engine"),
+    ]
+    loading = "loading: weight files' elements owned once, ranks' elements filled once"
+    return [*facts("as planned", rows), loading]

@@ -47,7 +47,7 @@ class JobPlan:
     work: Workload
     stages: Sequence[StageMemory]
     engine: EngineBytes | None
-    """None if rollouts do not come from vLLM, or are replayed."""
+    """None in a replay."""
     time: StepTime
     rollout: RolloutTime | None
     """Time of one generation; None without an `engine`, or if the length of prompts is unknown."""
@@ -58,7 +58,7 @@ class JobPlan:
     host: HostUse | None
     """None if neither ranks nor engines leave anything to their hosts."""
     loop: Loop | None
-    """None like `rollout`, and if trainer and engines use the same GPUs, where they take turns."""
+    """None without `rollout`, and on shared GPUs, where trainer and engines take turns."""
 
     @property
     def fullest(self) -> StageMemory:
@@ -138,8 +138,7 @@ def plan_job(job: Job) -> JobPlan:
 
 
 def check_job(job: Job) -> None:
-    """Raise ValueError, with a legal value, if the model or the card cannot do what the config asks
-    for."""
+    """Raise ValueError, with a legal value, if model or card do not support the config."""
     cfg, shape = job.cfg, job.shape
     check_divisible(shape, cfg.dims)
     check_lora(cfg.lora, shape, cfg.dims.tensor)
@@ -151,7 +150,7 @@ def check_job(job: Job) -> None:
 
 
 def legal(job: Job, changes: Changes) -> Job | None:
-    """The job with these fields, checked as a config that has them is; None if it is refused."""
+    """The job with `changes`, checked like a config; None if it is refused."""
     sections: dict[str, Section] = {name: getattr(job.cfg, name) for name in changes}
     try:
         fields = {
@@ -176,7 +175,7 @@ def overrides(changes: Changes) -> list[str]:
 
 
 def not_counted(cfg: Config) -> list[str]:
-    """Keys that `cfg` turns on but figures leave out: they are those of a run without them."""
+    """Keys that `cfg` sets but the figures ignore, as in a run without them."""
     is_counted = cfg.data.max_prompt_length is not None
     shared = ["grpo.shared_prompts"] if cfg.grpo.shared_prompts and not is_counted else []
     offload = ["optimizer.optimizer_cpu_offload"] if cfg.optimizer.optimizer_cpu_offload else []

@@ -1,4 +1,4 @@
-"""The layers of a model by what modules they have: planning counts those of a kind once."""
+"""Groups a model's layers by their modules: planning counts each kind of layer once."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class LayerKind:
     layers: frozenset[int]
     """Their indices in the model."""
     shape: ModelShape
-    """The model with all of its layers of this kind."""
+    """The model as if all of its layers were of this kind."""
 
     def count_in(self, *chunks: range) -> int:
         """Layers of this kind in model chunks, such as `range(0, 8)`."""
@@ -35,13 +35,13 @@ class LayerKind:
 
     @cached_property
     def blocks(self) -> Sequence[Block]:
-        """The modules of each of them."""
+        """Modules of one layer."""
         return [_block(module, self.shape) for module in self.shape.modules(0)]
 
 
 @cache
 def layer_kinds(shape: ModelShape) -> Sequence[LayerKind]:
-    """The kinds of layers of a model, in the order of their first ones."""
+    """Kinds of a model's layers, in the order of their first layers."""
     kinds: dict[tuple[Module, ...], list[int]] = {}
     for layer in range(shape.num_layers):
         kinds.setdefault(shape.modules(layer), []).append(layer)
@@ -66,7 +66,7 @@ def _block(module: Module, shape: ModelShape) -> Block:
 
 
 def kinds_of_layers(cfg: Config, shape: ModelShape) -> Sequence[tuple[Precision, LayerKind]]:
-    """The kinds of layers, those in the dtype of the model apart from those in FP8."""
+    """Kinds of layers with their precision: a kind with FP8 and bfloat16 layers gives two."""
     fp8 = frozenset(fp8_layers(cfg, shape.num_layers))
     both = [
         (each, replace(kind, layers=layers))
@@ -88,16 +88,16 @@ def kinds_of_stage(
 
 
 def kind_of_layers(kinds: Sequence[LayerKind]) -> dict[int, int]:
-    """The index of each layer's kind."""
+    """Map each layer to the index of its kind."""
     return {layer: index for index, kind in enumerate(kinds) for layer in kind.layers}
 
 
 def one_of_each_kind(
     shape: ModelShape, apart: Callable[[int], Hashable]
 ) -> tuple[ModelShape, Sequence[Sequence[int]]]:
-    """A model with one layer of each kind, in their order, and the layers of `shape` of that kind.
+    """A model with one layer of each kind, and the layers of `shape` of each kind.
 
-    `apart` tells layers with the same modules apart.
+    Layers with equal modules and equal `apart(layer)` are of one kind.
     """
     alike: dict[Hashable, list[int]] = {}
     for layer in range(shape.num_layers):
@@ -116,7 +116,7 @@ def one_of_each_kind(
 
 
 def mtp_kind(shape: ModelShape) -> LayerKind:
-    """The layer for multi-token prediction, as if it were the model's only one."""
+    """The multi-token-prediction layer, as the only kind of a model."""
     modules: tuple[Module, ...] = ("attention", "mlp" if shape.moe is None else "moe")
     return LayerKind(layers=frozenset({0}), shape=_of_one_kind(shape, modules))
 

@@ -14,7 +14,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class LinearAttention(Block):
-    """Attention by a matrix of each head that remembers all tokens before."""
+    """Linear attention: each head keeps one matrix, the memory, for all previous tokens."""
 
     repeats: ClassVar[Mapping[str, str]] = {"tensor": "attention", "linear attention": "delta_rule"}
 
@@ -25,7 +25,7 @@ class LinearAttention(Block):
 
     @property
     def values(self) -> int:
-        """Elements of a token's values, of all heads."""
+        """Elements of a token's values, over all heads."""
         return self.linear.num_value_heads * self.linear.value_dim
 
     def weights(self) -> Iterator[Weights]:
@@ -38,16 +38,14 @@ class LinearAttention(Block):
         yield Flops("delta_rule", self.rule_flops() * work.tokens, frozen_passes=PASSES)
 
     def rule_flops(self, chunk: int = CHUNK) -> float:
-        """Operations of a token without projections and convolution; engines generate in chunks of
-        one token."""
+        """Operations per token without projections and convolution; decoding has chunks of 1."""
         raise NotImplementedError
 
     def kept_elements(self) -> float:
-        """Float32 elements that autograd saves of a token between the two projections.
+        """Float32 elements per token that autograd saves between the two projections.
 
-        Of `policy.linear_attention`, for sequences of whole chunks, without indices. Kernels
-        (`parallel.linear_kernels`) compute most of them again; whether a run has them is not known
-        here.
+        Counts `policy.linear_attention` on whole chunks, without indices. The kernels of
+        `parallel.linear_kernels` recompute most of them, but a plan cannot know if a run has them.
         """
         raise NotImplementedError
 
@@ -59,8 +57,8 @@ class LinearAttention(Block):
         return {"attn_norm": self._norm_without_input(kernels)}
 
     def context_elements(self, forwards: float, others: float, *, is_ring: bool) -> float:
-        """A rank has whole tokens before and after, and whole heads in between: it sends what the
-        projection gives, and what goes into that of the output."""
+        """All-to-all from whole tokens to whole heads and back: the output of the first projection,
+        and the input of the last."""
         elements = self.linear.projected_dim + self.values
         return (forwards + 1) * elements * others / (others + 1)
 
@@ -68,10 +66,9 @@ class LinearAttention(Block):
         return self.rule_flops(chunk=1) * tokens + self.rule_flops() * prompt_tokens
 
     def sequence_bytes(self, itemsize: int, num_drafted: int) -> int:
-        """Inputs of the convolution of the last tokens, and the memory in float32.
+        """The convolution's last inputs, and the memory in float32.
 
-        With drafts vLLM keeps both once more for each of their tokens, and these tokens with the
-        last ones.
+        With drafts vLLM keeps both once more for each drafted token, which is an input as well.
         """
         linear = self.linear
         mixed = linear.num_key_heads * linear.mixed_dim
@@ -85,21 +82,25 @@ class DeltaRule(LinearAttention):
     """Gated DeltaNet (arXiv 2412.06464)."""
 
     def rule_flops(self, chunk: int = CHUNK) -> float:
-        """In chunks of C tokens (section 3.3), a head with keys of size k and values of size v
-        multiplies, per token: its key and its query with the keys of the chunk, 4 C k; what its key
-        recalls of the memory, what its query reads there, and what it adds to it, 6 k v; and the
-        weights of its query with changes of values, 2 C v. The triangular system has k + v
-        right-hand sides, C (k + v)."""
+        """Operations per token in chunks of C tokens (section 3.3).
+
+        For each head with keys of k and values of v elements:
+
+        - 4 C k: key and query with the chunk's keys;
+        - 6 k v: recall from the memory, the query's read, the update;
+        - 2 C v: the query's weights with changes of values;
+        - C (k + v): the triangular system, with k + v right-hand sides.
+        """
         key, value = self.linear.key_dim, self.linear.value_dim
         return self.linear.num_value_heads * (chunk * (5 * key + 3 * value) + 6.0 * key * value)
 
     def kept_elements(self) -> float:
         linear = self.linear
         key, value = linear.key_dim, linear.value_dim
-        # What the convolution multiplies, and the input and output of the activation after it; the
-        # inverse lengths of queries and keys.
+        # Factors of the convolution, input and output of the activation after it; inverse lengths
+        # of queries and keys.
         convolution = linear.num_key_heads * ((linear.kernel_size + 2) * linear.mixed_dim + 2)
-        # Decays and strengths, and what they are computed of; the inverse length of the output.
+        # Decays and strengths with their inputs; the inverse length of the output.
         rates = 8
         # Products of keys and of queries with keys, decays between two tokens, and the system.
         pairs = 6 * CHUNK
@@ -114,8 +115,8 @@ class Mamba2(LinearAttention):
     """Mamba-2 (arXiv 2405.21060)."""
 
     def rule_flops(self, chunk: int = CHUNK) -> float:
-        """As `DeltaRule`, but for what a key recalls and the system (section 6); queries meet keys
-        once for all heads of a group."""
+        """`DeltaRule` without recall and triangular system (section 6); heads of a group share the
+        products of queries and keys."""
         linear = self.linear
         key, value = linear.key_dim, linear.value_dim
         of_heads = linear.num_value_heads * (2 * chunk * value + 4.0 * key * value)
@@ -124,8 +125,7 @@ class Mamba2(LinearAttention):
     def kept_elements(self) -> float:
         linear = self.linear
         groups, heads, value = linear.num_key_heads, linear.num_value_heads, linear.value_dim
-        # What the projection gives, what the convolution multiplies, and the input of its
-        # activation.
+        # Output of the projection, factors of the convolution, and the input of its activation.
         mixed = linear.projected_dim + groups * (linear.kernel_size + 1) * linear.mixed_dim
         # Products of queries with keys, these with decays, and decays between two tokens.
         pairs = CHUNK * (groups + 2 * heads)

@@ -1,7 +1,7 @@
 """Peak memory of a GPU of each pipeline stage, in every phase of a step.
 
-Beside the state, `state.py`, and activations it has what a layer for multi-token prediction, a
-vision tower that is not trained, and engines and reward models on the same GPU take.
+Sums state (`state.py`), activations, a layer for multi-token prediction, a frozen vision tower, and
+engines and reward models on the same GPU.
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ class StageMemory:
     stage: int
     state: StateBytes
     buffers: int
-    """Buffers of NCCL (an estimate) and of the push, which both stay, the CUDA context, and the
-    copy of the embedding that a layer for multi-token prediction needs."""
+    """CUDA context, buffers of NCCL (an estimate) and of the push, a frozen vision tower, and the
+    embedding's copy for multi-token prediction."""
     engine: int
     """Memory that an engine, or a reward model, on the same GPU never releases."""
     phases: dict[Phase, int]
@@ -93,27 +93,24 @@ def stages_memory(
     colocated: EngineBytes | None,
     device: str = "cuda",
 ) -> list[StageMemory]:
-    """Memory of a GPU of each stage: `stage_states`, an engine `colocated` with it, and reward
-    models that share it.
+    """Memory of a GPU of each stage; `states`: `stage_states`.
 
-    An engine in sleep mode has no weights and no cache while the ranks compute. A push wakes its
-    weights, and then its cache. Reward models are awake beside the engines, and asleep in all other
-    phases.
-
+    A `colocated` engine in sleep mode has no weights and no cache while the ranks compute. A push
+    wakes its weights, and then its cache. Reward models on the GPU are awake in `generate` only.
     With `device` "cpu", memory of a process without a GPU.
     """
     cfg, shape = job.cfg, job.shape
     models, size, stages = shared_models(cfg, job.card), cfg.dims.stage_size, []
     for stage, state in enumerate(states):
         first, end = stage * size, (stage + 1) * size
-        beside = [each for each in models if each.ranks.start < end and each.ranks.stop > first]
+        sharing = [each for each in models if each.ranks.start < end and each.ranks.stop > first]
         phases = (
             _phases(cfg, shape, stage, microbatches, device)
             | ({"update": state.update} if state.update else {})
             | _engine_phases(cfg, colocated)
         )
-        if beside:
-            phases["generate"] = phases.get("generate", 0) + max(each.awake for each in beside)
+        if sharing:
+            phases["generate"] = phases.get("generate", 0) + max(each.awake for each in sharing)
         away = {phase: part_bytes(state, parts_away(cfg.train.offload, phase)) for phase in phases}
         memory = StageMemory(
             stage=stage,
@@ -124,7 +121,7 @@ def stages_memory(
             + _mtp_embedding(cfg, shape, stage)
             + _tower_bytes(cfg, shape, stage),
             engine=_engine_bytes_always(cfg, colocated)
-            + max((each.outside for each in beside), default=0),
+            + max((each.outside for each in sharing), default=0),
             phases=phases,
             away=away,
         )
@@ -138,7 +135,7 @@ def _phases(
     """Bytes of each phase in addition to what is always allocated."""
     is_last = stage == cfg.dims.pipeline - 1
     forward, backward = (
-        max(  # neither is there while the other is
+        max(  # head and modules never run at the same time
             head_bytes(cfg, shape, backward=is_backward, device=device) if is_last else 0,
             working_bytes(cfg, shape, stage, device, backward=is_backward),
         )
@@ -156,12 +153,10 @@ def _phases(
 
 
 def rounded_weights(cfg: Config, shape: ModelShape, stage: int, *, backward: bool) -> int:
-    """Bytes of weights in another precision that a rank of a stage holds beside the model's during
-    a pass.
+    """Bytes of the FP8 copies of weights that a rank of a stage holds during a pass.
 
-    A backward multiplies by the transposed weight, which is another copy (not so for FP8 with
-    `tensorwise` on Blackwell: counted all the same). A forward alone has one, or both if layers
-    recompute.
+    A forward has one copy; a backward, and layers that recompute, also the transposed one
+    (`tensorwise` on Blackwell needs no transpose: counted all the same).
     """
     dims, chunks, total = cfg.dims, pipeline_layers(shape.num_layers, cfg.dims)[stage], 0.0
     for precision, kind in kinds_of_stage(cfg, shape, stage):
@@ -213,7 +208,7 @@ def _mtp_embedding(cfg: Config, shape: ModelShape, stage: int) -> int:
 
 
 def _tower_bytes(cfg: Config, shape: ModelShape, stage: int) -> int:
-    """Bytes of its weights on a rank of a pipeline stage."""
+    """Bytes of a frozen vision tower on a rank of a pipeline stage."""
     if shape.vision or not has_tower(cfg, shape, stage):
         return 0
     return tower_weights(cfg.model.path) * ITEMSIZE[cfg.model.dtype]
@@ -221,10 +216,10 @@ def _tower_bytes(cfg: Config, shape: ModelShape, stage: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedModel:
-    """A reward model, and what it takes of each of its GPUs."""
+    """A reward model on GPUs of ranks, with its bytes on each."""
 
     ranks: range
-    """Ranks whose GPUs it shares, as far as the first node has so many."""
+    """Ranks on whose GPUs it runs; may end behind the last rank."""
     awake: int
     """Its share of vLLM, while completions are scored."""
     outside: int

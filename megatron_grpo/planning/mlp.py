@@ -70,7 +70,7 @@ class Experts(Mlp):
         weighed = 0 if kernels.fuses_activation else itemsize
         chosen = tokens * kernels.dims.expert_tensor + (inner + weighed) * moe.intermediate_size
         shared = inner * moe.shared_intermediate_size / kernels.dims.tensor
-        if moe.has_shared_gate:  # what is multiplied by a sigmoid, and that
+        if moe.has_shared_gate:  # both factors of the gate's product
             shared += itemsize * (shape.hidden_size + 1) * kernels.token_share
         return Block.saved(self, kernels) | {
             "moe": Saved((router + moe.experts_per_token * chosen) * kernels.token_share),
@@ -92,12 +92,12 @@ class Experts(Mlp):
 
 
 def copies_to_experts(cfg: Config, moe: MoeShape, card: GpuSpec) -> tuple[int, float]:
-    """Copies of a token that a rank sends to experts over its busier link, and the ranks there.
+    """(ranks on the busier link, copies of a token that a rank sends over it to experts).
 
-    `alltoall` sends one to the rank of each expert, and from there to all others that have a part
-    of it. `flex` (DeepEP, HybridEP) sends one to each other node, where a GPU passes one on to each
-    rank with any of the experts. NVLink and the network are used at the same time. Nodes are taken
-    to have equal parts of the experts.
+    `alltoall` sends a copy to the rank of each expert, and from there to the other ranks that split
+    it. `flex` (DeepEP, HybridEP) sends one to each other node, where a GPU passes it on to each
+    rank with any of the experts. NVLink and the network are used at the same time. Nodes count as
+    having equal parts of the experts.
     """
     dims = cfg.dims
     ranks = dims.expert * dims.expert_tensor
@@ -114,10 +114,10 @@ def copies_to_experts(cfg: Config, moe: MoeShape, card: GpuSpec) -> tuple[int, f
 
 
 def reached_share(moe: MoeShape, places: int) -> float:
-    """Fraction of tokens with an expert in one of `places` equal parts of them, if chosen evenly.
+    """Fraction of tokens with an expert in one of `places` equal parts, if chosen evenly.
 
-    Of groups, a part has some, or is of one. Of each of its groups a token has equally many
-    experts; with random scores it then reaches 1 % fewer nodes than this for DeepSeek-V3 on eight.
+    A part holds whole groups, or lies in one. A token takes equally many experts from each of its
+    groups; random scores reach 1 % fewer nodes than that (DeepSeek-V3 on eight).
     """
     size, of_group = moe.num_experts // places, moe.num_experts // moe.num_groups
     groups, chosen = moe.num_groups, moe.groups_per_token

@@ -18,52 +18,52 @@ from parallel import ParallelDims, pipeline_layers
 
 FLOAT = ITEMSIZE["float32"]
 REST_BYTES = 2
-"""Bytes of a float32 master weight beside its bfloat16 weight, in the precision-aware optimizer."""
+"""Bytes of a float32 master weight that its bfloat16 weight lacks: the precision-aware optimizer
+stores only these."""
 HOST_COPIES = 3
-"""Master weight and two moments, float32, of what is on the host. It also has its gradients."""
+"""Float32 values per element on the host: master weight and two moments. Gradients come on top."""
 
 
 class OwnedMatrix(NamedTuple):
-    """A matrix of the weight files, or some fused ones, of which a rank owns a range."""
+    """A range of a matrix (or of some fused ones) that a rank's optimizer owns."""
 
     owned: int
     """Elements of the range."""
     whole: int
-    """Elements of the largest matrix of the weight files of which it has a part."""
+    """Elements of the largest matrix of the weight files that it is cut from."""
     num_splits: int
     """Tensor ranks over which it is split."""
 
 
 class OptimizerBytes(NamedTuple):
-    """Bytes that an optimizer takes of one rank, by names of `StateBytes`."""
+    """Bytes of an optimizer on one rank; fields of `StateBytes`."""
 
     optimizer: int
-    """Its shard of moments and master weights, and gradients that it keeps."""
+    """The rank's shard of moments and master weights, and gradients that the optimizer keeps."""
     update: int = 0
-    """In addition during an update."""
+    """Additional bytes during an update."""
     host: int = 0
-    """In host memory."""
+    """Bytes in host memory."""
     exchanged: int = 0
     """Bytes that the rank sends, or receives, during an update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """State of as many bytes for every element: AdamW in all dtypes of master weights and
-    moments."""
+    """AdamW: equal bytes for every element, for any dtypes of master weights and moments."""
 
     master_itemsize: int
-    """Bytes of a master weight, beside the weight itself."""
+    """Bytes of a master weight, without the weight itself."""
     moments_itemsize: int
     """Bytes of all moments."""
     copied_itemsize: int
-    """Bytes that an update copies."""
+    """Bytes per element that an update copies."""
 
     def state_bytes(
         self, shards: Sequence[Sequence[int]], matrices: Sequence[OwnedMatrix]
     ) -> OptimizerBytes:
-        """Bytes for the elements of each parameter that a rank owns, of experts apart from others;
-        some are of `matrices`."""
+        """Bytes of a rank's shard. `shards`: owned elements of each parameter, first outside of
+        experts, then of experts; `matrices`: those that Muon updates."""
         owned = sum(map(sum, shards))
         return OptimizerBytes(
             optimizer=owned * (self.master_itemsize + self.moments_itemsize),
@@ -71,21 +71,20 @@ class Optimizer:
         )
 
     def flops(self, shape: ModelShape, dims: ParallelDims) -> tuple[float, float]:
-        """Operations of an update: of all ranks, and of the rank with the most. Some for each
-        weight do not count."""
+        """(operations of an update on all ranks, on the busiest rank), without elementwise ones."""
         return 0.0, 0.0
 
     def group_size(self, dims: ParallelDims) -> int:
-        """Ranks of a group of its own in which a rank communicates."""
+        """Size of the optimizer's own communication group; 1 without one."""
         return 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostOptimizer(Optimizer):
-    """A fraction of the state on the host: `optimizer_cpu_offload`. No exact figures.
+    """`optimizer_cpu_offload`: a fraction of the state on the host. Figures are upper bounds.
 
-    Megatron-Core takes parameters in its order until they are that fraction or more. On either side
-    it is then at most this, and less by one parameter.
+    Megatron-Core moves whole parameters, in order, until the fraction is reached: the host may hold
+    up to one parameter more than the fraction, and the GPU that much less.
     """
 
     fraction: float
@@ -98,6 +97,7 @@ class HostOptimizer(Optimizer):
             moved = ceil(self.fraction * sum(sizes))
             on_gpu += sum(sizes) - moved
             most = min(sum(sizes), moved + max(sizes))
+            # Page-locked gradients: rounded up, but never to more than twice their size.
             pinned = sum(page_locked(size * FLOAT) for size in sizes)
             host += most * HOST_COPIES * FLOAT + min(pinned, 2 * most * FLOAT)
         itemsize = self.master_itemsize + self.moments_itemsize + self.copied_itemsize
@@ -111,19 +111,20 @@ def page_locked(num_bytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(Optimizer):
-    """One moment of matrices; one rank of a stage computes the update of each, and has its parts
-    sent (`WholeMatrices`)."""
+    """Muon: one moment per matrix. One rank of a stage gathers each matrix and computes its update
+    (`WholeMatrices`)."""
 
     def state_bytes(
         self, shards: Sequence[Sequence[int]], matrices: Sequence[OwnedMatrix]
     ) -> OptimizerBytes:
-        """During an update, the parts that a rank sends and receives at a time, and a matrix: in
-        float32 as it comes, normalized and as it goes, and twice in bfloat16."""
+        """Update: the parts sent and received at a time, and one whole matrix, three times in
+        float32 (received, normalized, updated) and twice in bfloat16."""
         adam, owned = super().state_bytes(shards, matrices), sum(each.owned for each in matrices)
         largest = max((each.whole for each in matrices), default=0)
+        # Exchanges are cut at MAX_EXCHANGED elements, but never inside of a matrix.
         most = max(largest, min(MAX_EXCHANGED, owned))
         of_matrix = 3 * FLOAT + 2 * ITEMSIZE["bfloat16"]
-        # Who computes a matrix has a part of it: ranks send what others compute.
+        # A rank computes one of `num_splits` matrices itself, and sends its parts of the others.
         sent = sum(each.owned - each.owned // each.num_splits for each in matrices)
         return OptimizerBytes(
             optimizer=adam.optimizer - owned * FLOAT,
@@ -152,7 +153,7 @@ class Muon(Optimizer):
 
 @cache
 def _matrix_flops(layer: ModelShape) -> Sequence[int]:
-    """Operations for each matrix of a model's only layer that Muon updates."""
+    """Newton-Schulz operations of each matrix in a model of one layer."""
     return [
         newton_schulz_flops(size)
         for name, size in hf_tensors(layer).items()

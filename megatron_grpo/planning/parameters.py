@@ -17,17 +17,17 @@ from megatron_grpo.policy.matrices import is_matrix
 from parallel import Coordinates, ParallelDims, pipeline_layers
 
 REGISTERED = ("input_layernorm.", "softmax_offset", "linear_proj.", "self_attention.")
-"""Parts of names in a layer, in the order in which Megatron-Core's modules register them: what
-follows the scores of attention comes before the projections that they are computed of. The rest is
-in the order of `megatron_layout`."""
+"""Parts of names in the order in which Megatron-Core's modules register them: `linear_proj`, the
+last projection of attention, comes before the first ones. Other names keep the order of
+`megatron_layout`."""
 OF_MTP = -1
-"""In place of the chunk, of the layer for multi-token prediction, which has buffers of its own."""
+"""Chunk number of the multi-token-prediction layer, which has buffers of its own."""
 LINEAR = (".linear_", ".in_proj.", ".out_proj.")
 """Parts of the names of the weights of linear layers; routers and gates have others."""
 
 
 class Parameter(NamedTuple):
-    """One of a rank's."""
+    """A parameter of a rank."""
 
     name: str
     size: int
@@ -35,11 +35,11 @@ class Parameter(NamedTuple):
     is_matrix: bool = False
     """Whether Muon would update it."""
     largest: int = 0
-    """Elements of the largest tensor of the weight files of which it has a part."""
+    """Elements of the largest tensor of the weight files that it is cut from."""
 
     @property
     def is_expert(self) -> bool:
-        """Whether other ranks replicate it than the rest."""
+        """Whether it is an expert's, and so replicated over other ranks than the rest."""
         return ".experts." in self.name
 
     @property
@@ -50,7 +50,7 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """Parameters of a model chunk, in its order, that the same ranks replicate."""
+    """A gradient buffer: parameters of a model chunk, in order, with the same replicas."""
 
     chunk: int
     is_expert: bool = False
@@ -58,9 +58,9 @@ class Buffer:
 
 
 def rank_buffers(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Iterator[Buffer]:
-    """The parameters of the rank at `at`.
+    """Gradient buffers of the rank at `at`.
 
-    Layers of a kind are alike, and so are experts of a layer: one of them is counted.
+    One layer of each kind and one expert of a layer are laid out, and repeated for the others.
     """
     kinds = layer_kinds(shape)
     kind_of = kind_of_layers(kinds)
@@ -100,12 +100,12 @@ def adapter_buffers(cfg: Config, shape: ModelShape, at: Coordinates) -> Iterator
 
 
 Parts = tuple[Sequence[Parameter], Sequence[Parameter]]
-"""Parameters outside of experts, and of an expert."""
+"""(parameters outside of experts, parameters of one expert)."""
 
 
 @cache
 def layer_parameters(shape: ModelShape, tensor: int, expert_tensor: int, rank: int = 0) -> Parts:
-    """Parameters of tensor rank `rank` in a layer; all of `shape` are of one kind."""
+    """Parameters of tensor rank `rank` in a layer; `shape` has layers of one kind only."""
     chunk = _tiny_chunk(shape, tensor, expert_tensor, rank)
     layer = [each for each in chunk if ".layers." in each.name]
     return _experts_apart(sorted(layer, key=_registration))
@@ -115,7 +115,8 @@ def layer_parameters(shape: ModelShape, tensor: int, expert_tensor: int, rank: i
 def _ends(
     shape: ModelShape, tensor: int, expert_tensor: int, rank: int, has_stages: bool
 ) -> tuple[Sequence[Parameter], Sequence[Parameter]]:
-    """Parameters before the first layer and after the last; a tied head is one of a later stage."""
+    """(parameters before the first layer, after the last). With stages, a tied head is a parameter
+    of the last one."""
     stages = 2 if has_stages else 1
     first, last = (
         _tiny_chunk(shape, tensor, expert_tensor, rank, stages, stage) for stage in (0, stages - 1)
@@ -137,7 +138,8 @@ def _mtp_parameters(shape: ModelShape, tensor: int, expert_tensor: int, rank: in
 def _tiny_chunk(
     shape: ModelShape, tensor: int, expert_tensor: int, rank: int, stages: int = 1, stage: int = 0
 ) -> Sequence[Parameter]:
-    """Parameters of tensor rank `rank` in a model of a layer with one expert in each stage."""
+    """Parameters of tensor rank `rank` in a stage of one layer."""
+    # As many expert ranks as experts: each rank has one expert, which stands for all.
     num_experts = shape.moe.num_experts if shape.moe else 1
     dims = ParallelDims(
         tensor=tensor,
@@ -170,6 +172,6 @@ def _experts_apart(parameters: Sequence[Parameter]) -> Parts:
 
 
 def _registration(parameter: Parameter) -> int:
-    """Place of a parameter of a layer in `REGISTERED`."""
+    """Sort key of a layer's parameter: its index in `REGISTERED`, or behind it."""
     places = (i for i, part in enumerate(REGISTERED) if part in parameter.name)
     return next(places, len(REGISTERED))

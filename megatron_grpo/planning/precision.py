@@ -1,8 +1,7 @@
 """Precision of linear layers: the dtype of the model, or FP8 (`model.megatron.fp8`).
 
-Each says what it keeps of inputs, what weights it has beside the model's, and its rate. Those of
-FP8 are read in Transformer Engine 2.19's `linear.py`, `layernorm_linear.py` and
-`grouped_linear.py`.
+States bytes kept of inputs, copies of weights, and relative time. Figures of FP8 come from
+Transformer Engine 2.19: `linear.py`, `layernorm_linear.py`, `grouped_linear.py`.
 """
 
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
 
 SCALES = {"blockwise": 4 / 128, "mxfp8": 1 / 32, "tensorwise": 0.0}
-"""Bytes of scales for each number: a float32 for 128 numbers of a token, a byte for 32."""
+"""Bytes of scales per element: a float32 for 128 elements of a token, a byte for 32."""
 SCALES_OF_WEIGHTS = SCALES | {"blockwise": 4 / 128**2}
 CAPABILITIES = {
     "blockwise": ((9, 0), (10, 0), "h100"),
@@ -40,11 +39,11 @@ class Precision:
 
     @property
     def weight_itemsize(self) -> float:
-        """Bytes of a copy of each element of a weight to multiply by, beside the model's."""
+        """Bytes per element of an FP8 copy of a weight; 0 where products use the weight itself."""
         return 0.0
 
     def relative_time(self, card: GpuSpec) -> float:
-        """Time of a product of linear layers, of that in bfloat16."""
+        """Time of a linear layer's product, relative to bfloat16."""
         return 1.0
 
 
@@ -52,14 +51,13 @@ class Precision:
 class Fp8(Precision):
     """Linear layers in FP8: inputs and weights are rounded, with scales by the recipe.
 
-    A layer whose input is kept in bfloat16 by others, too (the product after attention, which keeps
-    its output; the shared experts, whose input the router keeps), keeps no other: Megatron sets
-    `save_original_input`.
+    An input that stays in bfloat16 anyway is kept only once (Megatron's `save_original_input`): of
+    the projection after attention, and of shared experts, whose input the router keeps.
     """
 
     recipe: str
     moves_tokens: bool
-    """Whether experts' tokens move to the host, which those of `mxfp8` alone do in FP8."""
+    """Whether experts' tokens move to the host: in FP8 with `mxfp8`, else in bfloat16."""
 
     @property
     def input_itemsize(self) -> float:
@@ -85,7 +83,7 @@ def model_precision(cfg: Config) -> Precision:
 
 
 def precision(cfg: Config) -> Precision:
-    """Precision of linear layers, but for those that `first_last_layers_bf16` leaves out."""
+    """Precision of linear layers in `fp8_layers`."""
     if not has_fp8(cfg):
         return model_precision(cfg)
     return Fp8(
@@ -96,7 +94,7 @@ def precision(cfg: Config) -> Precision:
 
 
 def has_fp8(cfg: Config) -> bool:
-    """Whether linear layers multiply in FP8, but for those of layers in bfloat16."""
+    """Whether linear layers multiply in FP8, except those outside of `fp8_layers`."""
     return bool(cfg.model.megatron.get("fp8"))
 
 
@@ -110,7 +108,7 @@ def _recipe(cfg: Config) -> str:
 
 
 def check_fp8_card(cfg: Config, card: GpuSpec) -> None:
-    """Raise ValueError if the card cannot multiply by the recipe of `cfg`, or none could."""
+    """Raise ValueError if the card lacks the FP8 recipe of `cfg`, or layers do not support FP8."""
     if not has_fp8(cfg):
         return
     if cfg.model.dtype != "bfloat16" or cfg.model.megatron.get("transformer_impl") == "local":

@@ -1,8 +1,8 @@
-"""Simulates training whose engines generate ahead: a step's seconds, who is idle, how stale.
+"""Simulates training whose engines generate ahead: seconds of a step, idle time, staleness.
 
-The events are completions that end, generations that are taken, and pushes. Between two events an
-engine generates one token per forward pass for all that it runs, and the seconds of a pass depend
-on how many these are. So a completion of any length takes two operations on a heap.
+Events: a completion ends, a generation is taken for training, a push. Between two events each pass
+adds a token to every running completion, and takes `pass_seconds(running)`. So a completion of any
+length costs two operations on a heap.
 
 Left out: requests that move from one engine to another, and rewards.
 """
@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """Limits of generating ahead, by a run's keys."""
+    """How far engines generate ahead: `max_staleness` and `in_flight_updates` of `rollout`."""
 
     max_staleness: int
     in_flight: bool
@@ -48,35 +48,35 @@ class Loop:
     at_once: int
     """Completions that an engine runs at once; others wait."""
     pass_seconds: Callable[[int], float]
-    """Seconds of a forward pass with that many running completions, each of which gets a token."""
+    """Seconds of a forward pass, by the number of running completions."""
     slowdown: float = 1.0
-    """Seconds of a pass beside ranks that train, over those of one beside ranks that wait: 1 where
-    they share neither caches nor memory. Prompts are taken to be computed as fast in both."""
+    """Time of a pass while ranks train, relative to while they wait: 1 where they share neither
+    caches nor memory. Prompts are not slowed."""
     prompt_seconds: float
-    """To compute a prompt, per completion."""
+    """Seconds of a prompt, per completion."""
     token_seconds: float
-    """To compute one token anew after a push."""
+    """Seconds to recompute one token after a push."""
     recomputes: bool = True
-    """Whether what was sampled is computed anew after a push."""
+    """Whether a push makes engines recompute prompts and sampled tokens."""
     start_seconds: float
-    """Until an idle engine has its requests and computes."""
+    """Seconds until an idle engine has its requests and computes."""
     receive_seconds: float = 0.0
-    """In which an engine that is not idle takes a request instead of computing."""
+    """Seconds per request that a busy engine takes, instead of computing."""
     train_seconds: float
     push_seconds: float
     requests_seconds: float = 0.0
-    """Time of rank 0 for the requests of a generation, on the core on which it trains.
+    """Seconds that rank 0 takes from training to request a generation.
 
-    A run that waits for each generation does so meanwhile.
+    With `max_staleness` 0 it does so while it waits anyway.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The mean of generations once the queue is full."""
+    """Means over generations, once the queue is full."""
 
     seconds: float
-    """From one generation that is trained on to the next."""
+    """Seconds of a generation, from the start of its training to the next one's."""
     tokens_per_second: float
     """Rate of completions."""
     engines_busy: float
@@ -84,33 +84,34 @@ class Forecast:
     trainer_busy: float
     """Share of the time in which the ranks train; pushes are not counted."""
     staleness_mean: float
-    """Generations trained between the weights that sampled a token and its turn."""
+    """Generations trained between the weights that sampled a token and its own training."""
     staleness_max: int
 
 
 class Engine:
-    """The completions at one engine; earlier ones go first."""
+    """Completions of one engine, started in the order of their requests."""
 
     def __init__(self, loop: Loop) -> None:
         self.clock = 0.0
-        """Until when its work is simulated."""
+        """Simulated time that the engine has reached."""
         self.busy = 0.0
         self.left: Counter[int] = Counter()
-        """Completions that have not ended, by generation."""
+        """Unfinished completions, by generation."""
         self.staleness: defaultdict[int, float] = defaultdict(float)
         """Sum of the staleness of a generation's tokens."""
         self.max_staleness: Counter[int] = Counter()
+        # Cached: called at every event, with few different numbers.
         self._loop, self._pass_seconds = loop, cache(loop.pass_seconds)
         self._version, self._slowdown = 0, 1.0
         self._ended: dict[int, float] = {}
         self._passes = self._pushed_at = 0.0
         """Passes so far, and at the latest push."""
         self._running: list[tuple[float, int, int]] = []
-        """A heap: `_passes` at its end, generation and tokens of each completion."""
+        """Heap of (`_passes` at the completion's end, generation, tokens)."""
         self._waiting: deque[tuple[int, int]] = deque()
 
-    def ask(self, now: float, generation: int, lengths: Sequence[int]) -> None:
-        """Ask for completions of a generation, later ones than before."""
+    def request(self, now: float, generation: int, lengths: Sequence[int]) -> None:
+        """Queue completions of a generation, which is later than all queued ones."""
         if self._running:
             self._work(len(lengths) * self._loop.receive_seconds)
         else:
@@ -120,14 +121,14 @@ class Engine:
         self._start()
 
     def run(self, until: float, *, trains: bool = False) -> None:
-        """Generate until a time, beside ranks that wait or train."""
+        """Generate until a time, while ranks train (`trains`) or wait."""
         self._slowdown = self._loop.slowdown if trains else 1.0
         while self._running and (end := self._next_end()) <= until:
             self._end_one(end)
         if self._running and self.clock < until:
             self._passes += (until - self.clock) / self._seconds()
             self._work(until - self.clock)
-        self._slowdown = 1.0
+        self._slowdown = 1.0  # `finish` and `push` run while ranks wait
 
     def finish(self, generation: int) -> float:
         """Generate until a generation is complete; return when that is, or was."""
@@ -136,7 +137,7 @@ class Engine:
         return self._ended.get(generation, 0.0)
 
     def push(self, now: float, version: int) -> None:
-        """Take new weights, and compute anew what was sampled of running completions, if it is."""
+        """Take new weights; recompute running completions if the loop `recomputes`."""
         for end, generation, length in self._running:
             self._count(end, generation, length)
         again = sum(self._passes - end + length for end, _, length in self._running)
@@ -151,7 +152,7 @@ class Engine:
         return self.clock + passes * self._seconds()
 
     def _seconds(self) -> float:
-        """Time of a pass with the completions that run now."""
+        """Seconds of a pass with the running completions."""
         return self._slowdown * self._pass_seconds(len(self._running))
 
     def _end_one(self, now: float) -> None:
@@ -174,7 +175,7 @@ class Engine:
         self.busy += seconds
 
     def _count(self, end: float, generation: int, length: int) -> None:
-        """Count the staleness of what was sampled of a completion since the latest push."""
+        """Add the staleness of the tokens that a completion sampled since the latest push."""
         sampled = self._passes - max(end - length, self._pushed_at)
         if sampled > 0:
             staleness = generation - self._version
@@ -183,28 +184,30 @@ class Engine:
 
 
 def simulate(loop: Loop, mode: Mode, num_generations: int | None = None) -> Forecast:
-    """The mean of `num_generations`, or of enough, after the first ones; the same in every call.
+    """Means over `num_generations`, or over enough, after the first ones; deterministic.
 
-    The order of events is that of `rollout.schedule.RolloutScheduler`.
+    Events have the order of `rollout.schedule.RolloutScheduler`.
     """
-    first = mode.max_staleness + 2
+    first = mode.max_staleness + 2  # earlier ones fill the queue and are not measured
     count = num_generations or max(4, min(64, ENOUGH // loop.batch))
     engines = [Engine(loop) for _ in range(loop.num_engines)]
     now = began = busy = 0.0
-    asked = 0
+    requested = 0
     train_seconds = loop.train_seconds + (loop.requests_seconds if mode.max_staleness else 0.0)
     for generation in range(first + count):
         if generation == first:
             began, busy = now, sum(engine.busy for engine in engines)
         in_flight = generation + mode.max_staleness * mode.in_flight
-        asked = _ask(loop, engines, now, range(asked, in_flight + 1))
+        requested = _request(loop, engines, now, range(requested, in_flight + 1))
         now = _finished(engines, generation, now)
-        asked = _ask(loop, engines, now, range(asked, generation + mode.max_staleness + 1))
+        requested = _request(
+            loop, engines, now, range(requested, generation + mode.max_staleness + 1)
+        )
         now += train_seconds
         for engine in engines:
             engine.run(now, trains=True)
         if not mode.in_flight:
-            now = _finished(engines, asked - 1, now)
+            now = _finished(engines, requested - 1, now)
         for engine in engines:
             engine.push(now, generation + 1)
         now += loop.push_seconds
@@ -221,21 +224,21 @@ def simulate(loop: Loop, mode: Mode, num_generations: int | None = None) -> Fore
 
 
 def drawn(loop: Loop, generation: int) -> list[int]:
-    """The tokens of each completion of a generation, which are the same in all modes."""
+    """Tokens of each completion of a generation, equal in all modes."""
     return random.Random(generation).choices(loop.lengths, k=loop.batch)
 
 
-def _ask(loop: Loop, engines: Sequence[Engine], now: float, generations: range) -> int:
-    """Divide generations evenly among the engines; return the one to ask for next."""
+def _request(loop: Loop, engines: Sequence[Engine], now: float, generations: range) -> int:
+    """Divide generations evenly among the engines; return the next one to request."""
     for generation in generations:
         lengths = drawn(loop, generation)
         for number, engine in enumerate(engines):
-            engine.ask(now, generation, lengths[number :: len(engines)])
+            engine.request(now, generation, lengths[number :: len(engines)])
     return max(generations.start, generations.stop)
 
 
 def _finished(engines: Sequence[Engine], generation: int, now: float) -> float:
-    """The time, from `now` on, at which all engines have finished a generation."""
+    """Time, not before `now`, at which all engines have finished a generation."""
     now = max(now, *(engine.finish(generation) for engine in engines))
     for engine in engines:
         engine.run(now)

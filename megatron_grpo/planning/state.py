@@ -1,6 +1,6 @@
-"""Bytes that a trainer rank always holds: weights, gradients and optimizer state. Exact.
+"""Exact bytes that a trainer rank always holds: weights, gradients and optimizer state.
 
-An optimizer that is partly on the host is the exception: see `HostOptimizer`.
+Only `HostOptimizer` is an upper bound.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,12 +32,12 @@ from parallel.alignment import round_up
 START_MULTIPLE, BUCKET_MULTIPLE = 64, 128
 """Elements to which Megatron-Core aligns parameters and buckets in its gradient buffers."""
 BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000
-"""Elements with which Megatron-Core closes a bucket where sums of gradients overlap with the
-backward: the first, or the second for each data rank, if that is more."""
+"""Elements at which Megatron-Core's DistributedDataParallel closes a bucket: the first, or the
+second times the data ranks, whichever is more."""
 ROUTER_WEIGHT = ".router.weight"
-"""Suffix of what `model.freeze_moe_router` keeps from being trained."""
+"""Suffix of the weights that `model.freeze_moe_router` freezes."""
 FLOAT32 = (EXPERT_BIAS, *KEY_NORM)
-"""Suffixes of what is float32 in a model of any dtype, and is never trained."""
+"""Suffixes of parameters that are float32 in a model of any dtype, and never trained."""
 FLOAT = ITEMSIZE["float32"]
 
 
@@ -47,22 +47,22 @@ class StateBytes:
 
     weights: int
     frozen: int
-    """Part of `weights` that is not trained, if adapters are."""
+    """Part of `weights` that is frozen, under adapters."""
     expert_weights: int
-    """Part of the others that belongs to experts, which other ranks replicate than the rest."""
+    """Part of the trained weights in experts, which have replicas on other ranks than the rest."""
     gradients: int
     optimizer: int
     """The rank's shard of moments and of float32 master weights, and gradients that it keeps."""
     reference: int
-    """Weights of the reference model if `grpo.beta` > 0, and their float32 copy that
-    `grpo.sync_ref_model` needs if `model.dtype` would round them. Of adapters, that copy or else
-    another is all, and without `sync_ref_model` there is nothing."""
+    """Weights of the reference model if `grpo.beta` > 0; with `grpo.sync_ref_model` also a float32
+    copy, if `model.dtype` would round them. With adapters: one copy of them for `sync_ref_model`,
+    else nothing."""
     update: int
-    """In addition while weights are updated."""
+    """Additional bytes while weights are updated."""
     host: int
-    """Optimizer state in host memory; no part of the sum."""
+    """Optimizer state in host memory; not in `total`."""
     exchanged: int
-    """Bytes that the rank sends, or receives, for an update beside gradients and weights."""
+    """Bytes that the rank sends, or receives, for an update, besides gradients and weights."""
 
     @property
     def trained(self) -> int:
@@ -80,7 +80,7 @@ def gradient_itemsize(cfg: Config) -> int:
 
 
 def _reference_itemsize(cfg: Config) -> int:
-    """Bytes that the reference has of each trained weight."""
+    """Bytes of the reference model per trained weight."""
     mixture = FLOAT if cfg.mixes_in_float32 else 0
     if cfg.grpo.beta == 0 or (cfg.lora.r and not cfg.grpo.sync_ref_model):
         return 0
@@ -90,7 +90,7 @@ def _reference_itemsize(cfg: Config) -> int:
 
 
 def part_bytes(state: StateBytes, parts: Sequence[Part]) -> int:
-    """Bytes of some parts of what a rank holds."""
+    """Bytes of some parts of a rank's state."""
     return sum(getattr(state, part) for part in parts)
 
 
@@ -119,9 +119,9 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
         for is_expert in (False, True)
     ]
     matrices = [each for bucket in buckets for each in bucket.owned_matrices]
-    has_reference = cfg.grpo.beta > 0 and not cfg.lora.r  # that of adapters has their base
+    has_reference = cfg.grpo.beta > 0 and not cfg.lora.r  # adapters and reference share the base
     reference = weights * _reference_itemsize(cfg) + (of_biases if has_reference else 0)
-    if shape.trains_mtp:  # not by the reference
+    if shape.trains_mtp:  # the reference has no layer for multi-token prediction
         reference = state_bytes(cfg, replace(shape, trains_mtp=False), rank).reference
     return StateBytes(
         weights=(weights + frozen) * itemsize + of_biases,
@@ -152,7 +152,7 @@ def stage_states(cfg: Config, shape: ModelShape) -> Iterator[StateBytes]:
 def _split_off(
     buffers: Iterable[Buffer], is_meant: Callable[[Parameter], bool]
 ) -> tuple[int, list[Buffer]]:
-    """Elements of the parameters that are meant, which are none of experts; and the others."""
+    """(elements of the parameters with `is_meant`, buffers without them); experts' buffers stay."""
     size, others = 0, []
     for buffer in buffers:
         if not buffer.is_expert:
@@ -194,6 +194,7 @@ class _Bucket:
     def padded(self) -> int:
         """Elements including all padding."""
         end = int(self._starts[-1] + self._sizes[-1])
+        # As `pad_bucket_end` of Megatron-Core's param_layout.py: equal shards.
         return round_up(end, lcm(self.num_shards, BUCKET_MULTIPLE))
 
     @property
@@ -211,6 +212,7 @@ class _Bucket:
         size = self.padded // self.num_shards
         first, last = self.shard * size, (self.shard + 1) * size
         ends = self._starts + self._sizes
+        # Overlap of [start, end) with the shard; negative where they do not meet.
         owned = np.minimum(ends, last) - np.maximum(self._starts, first)
         return np.maximum(owned, 0).tolist()
 
@@ -218,10 +220,11 @@ class _Bucket:
 def _buckets(
     buffers: Iterable[Buffer], shape: ModelShape, cfg: Config, at: Coordinates
 ) -> Iterator[_Bucket]:
-    """The buckets of a rank. Experts have separate ones; later stages do not divide theirs."""
+    """Buckets of a rank; experts have buckets of their own."""
     dims = cfg.dims
     is_tied_over_stages = shape.tie_word_embeddings and dims.pipeline > 1
     most: float = bucket_elements(dims)
+    # As in Megatron-Core: traffic of later stages is not on the critical path.
     if not cfg.parallel.overlap_grad_reduce or at.pipeline > 0:
         most = inf
     for buffer in buffers:
@@ -231,6 +234,7 @@ def _buckets(
             num_shards, shard = dims.data * dims.context, at.context + dims.context * at.data
         at_most = inf if buffer.chunk == OF_MTP else most
         has_tied = is_tied_over_stages and not buffer.is_expert
+        # Megatron-Core fills buffers from the last parameter, in the order of the backward.
         for bucket in _divided(buffer.parameters[::-1], at_most, has_tied):
             yield _Bucket(
                 is_expert=buffer.is_expert,
@@ -244,11 +248,11 @@ def _buckets(
 def _divided(
     buffer: Sequence[Parameter], most: float, has_tied: bool
 ) -> Iterator[Sequence[Parameter]]:
-    """The parameters of each bucket of a buffer: one is closed at `most` elements.
+    """Parameters of each bucket of a buffer: a bucket is closed at `most` elements.
 
-    `has_tied`: what is tied across stages has a bucket of its own.
+    `has_tied`: embeddings tied across stages have a bucket of their own.
     """
-    if most == inf and not has_tied:  # of tens of thousands of experts
+    if most == inf and not has_tied:  # a short cut for tens of thousands of experts
         yield from [buffer] if buffer else []
         return
     bucket: list[Parameter] = []
@@ -268,7 +272,7 @@ def _divided(
 
 
 def bucket_elements(dims: ParallelDims) -> int:
-    """Elements with which a bucket is closed where traffic overlaps with computation."""
+    """Elements at which a bucket is closed if its traffic overlaps with computation."""
     return max(BUCKET_SIZE, BUCKET_SIZE_PER_RANK * dims.data)
 
 

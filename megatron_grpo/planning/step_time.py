@@ -29,11 +29,11 @@ from megatron_grpo.planning.workload import Computed, Job, Workload, forwards_al
 from parallel import ParallelDims, pipeline_layers
 
 FLEX_SLOWDOWN = 1.5
-"""Time of torch's flex attention, which shared prompts and sinks need, over that of cuDNN's, for as
-many pairs of tokens. FlashAttention-3's authors measured 389 TFLOP/s for Triton's kernels and 609
-for cuDNN's, on an H100 at 4,096 tokens and heads of 128 (arXiv 2407.08608)."""
+"""Time per pair of tokens in torch's flex attention (shared prompts, sinks), relative to cuDNN.
+FlashAttention-3's authors measured 389 TFLOP/s for Triton's kernels and 609 for cuDNN's, on an H100
+at 4,096 tokens and heads of 128 (arXiv 2407.08608)."""
 ATTAINABLE_OF_LINK = 0.8
-"""NCCL's protocol takes about 20%: 370 of an H100's 450 GB/s are left (NVIDIA/nccl-tests#212)."""
+"""Fraction of a link's rate left by NCCL: 370 of an H100's 450 GB/s (NVIDIA/nccl-tests#212)."""
 
 ALL = "all parts"
 """Key of the seconds of whole layers."""
@@ -80,7 +80,7 @@ class StepTime:
     """Time of the busiest pipeline stage, and of the optimizer's update, at the peak of the cards:
     no step is faster."""
     paced_seconds: float
-    """Time of the stage with the slowdown of attention by shared prompts."""
+    """Time of the busiest stage at the peak, with `FLEX_SLOWDOWN` of attention; no update."""
     update_seconds: float
     """Time of the optimizer's update, on the rank with the most to do."""
     bubble: float
@@ -107,10 +107,11 @@ def step_time(job: Job, states: Sequence[StateBytes], work: Workload) -> StepTim
     paced = replace(work.computed, pairs=slowdown * work.computed.pairs)
     attainable = min(block.attainable for kind in layer_kinds(shape) for block in kind.blocks)
     rate = dims.stage_size * card.flops
-    of_update, most = planned_optimizer(cfg).flops(shape, dims)
+    update_flops, most = planned_optimizer(cfg).flops(shape, dims)
+    # The busiest stage, not the mean: a pipeline runs at the pace of its slowest stage.
     busy = max(stage_flops(cfg, shape, work.computed, card)) / rate
     return StepTime(
-        flops=sum(flops) + of_update,
+        flops=sum(flops) + update_flops,
         attainable=attainable,
         compute_seconds=busy + most / card.flops,
         paced_seconds=max(stage_flops(cfg, shape, paced, card)) / rate,
@@ -121,7 +122,7 @@ def step_time(job: Job, states: Sequence[StateBytes], work: Workload) -> StepTim
 
 
 def _layer_seconds(job: Job, work: Computed, attainable: float) -> Mapping[str, float]:
-    """Seconds of each part of layers in a step, on the stage with most of it; and of all."""
+    """Seconds of each part of layers in a step, on its busiest stage; and of all parts (`ALL`)."""
     cfg, rate = job.cfg, job.cfg.dims.stage_size * job.card.flops * attainable
     parts = _layer_flops(cfg, job.shape, work, job.card)
     stages = map(sum, zip(*parts.values(), strict=True))
@@ -134,16 +135,16 @@ def _layer_seconds(job: Job, work: Computed, attainable: float) -> Mapping[str, 
 def stage_flops(
     cfg: Config, shape: ModelShape, work: Computed, card: GpuSpec | None = None
 ) -> list[float]:
-    """Multiplications and additions of each pipeline stage, in a step.
+    """Operations (multiplications and additions) of each pipeline stage in a step.
 
-    The head runs once more in a backward, as if every token were of a response. With a card, those
-    in FP8 count as the bfloat16 ones that it does in their time.
+    The head counts every token as of a response, and runs once more in a backward. With `card`, an
+    operation in FP8 counts as the bfloat16 operations of the same time.
     """
     parts = _layer_flops(cfg, shape, work, card)
     flops = [sum(stages) for stages in zip(*parts.values(), strict=True)]
     head = 2.0 * shape.hidden_size * shape.vocab_size * work.tokens
     flops[-1] += head * (_passes(cfg) + 1 + forwards_alone(cfg))
-    if shape.trains_mtp:  # with the head, which runs twice and has no gradient of its own
+    if shape.trains_mtp:  # 3 heads: forward, again in the backward, gradient of hidden states alone
         layer = [each for block in mtp_kind(shape).blocks for each in block.flops(work)]
         joins = 4.0 * shape.hidden_size**2 * work.tokens
         flops[-1] += 3 * (sum(each.forward for each in layer) + joins + head)
@@ -156,13 +157,13 @@ def _layer_flops(
 ) -> Mapping[str, Sequence[float]]:
     """Operations of the layers of each pipeline stage in a step, by part of a module.
 
-    What is recomputed runs once more. Adapters themselves, some hundredths, are left out.
+    Recomputed parts run once more. Left out: products of adapters, some hundredths.
     """
     stages = pipeline_layers(shape.num_layers, cfg.dims)
     total: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(stages))
     for precision, kind in kinds_of_layers(cfg, shape):
-        of_linear = precision.relative_time(card) if card else 1.0
-        for each in (each for block in kind.blocks for each in block.flops(work, of_linear)):
+        linear_time = precision.relative_time(card) if card else 1.0
+        for each in (each for block in kind.blocks for each in block.flops(work, linear_time)):
             passes = (each.frozen_passes if cfg.lora.r else each.passes) + forwards_alone(cfg)
             is_again = is_recomputed(cfg, each.part)
             for stage, chunks in enumerate(stages):
@@ -187,7 +188,7 @@ def forward_flops(shape: ModelShape, work: Computed) -> float:
 
 
 def active_weights(shape: ModelShape) -> float:
-    """Weights of all layers that a token is multiplied with; of experts, only those it goes to."""
+    """Weights of all layers that multiply a token, with its own experts alone."""
     return sum(
         len(kind.layers) * each.size
         for kind in layer_kinds(shape)
@@ -202,7 +203,7 @@ def active_weights(shape: ModelShape) -> float:
 def _links(
     job: Job, states: Sequence[StateBytes], work: Workload, seconds: Mapping[str, float]
 ) -> list[LinkUse]:
-    """Traffic of each axis, on the stage that sends most; `seconds` are those of layers' parts.
+    """Traffic of each axis, on the stage that sends most; `seconds`: `_layer_seconds`.
 
     Traffic stays within a node if the axis, together with the axes inside it, fits in one.
     """
@@ -210,7 +211,7 @@ def _links(
     forward = _forward_seconds(cfg, work, seconds)
     rows = _row_bytes(job, work) * _pipeline_sends(dims, 1 + forwards_alone(cfg))
     splits = max(dims.tensor, dims.expert_tensor)
-    # Parts of matrices go to who computes them, and back.
+    # Muon: parts of matrices go to the rank that updates them, and back.
     parts = 2 * max(state.exchanged for state in states)
     uses = [
         *_exchanges(job, work, seconds),
@@ -253,7 +254,7 @@ def _exchanges(job: Job, work: Workload, seconds: Mapping[str, float]) -> Iterat
 
 
 def _activation_link(job: Job, work: Workload, forward: float) -> LinkUse:
-    """Activations that leave in forwards and come back in backwards, on the stage with most."""
+    """Activations that leave in forwards and return in backwards, on the stage with most."""
     num_bytes = 2 * most_offloaded(job.cfg, job.shape) * _rank_tokens(job, work)
     use = LinkUse(
         purpose="activations",
@@ -262,6 +263,7 @@ def _activation_link(job: Job, work: Workload, forward: float) -> LinkUse:
         seconds=num_bytes / job.card.host_rate,
         to_host=True,
     )
+    # The way out hides behind forwards, the way back behind backwards, which take twice as long.
     forwards = work.microbatches * forward
     return use.behind((0.5, forwards), (0.5, 2 * forwards))
 
@@ -277,9 +279,9 @@ def _row_bytes(job: Job, work: Workload) -> float:
 
 
 def _forward_seconds(cfg: Config, work: Workload, seconds: Mapping[str, float]) -> float:
-    """Seconds of the forward of a microbatch; a backward takes twice as long.
+    """Seconds of a microbatch's forward; its backward takes twice as long.
 
-    As if all were recomputed of which a part is.
+    Partial recomputation counts as full.
     """
     recomputes = cfg.model.megatron.get("recompute_granularity") is not None
     passes = _passes(cfg) + forwards_alone(cfg) + recomputes
@@ -287,10 +289,9 @@ def _forward_seconds(cfg: Config, work: Workload, seconds: Mapping[str, float]) 
 
 
 def _exchanged(cfg: Config, shape: ModelShape, others: float, *, is_ring: bool) -> dict[str, float]:
-    """Exchanges of a token in forwards and a backward, on the stage with the most of each.
+    """Elements of a token that ranks exchange in forwards and a backward, on the busiest stage.
 
-    Elements of a token, but for `expert`: how often it goes to its experts and back. `others`,
-    `is_ring`: see `Block.context_elements`.
+    `expert` counts round trips instead. `others`, `is_ring`: see `Block.context_elements`.
     """
 
     def sent(block: Block, purpose: str, forwards: float) -> float:
@@ -332,10 +333,10 @@ def _pipeline_sends(dims: ParallelDims, forwards: float) -> float:
 
 
 def _steady_share(dims: ParallelDims, microbatches: int) -> float:
-    """Part of a pipeline's sends that virtual stages hide behind other chunks' computation.
+    """Part of a pipeline's sends that virtual stages hide behind computation of other chunks.
 
-    Megatron-Core's interleaved schedule overlaps them between its warm-up and its cool-down. Of the
-    first stage, which warms up longest; without virtual stages none.
+    Megatron-Core's interleaved schedule overlaps them between warm-up and cool-down. Counted for
+    the first stage, which warms up longest; 0 without virtual stages.
     """
     if (chunks := dims.virtual_pipeline) == 1:
         return 0.0
@@ -354,15 +355,16 @@ def _data_bytes(cfg: Config, states: Sequence[StateBytes]) -> float:
 
 
 def _data_covers(cfg: Config, states: Sequence[StateBytes], forward: float) -> list[Cover]:
-    """Sums of gradients and gathered weights that travel while layers compute.
+    """Computation that hides sums of gradients and gathers of weights.
 
-    Of the first stage, as later ones wait for it anyway. Its last bucket of gradients is there only
-    at the end of the last backward, and its first weights are needed at once. A step before a push
-    gathers all its weights at once, and with a trained vision tower every pass does.
+    Counted for the first stage: later ones wait for it anyway. Its last bucket of gradients is
+    complete only at the end of the last backward, and its first weights are needed at once. The
+    step before a push gathers all weights at once, and so does every pass with a trained vision
+    tower.
     """
     itemsize, of_gradient = ITEMSIZE[cfg.model.dtype], gradient_itemsize(cfg)
     bucket, experts = bucket_elements(cfg.dims) * itemsize, states[0].expert_weights
-    others = states[0].trained - experts  # with buckets of their own
+    others = states[0].trained - experts  # experts have buckets of their own
     in_buckets = 1 - (min(bucket, others) + min(bucket, experts)) / states[0].trained
     gradients = of_gradient / (of_gradient + itemsize)
     covers: list[Cover] = []
@@ -370,14 +372,15 @@ def _data_covers(cfg: Config, states: Sequence[StateBytes], forward: float) -> l
         covers.append((in_buckets * gradients, 2 * forward))
     if cfg.parallel.overlap_param_gather and cfg.model.freeze_vision:
         updates = BatchSchedule.of(cfg.grpo).updates_per_generation
+        # One step of a generation comes before a push.
         not_pushed = 1 - 1 / updates if cfg.num_engines else 1.0
         covers.append((not_pushed * in_buckets * (1 - gradients), not_pushed * forward))
     return covers
 
 
 def push_link(num_bytes: float, card: GpuSpec, *, in_node: bool, purpose: str = "push") -> LinkUse:
-    """Traffic over NVLink or the network; by default the weights of one engine worker, which it
-    receives once per generation."""
+    """Traffic over NVLink or the network; as `push`, the weights that one engine worker receives
+    per generation."""
     rate = card.node_rate if in_node else card.network_rate
     return LinkUse(
         purpose=purpose, num_bytes=round(num_bytes), in_node=in_node, seconds=num_bytes / rate
@@ -390,5 +393,5 @@ def _ring_share(size: int) -> float:
 
 
 def _link(purpose: str, num_bytes: float, span: int, card: GpuSpec) -> LinkUse:
-    """Traffic between ranks of an axis that spans so many neighbouring GPUs."""
+    """Traffic between ranks of an axis, over `span` neighbouring GPUs."""
     return push_link(num_bytes, card, in_node=span <= card.per_node, purpose=purpose)

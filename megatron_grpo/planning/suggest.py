@@ -89,11 +89,10 @@ class Suggestion:
 def suggest(job: Job) -> list[Suggestion]:
     """Layouts of the trainer that fit the GPUs of a job with its engines, fastest first.
 
-    With `rollout.max_staleness` they get the number of engines with which a simulated step takes
-    least. Else, if the config puts its engines on separate GPUs, they keep as many and the trainer
-    gets the others; if they share GPUs, both get all. A trainer on several nodes fills them.
-    Besides the layout only recomputation changes: the batch and the microbatch size stay. Tensor
-    and expert groups stay within a node.
+    With `rollout.max_staleness`, the number of engines has the shortest simulated step. Without,
+    engines on separate GPUs keep their number and the trainer gets the other GPUs, while engines
+    that share GPUs fill all. A trainer on several nodes fills them. Layout and recomputation
+    change, but not batch and microbatch size. Tensor and expert groups stay within a node.
 
     Raises ValueError if the engines leave no GPU or do not fit theirs, and for problems that no
     layout can solve: a sequence that fits no microbatch, or a batch that does not divide evenly.
@@ -110,7 +109,7 @@ def suggest(job: Job) -> list[Suggestion]:
 
 
 def simulated(each: Suggestion, job: Job) -> Forecast | None:
-    """How a job trains as suggested; None where `training_loop` says nothing."""
+    """Forecast of a job with a suggestion; None on shared GPUs or without `training_loop`."""
     job, card = replace(job, cfg=each.cfg), job.card
     engine = engine_bytes(each.cfg, job.shape, card)
     if not engine or shares_gpus(each.cfg, card, job.num_gpus):
@@ -121,10 +120,10 @@ def simulated(each: Suggestion, job: Job) -> Forecast | None:
 
 
 def _best_split(job: Job) -> list[Suggestion]:
-    """The layouts for the number of engines with which a simulated step takes least.
+    """Layouts for the number of engines with the shortest simulated step.
 
-    The more ranks, and so the fewer engines, the less the ranks are busy. So the best number is
-    about where the engines become the busier ones, which bisection finds.
+    The more ranks, and so the fewer engines, the less the ranks are busy. The best number is near
+    the one where engines become the busier side, which bisection finds.
     """
     splits, rollout = _splits(job), job.cfg.rollout
     if not splits:
@@ -149,13 +148,15 @@ def _best_split(job: Job) -> list[Suggestion]:
 
     numbers = range(len(splits))
     middle = bisect_left(numbers, True, key=engines_are_busier)
+    # Equally busy is not exactly fastest: compare the neighbours.
     return tried(min(numbers[max(middle - 2, 0) : middle + 2], key=seconds))[0]
 
 
 def _splits(job: Job) -> list[tuple[Config, int]]:
-    """The engines beside every number of ranks, ascending, that leaves them GPUs."""
+    """(config with its engines, ranks) for every split of the GPUs, by ascending ranks."""
     cfg, card, num_gpus = job.cfg, job.card, _without_rewards(job)
     size = cfg.rollout.gpus_per_engine
+    # Several counts leave the ranks the same whole nodes: the dict keeps the largest.
     engines = {
         _whole_nodes(num_gpus - count * size, card): count
         for count in range(1, (num_gpus - 1) // size + 1)
@@ -195,7 +196,7 @@ def _on_ranks_of(job: Job, num_ranks: int, colocated: EngineBytes | None) -> lis
 
 
 def _fitting_states(cfg: Config, shape: ModelShape, card: GpuSpec) -> list[StateBytes]:
-    """State of each stage; empty as soon as one's alone does not fit, as in a backward."""
+    """State of each stage; empty if the state of one stage alone exceeds the card."""
     states = []
     for state in stage_states(cfg, shape):
         if state.total > memory_limit(card):
@@ -205,7 +206,7 @@ def _fitting_states(cfg: Config, shape: ModelShape, card: GpuSpec) -> list[State
 
 
 def _with_engines(job: Job, engine: EngineBytes | None) -> tuple[Config, int]:
-    """The config with the engines of the job on its GPUs, and the number of trainer ranks."""
+    """(config with its number of engines on the job's GPUs, number of trainer ranks)."""
     cfg, card, num_gpus = job.cfg, job.card, _without_rewards(job)
     size = cfg.rollout.gpus_per_engine
     engines = cfg.num_engines * size
@@ -222,19 +223,19 @@ def _with_engines(job: Job, engine: EngineBytes | None) -> tuple[Config, int]:
 
 
 def _without_rewards(job: Job) -> int:
-    """GPUs of the job for ranks and engines: not those of reward models of their own."""
+    """GPUs of the job for ranks and engines, without those that only reward models use."""
     return job.num_gpus - count_gpus(served_here(job.cfg.rewards.values()), shared=False)
 
 
 def _with_num_engines(cfg: Config, number: int) -> Config:
-    """`cfg` with so many engines, which the run starts."""
+    """`cfg` with `number` engines that the run itself starts."""
     started: dict[str, Any] = {"base_urls": ()} if cfg.rollout.base_urls else {}
     rollout = cfg.rollout.model_copy(update={"num_engines": number} | started)
     return cfg.model_copy(update={"rollout": rollout})
 
 
 def _most_engines(num_gpus: int, size: int, card: GpuSpec) -> int:
-    """How many engines of `size` GPUs fit: several on a node, or each on whole nodes."""
+    """Number of engines of `size` GPUs that fit: several on a node, or each on whole nodes."""
     if size > card.per_node:
         return num_gpus // size
     on_nodes = -(-num_gpus // card.per_node) * (min(num_gpus, card.per_node) // size)
@@ -259,6 +260,7 @@ def _fitting(
         model = job.cfg.model.model_copy(update={"megatron": settings})
         cfg = job.cfg.model_copy(update={"model": model})
         each = replace(job, cfg=cfg)
+        # Not packed yet: no schedule has more than 2 x pipeline microbatches in flight.
         host = host_use(each, states, 2 * cfg.dims.pipeline, colocated)
         if host is not None and not host.fits:
             continue
@@ -274,10 +276,8 @@ def _fitting(
 
 
 def _recomputations(cfg: Config) -> list[dict[str, object]]:
-    """Settings of `model.megatron` without recomputation, then with full recomputation.
-
-    The latter leaves no activations to offload.
-    """
+    """Settings of `model.megatron` without recomputation, then with full recomputation, which
+    leaves no activations to offload."""
     others = {
         name: value
         for name, value in cfg.model.megatron.items()

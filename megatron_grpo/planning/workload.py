@@ -33,9 +33,9 @@ class Job:
     shape: ModelShape
     card: GpuSpec
     lengths: Sequence[int]
-    """Tokens of sequences that are typical of it, ascending."""
+    """Tokens of typical sequences, ascending."""
     num_gpus: int = 0
-    """0: as few whole nodes as hold it."""
+    """0: as few whole nodes as hold the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Computed:
     tokens: int
     """Without padding."""
     pairs: float
-    """Pairs of tokens that attend to each other: of a sequence, half of all."""
+    """Attending pairs of tokens: n^2 / 2 of a sequence of n tokens."""
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "Computed":
@@ -63,9 +63,9 @@ class Workload:
     microbatches: int
     """Number of microbatches of each model copy."""
     filled: int
-    """Tokens of all microbatches of all copies, with those that alignment adds."""
+    """Tokens of all microbatches of all copies, padding included."""
     received: int
-    """Tokens whose keys and values ranks receive from their context ranks, over all copies."""
+    """Tokens whose keys and values ranks receive from other context ranks, over all copies."""
     room: int
     """Tokens that all microbatches of all copies could hold."""
     is_shared: bool
@@ -130,18 +130,18 @@ def read_completion_lengths(path: Path, cfg: Config) -> list[int]:
 
 def spread(lengths: Sequence[int], count: int) -> list[int]:
     """`count` lengths with the distribution of `lengths` (ascending), including the longest."""
+    # The middle of each of `count` equal parts.
     chosen = [lengths[len(lengths) * (2 * i + 1) // (2 * count)] for i in range(count)]
     chosen[-1] = lengths[-1]  # the longest decides what must fit
     return chosen
 
 
 def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload:
-    """An optimizer step whose sequence lengths have the distribution of `lengths` (ascending).
+    """One optimizer step; sequence lengths have the distribution of `lengths` (ascending).
 
-    With `grpo.shared_prompts`, sequences of neighbouring lengths have the same prompt, of
-    `data.max_prompt_length` tokens or as many as the shortest of them has; without that length,
-    nothing is shared. There are as few microbatches as the sequences need: in a pipeline a run may
-    take some more, each smaller, if that is faster.
+    With `grpo.shared_prompts`, groups of sequences with neighbouring lengths share a prompt of
+    `data.max_prompt_length` tokens, or of the shortest one's length; without that key nothing is
+    shared. Counts the fewest microbatches: a run with a pipeline may take more, smaller ones.
 
     Raises ValueError if the batch arithmetic of `grpo.*` or the longest length does not work.
     """
@@ -177,16 +177,15 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
 
 
 Packed = tuple[list[int], Computed, int]
-"""Tokens of every turn of every model copy, alignment included; what they compute; and the tokens
-that ranks receive from their context ranks.
+"""(tokens of every turn of every model copy with padding, their computation, tokens received from
+context ranks).
 
-Packing is cached: it takes a tenth of a second, with shared prompts up to some, and compared
-layouts often share it."""
+Packing takes 0.1 s or more, and compared layouts often share it: it is cached."""
 
 
 @lru_cache(maxsize=1024)
 def _planned(lengths: tuple[int, ...], capacity: int, dims: ParallelDims, cost: CostModel) -> Plan:
-    """The plan of aligned lengths, which layouts that align differently often share."""
+    """Plan of aligned lengths, cached: layouts of different alignment often share it."""
     return plan_microbatches(lengths, capacity, dims, Alignment(), cost, search=False)
 
 
@@ -199,7 +198,7 @@ def _packed(
     cost: CostModel,
 ) -> Packed:
     """Pack sequences without shared prompts."""
-    if dims.context > 1:  # see `workload`: else it is left out
+    if dims.context > 1:  # context ranks take turns; in all other layouts `workload` passes 1
         plan = plan_turns(lengths, max_tokens, dims, alignment, cost, search=False)
     else:
         capacity = microbatch_capacity(lengths, max_tokens, alignment)
@@ -224,7 +223,7 @@ def _packed_groups(
     alignment: Alignment,
     cost: CostModel,
 ) -> Packed:
-    """Pack groups of `num_generations` sequences, whose prompts are shared."""
+    """Pack groups of `num_generations` sequences with a shared prompt each."""
     groups = []
     for first in range(0, len(lengths), num_generations):
         members = range(first, min(first + num_generations, len(lengths)))
@@ -263,11 +262,13 @@ def in_flight(stage: int, pipeline: int, virtual: int, microbatches: int) -> Seq
     if virtual == 1:
         return [min(microbatches, pipeline - stage)]
     counts = [0] * virtual
+    # `get_schedule_table` runs groups of `pipeline` microbatches through one chunk after another.
     for number in range(min(warm_up(stage, pipeline, virtual) + 1, microbatches * virtual)):
         counts[number // pipeline % virtual] += 1
     return counts
 
 
 def warm_up(stage: int, pipeline: int, virtual: int) -> int:
-    """Forwards of chunks that a stage runs before its first backward, if stages are interleaved."""
+    """Forwards of chunks that an interleaved stage runs before its first backward: as
+    `get_pp_rank_microbatches` of Megatron-Core."""
     return (pipeline - stage - 1) * 2 + (virtual - 1) * pipeline

@@ -166,7 +166,7 @@ def test_guard_waits_until_a_minute_before_the_limit(bash, left, waits):
 
 
 AWAIT_TRAINER = """
-    was_told=$WAS_TOLD
+    got_signal=$GOT_SIGNAL
     (kill -USR1 "$BASHPID") &
     TRAINER=$!
     await_trainer
@@ -174,10 +174,10 @@ AWAIT_TRAINER = """
 """
 
 
-@pytest.mark.parametrize(("was_told", "code"), [("yes", 75), ("", 128 + signal.SIGUSR1)])
-def test_await_trainer_takes_a_death_by_the_signal_for_75(bash, was_told, code):
+@pytest.mark.parametrize(("got_signal", "code"), [("yes", 75), ("", 128 + signal.SIGUSR1)])
+def test_await_trainer_takes_a_death_by_the_signal_for_75(bash, got_signal, code):
     """The trainer had not yet installed its handler."""
-    assert bash(AWAIT_TRAINER, {}, WAS_TOLD=was_told).stdout == f"{code}\n"
+    assert bash(AWAIT_TRAINER, {}, GOT_SIGNAL=got_signal).stdout == f"{code}\n"
 
 
 ADDRESS_OF = "address_of n1"

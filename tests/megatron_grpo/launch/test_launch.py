@@ -161,7 +161,7 @@ def test_place_refuses_groups_of_sglang_over_nodes(tensor, most):
 @pytest.mark.parametrize(
     ("ranks", "gpus", "gigabytes", "message"),
     [
-        (8, 4, 9999, r"dp\(8\) = 8 ranks need as many GPUs, and this host has 4: .* --gpus 4`"),
+        (8, 4, 9999, r"dp\(8\) = 8 ranks need 8 GPUs, and this host has 4: .* --gpus 4`"),
         (8, 8, 1, None),
         (1, 0, 419, "no GPU and 419 GB of memory, .* take 3 x 140 GB"),
         (1, 0, 420, None),
@@ -216,7 +216,7 @@ def test_place_command_prints_the_placement(tmp_path):
     assert said.output.splitlines()[-1] == "engine a,b 0,1,2,3"
     ahead = ["rollout.max_staleness=1", "grpo.old_logprobs=rollout"]
     said = CliRunner().invoke(cli.app, [*arguments, *ahead])
-    assert "8 ranks, and engines of 1 GPUs in all, would share 8 GPUs" in str(said.exception)
+    assert "8 ranks would share 8 GPUs with engines of 1," in str(said.exception)
     said = CliRunner().invoke(cli.app, [*arguments, *ahead, "--nodes", "a,b,c"])
     assert said.output.splitlines()[-1] == "engine c 0"
 

@@ -255,8 +255,8 @@ def test_hosts_that_do_not_meet_are_named_in_a_line(start, port, tmp_path, host)
     place = f"127.0.0.1:{port}"
     if host == 0:
         assert told == (
-            f"megatron-grpo: 2 of 3 hosts did not come to {place} on {HERE} within 2 s: host 1, 2, "
-            "counted from 0; their logs may say why\n"
+            f"megatron-grpo: 2 of 3 hosts did not connect to {place} on {HERE} within 2 s: host 1, "
+            "2, counted from 0; their logs may say why\n"
         )
     else:
         assert told.splitlines()[-1].startswith(

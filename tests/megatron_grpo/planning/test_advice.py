@@ -35,7 +35,7 @@ class Hint:
 
 
 def hints(message: str) -> Iterator[Hint]:
-    for found in re.finditer(r"it fits with ([^;]+)", message):
+    for found in re.finditer(r"hint: fits with (.+)", message):
         yield Hint(shlex.split(found[1]), fits=True)
     for found in re.finditer(r"layout that fits: (.*)$", message):
         yield Hint(shlex.split(found[1]), fits=True)
@@ -80,8 +80,8 @@ ENGINE_OF_8 = "rollout.tensor_parallel_size=8"
 ADVISED = [
     (LLAMA_70B, NEMO_RL, {}, "layout that fits"),
     (LLAMA_70B, f"{NEMO_RL} {ON_HOST}", {}, "layout that fits"),
-    (LLAMA_70B, ASLEEP, {}, "it fits with train.offload=all"),
-    (LLAMA_70B, f"{ASLEEP} grpo.beta=0.04", {}, "it fits with train.offload=all"),
+    (LLAMA_70B, ASLEEP, {}, "\nhint: fits with train.offload=all"),
+    (LLAMA_70B, f"{ASLEEP} grpo.beta=0.04", {}, "\nhint: fits with train.offload=all"),
     # The optimizer's state is on the host already; pushes need quantised weights' maxima.
     (LLAMA_70B, f"{ASLEEP} {ON_HOST}", {}, "no layout fits on 64 GPUs: use more GPUs"),
     (LLAMA_70B, f"{ASLEEP} rollout.quantization=fp8", {}, "fits: train.offload=opti"),
@@ -91,12 +91,12 @@ ADVISED = [
     ),
     (
         *(LLAMA_70B, f"{ASLEEP} {SHARE}0.35 {ALL} train.offload_communicators=true", on_hosts(330)),
-        "it fits with train.offload=optimizer train.offload_communicators=false",
+        "\nhint: fits with train.offload=optimizer train.offload_communicators=false",
     ),
     (LLAMA_70B, f"{NEMO_RL} {ON_HOST}", on_hosts(100), "for optimizer.optimizer_cpu_offload"),
     (
         *(("70b_lora", "Llama-3.3-70B"), f"{SLEEPS} {SHARE}0.5", on_hosts(150)),
-        "for engines that sleep with lora.sync adapter.* fits with lora.sync=merged",
+        "(?s)for engines that sleep with lora.sync adapter.*\nhint: fits with lora.sync=merged",
     ),
     (LLAMA_70B, "", {"num_gpus": 32}, "use --gpus 64 or more"),
     (LLAMA_70B, f"{SHARE}0.2", {}, "0.2 leaves nothing"),

@@ -237,7 +237,7 @@ def test_plan_instantiate_prints_a_table_or_faults(elsewhere, tmp_path):
     path = f"model.path={tiny_model(tmp_path, 'qwen3')}"
     exit_code, stdout, stderr = elsewhere(run_plan, megatron_layout, path)
     assert (exit_code, stderr) == (0, "")
-    assert "on 8 ranks: tp(2) * pp(2) * cp(2) * dp(1)" in stdout
+    assert "\ntrainer: tp(2) * pp(2) * cp(2) * dp(1) = 8 ranks\n" in stdout
     exit_code, stdout, stderr = elsewhere(run_plan, layout_of_a_wider_mlp, path)
     assert (exit_code, stdout) == (1, "")
     assert stderr.startswith("megatron-grpo: 16 differences from the plan\nrank 0: 0.decoder.")

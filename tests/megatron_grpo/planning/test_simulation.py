@@ -57,7 +57,7 @@ def test_equal_completions_take_the_sum_or_the_maximum_of_both_sides(train):
 def test_seconds_of_a_pass_are_those_of_what_runs():
     # One completion of 100 tokens and one of 300: 100 passes of both, then 200 of one.
     engine = Engine(loop(pass_seconds=lambda running: 0.01 * running))
-    engine.ask(5.0, 0, [100, 300])
+    engine.request(5.0, 0, [100, 300])
     assert engine.finish(0) == pytest.approx(5.0 + 100 * 0.02 + 200 * 0.01)
     assert engine.busy == pytest.approx(4.0)
 
@@ -65,9 +65,9 @@ def test_seconds_of_a_pass_are_those_of_what_runs():
 def test_ranks_that_train_slow_an_engine_down_and_requests_hold_up_one_that_computes():
     costs = {"slowdown": 1.5, "start_seconds": 0.2, "receive_seconds": 0.1}
     engine = Engine(loop(pass_seconds=constant, **costs))
-    engine.ask(0.0, 0, [100])
+    engine.request(0.0, 0, [100])
     engine.run(0.95, trains=True)  # the start, and 50 passes
-    engine.ask(0.95, 1, [20, 20])
+    engine.request(0.95, 1, [20, 20])
     assert engine.finish(0) == pytest.approx(0.95 + 2 * 0.1 + 0.5)
     # Of a second of passes, a fifth is done in 0.4 s of training.
     assert simulate(loop(slowdown=2.0), AHEAD).seconds == pytest.approx(0.4 + 0.8 + 0.1)
@@ -84,7 +84,7 @@ def test_what_an_engine_does_not_hold_at_once_waits():
 def test_a_push_in_flight_computes_anew_what_was_sampled_unless_it_is_kept(recomputes):
     costs = {"token_seconds": 0.001, "prompt_seconds": 0.2, "start_seconds": 0.3}
     engine = Engine(loop(pass_seconds=constant, recomputes=recomputes, **costs))
-    engine.ask(0.0, 0, [100, 100])
+    engine.request(0.0, 0, [100, 100])
     engine.run(1.2)  # the start, two prompts, and 50 passes
     engine.push(1.2, 1)
     anew = recomputes * 2 * (0.2 + 50 * 0.001)
@@ -107,7 +107,7 @@ def test_every_completion_ends_once_and_no_token_is_older_than_the_bound(mode, a
 def test_tokens_are_as_old_as_the_pushes_between_say():
     # Training takes no time, and a push comes after each second.
     engine = Engine(loop(pass_seconds=constant))
-    engine.ask(0.0, 3, [300])
+    engine.request(0.0, 3, [300])
     for version in (1, 2, 3):
         engine.run(engine.clock + 0.8)
         engine.push(engine.clock, version)

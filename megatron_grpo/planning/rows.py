@@ -1,0 +1,25 @@
+"""Lines of a plan's output: tables, and blocks with one fact a line."""
+
+from collections.abc import Container, Iterable, Sequence
+
+
+def table(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
+    """Pad cells to columns, aligned to the left in columns `left`; the first row is the header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = ["<" if number in left else ">" for number in range(len(widths))]
+    return [
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def facts(title: str, rows: Iterable[tuple[str, str]]) -> list[str]:
+    """A title, and a line for each (number, words)."""
+    return [title, *(f"{number:>12}  {words}" for number, words in rows)]
+
+
+def count(number: int, noun: str) -> str:
+    """`1 engine`, `2 engines`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
