@@ -28,11 +28,11 @@ POLL_SECONDS = 0.1
 class RolloutClient:
     """Talks to all engines of a pool at once, over vLLM's HTTP routes: health and pushes.
 
-    A `RequestRouter` asks for completions in the same `loop`, over the same connections.
+    A `RequestRouter` requests completions in the same `loop`, over the same connections.
 
-    An engine that fails or answers late (`rollout.request_timeout`) is lost: a generation goes on
-    with the others, a push starts over; it gets no more of that push, and the next `update_health`
-    counts its loss. A wrong answer, which another engine would give as well, is an EngineError.
+    An engine that fails or answers late (`rollout.request_timeout`) is lost: generations go on with
+    the others, a push starts over without it, and the next `update_health` counts the loss. A wrong
+    answer is an EngineError: another engine would give it, too.
     """
 
     def __init__(
@@ -48,21 +48,22 @@ class RolloutClient:
         self._rollout, self._lora, self._keeps_features = rollout, lora, keeps_features
         self.is_cancelled = False
         self._chain: dict[str, int] = {}
-        """The engines of the push: `EnginePool.up` when it began."""
+        """Engines of the push, in the order of their indices: `EnginePool.up` when it began."""
         self._num_chains = 0
         self._awake: set[str] = set()
-        """Addresses of engines to which channels were opened: no earlier run left these asleep."""
+        """Addresses of the engines that were woken once: an earlier run may leave engines asleep.
+        """
         self._failed: dict[str, EngineDown] = {}
         self._channels = ""
         self._engines: dict[str, Engine] = {}
 
     def cancel(self) -> None:
-        """Soon end what engines do for the routers, and `await_engines`; safe from any thread."""
+        """End the routers' requests and `await_engines` soon; safe from any thread."""
         self.is_cancelled = True
 
     def update_health(self, check: Callable[[list[EngineReport]], None]) -> None:
-        """Drop engines that have failed, died, hang or leave; add those that join or came back, if
-        `check` accepts the parameters of their workers (raises no ValueError)."""
+        """Drop engines that failed, died, hang or leave; add engines that join or came back, unless
+        `check` raises ValueError for the parameters of their workers."""
         self.pool.finish_generation()  # engines that have served since the last push
         for url, error in self._failed.items():
             self.pool.mark_dead(url, str(error))
@@ -78,11 +79,10 @@ class RolloutClient:
                 self.pool.mark_recovered(url)
 
     def await_engines(self, check: Callable[[list[EngineReport]], None]) -> tuple[int, int]:
-        """The engines for the next push: all that are healthy by the last `update_health`.
+        """Choose the engines for the next push: all that the last `update_health` found healthy.
 
-        Without one, waits for one up to `rollout.startup_timeout` seconds, then raises
-        RolloutAborted. Returns their number, and an id that changes when one joins, leaves or
-        restarts.
+        Waits for a first one up to `rollout.startup_timeout` seconds, then raises RolloutAborted.
+        Returns their number, and an id that changes when an engine joins, leaves or restarts.
         """
         deadline = running_time() + self._rollout.startup_timeout
         while not self.pool.up:
@@ -91,7 +91,8 @@ class RolloutClient:
             self.pool.raise_if_all_dead(deadline)
             time.sleep(POLL_SECONDS)
             self.update_health(check)
-        if [*self._chain.items()] != [*self.pool.up.items()]:  # in order
+        # As lists: channels know an engine by its index, and equal dicts may differ in order.
+        if [*self._chain.items()] != [*self.pool.up.items()]:
             self._chain = self.pool.up
             self._num_chains += 1
         return len(self._chain), self._num_chains
@@ -123,7 +124,7 @@ class RolloutClient:
 
     def begin_push(self, push: str) -> None:
         """Pause the engines, drop their caches and mark their weights as having no version."""
-        self.pool.lose_weights(self._chain)
+        self.pool.lose_weights(self._chain)  # first: a push that fails midway leaves none serving
         if self._rollout.enable_sleep_mode:
             self._on_all(lambda engine: engine.wake("weights"))
         self._on_all(partial(Engine.begin_push, push=push, channels=self._channels))
@@ -136,7 +137,7 @@ class RolloutClient:
         """Raise PushFailed unless every worker of every engine has loaded `push`, with the
         checksums `expected` of each worker, if given.
 
-        An engine that has joined with other weights is lost: the run can do without it.
+        An engine that has joined is lost if its checksums differ: the run can do without it.
         """
         reports = self._on_all(partial(Engine.ask_workers, call="push_report"))
         try:
@@ -157,8 +158,8 @@ class RolloutClient:
     def sleep(self) -> None:
         """Make every engine that answers give its memory to the trainer, until the next push.
 
-        Lost engines that may be starting are waited for, unless `cancel` was called: they would
-        take their memory when the trainer needs it. Raises ValueError if an engine cannot sleep.
+        Waits for lost engines that may be starting, until `cancel`: they would take their memory
+        when the trainer needs it. Raises ValueError if an engine cannot sleep.
         """
         asleep: set[tuple[str, int]] = set()
         while True:
@@ -182,7 +183,7 @@ class RolloutClient:
         return True
 
     def serve_loaded(self) -> None:
-        """Make every engine serve the weights that it loaded itself, as LOADED_VERSION."""
+        """Make every engine serve the weights of its own folder, as LOADED_VERSION."""
         self._on_all(Engine.serve_loaded)
         self.pool.finish_push(self._chain)
 
@@ -195,10 +196,10 @@ class RolloutClient:
         """Run `action` on all engines of the push; the first failure cancels the others.
 
         While `is_sending`, a busy engine does not count as hung: transfers have their own limit.
-        Failures of given `urls` are none of the push.
+        With `urls`, failures do not count as the push's.
         """
         failed = self._failed if urls is None else {}
-        for error in failed.values():
+        for error in failed.values():  # an earlier phase lost an engine: the push must start over
             raise error
 
         async def on(url: str) -> T:
@@ -217,7 +218,7 @@ class RolloutClient:
         return self.loop.call(gather_all(map(on, self._chain if urls is None else urls)))
 
     def engine(self, url: str) -> Engine:
-        """The engine at `url`, with its connections; to be called in the loop."""
+        """The engine at `url`, with its connections; for calls in the loop."""
         if url not in self._engines:
             rollout = self._rollout
             self._engines[url] = Engine(
@@ -245,8 +246,8 @@ async def _describe(engine: Engine) -> list[EngineReport]:
 def meanwhile(action: Callable[[Callable[[], bool]], None] | None) -> Iterator[None]:
     """Run rank 0's `action` on the engines concurrently with the block.
 
-    `action` gets a function that tells whether the block still runs. Its error replaces that of the
-    block, which sees only a broken channel when an engine dies.
+    `action` gets a function that is True while the block runs. An error of `action` replaces the
+    block's, which is only a broken channel when an engine dies.
     """
     if action is None:
         yield
