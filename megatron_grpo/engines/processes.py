@@ -90,7 +90,7 @@ class ServerProcesses:
 
     @property
     def awaited(self) -> str:
-        """What `wait_ready` waits for, in messages."""
+        """Servers that `wait_ready` waits for, in words."""
         if self.are_ours:
             return f"{self.kind}s start, logs in {self._log_dir}"
         return f"{self.kind}s at {', '.join(self.base_urls)}"

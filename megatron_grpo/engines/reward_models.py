@@ -100,7 +100,7 @@ class RewardModels(ServerProcesses):
 
     @property
     def awaited(self) -> str:
-        """What the first `restart_dead` waits for, in messages; empty afterwards."""
+        """Servers that the first `restart_dead` waits for, in words; empty afterwards."""
         return "" if self._is_ready else super().awaited
 
     def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
