@@ -192,7 +192,7 @@ def worker_dtypes(
 def _sglang_layout(layout: Layout, shape: ModelShape, dims: EngineDims, number: int) -> Layout:
     """Convert a layout of vLLM into SGLang's for worker `number`. They differ in names,
     `IN_ONE_MATRIX`, whole embeddings and vision towers; parts, fusion and padding are equal."""
-    layout = _with_own_tower(_in_own_matrices(layout), shape, dims, number)
+    layout = _with_sglang_tower(_unfused(layout), shape, dims, number)
     names = {name: _sglang_name(name, shape.family) for name in layout.shapes}
     shapes = {names[name]: size for name, size in layout.shapes.items()}
     pieces = tuple(replace(piece, local=names[piece.local]) for piece in layout.pieces)
@@ -206,7 +206,7 @@ def _sglang_layout(layout: Layout, shape: ModelShape, dims: EngineDims, number: 
     return Layout(shapes, pieces, zeros)
 
 
-def _in_own_matrices(layout: Layout) -> Layout:
+def _unfused(layout: Layout) -> Layout:
     """Split each matrix of `IN_ONE_MATRIX` into its parts, named as in weight files."""
     fused, _ = IN_ONE_MATRIX
     shapes = {name: size for name, size in layout.shapes.items() if fused not in name}
@@ -218,16 +218,16 @@ def _in_own_matrices(layout: Layout) -> Layout:
     return Layout(shapes | own, pieces, layout.zeros)
 
 
-def _with_own_tower(layout: Layout, shape: ModelShape, dims: EngineDims, number: int) -> Layout:
+def _with_sglang_tower(layout: Layout, shape: ModelShape, dims: EngineDims, number: int) -> Layout:
     """Replace a trained vision tower by SGLang's, which differs in padding."""
-    parameters = [_in_sglang(each) for each in vision_tower(shape.vision, in_engine=True)]
+    parameters = [_padded_as_in_sglang(each) for each in vision_tower(shape.vision, in_engine=True)]
     tower = worker_layout(parameters, shape, dims, number)
     pieces = tuple(each for each in layout.pieces if not each.local.startswith(VISION))
     shapes = {**layout.shapes, **tower.shapes}
     return Layout(shapes, pieces + tower.pieces, layout.zeros + tower.zeros)
 
 
-def _in_sglang(parameter: Parameter) -> Parameter:
+def _padded_as_in_sglang(parameter: Parameter) -> Parameter:
     """Pad a parameter of a vision tower along its split dimension, as SGLang does."""
     dim = parameter.vllm.split
     if parameter.vllm.name == PLACES:

@@ -130,8 +130,8 @@ def pushable_parameters(model: "Module", with_vision: bool = False) -> dict[str,
             continue
         # GPU kernels want 8-bit weights as [columns, rows], and vLLM makes them a transposed view:
         # turned back, they are as in memory and in the weight files.
-        is_turned = parameter.itemsize == 1 and not parameter.is_contiguous()
-        value = parameter.t() if is_turned else parameter
+        is_transposed = parameter.itemsize == 1 and not parameter.is_contiguous()
+        value = parameter.t() if is_transposed else parameter
         if alternates and ".w13_" in name:
             value = value.unflatten(1, (-1, 2))
         first.setdefault(value.untyped_storage().data_ptr(), (name, value))

@@ -144,7 +144,7 @@ def fault_of_chosen(routes: np.ndarray, start: int, index_topk: int) -> str:
     return (
         f"{int(chosen[is_wrong][0])} as a token that the indexer of layer {layer} chose for the "
         f"token at position {first + token}, which sees none but those at 0 to {first + token}: "
-        "SGLang tells positions in a sequence with SGLANG_DSA_FUSE_TOPK=0"
+        "SGLang returns positions in a sequence only with SGLANG_DSA_FUSE_TOPK=0"
     )
 
 

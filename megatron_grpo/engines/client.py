@@ -47,9 +47,9 @@ class RolloutClient:
         self.pool, self.loop = pool, loop
         self._rollout, self._lora, self._keeps_features = rollout, lora, keeps_features
         self.is_cancelled = False
-        self._chain: dict[str, int] = {}
+        self._push_engines: dict[str, int] = {}
         """Engines of the push, in the order of their indices: `EnginePool.up` when it began."""
-        self._num_chains = 0
+        self._push_engines_id = 0
         self._awake: set[str] = set()
         """Addresses of the engines that were woken once: an earlier run may leave engines asleep.
         """
@@ -92,10 +92,10 @@ class RolloutClient:
             time.sleep(POLL_SECONDS)
             self.update_health(check)
         # As lists: channels know an engine by its index, and equal dicts may differ in order.
-        if [*self._chain.items()] != [*self.pool.up.items()]:
-            self._chain = self.pool.up
-            self._num_chains += 1
-        return len(self._chain), self._num_chains
+        if [*self._push_engines.items()] != [*self.pool.up.items()]:
+            self._push_engines = self.pool.up
+            self._push_engines_id += 1
+        return len(self._push_engines), self._push_engines_id
 
     def describe_parameters(self) -> dict[str, list[EngineReport]]:
         """Parameter shapes and dtypes of every worker, by engine address."""
@@ -109,7 +109,7 @@ class RolloutClient:
         the same time; `is_sending` returns True until they are done.
         """
         self._channels = channels = uuid.uuid4().hex
-        urls = [*self._chain]
+        urls = [*self._push_engines]
 
         async def open_channels(engine: Engine) -> None:
             # The first time only: an earlier run may have left it asleep. Waking an engine that is
@@ -124,7 +124,8 @@ class RolloutClient:
 
     def begin_push(self, push: str) -> None:
         """Pause the engines, drop their caches and mark their weights as having no version."""
-        self.pool.lose_weights(self._chain)  # first: a push that fails midway leaves none serving
+        # First: a push that fails midway leaves no engine serving.
+        self.pool.lose_weights(self._push_engines)
         if self._rollout.enable_sleep_mode:
             self._on_all(lambda engine: engine.wake("weights"))
         self._on_all(partial(Engine.begin_push, push=push, channels=self._channels))
@@ -141,7 +142,7 @@ class RolloutClient:
         """
         reports = self._on_all(partial(Engine.ask_workers, call="push_report"))
         try:
-            check_reports([*self._chain], reports, push, expected)
+            check_reports([*self._push_engines], reports, push, expected)
         except PushFailed as failure:
             for url in filter(self.pool.has_joined, failure.faults if expected else ()):
                 self._failed[url] = EngineDown(failure.faults[url][0])
@@ -153,7 +154,7 @@ class RolloutClient:
         if self._rollout.enable_sleep_mode:
             self._on_all(lambda engine: engine.wake("kv_cache"))
         self._on_all(partial(Engine.post, route="/resume"))
-        self.pool.finish_push(self._chain)
+        self.pool.finish_push(self._push_engines)
 
     def sleep(self) -> None:
         """Make every engine that answers give its memory to the trainer, until the next push.
@@ -185,7 +186,7 @@ class RolloutClient:
     def serve_loaded(self) -> None:
         """Make every engine serve the weights of its own folder, as LOADED_VERSION."""
         self._on_all(Engine.serve_loaded)
-        self.pool.finish_push(self._chain)
+        self.pool.finish_push(self._push_engines)
 
     def _on_all[T](
         self,
@@ -215,7 +216,7 @@ class RolloutClient:
                 failed[url] = error
                 raise
 
-        return self.loop.call(gather_all(map(on, self._chain if urls is None else urls)))
+        return self.loop.call(gather_all(map(on, self._push_engines if urls is None else urls)))
 
     def engine(self, url: str) -> Engine:
         """The engine at `url`, with its connections; for calls in the loop."""

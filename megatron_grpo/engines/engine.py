@@ -120,7 +120,7 @@ class Engine:
                 choice = await self._stream(request, versions, begun)
         except msgspec.MsgspecError as error:
             raise EngineError(
-                f"rollout engine {self.url} answered with something else than a completion of "
+                f"rollout engine {self.url} did not answer with a completion of "
                 f"vLLM 0.32 or 0.33, or was started by another release of megatron-grpo: {error}"
             ) from error
         if choice.finish_reason == CUT and is_cut():
@@ -254,8 +254,10 @@ class Engine:
         # the unread answers of the others to the next call. After a timeout it would, too, so that
         # the body has no `timeout`.
         question = uuid.uuid4().hex
-        asked = {"call": call, "question": question, **arguments}
-        body = {"method": "answer_push", "kwargs": asked}
+        body = {
+            "method": "answer_push",
+            "kwargs": {"call": call, "question": question, **arguments},
+        }
         answers: list[Any] = (await self.post("/collective_rpc", body))["results"]
         if not all(isinstance(a, dict) and a["question"] == question for a in answers):
             raise EngineDown(

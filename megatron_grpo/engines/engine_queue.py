@@ -40,7 +40,7 @@ class EngineQueue:
         self._policy_version = self._next_version = policy_version
         """Versions of the engine's weights: now, and after the next push."""
         self._decode, self._changed, self._streams = decode, changed, streams
-        self._asks: dict[Request, asyncio.Task[None]] = {}
+        self._calls: dict[Request, asyncio.Task[None]] = {}
         self._push = ""
         """Id of the push that brought the weights."""
         self._turn = asyncio.Lock()
@@ -80,7 +80,7 @@ class EngineQueue:
                     self._is_working = self._is_sending = True
                     self.has_started_or_failed.set()
                     await self.aborted.wait()
-                    while self._asks:  # repeated: requests on their way miss a cut
+                    while self._calls:  # repeated: requests on their way miss a cut
                         await engine.cut()
                         await asyncio.sleep(POLL_INTERVAL)
                 finally:
@@ -92,14 +92,14 @@ class EngineQueue:
         self.open |= dict.fromkeys(requests)
         if self._is_sending and not self.aborted.is_set():
             for request in requests:
-                ask = self._asks[request] = self._group.create_task(self._ask(request))
+                ask = self._calls[request] = self._group.create_task(self._ask(request))
                 # The callback gets the task as well, which `pop` takes as its default.
-                ask.add_done_callback(partial(self._asks.pop, request))
+                ask.add_done_callback(partial(self._calls.pop, request))
 
     def withdraw(self, request: Request) -> None:
         """Forget a request; the engine aborts it when its connection closes."""
         self.open.pop(request, None)
-        if ask := self._asks.get(request):
+        if ask := self._calls.get(request):
             ask.cancel()
 
     async def hold(self, next_version: int) -> None:
@@ -122,7 +122,7 @@ class EngineQueue:
     def _in_group(self, ask: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Run `ask` in the task group, after earlier ones; an error ends `serve`."""
 
-        async def asked() -> None:
+        async def run() -> None:
             try:
                 async with self._turn:
                     await ask()
@@ -130,7 +130,7 @@ class EngineQueue:
                 self._is_working = self._is_sending = False  # the group takes no more tasks
                 raise
 
-        return self._group.create_task(asked())
+        return self._group.create_task(run())
 
     def _progress(self) -> object:
         if self._is_held:  # a push, and recomputing after it, have limits of their own

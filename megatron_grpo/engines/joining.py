@@ -30,7 +30,7 @@ from megatron_grpo.launch.run_dir import make_folder
 from megatron_grpo.workers.child_process import ChildProcess
 
 FOLDER, JOINED, LEAVING = "engines", ".json", ".leaving"
-OF_EACH_HOST = tuple(names.memory_fraction for names in PLANNED.values())
+PER_HOST_ARGUMENTS = tuple(names.memory_fraction for names in PLANNED.values())
 """Arguments that may differ between the engines of a run."""
 LEAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 POLL_SECONDS = 1.0
@@ -51,7 +51,7 @@ def settings_of(model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig) ->
     are not among them: pushes compare these."""
     shape = (model.path / "config.json").read_bytes()
     table = engine_table(rollout).items()
-    arguments = {name: value for name, value in table if name not in OF_EACH_HOST}
+    arguments = {name: value for name, value in table if name not in PER_HOST_ARGUMENTS}
     settings = {
         "sha256 of model.path/config.json": hashlib.sha256(shape).hexdigest(),
         "model.dtype": model.dtype,

@@ -76,7 +76,7 @@ class JoinFolder:
     ) -> None:
         self.folder, self._settings, self._refusal = folder, settings, refusal
         self._is_local = all(map(_is_loopback, base_urls))
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     @classmethod
     def of_run(cls, cfg: Config) -> "JoinFolder":
@@ -108,8 +108,8 @@ class JoinFolder:
             fault = self._fault(engine)
             if not fault:
                 return engine.url, changed
-        if (file.name, fault) not in self._told:
-            self._told.add((file.name, fault))
+        if (file.name, fault) not in self._reported:
+            self._reported.add((file.name, fault))
             print(f"the engine of {file} cannot join: {fault}", file=sys.stderr, flush=True)
         return None
 
@@ -199,15 +199,15 @@ class EnginePool:
     def check_engines(self) -> dict[str, int]:
         """Mark engines that died or hang as lost; returns those that answer again, as in `up`."""
         able, down = self._in(State.SERVING, State.STALE, State.DOWN), self._in(State.DOWN)
-        # A silent engine that joined is asked again only when it has touched its file: of a host
+        # A silent engine that joined is checked again only when it has touched its file: of a host
         # that is gone, each health check would take HEALTH_TIMEOUT.
         silent = [each for each in down if 0 < each.file_changed == each.unanswered]
-        asked = [each for each in able if each not in silent]
-        limits = [HEALTH_TIMEOUT if each in down else self._health_timeout for each in asked]
-        with ThreadPoolExecutor(len(asked) or 1) as pool:
-            answers = [*pool.map(is_healthy, [each.url for each in asked], limits)]
+        checked = [each for each in able if each not in silent]
+        limits = [HEALTH_TIMEOUT if each in down else self._health_timeout for each in checked]
+        with ThreadPoolExecutor(len(checked) or 1) as pool:
+            answers = [*pool.map(is_healthy, [each.url for each in checked], limits)]
         came_back = {}
-        for record, has_answered in zip(asked, answers, strict=True):
+        for record, has_answered in zip(checked, answers, strict=True):
             if has_answered:
                 if record.state is State.DOWN:
                     came_back[record.url] = record.num_losses
@@ -227,7 +227,7 @@ class EnginePool:
             elif record.file_changed:
                 record.unanswered = record.file_changed
                 _log(
-                    f"rollout engine {record.url} does not answer: it is asked again when its "
+                    f"rollout engine {record.url} does not answer: it is checked again when its "
                     "file in engines/ has changed"
                 )
         return came_back

@@ -46,11 +46,11 @@ RESERVED = {
 }
 """Names that the table `vllm` of the arguments cannot have, and why."""
 
-MOST_TOGETHER = 0.95
+MAX_SHARES = 0.95
 """Maximum fraction of a GPU for an engine and a reward model together: vLLM starts only if its
 share is free, and each CUDA context takes 0.6 to 1.1 GB outside of the shares."""
-MOST_BESIDE_SGLANG = 0.85
-"""`MOST_TOGETHER` for engines of SGLang, whose share excludes activations, CUDA graphs and
+MAX_SHARES_WITH_SGLANG = 0.85
+"""`MAX_SHARES` for engines of SGLang, whose share excludes activations, CUDA graphs and
 buffers."""
 
 
@@ -160,7 +160,7 @@ class RewardModels(ServerProcesses):
             if is_success(status):
                 continue
             if not self.end(url):
-                print(f"{self.kind} {url}: no {route}: {text}", file=sys.stderr, flush=True)
+                print(f"{self.kind} {url} failed at /{route}: {text}", file=sys.stderr, flush=True)
             self.kill(url)
 
 
@@ -181,8 +181,8 @@ def reward_devices(
     own = count_gpus(models, shared=False)
     if num_used + own > num_devices:
         raise ValueError(
-            f"reward_model: {own} GPUs for reward models, and of the {num_devices} of this "
-            f"host ranks and engines leave {max(0, num_devices - num_used)}: use fewer for them, "
+            f"reward_model: reward models need {own} GPUs, and ranks and engines leave "
+            f"{max(0, num_devices - num_used)} of this host's {num_devices}: use fewer for them, "
             "let the model share their GPUs (share_gpus: true), or serve it elsewhere and give its "
             "base_url in place of path"
         )
@@ -273,7 +273,7 @@ def gpu_share(model: RewardFunction, rollout: RolloutConfig) -> float:
             "rollout.enable_sleep_mode=true, or leave it out, for GPUs of its own"
         )
     names, own = PLANNED["vllm"], model.arguments.get("vllm", {})
-    most = MOST_BESIDE_SGLANG if rollout.engine == "sglang" else MOST_TOGETHER
+    most = MAX_SHARES_WITH_SGLANG if rollout.engine == "sglang" else MAX_SHARES
     engine = engine_table(rollout)
     if "kv_cache_memory_bytes" in own or "kv_cache_memory_bytes" in engine:
         raise ValueError(

@@ -166,7 +166,7 @@ def check_towers_served(model: ModelConfig, rollout: RolloutConfig) -> None:
     if rollout.quantization != "none" and has_other_towers(model.path):
         raise ValueError(
             f"rollout.quantization is {rollout.quantization}, and model.path {model.path} has "
-            "other towers beside that of text; supported: none"
+            "towers besides its text tower; supported: none"
         )
 
 

@@ -196,11 +196,11 @@ class Job:
         self.members: dict[int, Member] = {}
         self._world_size, self._limits, self._intervals = world_size, limits, intervals
         self._progress = now
-        self._asked: float | None = None
-        self._looked, self._num_limits = now, 1
+        self._stacks_requested: float | None = None
+        self._last_comparison, self._num_limits = now, 1
         """Time of the last progress or comparison of stacks, and the number of limits after the
         last progress at which stacks are compared next."""
-        self._stood = 0.0
+        self._longest_stall = 0.0
         """The longest time without progress in the current phase of rank 0."""
         self._longest: dict[str, float] = {}
         """The longest time without progress in each finished phase."""
@@ -221,16 +221,16 @@ class Job:
     def on_heartbeat(self, rank: int, position: Position, now: float, cpu: float = 0.0) -> None:
         """A rank has sent a heartbeat with its `position` and its main thread's CPU seconds."""
         member = self.members[rank]
-        # `_looked` moves with the progress of any rank: a member catches up at its next heartbeat.
-        if member.heard <= self._looked:
+        # `_last_comparison` moves with any rank's progress: members follow at their next heartbeat.
+        if member.heard <= self._last_comparison:
             member.cpu_before = member.cpu
         member.heard = now
         member.cpu = max(member.cpu, cpu)
         if position != member.position:
-            self._stood = max(self._stood, now - self._progress)
+            self._longest_stall = max(self._longest_stall, now - self._progress)
             if rank == 0 and position.phase != (phase := member.position.phase):
-                self._longest[phase] = max(self._stood, self._longest.get(phase, 0.0))
-                self._stood = 0.0
+                self._longest[phase] = max(self._longest_stall, self._longest.get(phase, 0.0))
+                self._longest_stall = 0.0
             member.position, member.since = position, now
             self._first_step = self._first_step or self.position.step
             self._reset_progress(now)
@@ -269,11 +269,11 @@ class Job:
     def wants_stacks(self, now: float) -> bool:
         """Whether to ask all ranks for stacks now; True once for each limit that passes."""
         limit = self._limit()
-        if self._asked is not None or limit is None:
+        if self._stacks_requested is not None or limit is None:
             return False
         if now - self._progress < self._num_limits * limit.seconds:
             return False
-        self._asked = now
+        self._stacks_requested = now
         for member in self.members.values():
             member.stack = None
         return True
@@ -289,30 +289,35 @@ class Job:
             return self._finished[0]
         if silent := [m for m in self.members.values() if now - m.heard >= self._intervals.silence]:
             return End(EXIT_FAILURE, _silent(silent, self._intervals.silence))
-        if self._asked is None:
+        if self._stacks_requested is None:
             return None
         answered = all(member.stack is not None for member in self.members.values())
-        if not answered and now - self._asked < self._intervals.stacks:
+        if not answered and now - self._stacks_requested < self._intervals.stacks:
             return None
         if answered and self._num_limits < COMPUTING and self._is_computing(now):
             self._num_limits += 1
-            self._looked, self._asked = now, None
+            self._last_comparison, self._stacks_requested = now, None
             return None
         return self._hang(now)
 
     def _reset_progress(self, now: float) -> None:
         # No loop over the members: each of 1,024 ranks makes progress every second.
-        self._progress, self._looked, self._num_limits, self._asked = now, now, 1, None
+        self._progress, self._last_comparison, self._num_limits, self._stacks_requested = (
+            now,
+            now,
+            1,
+            None,
+        )
 
     def _is_computing(self, now: float) -> bool:
         """Whether a rank outside of collectives has used the CPU since the last comparison."""
         if not self._limits.is_cpu_progress:
             return False
-        least = COMPUTING_SHARE * (now - self._looked)
+        least = COMPUTING_SHARE * (now - self._last_comparison)
         return any(
             member.cpu - member.cpu_before >= least and not WAITS.search(member.stack or "")
             for member in self.members.values()
-            if member.heard > self._looked  # else its CPU seconds are from before
+            if member.heard > self._last_comparison  # else its CPU seconds are from before
         )
 
     def _limit(self) -> Limit | None:
@@ -352,7 +357,7 @@ class Job:
             }
             suspects = stragglers(stacks, progress)
         if suspects:
-            lines = [f"{len(suspects)} of {self._world_size} ranks are not where the others are:"]
+            lines = [f"stragglers, {len(suspects)} of {self._world_size} ranks:"]
         else:
             lines, suspects = ["all ranks wait alike:"], [0]
         for member in (self.members[rank] for rank in suspects[:NUM_RANKS_SHOWN]):

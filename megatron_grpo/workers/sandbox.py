@@ -35,7 +35,7 @@ SHARED_MEMORY = 16 << 20
 """Bytes of /dev/shm."""
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 FIRST_USER, NUM_USERS = 1 << 30, 1 << 30
-"""User ids without an account, see `_as_somebody`."""
+"""User ids without an account, see `_as_own_user`."""
 
 LAUNCHER = """
 import os, resource, sys
@@ -150,7 +150,7 @@ class Sandbox:
             return launcher
         paths = visible_paths(self.python)
         sandboxed = _bubblewrap(paths, memory // SHARE) + launcher
-        return _as_somebody(paths) + sandboxed if _is_root() else sandboxed
+        return _as_own_user(paths) + sandboxed if _is_root() else sandboxed
 
 
 def _bwrap() -> str:
@@ -177,7 +177,7 @@ def _bubblewrap(paths: Sequence[str], num_bytes: int) -> list[str]:
     ]
 
 
-def _as_somebody(paths: Sequence[str]) -> list[str]:
+def _as_own_user(paths: Sequence[str]) -> list[str]:
     """Command prefix by which root runs a program as a user of its own, who can read `paths`."""
     # A user for each program, as RLIMIT_NPROC counts per user, and not at all for root. The outer
     # bubblewrap opens root's folders, which this user may not enter.

@@ -58,7 +58,7 @@ def error_text(error: BaseException, limit: str) -> str:
     if isinstance(error, MemoryError):
         return f"more memory than {limit} allows"
     trace = error.__traceback__
-    while trace is not None and _is_on_the_way(trace.tb_frame.f_code.co_filename):
+    while trace is not None and _is_caller_frame(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
     if len(text) > MAX_TEXT:  # earlier errors of the chain would push out the user's lines
@@ -66,7 +66,7 @@ def error_text(error: BaseException, limit: str) -> str:
     return text[-MAX_TEXT:]
 
 
-def _is_on_the_way(file: str) -> bool:
+def _is_caller_frame(file: str) -> bool:
     is_caller = _is_ours(file) and Path(file).name in CALLERS
     is_loop = Path(file).is_relative_to(EVENT_LOOP)
     return is_caller or is_loop or file.startswith("<frozen importlib")

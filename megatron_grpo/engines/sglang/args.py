@@ -119,16 +119,16 @@ def sglang_command(
     SGLang cannot do what the config asks for."""
     check_folder_loaded(model, rollout)
     shape = read_shape(model.path)
-    overrides = _of_config(shape)
+    overrides = _config_overrides(shape)
     if rollout.quantization != "none":
         quantized = quantized_engine(rollout, shape, model.dtype)
         assert quantized is not None, "rollout.quantization is not none"
         # SGLang builds a quantised model, and `read_weights` quantises the folder's weights.
         overrides |= {CONFIG_KEYS[0]: engine_config(quantized.config)}
     arguments: dict[str, Any] = {"model_path": model.path, "log_level_http": "warning"}
-    arguments |= _of_platform(on_gpu) | _of_attention(shape, on_gpu) | rollout.sglang
+    arguments |= _platform_arguments(on_gpu) | _attention_arguments(shape, on_gpu) | rollout.sglang
     arguments |= own_arguments(model.dtype, rollout, overrides, on_gpu)
-    arguments |= {"host": host, "port": port} | _of_node(node)
+    arguments |= {"host": host, "port": port} | _node_arguments(node)
     # -P: files of the working directory must not be imported instead of SGLang's own.
     command = [str(rollout.python or sys.executable), "-P", "-m", SERVER]
     # Most of SGLang's switches have no --no- form: False is left out.
@@ -190,7 +190,7 @@ def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
         )
 
 
-def _of_config(shape: ModelShape) -> dict[str, Any]:
+def _config_overrides(shape: ModelShape) -> dict[str, Any]:
     """Values of config.json that SGLang reads under other keys than those of transformers 5.
 
     With latent attention: frequency of expert layers, and sizes of indexers, without which
@@ -230,7 +230,7 @@ def full_interval(shape: ModelShape) -> int | None:
     return interval if linear == {each for each in layers if (each + 1) % interval} else None
 
 
-def _of_node(node: EngineNode) -> dict[str, Any]:
+def _node_arguments(node: EngineNode) -> dict[str, Any]:
     """Arguments for the rendezvous of several nodes; empty for one node."""
     if node.nnodes == 1:
         return {}
@@ -242,7 +242,7 @@ def _of_node(node: EngineNode) -> dict[str, Any]:
     }
 
 
-def _of_platform(on_gpu: bool) -> dict[str, Any]:
+def _platform_arguments(on_gpu: bool) -> dict[str, Any]:
     if on_gpu:  # the trainer does not round logits to 16 bits either
         return {"enable_fp32_lm_head": True}
     return {
@@ -253,7 +253,7 @@ def _of_platform(on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def _of_attention(shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
+def _attention_arguments(shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
     """Arguments for sinks, linear and sparse attention."""
     if shape.linear is not None:  # recurrent states in the trainer's dtype
         return {"mamba_ssm_dtype": "float32"}
@@ -295,7 +295,11 @@ def check_sglang_arguments(rollout: RolloutConfig) -> None:
     refused variable, or if SGLang is not installed."""
     python = str(rollout.python or sys.executable)
     help_text = "`python -m sglang.launch_server --help` has all"
-    own = own_arguments("", rollout, {}, on_gpu=True) | _of_node(EngineNode(2, 0, "", 0)) | NEEDED
+    own = (
+        own_arguments("", rollout, {}, on_gpu=True)
+        | _node_arguments(EngineNode(2, 0, "", 0))
+        | NEEDED
+    )
     known = sglang_argument_names(python)
     check_names("sglang", rollout.sglang, REFUSED, {"host", "port", *own}, known, help_text)
     check_parser("SGLang", rollout.tool_call_parser, tool_call_parsers(python))

@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from megatron_grpo.engine_weights.protocol import Json
 from megatron_grpo.engines.choice import NOT_FINITE, Choice, npy_of, smallest
 from megatron_grpo.engines.http import EVENTS
-from megatron_grpo.engines.sglang.variables import TOLD_TOKENS
+from megatron_grpo.engines.sglang.variables import REPORTED_TOKENS
 from megatron_grpo.unicode import as_unicode
 
 ABORTED: Json = msgspec.to_builtins(Choice.empty())
@@ -162,7 +162,7 @@ def sglang_request(body: Json) -> GenerateReqInput:
             "stop": params["stop"],
             "no_stop_trim": params["include_stop_str_in_output"],
             "sampling_seed": params["seed"] % 2**31,  # used by SGLang's deterministic inference
-            "stream_interval": min(params.get("stream_interval") or 1, TOLD_TOKENS),
+            "stream_interval": min(params.get("stream_interval") or 1, REPORTED_TOKENS),
         },
         stream=body.get("stream", False),
         return_routed_experts="routed_experts_prompt_start" in params,
@@ -223,18 +223,18 @@ async def derender(request: Request) -> Json:
     body = await request.json()
     [turn] = body["generate_response"]["choices"]
     try:
-        asked = ChatCompletionRequest(model="any", **body["chat_request"])
+        chat_request = ChatCompletionRequest(model="any", **body["chat_request"])
     except ValueError as error:  # the agent's fault
         raise HTTPException(400, str(error)) from None
     chat = request.app.state.openai_serving_chat
     ids = turn["token_ids"]
     # Markers of tool calls and of reasoning may be special tokens.
-    plain = not asked.tools and chat.reasoning_parser is None
+    plain = not chat_request.tools and chat.reasoning_parser is None
     meta = {"id": "turn", "prompt_tokens": 0, "completion_tokens": len(ids), "weight_version": ""}
     meta["finish_reason"] = {"type": turn["finish_reason"]}
     text = manager().tokenizer.decode(ids, skip_special_tokens=plain)
     made = {"text": text, "output_ids": ids, "meta_info": meta}
-    answer = chat._build_chat_response(asked, [made], created=0)
+    answer = chat._build_chat_response(chat_request, [made], created=0)
     # Not as JSON: a model may write half of a surrogate pair.
     message = as_unicode(answer.choices[0].message.model_dump())
     return {"choices": [{"message": message | {"reasoning": message.pop("reasoning_content")}}]}

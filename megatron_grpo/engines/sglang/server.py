@@ -132,7 +132,7 @@ async def sleep() -> Json:
             break
         await asyncio.sleep(DRAIN_SECONDS)
     else:
-        raise HTTPException(503, "requests that were given up have not ended")
+        raise HTTPException(503, "aborted requests have not ended")
     if gate.num_turns != paused:
         raise HTTPException(503, "paused or resumed meanwhile")
     if tags := [tag for tag in PARTS if tag not in asleep]:

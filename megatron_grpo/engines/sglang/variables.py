@@ -13,13 +13,13 @@ QUANTIZATION_VARIABLE = "MEGATRON_GRPO_QUANTIZATION"
 RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """Rendezvous of one host's workers: a file, since torch's store would listen on all networks."""
 
-TOLD_TOKENS = 16
+REPORTED_TOKENS = 16
 """Tokens of a request that SGLang's scheduler reports at once: they show the trainer that an engine
 makes progress. Streams collect them into larger chunks."""
 VARIABLES = {
     # /health would generate a token, which a paused engine does not.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-    "SGLANG_FORCE_STREAM_INTERVAL": str(TOLD_TOKENS),
+    "SGLANG_FORCE_STREAM_INTERVAL": str(REPORTED_TOKENS),
     # After a worker's death, SGLang's server would stay for 5 to 65 s without an answer.
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
@@ -29,7 +29,7 @@ VARIABLES = {
 """Variables that our server sets for every engine."""
 
 _PORT = "its port would ask for no token"
-_ELSEWHERE = "workers would hold other parts of weights than those that are pushed to them"
+_ELSEWHERE = "workers would hold other shards than pushes bring"
 _REORDERED = "SGLang would reorder weights, and pushed ones would not fit"
 _SELF_TESTS = "it is for tests of SGLang, and makes results wrong or late"
 REFUSED = {
@@ -37,7 +37,7 @@ REFUSED = {
     "SGLANG_RUST_SERVER": _PORT,
     "DUMPER_SERVER_PORT": _PORT,
     "SGLANG_LOAD_SNAPSHOT_USE_ZMQ": _PORT,
-    RENDEZVOUS_VARIABLE: "workers meet where the run tells them to",
+    RENDEZVOUS_VARIABLE: "the run chooses where workers meet",
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probabilities would be those at temperature 1",
     "SGLANG_SANITIZE_NAN_LOGITS": "weights that are not finite would go unnoticed",
     "SGLANG_MAX_NEW_TOKENS_LIMIT": "set rollout.max_completion_length",

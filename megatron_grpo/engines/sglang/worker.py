@@ -33,7 +33,7 @@ FAILED = "failed"
 """Key of an error among answers."""
 CALL = "megatron_grpo "
 """Prefix of actions that are our calls; the arguments follow as JSON."""
-OF_CACHE = (".k_scale", ".v_scale")
+CACHE_SCALES = (".k_scale", ".v_scale")
 """Endings of the names of scales for keys and values."""
 
 
@@ -58,7 +58,7 @@ class SchedulerWorker(PushWorker):
         """Parameters of this worker, without the scales of keys and values: caches are unscaled,
         and these scales are ones."""
         held = pushable_parameters(self.runner.model, VISION_VARIABLE in os.environ)
-        return {name: each for name, each in held.items() if not name.endswith(OF_CACHE)}
+        return {name: each for name, each in held.items() if not name.endswith(CACHE_SCALES)}
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
         """Receive between SGLang's own steps before and after an update of weights."""

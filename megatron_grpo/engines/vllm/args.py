@@ -176,7 +176,7 @@ def engine_flags(
     what the config asks for."""
     if rollout.router_replay and not on_gpu:
         raise ValueError(
-            "rollout.router_replay true: vLLM tells the experts of tokens only on GPUs: leave it "
+            "rollout.router_replay true: vLLM returns the experts of tokens only on GPUs: leave it "
             "out"
         )
     arguments: dict[str, Any] = {
