@@ -90,6 +90,7 @@ def sums_of_copies(
         name, box = copy.destination, copy.destination_box
         values = weights[copy.source].detach()[copy.source_box.slices]
         values = as_local(as_whole(values, copy.source_axes), copy.destination_axes, len(box.size))
+        # In the engine's dtype, to which it rounded the weights when it loaded them.
         return checksum(values.to(dtypes[name]).contiguous(), box, workers[worker].shapes[name])
 
     return {

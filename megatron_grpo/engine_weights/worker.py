@@ -99,6 +99,7 @@ class PushWorker(ABC):
 
     def open_channels(self, transfer: Json, engine: int, channels: str) -> None:
         """Open channels to all ranks that send to this worker, replacing earlier ones."""
+        # Before anything may fail: the last trainer owns the worker even without channels.
         self.state.use_channels(channels)
         # Errors are kept, not raised: vLLM would pass on the first worker's error, and return the
         # unread answers of the other workers to the next calls.

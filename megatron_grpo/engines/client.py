@@ -152,6 +152,7 @@ class RolloutClient:
         """Make every engine serve `push` as `policy_version`."""
         self._on_all(partial(Engine.finish_push, push=push, policy_version=policy_version))
         if self._rollout.enable_sleep_mode:
+            # Not with the weights: ranks on the same GPUs hold memory of their own during a push.
             self._on_all(lambda engine: engine.wake("kv_cache"))
         self._on_all(partial(Engine.post, route="/resume"))
         self.pool.finish_push(self._push_engines)

@@ -171,6 +171,7 @@ class Engine:
             await asyncio.sleep(PROBE_INTERVAL)
             before = progress()
             try:
+                # /health first: an engine may answer /metrics while its core is dead.
                 await self._request("GET", "/health", limit=self.health_timeout)
                 counts = await self.counts(self.health_timeout)
             except TimeoutError:
@@ -206,7 +207,7 @@ class Engine:
     async def begin_push(self, push: str, channels: str) -> None:
         """Pause the engine, and clear the weight version. Workers begin only if `channels` are
         their last ones: another trainer may have connected."""
-        await self.pause()
+        await self.pause()  # first: tokens sampled until then keep the label of their weights
         await self.post("/update_weight_version", {"new_version": NO_VERSION})
         await self.ask_workers("begin_push", push=push, channels=channels)
 

@@ -71,7 +71,7 @@ class CompletionGroup(Group):
 
     async def sample(self, router: RequestRouter) -> list[Sample]:
         """Have an engine complete the prompt: one engine gets all open requests."""
-        if not self._requests:  # a checkpoint had all samples
+        if not self._requests:  # a checkpoint had all samples: nothing would set `_complete`
             return self.so_far()
         requests = [*self._requests.items()]
         for index, request in requests:

@@ -204,6 +204,7 @@ class EnginePool:
         silent = [each for each in down if 0 < each.file_changed == each.unanswered]
         checked = [each for each in able if each not in silent]
         limits = [HEALTH_TIMEOUT if each in down else self._health_timeout for each in checked]
+        # In parallel, as every silent engine takes its whole timeout.
         with ThreadPoolExecutor(len(checked) or 1) as pool:
             answers = [*pool.map(is_healthy, [each.url for each in checked], limits)]
         came_back = {}

@@ -216,9 +216,10 @@ class Heartbeat:
             asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
         )
         self._signal_writer, self._signal_reader = socket.socketpair()
-        self._signal_writer.setblocking(False)
+        self._signal_writer.setblocking(False)  # as `set_wakeup_fd` requires
         self.is_unwinding, self._is_unwound = threading.Event(), threading.Event()
         """`is_unwinding` is set once the main thread unwinds, and need not be interrupted."""
+        # The main thread's CPU time alone: other threads may work while it hangs.
         self._main_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
         self._sentinel: Sentinel | None = None
         self._heard = running_time()
@@ -309,6 +310,7 @@ class Heartbeat:
 
     def _exit_without_rank_0(self, how: str) -> NoReturn:
         text = f"megatron-grpo: {self._rank_0} {how} in {self._rank_0_position}"
+        # Rank 0 cannot print it any more, and one message is enough.
         if self._place.rank == 1 and not self._place.has_own_log:
             print(text, file=sys.stderr, flush=True)
         self._exit(End(EXIT_FAILURE, text))
@@ -326,4 +328,5 @@ class Heartbeat:
                 print(SHOW_CURSOR, end="")
         with suppress(OSError):
             sys.stdout.flush()
+        # `sys.exit` would end this thread alone, and the main thread may be in a collective.
         os._exit(end.code)

@@ -225,7 +225,7 @@ class Job:
         if member.heard <= self._last_comparison:
             member.cpu_before = member.cpu
         member.heard = now
-        member.cpu = max(member.cpu, cpu)
+        member.cpu = max(member.cpu, cpu)  # a heartbeat for a new phase brings 0
         if position != member.position:
             self._longest_stall = max(self._longest_stall, now - self._progress)
             if rank == 0 and position.phase != (phase := member.position.phase):
@@ -302,12 +302,8 @@ class Job:
 
     def _reset_progress(self, now: float) -> None:
         # No loop over the members: each of 1,024 ranks makes progress every second.
-        self._progress, self._last_comparison, self._num_limits, self._stacks_requested = (
-            now,
-            now,
-            1,
-            None,
-        )
+        self._progress = self._last_comparison = now
+        self._num_limits, self._stacks_requested = 1, None
 
     def _is_computing(self, now: float) -> bool:
         """Whether a rank outside of collectives has used the CPU since the last comparison."""

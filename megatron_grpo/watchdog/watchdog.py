@@ -89,8 +89,9 @@ class Watchdog:
         )
 
     def __enter__(self) -> "Watchdog":
+        # Handlers that do nothing: without one, no number reaches the heartbeat thread's socket.
         for number in PREEMPTION_SIGNALS:
-            signal.signal(number, lambda *_: None)  # the heartbeat thread handles them
+            signal.signal(number, lambda *_: None)
         os.register_at_fork(after_in_child=self._close)
         self._heartbeat.start()
         return self

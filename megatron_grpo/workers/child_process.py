@@ -71,7 +71,7 @@ class ChildProcess:
         cls, command: list[str], environment: Mapping[str, str], output: IO[bytes]
     ) -> "ChildProcess":
         folder = Path(tempfile.mkdtemp(prefix="engine_"))
-        if len(str(folder)) > MAX_FOLDER_LENGTH:
+        if len(str(folder)) > MAX_FOLDER_LENGTH:  # TMPDIR may be long
             folder.rmdir()
             folder = Path(tempfile.mkdtemp(prefix="engine_", dir="/tmp"))
         wrapper = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), str(folder)]
