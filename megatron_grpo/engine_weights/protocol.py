@@ -85,7 +85,6 @@ class PushState:
             self.held = LOADED
 
     def push_report(self) -> Json:
-        """The state of the push, for `check_reports`."""
         return {
             "push": self.push,
             "is_loaded": self.is_loaded,

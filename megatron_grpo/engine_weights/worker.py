@@ -63,6 +63,7 @@ class PushWorker(ABC):
         self.state = PushState()
         self._receiver: Receiver | None = None
         self._received: dict[str, Tensor] = {}
+        # Names come by HTTP: no other method can be called.
         self._calls: dict[str, Callable[..., Json | None]] = {
             "describe_parameters": self.describe_parameters,
             "open_channels": self.open_channels,

@@ -86,7 +86,6 @@ class TokenGuard:
         self.token = os.environ[TOKEN_VARIABLE]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
         if scope["type"] == "lifespan":  # the server's own start and end
             await self.app(scope, receive, send)
             return

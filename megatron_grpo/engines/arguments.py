@@ -108,9 +108,9 @@ class PlannedArguments:
     """Fraction of a card for weights and cache."""
     default_fraction: float
     context: str
-    """Most tokens of a sequence."""
+    """Maximum tokens of a sequence."""
     max_sequences: str
-    """Most completions at once."""
+    """Maximum completions at once."""
     spare_context: int = 0
     """Tokens of the context that the engine reserves: a sequence cannot use them."""
 

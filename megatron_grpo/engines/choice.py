@@ -12,6 +12,7 @@ NOT_FINITE = -9999.0
 """Substitute that engines send for a log-probability that is not finite."""
 
 
+# gc=False: without references, tokens need no visits of the garbage collector.
 class Token(msgspec.Struct, gc=False):
     """The log-probability of a sampled token."""
 

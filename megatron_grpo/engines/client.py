@@ -163,6 +163,7 @@ class RolloutClient:
         Waits for lost engines that may be starting, until `cancel`: they would take their memory
         when the trainer needs it. Raises ValueError if an engine cannot sleep.
         """
+        # With the number of losses: an engine that restarts meanwhile is put to sleep again.
         asleep: set[tuple[str, int]] = set()
         while True:
             came_back = self.pool.check_engines()

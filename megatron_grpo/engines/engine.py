@@ -79,8 +79,8 @@ class Engine:
     """A connection to one engine, over vLLM's routes.
 
     Methods raise EngineDown when the engine is dead, hangs, fails or refuses the token; EngineStale
-    when it lacks weights; EngineError when it answers with another error or not what was asked for;
-    TimeoutError when it is healthy but has not answered a request in time. All name the engine.
+    when it lacks weights; EngineError when it refuses a request or answers it wrongly; TimeoutError
+    when it is healthy but has not answered a request in time. All name the engine.
     """
 
     url: str

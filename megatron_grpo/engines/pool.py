@@ -80,7 +80,6 @@ class JoinFolder:
 
     @classmethod
     def of_run(cls, cfg: Config) -> "JoinFolder":
-        """The folder of the run of `cfg`."""
         urls, reason = cfg.rollout.base_urls, refusal(cfg)
         if not urls:
             reason = reason or (

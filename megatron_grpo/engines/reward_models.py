@@ -224,7 +224,7 @@ def reward_command(
 
 
 def pooler_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """How vLLM pools: the score of the last token, or of the tag of each step."""
+    """Pooling in vLLM: the score of the last token, or at each step's tag."""
     if (tag := arguments.get("step_tag")) is None:
         return {"task": "classify"}
     step_tag_id = tag_id(_tokenizer(arguments["path"]), tag)

@@ -23,7 +23,7 @@ HANG_SECONDS, HANG_SECONDS_ON_GPU = 45.0, 300.0
 """Defaults of `train.hang_timeout`."""
 
 SLACK = 2.0
-"""Multiple of a phase's longest time without progress so far that it may take again."""
+"""A phase's limit is at least this multiple of its longest time without progress so far."""
 COMPUTING = 4
 """Number of limits that may pass while a rank computes; an endless loop computes as well."""
 COMPUTING_SHARE = 0.1

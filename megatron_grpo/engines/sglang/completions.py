@@ -64,7 +64,6 @@ class Gate:
             self._changed.notify_all()
 
     async def open(self) -> None:
-        """Let all pass."""
         async with self._changed:
             self._is_open = True
             self.num_turns += 1

@@ -52,6 +52,7 @@ class PromptReader:
             padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(input_text, items),
             im_token_id=self._token_id,
             mrope_positions=positions,
+            # Text after an image continues from the largest position, not from the token count.
             mrope_position_delta=positions.max().view(1, 1) + 1 - len(input_text),
         )
 

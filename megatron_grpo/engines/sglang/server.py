@@ -187,6 +187,7 @@ def main() -> None:
     check_variables(os.environ)
     ours = {route.path for route in router.routes}
     routes = http_server.app.router.routes
+    # FastAPI takes the first route of a path, which would be SGLang's own.
     routes[:] = [route for route in routes if getattr(route, "path", None) not in ours]
     http_server.app.include_router(router)
     http_server.app.add_middleware(TokenGuard)

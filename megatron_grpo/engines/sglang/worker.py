@@ -43,7 +43,7 @@ def call_of(arguments: Json) -> str:
 
 
 class SchedulerWorker(PushWorker):
-    """The weights of a worker of SGLang; ValueError if it caches values derived from them that
+    """The weights of a worker of SGLang; ValueError if its model caches derived values, which
     updates do not reach."""
 
     def __init__(self, manager: SchedulerWeightUpdaterManager) -> None:

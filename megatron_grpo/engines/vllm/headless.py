@@ -1,6 +1,7 @@
 """Runs vLLM's workers on a further node of an engine: `python -m ... --headless FLAG ...`.
 
-The flags are those of `vllm serve`, which ends at once if the package has another name, as on CPUs.
+The flags are those of `vllm serve`. That command ends at once if vLLM's package has another name,
+as on CPUs.
 """
 
 import os
