@@ -200,6 +200,7 @@ def _sglang_layout(layout: Layout, shape: ModelShape, dims: EngineDims, number: 
     if FAMILIES[shape.family].engines.sglang.has_whole_embedding:
         shapes[EMBEDDING] = (shape.vocab_size, shape.hidden_size)
         box = Box.whole(shapes[EMBEDDING])
+        # All workers hold it whole: one piece is the element's own, the others are replicas.
         own = ShardMapping(EMBEDDING, box, EMBEDDING, box, is_replica=number > 0)
         pieces = (own, *(piece for piece in pieces if piece.local != EMBEDDING))
         zeros = tuple((name, box) for name, box in zeros if name != EMBEDDING)

@@ -166,7 +166,7 @@ def joined(begun: Choice, rest: Choice, decode: Decode, stop: Sequence[str]) -> 
         found = found.stopped(num_tokens)
     if found.finish_reason == CUT:
         return found
-    # A character whose bytes are on both sides of the cut is in the text of neither part.
+    # From all tokens: a character with bytes on both sides of the cut is in neither part's text.
     has_end_token = found.finish_reason == "stop" and not stop
     found.text = decode(found.token_ids[:-1] if has_end_token else found.token_ids)
     if ends := _stop_ends(found.text, stop):
