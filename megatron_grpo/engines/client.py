@@ -51,8 +51,7 @@ class RolloutClient:
         """Engines of the push, in the order of their indices: `EnginePool.up` when it began."""
         self._push_engines_id = 0
         self._awake: set[str] = set()
-        """Addresses of the engines that were woken once: an earlier run may leave engines asleep.
-        """
+        """Engines whose channels this run has opened before: no earlier run left them asleep."""
         self._failed: dict[str, EngineDown] = {}
         self._channels = ""
         self._engines: dict[str, Engine] = {}
