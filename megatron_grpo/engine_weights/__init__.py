@@ -1,1 +1,1 @@
-"""Weights in engines: what each worker holds, how a push fills it, and how that is verified."""
+"""Weights in engines: the workers' shards, their transfer by pushes, and its verification."""

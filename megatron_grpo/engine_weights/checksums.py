@@ -1,4 +1,4 @@
-"""Weights that pushes carry, and the checksums that the workers must then report."""
+"""Weights that pushes carry, and the checksums that workers must report afterwards."""
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ from parallel.groups import Groups
 from parallel.views import as_local, as_whole
 
 MAX_ELEMENTS = 1 << 27
-"""Most elements of a temporary copy."""
+"""Maximum number of elements of a temporary copy."""
 NOTHING: Mapping[int, WorkerSums] = {}
 
 
 def pushed_sender(policy: Policy, sender: Sender, cfg: Config, groups: Groups) -> Sender:
-    """The tensors that this rank can send, if `sender` describes the policy's weights."""
+    """Tensors that this rank sends: adapters, or the weights of `sender`, maybe quantised."""
     if policy.adapters and cfg.lora.is_served:
         return policy.adapters.sender
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
@@ -33,13 +33,13 @@ def pushed_sender(policy: Policy, sender: Sender, cfg: Config, groups: Groups) -
 
 
 def pushed_weights(policy: Policy, cfg: Config, groups: Groups) -> Mapping[str, Tensor]:
-    """The local tensors of `pushed_sender`; collective over all ranks. `A_LOG` is as vLLM holds it
-    after loading: -exp of it, in float32."""
+    """Local tensors of `pushed_sender`; collective over all ranks."""
     weights = policy.served(cfg.lora)
     if policy.shape.has_mamba:
+        # vLLM holds -exp(A_log) in float32 after loading, and pushes fill its parameters directly.
         wide = {name: weights[name].detach().float() for name in weights if name.endswith(A_LOG)}
         changed = {name: -value.exp() for name, value in wide.items()}
-        weights = ChainMap(changed, weights)  # type: ignore[arg-type]  # of which nothing is written
+        weights = ChainMap(changed, weights)  # type: ignore[arg-type]  # it is only read
     if cfg.rollout.quantization == "none":
         return weights
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
@@ -52,10 +52,11 @@ def sums_of_all_ranks(
     workers: Sequence[Layout],
     loaded: Mapping[int, WorkerSums] = NOTHING,
 ) -> Sequence[WorkerSums]:
-    """Add up the checksums of each worker's parameters over what each rank has `sent` to it, and
-    over its part of those `loaded` by engines. Padding is zero. Collective: one all-reduce."""
+    """Checksums of every worker's parameters, added up over the parts of all ranks: `sent` by a
+    push, or `loaded` by engines. Padding is zero. Collective: one all-reduce."""
     names = [(number, name) for number, worker in enumerate(workers) for name in worker.shapes]
     own = [{**loaded.get(n, {}), **sent.get(n, {})} for n in range(len(workers))]
+    # int64 wraps around in the same way on ranks and workers.
     sums = torch.tensor([own[number].get(name, 0) for number, name in names], dtype=torch.int64)
     dist.all_reduce(sums)
     totals: list[dict[str, int]] = [{} for _ in workers]
@@ -67,8 +68,8 @@ def sums_of_all_ranks(
 def loaded_sums(
     cfg: Config, shape: ModelShape, sender: Sender, weights: Mapping[str, Tensor]
 ) -> dict[int, WorkerSums]:
-    """This rank's part of the checksums of weights that engines load themselves, by worker, from
-    its own `weights`; empty if pushes bring all."""
+    """Checksums, by worker, of this rank's part of the weights that engines load themselves; empty
+    if pushes bring all."""
     if not (cfg.lora.is_served and cfg.num_engines):
         return {}
     shards = worker_shards(cfg, shape)
@@ -83,12 +84,13 @@ def sums_of_copies(
     workers: Sequence[Layout],
     dtypes: Mapping[str, torch.dtype],
 ) -> dict[int, WorkerSums]:
-    """The checksums of copies of a rank's `weights` in the tensors of each worker."""
+    """Checksums of the copies of a rank's `weights` in the tensors of each worker."""
 
     def part(worker: int, copy: Copy) -> Tensor:
         name, box = copy.destination, copy.destination_box
         values = weights[copy.source].detach()[copy.source_box.slices]
         values = as_local(as_whole(values, copy.source_axes), copy.destination_axes, len(box.size))
+        # In the engine's dtype, to which it rounded the weights when it loaded them.
         return checksum(values.to(dtypes[name]).contiguous(), box, workers[worker].shapes[name])
 
     return {

@@ -36,20 +36,20 @@ SGLANG_NAMES = {
     ".experts.routed_experts.": ".experts.",
     ".fused_qkv_a_proj.": ".fused_qkv_a_proj_with_mqa.",
 }
-"""Parts of vLLM's names of parameters, and what SGLang 0.5.23 has for each; see `Sglang.names`."""
+"""SGLang 0.5.23's parts of parameter names, by vLLM's; see `Sglang.names`."""
 SGLANG_DTYPES = {
     ".sinks": "bfloat16",
     "_weight_bias": "float32",
     ".indexer.weights_proj.weight": "bfloat16",
 }
-"""Dtypes of parameters in engines of SGLang of any dtype, by the ends of their names."""
+"""Fixed dtypes of parameters in SGLang, by name endings."""
 IN_ONE_MATRIX = (".indexer.wk_weights_proj.", (".indexer.wk.", ".indexer.weights_proj."))
-"""Part of vLLM's name of a parameter, and of the two that SGLang has for it."""
+"""Name part of vLLM's fused matrix, and of the two matrices in SGLang."""
 EMBEDDING = "model.embed_tokens.weight"
 SGLANG_TOWER = {".attn.qkv.": ".attn.qkv_proj."}
-"""Parts of names in vision towers, as in `SGLANG_NAMES`."""
+"""`SGLANG_NAMES` of vision towers."""
 PLACES, PLACES_MULTIPLE = "visual.pos_embed.weight", VOCAB_MULTIPLE
-"""Embedding of positions that SGLang splits and pads like an embedding of tokens."""
+"""Position embedding, which SGLang splits and pads like a token embedding."""
 HIDDEN, HIDDEN_MULTIPLE = re.compile(r"\.mlp\.(gate_up_proj|down_proj)\."), 8
 """The MLP of a Qwen2.5-VL's vision tower, which SGLang pads."""
 
@@ -61,7 +61,7 @@ class WorkerShards:
     weights: list[Layout]
     """The model's weights, in the coordinates of the weight files."""
     adapters: list[Layout] | None
-    """The adapters that pushes fill instead of the weights, in PEFT's coordinates, if any."""
+    """Adapters in PEFT's coordinates, if pushes fill these instead of the weights."""
     dtypes: Mapping[str, str]
     """Dtype of every local tensor, by name."""
 
@@ -96,14 +96,14 @@ def worker_shards(cfg: Config, shape: ModelShape) -> WorkerShards:
 def quantized_engine(
     rollout: RolloutConfig, shape: ModelShape, dtype: str
 ) -> QuantizedModel | None:
-    """How engines hold a model of `dtype`; None if unquantised. ValueError if they could not."""
+    """Quantisation of a model of `dtype` in engines; None without. ValueError if unsupported."""
     ignore = tuple(rollout.quantization_ignore)
     return _quantized(
         rollout.quantization, ignore, rollout.engine, engine_dims(rollout), shape, dtype
     )
 
 
-@lru_cache(maxsize=2)  # pushes and plans ask again: seconds for 1,000B, and 60 MB are kept
+@lru_cache(maxsize=2)  # pushes and plans call it again: seconds and 60 MB for 1,000B parameters
 def _quantized(
     quantization: str,
     ignore: tuple[str, ...],
@@ -151,14 +151,14 @@ def engine_dims(rollout: RolloutConfig) -> EngineDims:
 
 
 def served_shape(shape: ModelShape, rollout: RolloutConfig) -> ModelShape:
-    """The model without the layer that drafts, unless engines draft with it."""
+    """The model, without its multi-token-prediction layer unless engines draft with it."""
     return replace(shape, trains_mtp=shape.trains_mtp and rollout.drafts_with_mtp)
 
 
 def worker_layouts(
     shape: ModelShape, rollout: RolloutConfig, model: QuantizedModel | None = None
 ) -> list[Layout]:
-    """The layout of each worker of an engine, in rank order, with the scales of `model`, if any."""
+    """Layouts of an engine's workers in rank order, with scales if `model` is quantised."""
     shape, dims = served_shape(shape, rollout), engine_dims(rollout)
     layouts = engine_layouts(shape, dims)
     if model is not None:
@@ -169,7 +169,7 @@ def worker_layouts(
 
 
 def first_worker(shape: ModelShape, rollout: RolloutConfig) -> Layout:
-    """The layout of the first worker, which no other exceeds; far faster than `worker_layouts`."""
+    """Layout of the first worker, which is the largest; far faster than `worker_layouts`."""
     dims = engine_dims(rollout)
     layout = first_worker_layout(served_shape(shape, rollout), dims)
     return _sglang_layout(layout, shape, dims, 0) if rollout.engine == "sglang" else layout
@@ -178,7 +178,7 @@ def first_worker(shape: ModelShape, rollout: RolloutConfig) -> Layout:
 def worker_dtypes(
     shape: ModelShape, rollout: RolloutConfig, dtype: str, model: QuantizedModel | None = None
 ) -> dict[str, str]:
-    """The dtype of every parameter of the workers, by name, in engines of `dtype` or of `model`."""
+    """Dtype of every parameter of the workers, by name; `dtype` is that of unquantised ones."""
     shape = served_shape(shape, rollout)
     dtypes = engine_dtypes(shape, dtype)
     if model is not None:
@@ -190,9 +190,9 @@ def worker_dtypes(
 
 
 def _sglang_layout(layout: Layout, shape: ModelShape, dims: EngineDims, number: int) -> Layout:
-    """Turn the layout of a worker of vLLM into that of worker `number` of SGLang: the same parts,
-    fused and padded alike, but for names, `IN_ONE_MATRIX`, whole embeddings, and vision towers."""
-    layout = _with_own_tower(_in_own_matrices(layout), shape, dims, number)
+    """Convert a layout of vLLM into SGLang's for worker `number`. They differ in names,
+    `IN_ONE_MATRIX`, whole embeddings and vision towers; parts, fusion and padding are equal."""
+    layout = _with_sglang_tower(_unfused(layout), shape, dims, number)
     names = {name: _sglang_name(name, shape.family) for name in layout.shapes}
     shapes = {names[name]: size for name, size in layout.shapes.items()}
     pieces = tuple(replace(piece, local=names[piece.local]) for piece in layout.pieces)
@@ -200,13 +200,14 @@ def _sglang_layout(layout: Layout, shape: ModelShape, dims: EngineDims, number: 
     if FAMILIES[shape.family].engines.sglang.has_whole_embedding:
         shapes[EMBEDDING] = (shape.vocab_size, shape.hidden_size)
         box = Box.whole(shapes[EMBEDDING])
+        # All workers hold it whole: one piece is the element's own, the others are replicas.
         own = ShardMapping(EMBEDDING, box, EMBEDDING, box, is_replica=number > 0)
         pieces = (own, *(piece for piece in pieces if piece.local != EMBEDDING))
         zeros = tuple((name, box) for name, box in zeros if name != EMBEDDING)
     return Layout(shapes, pieces, zeros)
 
 
-def _in_own_matrices(layout: Layout) -> Layout:
+def _unfused(layout: Layout) -> Layout:
     """Split each matrix of `IN_ONE_MATRIX` into its parts, named as in weight files."""
     fused, _ = IN_ONE_MATRIX
     shapes = {name: size for name, size in layout.shapes.items() if fused not in name}
@@ -218,17 +219,17 @@ def _in_own_matrices(layout: Layout) -> Layout:
     return Layout(shapes | own, pieces, layout.zeros)
 
 
-def _with_own_tower(layout: Layout, shape: ModelShape, dims: EngineDims, number: int) -> Layout:
-    """Replace the vision tower, if it is trained, by one with SGLang's padding."""
-    parameters = [_in_sglang(each) for each in vision_tower(shape.vision, in_engine=True)]
+def _with_sglang_tower(layout: Layout, shape: ModelShape, dims: EngineDims, number: int) -> Layout:
+    """Replace a trained vision tower by SGLang's, which differs in padding."""
+    parameters = [_padded_as_in_sglang(each) for each in vision_tower(shape.vision, in_engine=True)]
     tower = worker_layout(parameters, shape, dims, number)
     pieces = tuple(each for each in layout.pieces if not each.local.startswith(VISION))
     shapes = {**layout.shapes, **tower.shapes}
     return Layout(shapes, pieces + tower.pieces, layout.zeros + tower.zeros)
 
 
-def _in_sglang(parameter: Parameter) -> Parameter:
-    """A parameter of a vision tower, padded along the dimension that workers split."""
+def _padded_as_in_sglang(parameter: Parameter) -> Parameter:
+    """Pad a parameter of a vision tower along its split dimension, as SGLang does."""
     dim = parameter.vllm.split
     if parameter.vllm.name == PLACES:
         zeros = -parameter.shape[0] % PLACES_MULTIPLE
@@ -262,8 +263,8 @@ def _num_quantized(model: QuantizedModel, ending: str) -> int:
 
 
 def num_copied_latents(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> int:
-    """Number of layers whose up-projections of latents workers hold twice; vLLM has views instead
-    where they are not quantised."""
+    """Number of layers whose latent up-projection workers hold twice: SGLang all, vLLM only the
+    quantised ones, and views of the others."""
     if shape.latent is None or (rollout.engine, rollout.quantization) == ("vllm", "none"):
         return 0
     if rollout.engine != "vllm" or not rollout.quantization_ignore:
@@ -274,7 +275,7 @@ def num_copied_latents(rollout: RolloutConfig, shape: ModelShape, dtype: str) ->
 
 
 def shard_bytes(workers: Sequence[Layout], itemsizes: Mapping[str, int]) -> int:
-    """Bytes of the weights of an engine's fullest worker; `itemsizes` are those of `workers`."""
+    """Weight bytes of an engine's fullest worker; `itemsizes` are bytes per element, by name."""
     return max(
         sum(itemsizes[name] * prod(size) for name, size in worker.shapes.items())
         for worker in workers

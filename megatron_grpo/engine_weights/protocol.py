@@ -1,6 +1,6 @@
-"""The state of a push of weights in one worker of an engine, and the check that it has arrived.
+"""The state of a push in one worker of an engine, and the check that it has arrived.
 
-The check compares the workers' reports with what was sent. Shared by the workers of all engines.
+The check compares the workers' reports with the checksums of what the ranks have sent.
 """
 
 import traceback
@@ -24,9 +24,9 @@ VISION_VARIABLE = "MEGATRON_GRPO_VISION"
 """Set in the environment of an engine if pushes fill the vision tower, too."""
 
 LOADED_VERSION = 0
-"""Version of weights that did not come by a push."""
+"""Version of weights that an engine loaded from its own folder."""
 LOADED = f"{LOADED_VERSION}-loaded"
-"""Stands for the push of weights that the engine loaded from its own folder when it started."""
+"""Push id of weights that an engine loaded from its own folder."""
 
 
 DROPPED = "none, as the weights were dropped"
@@ -34,20 +34,20 @@ DROPPED = "none, as the weights were dropped"
 
 @dataclass
 class PushState:
-    """The state of a worker's weights with regard to pushes."""
+    """The state of pushes in one worker."""
 
     channels: str = ""
-    """Name of the channels that it has, or should have; each trainer makes its own."""
+    """Id of the channels that it has, or should have; each trainer makes its own."""
     push: str = ""
-    """The push that last began."""
+    """Id of the push that began last."""
     is_loaded: bool = False
     """Whether that push has written every parameter."""
     sums: Mapping[str, int] = field(default_factory=dict)
     """Checksums of all parameters, by name, once that push is loaded."""
     error: str = ""
-    """Reason why it was not loaded, or why there are no channels to receive it."""
+    """Why that push was not loaded, or why there are no channels."""
     held: str = ""
-    """The push whose weights the worker holds; empty before the first and while one is open."""
+    """Id of the complete push in the parameters; empty before the first and during a push."""
 
     def use_channels(self, channels: str) -> None:
         """Receive weights over `channels` alone from now on; ends an open push over others."""
@@ -57,21 +57,22 @@ class PushState:
     def begin_push(self, push: str, channels: str) -> None:
         """Begin a push: until it is complete, the weights have no version.
 
-        Nothing happens if another trainer has connected since: the last one owns the engine, and
-        reports tell the others. `error` stays: it is of the channels, which were made before.
+        It is ignored if another trainer has connected since: the last trainer owns the engine, and
+        the others see that in the reports.
         """
+        # `error` stays: it is about the channels, which were opened before.
         if channels == self.channels:
             self.push, self.is_loaded, self.held = push, False, ""
 
     def drop_weights(self) -> None:
-        """Hold no weights until the next push, nor those that the engine loaded itself."""
+        """Hold no weights until the next push, not even the engine's own (`hold_loaded`)."""
         self.push, self.is_loaded, self.held = DROPPED, False, ""
 
     def mark_loaded(self, sums: Mapping[str, int]) -> None:
         self.is_loaded, self.sums = True, sums
 
     def finish_push(self, push: str) -> None:
-        """Count the weights as those of `push`, if it is the last and is loaded."""
+        """Hold the weights of `push`, if it began last and is loaded."""
         if push == self.push and self.is_loaded:
             self.held = push
 
@@ -79,12 +80,11 @@ class PushState:
         return {"push": self.held}
 
     def hold_loaded(self) -> None:
-        """Hold the weights that the engine loaded itself, unless a push may have changed them."""
+        """Hold the weights of the engine's own folder, unless a push may have changed them."""
         if not self.channels and not self.push:
             self.held = LOADED
 
     def push_report(self) -> Json:
-        """The state of the push, for `check_reports`."""
         return {
             "push": self.push,
             "is_loaded": self.is_loaded,
@@ -104,25 +104,15 @@ class PushState:
 
 
 ABSORBED = (".W_UK_T", ".W_UV")
-"""Endings of vLLM's names for the two parts of the weight that projects latents up."""
+"""Name endings of vLLM's copies of the weight that projects latents up."""
 
 
 def pushable_parameters(model: "Module", with_vision: bool = False) -> dict[str, "Tensor"]:
-    """The parameters of an engine's model, by name; of those that share memory, the first only.
+    """Parameters of an engine's model, by their names in a text model.
 
-    Kernels for GPUs want 8-bit weights as [columns, rows], of which vLLM makes a transposed view:
-    here they are as they are in memory, and in the weight files.
-
-    A multimodal model has those of its text tower, by their names in a model of text, and with
-    `with_vision` those of its vision tower; no others.
-
-    Where rows of gate and up alternate, [experts, 2 * size, ...] is [experts, size, 2, ...].
-
-    Modules that hold adapters have the weights in a `base_layer`, which the names leave out.
-
-    For decode steps vLLM has the weight that projects latents up to keys and values once more, as
-    two parameters: views of it, or, if it is quantised, copies that are made anew after each push
-    (`absorb_latents` in vllm/worker.py).
+    Parameters that share memory are listed once. A multimodal model has its text tower's, and
+    `with_vision` its vision tower's. Where rows of gate and up alternate, [experts, 2 * size, ...]
+    becomes [experts, size, 2, ...].
     """
     first: dict[int, tuple[str, Tensor]] = {}
     is_multimodal = hasattr(model, "language_model") or hasattr(model, "visual")  # SGLang's
@@ -130,12 +120,17 @@ def pushable_parameters(model: "Module", with_vision: bool = False) -> dict[str,
     experts = None if family is None else family.experts
     alternates = experts is not None and experts.stacks == "alternating"
     for name, parameter in model.named_parameters():
+        # Modules with adapters hold their weights in a `base_layer`.
         name = text_name(name).replace(".base_layer.", ".")
         is_vision = with_vision and name.startswith(VISION)
+        # ABSORBED are views for decode steps, or, of a quantised weight, copies that are recomputed
+        # after each push (`absorb_latents` in vllm/worker.py).
         if name.endswith(ABSORBED) or (is_multimodal and not (is_of_text(name) or is_vision)):
             continue
-        is_turned = parameter.itemsize == 1 and not parameter.is_contiguous()
-        value = parameter.t() if is_turned else parameter
+        # GPU kernels want 8-bit weights as [columns, rows], and vLLM makes them a transposed view:
+        # turned back, they are as in memory and in the weight files.
+        is_transposed = parameter.itemsize == 1 and not parameter.is_contiguous()
+        value = parameter.t() if is_transposed else parameter
         if alternates and ".w13_" in name:
             value = value.unflatten(1, (-1, 2))
         first.setdefault(value.untyped_storage().data_ptr(), (name, value))
@@ -145,8 +140,8 @@ def pushable_parameters(model: "Module", with_vision: bool = False) -> dict[str,
 def drafter_parameters(
     drafter: "Module", model: "Module", *, is_apart: bool
 ) -> dict[str, "Tensor"]:
-    """Parameters of an engine's layer for multi-token prediction, by their names in the model,
-    without the shared embedding and head; `is_apart`: vLLM names them as a whole model's."""
+    """Parameters of an engine's multi-token-prediction layer, by their names in the model, without
+    the shared embedding and head; `is_apart`: vLLM names them like a whole model."""
     shared = {each.untyped_storage().data_ptr() for each in model.parameters()}
 
     def own_name(name: str) -> str:
@@ -178,7 +173,7 @@ class PushFailed(ConnectionError):
     """Engines have not loaded a push, or hold other weights than those of the ranks."""
 
     def __init__(self, faults: Mapping[str, Sequence[str]]) -> None:
-        """`faults` of workers, by address of their engine."""
+        """`faults`: lines about workers, by address of their engine."""
         lines = "\n  ".join(chain(*faults.values()))
         super().__init__(f"the push of new weights failed:\n  {lines}")
         self.faults = faults
@@ -190,10 +185,10 @@ def check_reports(
     push: str,
     expected: Sequence[WorkerSums] | None,
 ) -> None:
-    """Compare `PushState.push_report` of every worker with what was pushed.
+    """Compare `PushState.push_report` of every worker with the `expected` checksums.
 
-    `expected`: the checksums of each worker; None if sending failed, when only errors of workers
-    are of interest. Raises a PushFailed that names engine, worker and parameters.
+    `expected` is None if sending failed: then only errors of workers count. Raises a PushFailed
+    that names engine, worker and parameters.
     """
     faults: dict[str, list[str]] = {}
     for url, workers in zip(base_urls, reports, strict=True):

@@ -25,8 +25,8 @@ class FolderReceiver:
         self._folder, self._layout = folder, layout
 
     def receive_weights(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
-        """Fill `parameters` in place; returns their checksums. OSError or ValueError if the folder
-        is not seen from here, or not complete."""
+        """Fill `parameters` in place; returns their checksums. OSError or ValueError if this host
+        does not see the folder, or it is incomplete."""
         read_weights(self._folder, read_shape(self._folder), self._layout, parameters)
         return checksums(parameters)
 
@@ -41,7 +41,7 @@ Receiver = WeightReceiver | FolderReceiver
 def open_receiver(
     transfer: Json, engine: int, worker: int, parameters: Mapping[str, Tensor], device: torch.device
 ) -> Receiver:
-    """The receiver for `transfer`: a `TransferInitInfo`, or `WeightFolder.init_info`. Raises
+    """Open the receiver for `transfer`, a `TransferInitInfo` or `WeightFolder.init_info`; raises
     ValueError or ChannelError."""
     if "folder" not in transfer:
         info = TransferInitInfo.from_json(transfer)
@@ -54,12 +54,8 @@ def open_receiver(
 class PushWorker(ABC):
     """Receives its shard of the weights over channels of its own, directly into its tensors.
 
-    Its state has the push that the weights belong to. The version that engines put on samples is
-    not enough: another process holds it, and it changes at another time.
-
-    A failure is kept in the state, for the client to read: the other workers do not wait for it. If
-    it were raised, vLLM would pass on the first worker's and leave the other workers' answers
-    unread; the next calls would take these for their own.
+    Its state knows the push of the weights. The engine's version label does not prove it: another
+    process holds the label, and changes it at another time.
     """
 
     def __init__(self, number: int, device: torch.device) -> None:
@@ -67,6 +63,7 @@ class PushWorker(ABC):
         self.state = PushState()
         self._receiver: Receiver | None = None
         self._received: dict[str, Tensor] = {}
+        # Names come by HTTP: no other method can be called.
         self._calls: dict[str, Callable[..., Json | None]] = {
             "describe_parameters": self.describe_parameters,
             "open_channels": self.open_channels,
@@ -81,19 +78,19 @@ class PushWorker(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that a push fills, by name."""
+        """Tensors that a push fills, by name."""
 
     def can_sleep(self) -> bool:
-        """Whether the engine can give the memory of its weights away."""
+        """Whether the engine can free the memory of its weights."""
         return False
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
-        """Receive a push into these `tensors`; returns the checksums that the ranks expect."""
+        """Receive a push into `received`, the `tensors`; returns checksums for `check_reports`."""
         return receiver.receive_weights(received)
 
     def answer(self, call: str, question: str, **arguments: Any) -> Json:
-        """The answer to a `call`, one of `_calls`: plain data. It repeats `question`, which is new
-        for every call, so that the client recognizes an answer to another one."""
+        """Answer a `call`, one of `_calls`, with plain data. The answer repeats `question`, which
+        is new for every call: the client recognises answers to earlier calls."""
         return {"question": question, **(self._calls[call](**arguments) or {})}
 
     def close(self) -> None:
@@ -103,7 +100,10 @@ class PushWorker(ABC):
 
     def open_channels(self, transfer: Json, engine: int, channels: str) -> None:
         """Open channels to all ranks that send to this worker, replacing earlier ones."""
+        # Before anything may fail: the last trainer owns the worker even without channels.
         self.state.use_channels(channels)
+        # Errors are kept, not raised: vLLM would pass on the first worker's error, and return the
+        # unread answers of the other workers to the next calls.
         with self.state.keep_error():
             self.close()
             self._received = self.tensors()
@@ -115,9 +115,9 @@ class PushWorker(ABC):
         return {"parameters": parameter_table(self.tensors())}
 
     def receive_push(self, push: str) -> None:
-        """Fill the tensors, or keep in the state why not."""
+        """Fill the tensors, or record the error in the state."""
         if push != self.state.push or self._receiver is None:
-            return  # another push has begun, or there are no channels and the state says why
+            return  # another push has begun, or there are no channels: `state.error` says why
         with self.state.keep_error():
             self.state.mark_loaded(self.receive(self._receiver, self._received))
 

@@ -44,6 +44,7 @@ def check_host(host: str, port: int = 0) -> None:
         ) from None
     family = socket.AF_INET
     if isinstance(address, IPv6Address):
+        # ::ffff:0.0.0.0 is every network as well, though its own `is_unspecified` is False.
         family, address = socket.AF_INET6, address.ipv4_mapped or address
     if address.is_unspecified:
         raise ValueError(
@@ -52,6 +53,7 @@ def check_host(host: str, port: int = 0) -> None:
         )
     try:
         with socket.socket(family) as probe:
+            # As in vLLM's launcher: connections of an engine that has just ended do not count.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
@@ -75,8 +77,8 @@ def is_allowed(method: str, route: str, authorization: bytes, token: str) -> boo
 class TokenGuard:
     """ASGI middleware that answers requests without the token with 401 instead of calling `app`.
 
-    vLLM's API server creates it from `--middleware`. Raises KeyError when the environment has no
-    token, so that an engine without one does not start.
+    vLLM's API server creates it from `--middleware`. KeyError without a token in the environment:
+    the engine does not start.
     """
 
     def __init__(self, app: App) -> None:
@@ -84,7 +86,6 @@ class TokenGuard:
         self.token = os.environ[TOKEN_VARIABLE]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
         if scope["type"] == "lifespan":  # the server's own start and end
             await self.app(scope, receive, send)
             return

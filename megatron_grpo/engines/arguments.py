@@ -17,7 +17,7 @@ from megatron_grpo.config.train import ModelConfig
 
 
 def reason(name: str, refused: Mapping[str, str]) -> str | None:
-    """Why a table of regular expressions refuses a name; None if it does not."""
+    """Reason of the first pattern in `refused` that matches the whole `name`; None without one."""
     return next((why for names, why in refused.items() if re.fullmatch(names, name)), None)
 
 
@@ -29,8 +29,8 @@ def check_names(
     known: Collection[str],
     help_text: str,
 ) -> None:
-    """Raise ValueError for a name in the table `rollout.<engine>` that is `refused`, that a run
-    sets itself (one of its `own`, or of the name of its key), or that is none of the engine's."""
+    """Check the names in `rollout.<engine>`: ValueError for a pattern of `refused`, an argument
+    that a run sets itself (`own`, and its config keys), and a name that is not `known`."""
     keys = dict.fromkeys(own, "a run sets it, by its own keys")
     keys |= {key: f"set model.{key}" for key in ModelConfig.model_fields}
     keys |= {key: f"set rollout.{key}" for key in RolloutConfig.model_fields}
@@ -45,7 +45,7 @@ def check_names(
 
 
 def check_parser(title: str, parser: str | None, known: Collection[str]) -> None:
-    """Raise ValueError for a parser of calls of tools that the engine `title` does not have."""
+    """Raise ValueError unless the engine `title` has this parser of tool calls."""
     if parser is not None and parser not in known:
         raise ValueError(
             f"rollout.tool_call_parser {parser}: {title} has {', '.join(sorted(known))}"
@@ -53,8 +53,7 @@ def check_parser(title: str, parser: str | None, known: Collection[str]) -> None
 
 
 def fields_of(source: Path, classes: Collection[str] | None = None) -> frozenset[str]:
-    """The public fields of these or all classes, read from their source: importing it takes
-    seconds."""
+    """Public fields of `classes` (None: all) in a file, which is parsed: imports take seconds."""
     found = [
         node
         for node in ast.parse(source.read_text(encoding="utf-8")).body
@@ -69,7 +68,7 @@ def fields_of(source: Path, classes: Collection[str] | None = None) -> frozenset
 
 
 def command_flags(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """The flags of a command line that set these arguments; those that are None are left out."""
+    """Flags of a command line; {"seed": 1, "eager": False, "x": None} gives --seed=1 --no-eager."""
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         match value:
@@ -94,7 +93,7 @@ class EngineNode:
     nnodes: int
     node_rank: int
     master_addr: str
-    """The address of node 0, where the engine's workers meet at a port."""
+    """Address of node 0: the engine's workers rendezvous there, at `master_port`."""
     master_port: int
 
 
@@ -103,17 +102,17 @@ ONE_NODE = EngineNode(1, 0, "127.0.0.1", 29501)
 
 @dataclass(frozen=True)
 class PlannedArguments:
-    """How an engine calls the arguments that a plan depends on."""
+    """An engine's names for the arguments that a plan reads."""
 
     memory_fraction: str
     """Fraction of a card for weights and cache."""
     default_fraction: float
     context: str
-    """Most tokens of a sequence."""
+    """Maximum tokens of a sequence."""
     max_sequences: str
-    """Most completions at once."""
+    """Maximum completions at once."""
     spare_context: int = 0
-    """Tokens of the context that no sequence can have."""
+    """Tokens of the context that the engine reserves: a sequence cannot use them."""
 
 
 PLANNED = {
@@ -130,13 +129,15 @@ def engine_table(rollout: RolloutConfig) -> Mapping[str, Any]:
 
 
 def engine_number(rollout: RolloutConfig, name: str) -> int | None:
-    """An argument of the engine as a number, parsed as on vLLM's command line (25.6k, 2M):
-    lower-case suffixes are powers of 1,000, upper-case ones of 1,024. None if the engine decides
-    (unset, auto or -1). Raises ValueError for another value."""
+    """Parse an argument as vLLM's command line does: 25.6k is 25,600, and 2M is 2 * 1,024**2.
+
+    None if the engine decides (unset, auto or -1); ValueError for another value.
+    """
     words = str(engine_table(rollout).get(name)).strip()
     if words.lower() in ("none", "auto", "-1"):
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", words)
+    # Decimals with powers of 1,000 alone, as in vLLM's `human_readable_int`.
     if found is None or ("." in found[1] and not found[2].islower()):
         raise ValueError(
             f"rollout.{rollout.engine}.{name} {words} is not a number: use one such as 4096, or "

@@ -12,6 +12,7 @@ NOT_FINITE = -9999.0
 """Substitute that engines send for a log-probability that is not finite."""
 
 
+# gc=False: without references, tokens need no visits of the garbage collector.
 class Token(msgspec.Struct, gc=False):
     """The log-probability of a sampled token."""
 
@@ -41,7 +42,7 @@ class Choice(msgspec.Struct):
     text: str
     weight_versions: list[WeightVersion]
     routed_experts: bytes | None = None
-    """The file of `routes`, base64 in the answer; None unless the engine returns them."""
+    """`routes` as a .npy file, base64 in the answer; None unless the engine returns them."""
 
     @property
     def token_logprobs(self) -> list[float]:
@@ -49,16 +50,16 @@ class Choice(msgspec.Struct):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Version of the weights and number of tokens, of each part."""
+        """Weight version and number of tokens of each part, such as [(3, 120), (4, 56)]."""
         return [(int(each.version), each.end - each.start) for each in self.weight_versions]
 
     @classmethod
     def empty(cls) -> "Choice":
-        """A completion of which nothing has arrived."""
+        """A completion without tokens yet, for `append`."""
         return cls([], Logprobs([]), CUT, "", [])
 
     def append(self, chunk: "Choice") -> None:
-        """Append the next chunk of the stream; its `weight_versions` are of all tokens so far."""
+        """Append the next chunk of a stream; chunks have the versions of all tokens so far."""
         self.token_ids += chunk.token_ids
         self.logprobs.content += chunk.logprobs.content
         self.finish_reason = chunk.finish_reason
@@ -67,11 +68,11 @@ class Choice(msgspec.Struct):
         self.routed_experts = chunk.routed_experts
 
     def followed_by(self, rest: "Choice") -> "Choice":
-        """Join this cut completion and what was sampled after it, without text; changes neither."""
+        """Concatenate a cut completion and its continuation, without text; changes neither."""
         spans, start = [*self.weight_versions], len(self.token_ids)
         for span in rest.weight_versions:
             begin = start + span.start
-            if spans and spans[-1].version == span.version:
+            if spans and spans[-1].version == span.version:  # one span for each version
                 begin = spans.pop().start
             spans.append(WeightVersion(span.version, begin, start + span.end))
         known = self.routed_experts
@@ -79,13 +80,13 @@ class Choice(msgspec.Struct):
             token_ids=self.token_ids + rest.token_ids,
             logprobs=Logprobs(self.logprobs.content + rest.logprobs.content),
             finish_reason=rest.finish_reason,
-            text="",
+            text="",  # the cut may be inside a character: `request.joined` decodes all tokens anew
             weight_versions=spans,
             routed_experts=known and npy_of(np.concatenate([self.routes, rest.routes])),
         )
 
     def stopped(self, num_tokens: int) -> "Choice":
-        """The first tokens of this completion, where a stop string ends; without their text."""
+        """Truncate to `num_tokens`, where a stop string ends; without text."""
         known, num_dropped = self.routed_experts, len(self.token_ids) - num_tokens
         return Choice(
             token_ids=self.token_ids[:num_tokens],
@@ -97,15 +98,16 @@ class Choice(msgspec.Struct):
                 for span in self.weight_versions
                 if span.start < num_tokens
             ],
+            # From the end: routes begin with those of the prompt.
             routed_experts=known and npy_of(self.routes[: len(self.routes) - num_dropped]),
         )
 
     @property
     def routes(self) -> np.ndarray:
-        """[tokens, layers, columns] uint8, int16 or int32: the experts of each token of prompt and
-        completion but the last, then the positions of tokens that indexers chose, if returned.
+        """Experts of every token but the last: [tokens, layers, columns] uint8, int16 or int32.
 
-        Decoded at each access, to keep the file alone. Raises ValueError if there are none.
+        Further columns are the positions that indexers chose, if the engine returns them. Decoded
+        at each access, so that only the file is kept. ValueError without routes.
         """
         if not self.routed_experts:
             raise ValueError("the answer does not have the routes of its tokens")
@@ -124,9 +126,10 @@ def smallest(routes: np.ndarray) -> np.ndarray:
 
 
 def fault_of_chosen(routes: np.ndarray, start: int, index_topk: int) -> str:
-    """Describe the first fault of the tokens chosen by indexers, from position `start` on; empty if
-    each token has chosen itself and earlier ones only. The first `index_topk` tokens attend to
-    all."""
+    """Describe the first invalid choice of an indexer from position `start` on; empty if none.
+
+    The token at position p may choose 0 to p. The first `index_topk` tokens attend to all.
+    """
     if routes.ndim != 3 or routes.shape[2] < index_topk:
         return (
             f"an array of shape {routes.shape}, and not [tokens, layers, {index_topk} tokens that "
@@ -142,24 +145,24 @@ def fault_of_chosen(routes: np.ndarray, start: int, index_topk: int) -> str:
     return (
         f"{int(chosen[is_wrong][0])} as a token that the indexer of layer {layer} chose for the "
         f"token at position {first + token}, which sees none but those at 0 to {first + token}: "
-        "SGLang tells positions in a sequence with SGLANG_DSA_FUSE_TOPK=0"
+        "SGLang returns positions in a sequence only with SGLANG_DSA_FUSE_TOPK=0"
     )
 
 
 def npy_of(routes: np.ndarray) -> bytes:
-    """`Choice.routed_experts` of these routes."""
+    """Encode routes as `Choice.routed_experts`."""
     np.save(file := io.BytesIO(), routes)
     return file.getvalue()
 
 
 class Answer(msgspec.Struct):
-    """The answer to a request, which is for one completion."""
+    """The body of an answer: one completion."""
 
     choices: Annotated[list[Choice], msgspec.Meta(min_length=1, max_length=1)]
 
 
 class Chunk(msgspec.Struct):
-    """Part of a streamed completion; vLLM's names of fields."""
+    """Part of a streamed completion, in vLLM's fields."""
 
     token_ids: list[int]
     logprobs: Logprobs
@@ -191,18 +194,16 @@ _EVENT_DECODER = msgspec.json.Decoder(Event)
 
 
 def decode_choice(answer: bytes) -> Choice:
-    """The completion in the body of an answer; raises msgspec.MsgspecError if there is none.
-
-    Answers have some 200 bytes per token: `json.loads` would hold the interpreter's lock twenty
-    times as long, and a training thread would wait.
-    """
+    """Decode the completion in a body; raises msgspec.MsgspecError if there is none."""
+    # Some 200 bytes per token: `json.loads` would hold the interpreter's lock twenty times as long,
+    # and the training thread would wait.
     [choice] = _DECODER.decode(answer).choices
     return choice
 
 
 def decode_event(data: bytes | bytearray) -> Choice | Failure:
-    """The chunk in an event of a stream, cut unless it is the last; or why the stream ends. Raises
-    msgspec.MsgspecError if there is neither."""
+    """Decode an event of a stream: a chunk, with CUT before the last one, or a failure; raises
+    msgspec.MsgspecError for neither."""
     event = _EVENT_DECODER.decode(data)
     if event.error:
         return event.error

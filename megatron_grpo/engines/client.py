@@ -28,11 +28,11 @@ POLL_SECONDS = 0.1
 class RolloutClient:
     """Talks to all engines of a pool at once, over vLLM's HTTP routes: health and pushes.
 
-    A `RequestRouter` asks for completions in the same `loop`, over the same connections.
+    A `RequestRouter` requests completions in the same `loop`, over the same connections.
 
-    An engine that fails or answers late (`rollout.request_timeout`) is lost: a generation goes on
-    with the others, a push starts over; it gets no more of that push, and the next `update_health`
-    counts its loss. A wrong answer, which another engine would give as well, is an EngineError.
+    An engine that fails or answers late (`rollout.request_timeout`) is lost: generations go on with
+    the others, a push starts over without it, and the next `update_health` counts the loss. A wrong
+    answer is an EngineError: another engine would give it, too.
     """
 
     def __init__(
@@ -47,22 +47,22 @@ class RolloutClient:
         self.pool, self.loop = pool, loop
         self._rollout, self._lora, self._keeps_features = rollout, lora, keeps_features
         self.is_cancelled = False
-        self._chain: dict[str, int] = {}
-        """The engines of the push: `EnginePool.up` when it began."""
-        self._num_chains = 0
+        self._push_engines: dict[str, int] = {}
+        """Engines of the push, in the order of their indices: `EnginePool.up` when it began."""
+        self._push_engines_id = 0
         self._awake: set[str] = set()
-        """Addresses of engines to which channels were opened: no earlier run left these asleep."""
+        """Engines whose channels this run has opened before: no earlier run left them asleep."""
         self._failed: dict[str, EngineDown] = {}
         self._channels = ""
         self._engines: dict[str, Engine] = {}
 
     def cancel(self) -> None:
-        """Soon end what engines do for the routers, and `await_engines`; safe from any thread."""
+        """End the routers' requests and `await_engines` soon; safe from any thread."""
         self.is_cancelled = True
 
     def update_health(self, check: Callable[[list[EngineReport]], None]) -> None:
-        """Drop engines that have failed, died, hang or leave; add those that join or came back, if
-        `check` accepts the parameters of their workers (raises no ValueError)."""
+        """Drop engines that failed, died, hang or leave; add engines that join or came back, unless
+        `check` raises ValueError for the parameters of their workers."""
         self.pool.finish_generation()  # engines that have served since the last push
         for url, error in self._failed.items():
             self.pool.mark_dead(url, str(error))
@@ -78,11 +78,10 @@ class RolloutClient:
                 self.pool.mark_recovered(url)
 
     def await_engines(self, check: Callable[[list[EngineReport]], None]) -> tuple[int, int]:
-        """The engines for the next push: all that are healthy by the last `update_health`.
+        """Choose the engines for the next push: all that the last `update_health` found healthy.
 
-        Without one, waits for one up to `rollout.startup_timeout` seconds, then raises
-        RolloutAborted. Returns their number, and an id that changes when one joins, leaves or
-        restarts.
+        Waits for a first one up to `rollout.startup_timeout` seconds, then raises RolloutAborted.
+        Returns their number, and an id that changes when an engine joins, leaves or restarts.
         """
         deadline = running_time() + self._rollout.startup_timeout
         while not self.pool.up:
@@ -91,10 +90,11 @@ class RolloutClient:
             self.pool.raise_if_all_dead(deadline)
             time.sleep(POLL_SECONDS)
             self.update_health(check)
-        if [*self._chain.items()] != [*self.pool.up.items()]:  # in order
-            self._chain = self.pool.up
-            self._num_chains += 1
-        return len(self._chain), self._num_chains
+        # As lists: channels know an engine by its index, and equal dicts may differ in order.
+        if [*self._push_engines.items()] != [*self.pool.up.items()]:
+            self._push_engines = self.pool.up
+            self._push_engines_id += 1
+        return len(self._push_engines), self._push_engines_id
 
     def describe_parameters(self) -> dict[str, list[EngineReport]]:
         """Parameter shapes and dtypes of every worker, by engine address."""
@@ -108,7 +108,7 @@ class RolloutClient:
         the same time; `is_sending` returns True until they are done.
         """
         self._channels = channels = uuid.uuid4().hex
-        urls = [*self._chain]
+        urls = [*self._push_engines]
 
         async def open_channels(engine: Engine) -> None:
             # The first time only: an earlier run may have left it asleep. Waking an engine that is
@@ -123,7 +123,8 @@ class RolloutClient:
 
     def begin_push(self, push: str) -> None:
         """Pause the engines, drop their caches and mark their weights as having no version."""
-        self.pool.lose_weights(self._chain)
+        # First: a push that fails midway leaves no engine serving.
+        self.pool.lose_weights(self._push_engines)
         if self._rollout.enable_sleep_mode:
             self._on_all(lambda engine: engine.wake("weights"))
         self._on_all(partial(Engine.begin_push, push=push, channels=self._channels))
@@ -136,11 +137,11 @@ class RolloutClient:
         """Raise PushFailed unless every worker of every engine has loaded `push`, with the
         checksums `expected` of each worker, if given.
 
-        An engine that has joined with other weights is lost: the run can do without it.
+        An engine that has joined is lost if its checksums differ: the run can do without it.
         """
         reports = self._on_all(partial(Engine.ask_workers, call="push_report"))
         try:
-            check_reports([*self._chain], reports, push, expected)
+            check_reports([*self._push_engines], reports, push, expected)
         except PushFailed as failure:
             for url in filter(self.pool.has_joined, failure.faults if expected else ()):
                 self._failed[url] = EngineDown(failure.faults[url][0])
@@ -150,16 +151,18 @@ class RolloutClient:
         """Make every engine serve `push` as `policy_version`."""
         self._on_all(partial(Engine.finish_push, push=push, policy_version=policy_version))
         if self._rollout.enable_sleep_mode:
+            # Not with the weights: ranks on the same GPUs hold memory of their own during a push.
             self._on_all(lambda engine: engine.wake("kv_cache"))
         self._on_all(partial(Engine.post, route="/resume"))
-        self.pool.finish_push(self._chain)
+        self.pool.finish_push(self._push_engines)
 
     def sleep(self) -> None:
         """Make every engine that answers give its memory to the trainer, until the next push.
 
-        Lost engines that may be starting are waited for, unless `cancel` was called: they would
-        take their memory when the trainer needs it. Raises ValueError if an engine cannot sleep.
+        Waits for lost engines that may be starting, until `cancel`: they would take their memory
+        when the trainer needs it. Raises ValueError if an engine cannot sleep.
         """
+        # With the number of losses: an engine that restarts meanwhile is put to sleep again.
         asleep: set[tuple[str, int]] = set()
         while True:
             came_back = self.pool.check_engines()
@@ -182,9 +185,9 @@ class RolloutClient:
         return True
 
     def serve_loaded(self) -> None:
-        """Make every engine serve the weights that it loaded itself, as LOADED_VERSION."""
+        """Make every engine serve the weights of its own folder, as LOADED_VERSION."""
         self._on_all(Engine.serve_loaded)
-        self.pool.finish_push(self._chain)
+        self.pool.finish_push(self._push_engines)
 
     def _on_all[T](
         self,
@@ -195,10 +198,10 @@ class RolloutClient:
         """Run `action` on all engines of the push; the first failure cancels the others.
 
         While `is_sending`, a busy engine does not count as hung: transfers have their own limit.
-        Failures of given `urls` are none of the push.
+        With `urls`, failures do not count as the push's.
         """
         failed = self._failed if urls is None else {}
-        for error in failed.values():
+        for error in failed.values():  # an earlier phase lost an engine: the push must start over
             raise error
 
         async def on(url: str) -> T:
@@ -214,10 +217,10 @@ class RolloutClient:
                 failed[url] = error
                 raise
 
-        return self.loop.call(gather_all(map(on, self._chain if urls is None else urls)))
+        return self.loop.call(gather_all(map(on, self._push_engines if urls is None else urls)))
 
     def engine(self, url: str) -> Engine:
-        """The engine at `url`, with its connections; to be called in the loop."""
+        """The engine at `url`, with its connections; for calls in the loop."""
         if url not in self._engines:
             rollout = self._rollout
             self._engines[url] = Engine(
@@ -245,8 +248,8 @@ async def _describe(engine: Engine) -> list[EngineReport]:
 def meanwhile(action: Callable[[Callable[[], bool]], None] | None) -> Iterator[None]:
     """Run rank 0's `action` on the engines concurrently with the block.
 
-    `action` gets a function that tells whether the block still runs. Its error replaces that of the
-    block, which sees only a broken channel when an engine dies.
+    `action` gets a function that is True while the block runs. An error of `action` replaces the
+    block's, which is only a broken channel when an engine dies.
     """
     if action is None:
         yield

@@ -36,9 +36,9 @@ from megatron_grpo.engines.vllm.args import ADAPTER
 from parallel.clock import running_time
 
 PROBE_INTERVAL = 1.0
-# Version that samples are labelled with while an engine holds no complete weights.
+# Version label of samples while an engine holds no complete weights.
 NO_VERSION = "none"
-# In the Prometheus metrics: one line for each replica behind the address.
+# Prometheus metrics, with one line for each replica behind the address.
 COUNTS = {
     name: re.compile(rf"^vllm:{metric}(?:{{.*}})? (\S+)$", re.MULTILINE)
     for name, metric in {
@@ -50,14 +50,14 @@ COUNTS = {
 
 GENERATE = "/inference/v1/generate"
 ROUTES_START = "routed_experts_prompt_start"
-"""The sampling parameter that asks for the routes of all tokens from that one on."""
+"""Sampling parameter: return routes from this token on."""
 INDEX_TOPK = "index_topk"
-"""The sampling parameter that asks for the positions of so many tokens chosen by indexers."""
+"""Sampling parameter: return the positions of this number of tokens chosen by indexers."""
 STREAM_INTERVAL = 256
-"""Tokens in a chunk of a streamed answer: at most so many of a completion are lost with its engine.
+"""Tokens in a chunk of a streamed answer, and the most that a completion loses with its engine.
 
-For each chunk rank 0 takes about as long as for reading a hundred tokens, in a single thread: with
-shorter chunks it would soon be busy with nothing else.
+A chunk costs rank 0's single thread as much time as a hundred tokens: shorter chunks would soon
+keep it busy.
 """
 Json = dict[str, Any]
 
@@ -79,22 +79,22 @@ class Engine:
     """A connection to one engine, over vLLM's routes.
 
     Methods raise EngineDown when the engine is dead, hangs, fails or refuses the token; EngineStale
-    when it lacks weights; EngineError when it answers with another error or not what was asked for;
-    TimeoutError when it is healthy but has not answered a request in time. All name the engine.
+    when it lacks weights; EngineError when it refuses a request or answers it wrongly; TimeoutError
+    when it is healthy but has not answered a request in time. All name the engine.
     """
 
     url: str
     http: aiohttp.ClientSession
     health_timeout: float
-    """Seconds without an answer to a health probe, after which it counts as hung."""
+    """Seconds without an answer to a health probe until it counts as hung."""
     stall_timeout: float
-    """Seconds without a sign of progress, after which it counts as hung."""
+    """Seconds without a sign of progress until it counts as hung."""
     serves_adapter: bool = False
-    """Whether its weights stay as they were loaded, and pushes are of an adapter."""
+    """Whether pushes bring an adapter, and the weights stay as loaded."""
     keeps_caches: bool = False
     """Whether requests in progress keep their keys and values through a push."""
     keeps_features: bool = True
-    """Whether it keeps features of images through a push: those of a tower that is not pushed."""
+    """Whether cached features of images outlive a push: the vision tower is not pushed."""
 
     async def complete(
         self,
@@ -103,29 +103,31 @@ class Engine:
         is_cut: Callable[[], bool] = lambda: False,
         begun: Choice | None = None,
     ) -> Choice:
-        """The answer to a request for a completion, made by weights of these `versions`.
+        """Request a completion from weights of these `versions`.
 
-        Its `finish_reason` is CUT if the engine gave it up while `is_cut()`. With `begun`, an empty
-        completion, the answer is streamed into that, which has what arrived even if this raises.
+        Its `finish_reason` is CUT if the engine aborted it while `is_cut()`. With an empty
+        completion `begun`, the answer is streamed into it: what arrived is there even after an
+        error.
         """
         if self.serves_adapter:
             request = {**request, "model": ADAPTER}
         has_routes = ROUTES_START in request["sampling_params"]
         try:
-            # No limit: it is answered after all that wait before it; `watch` notices if all hang.
+            # No limit: other requests may go first. `watch` notices an engine that hangs.
             if begun is None:
                 choice = decode_choice(await self._request("POST", GENERATE, request, math.inf))
             else:
                 choice = await self._stream(request, versions, begun)
         except msgspec.MsgspecError as error:
             raise EngineError(
-                f"rollout engine {self.url} answered with something else than a completion of "
+                f"rollout engine {self.url} did not answer with a completion of "
                 f"vLLM 0.32 or 0.33, or was started by another release of megatron-grpo: {error}"
             ) from error
         if choice.finish_reason == CUT and is_cut():
             self._check_tokens(choice, versions())
             if has_routes and not choice.routed_experts:
-                return Choice.empty()  # SGLang was about to compute its tokens anew, after a push
+                # SGLang aborted it in its queue, where a push had put it: tokens without routes.
+                return Choice.empty()
         else:
             self._check(choice, versions(), request["sampling_params"]["max_tokens"])
         if has_routes:
@@ -141,7 +143,8 @@ class Engine:
             async with answer as response:
                 if not response.headers["content-type"].startswith(EVENTS):
                     return decode_choice(await response.read())
-                async for data in events_of(response):  # to the end, or the connection is closed
+                # Past LAST_EVENT to the end: aiohttp closes a connection with an unread rest.
+                async for data in events_of(response):
                     if data == LAST_EVENT:
                         continue
                     chunk = decode_event(data)
@@ -150,17 +153,17 @@ class Engine:
                     self._check_tokens(chunk, versions())
                     begun.append(chunk)
         except EngineDown:
-            if begun.finish_reason == CUT:  # else it broke after the last chunk
+            if begun.finish_reason == CUT:  # else the connection broke after the last chunk
                 raise
         return begun
 
     async def watch(
         self, progress: Callable[[], object], note: Callable[[Counts], None] = lambda counts: None
     ) -> NoReturn:
-        """Raise EngineDown once the engine hangs; meanwhile, `note` its counts.
+        """Raise EngineDown once the engine hangs; until then, pass its counts to `note`.
 
-        It hangs when a probe stays unanswered for `health_timeout` seconds and `progress()` did not
-        change meanwhile (a server may be busy sending answers), or when for `stall_timeout` seconds
+        It hangs if a probe has no answer within `health_timeout` seconds and `progress()` did not
+        change meanwhile (a server may be busy sending answers), or if for `stall_timeout` seconds
         it generates no token and `progress()` does not change.
         """
         seen, since = None, running_time()
@@ -168,6 +171,7 @@ class Engine:
             await asyncio.sleep(PROBE_INTERVAL)
             before = progress()
             try:
+                # /health first: an engine may answer /metrics while its core is dead.
                 await self._request("GET", "/health", limit=self.health_timeout)
                 counts = await self.counts(self.health_timeout)
             except TimeoutError:
@@ -195,15 +199,15 @@ class Engine:
         return (await self._request("GET", "/metrics", limit=limit)).decode()
 
     async def open_channels(self, transfer: Json, index: int, channels: str) -> None:
-        """Make its workers open `channels` to all ranks that send to engine `index`; the report of
-        the push shows failures."""
+        """Make its workers open `channels` to all ranks that send to engine `index`; failures are
+        in `push_report`."""
         info = {"transfer": transfer, "engine": index, "channels": channels}
         await self.ask_workers("open_channels", **info)
 
     async def begin_push(self, push: str, channels: str) -> None:
         """Pause the engine, and clear the weight version. Workers begin only if `channels` are
-        still current: another trainer may have connected."""
-        await self.pause()
+        their last ones: another trainer may have connected."""
+        await self.pause()  # first: tokens sampled until then keep the label of their weights
         await self.post("/update_weight_version", {"new_version": NO_VERSION})
         await self.ask_workers("begin_push", push=push, channels=channels)
 
@@ -212,15 +216,16 @@ class Engine:
         await self.ask_workers("finish_push", push=push)
         if self.serves_adapter:
             named = json.loads(await self._request("GET", "/v1/models"))["data"]
-            # vLLM numbers adapters from `ADAPTER_ID`, and reads no file for one that workers have.
+            # vLLM's first adapter gets `ADAPTER_ID`, which workers have registered: no file is
+            # read, and `lora_path` need not exist.
             if ADAPTER not in [each["id"] for each in named]:
                 body = {"lora_name": ADAPTER, "lora_path": ADAPTER}
                 await self._request("POST", "/v1/load_lora_adapter", body)
         await self.post("/update_weight_version", {"new_version": str(policy_version)})
 
     async def sleep(self) -> None:
-        """Give back the memory of weights and cache until `wake`; weights are lost, or wait in host
-        memory if a push brings none. Raises ValueError if the engine was not started for that."""
+        """Free the memory of weights and cache until `wake`; weights are lost, or kept in host
+        memory if pushes bring an adapter. ValueError if the engine was not started for that."""
         await self.post("/update_weight_version", {"new_version": NO_VERSION})
         if not all(answer["can_sleep"] for answer in await self.ask_workers("drop_weights")):
             raise ValueError(
@@ -230,12 +235,12 @@ class Engine:
         await self.post(f"/sleep?level={1 if self.serves_adapter else 2}")
 
     async def wake(self, *parts: str) -> None:
-        """Take back the memory of `weights` or `kv_cache` (default: both), if the engine sleeps."""
+        """Allocate the memory of `weights` or `kv_cache` (default: both), if the engine sleeps."""
         await self.post("/wake_up?" + "&".join(f"tags={part}" for part in parts))
 
     async def serve_loaded(self) -> None:
-        """Serve the weights that the engine loaded itself, as LOADED_VERSION; raises EngineStale if
-        a push has changed them."""
+        """Serve the weights of the engine's own folder, as LOADED_VERSION; raises EngineStale if a
+        push has changed them."""
         await self.ask_workers("hold_loaded")
         if await self.held_push() != LOADED:
             raise EngineStale(
@@ -245,11 +250,15 @@ class Engine:
         await self.post("/update_weight_version", {"new_version": str(LOADED_VERSION)})
 
     async def ask_workers(self, call: str, **arguments: Any) -> list[Json]:
-        """Have the `PushWorker` of every worker answer a call; answers in rank order. No timeout of
-        vLLM's own: after one, it would return late answers to the next call."""
+        """Call `PushWorker.answer` in every worker; returns the answers in rank order."""
+        # Each answer repeats the id of its question: after a failure in one worker, vLLM returns
+        # the unread answers of the others to the next call. After a timeout it would, too, so that
+        # the body has no `timeout`.
         question = uuid.uuid4().hex
-        asked = {"call": call, "question": question, **arguments}
-        body = {"method": "answer_push", "kwargs": asked}
+        body = {
+            "method": "answer_push",
+            "kwargs": {"call": call, "question": question, **arguments},
+        }
         answers: list[Any] = (await self.post("/collective_rpc", body))["results"]
         if not all(isinstance(a, dict) and a["question"] == question for a in answers):
             raise EngineDown(
@@ -259,7 +268,7 @@ class Engine:
         return answers
 
     async def push_of(self, policy_version: int) -> str:
-        """The push whose weights the engine holds; raises unless it is of `policy_version`."""
+        """Id of the push that the engine holds; raises unless it is of `policy_version`."""
         push = await self.held_push()
         if not push:
             raise EngineStale(
@@ -275,7 +284,7 @@ class Engine:
         return push
 
     async def held_push(self) -> str:
-        """The push whose weights all workers hold; empty if they hold none or different ones."""
+        """Id of the push that all workers hold; empty if they hold none or different ones."""
         pushes = {answer["push"] for answer in await self.ask_workers("held_push")}
         return pushes.pop() if len(pushes) == 1 else ""
 
@@ -284,13 +293,14 @@ class Engine:
         return count
 
     async def cut(self) -> None:
-        """Hold new requests back, and answer those that the engine has with the tokens so far."""
+        """Hold back new requests, and end running ones with the tokens so far."""
         await self.post("/pause?mode=abort&clear_cache=false")
 
     async def pause(self) -> None:
-        """Hold all requests until /resume, and drop keys and values; those of requests in progress
-        only if they are to be recomputed when sampling continues."""
-        await self.post("/pause?mode=keep&clear_cache=false")  # the call below reports success
+        """Hold all requests until /resume, and empty the prefix cache. Requests in progress lose
+        their keys and values as well, unless the engine `keeps_caches`."""
+        # clear_cache=true would not say whether the cache was cleared; the call below does.
+        await self.post("/pause?mode=keep&clear_cache=false")
         drop = "false" if self.keeps_caches else "true"
         if not (await self.post(f"/reset_prefix_cache?reset_running_requests={drop}"))["success"]:
             raise EngineError(f"rollout engine {self.url} could not reset its prefix cache")
@@ -318,6 +328,7 @@ class Engine:
                 f"rollout engine {self.url} does not return {names[0]}, which rollout.{names[1]} "
                 f"true needs: start it with the same config, or with --enable-return-{names[2]}"
             )
+        # - 1: the engine has sampled the last token, but never processed it.
         wanted = len(request["token_ids"]) + len(choice.token_ids) - 1 - start
         try:
             routes = choice.routes

@@ -16,14 +16,14 @@ POLL_INTERVAL = 0.05
 RESUME_SECONDS = 2.0
 ABANDONED_SECONDS = 2.0
 LEAST_ROOM = 64
-"""Requests that any engine gets at once; one where nothing waits gets twice as many each second."""
+"""First limit of an engine's requests; it doubles each second while no request waits."""
 
 
 class EngineQueue:
     """The requests of one engine, until it is lost or `aborted`.
 
     `changed` is called when the engine may have room for more. With `streams`, answers arrive in
-    parts, so that the next engine continues those of an engine that is lost.
+    parts, and another engine can continue those of a lost engine.
     """
 
     def __init__(
@@ -36,37 +36,37 @@ class EngineQueue:
         limit: float = LEAST_ROOM,
     ) -> None:
         self.open: dict[Request, None] = {}
-        """Requests that are not answered, in the order in which they came."""
+        """Requests without an answer, in order of arrival."""
         self._policy_version = self._next_version = policy_version
-        """Versions of the weights that the engine has, and that it has after the next push."""
+        """Versions of the engine's weights: now, and after the next push."""
         self._decode, self._changed, self._streams = decode, changed, streams
-        self._asks: dict[Request, asyncio.Task[None]] = {}
+        self._calls: dict[Request, asyncio.Task[None]] = {}
         self._push = ""
-        """The push that the weights came with."""
+        """Id of the push that brought the weights."""
         self._turn = asyncio.Lock()
-        """Held while the engine is asked which push it holds."""
+        """Held while the engine is asked for its push: checks keep the order of the pushes."""
         self.aborted = asyncio.Event()
-        """Set to have the engine give up its requests, and `serve` return; they stay `open`."""
+        """Set to make the engine abort its requests, which stay `open`, and `serve` return."""
         self.has_started_or_failed = asyncio.Event()
         self._num_at_engine = self._num_arrived = self._num_answered = self._num_notes = 0
         self._is_sending = self._is_held = False
         self._is_working = False
         """Whether the engine has started and has not failed."""
         self.limit = limit
-        """Requests that it gets at most while other engines have room, too."""
+        """Maximum of requests while other engines have room, too."""
         self._last_note = 0.0, 0
-        """Tokens that the engine had generated, and requests that it had, at the last note."""
+        """Generated tokens and open requests at the last note."""
 
     @property
     def room(self) -> float:
-        """How many more requests the engine may get while other engines have room, too."""
+        """Requests that the engine may get in addition while other engines have room, too."""
         return self.limit - len(self.open)
 
     async def serve(self, engine: Engine) -> None:
-        """Have the engine answer what it is sent, until it is `aborted`. Raises what `Engine` does.
+        """Have the engine answer its requests until `aborted`; raises the errors of `Engine`.
 
-        It must hold weights of the version at the start, and those of the same push at the end and
-        before the next push, so that it held them throughout.
+        The engine's push is checked at the start, before the next push, and at the end: if it is
+        the same, the engine held these weights throughout.
         """
         self._engine = engine
         async with run_with(engine.watch(self._progress, self._note)):
@@ -80,7 +80,7 @@ class EngineQueue:
                     self._is_working = self._is_sending = True
                     self.has_started_or_failed.set()
                     await self.aborted.wait()
-                    while self._asks:  # again for those that arrived since
+                    while self._calls:  # repeated: requests on their way miss a cut
                         await engine.cut()
                         await asyncio.sleep(POLL_INTERVAL)
                 finally:
@@ -88,32 +88,31 @@ class EngineQueue:
             await self._check_push()
 
     def send(self, requests: Sequence[Request]) -> None:
-        """Give the engine more requests; one that has not started gets them when it does."""
+        """Give the engine more requests, or queue them until it has started."""
         self.open |= dict.fromkeys(requests)
         if self._is_sending and not self.aborted.is_set():
             for request in requests:
-                ask = self._asks[request] = self._group.create_task(self._ask(request))
-                # It is called with the task, which `pop` takes as its default.
-                ask.add_done_callback(partial(self._asks.pop, request))
+                ask = self._calls[request] = self._group.create_task(self._ask(request))
+                # The callback gets the task as well, which `pop` takes as its default.
+                ask.add_done_callback(partial(self._calls.pop, request))
 
     def withdraw(self, request: Request) -> None:
-        """Forget a request, which the engine gives up when its connection closes."""
+        """Forget a request; the engine aborts it when its connection closes."""
         self.open.pop(request, None)
-        if ask := self._asks.get(request):
+        if ask := self._calls.get(request):
             ask.cancel()
 
     async def hold(self, next_version: int) -> None:
-        """Return when a push of that version may begin, through which the engine keeps its
-        requests."""
+        """Return when a push of `next_version` may begin, through which requests stay open."""
         await self.has_started_or_failed.wait()
         if self._is_working:
-            # Not awaited itself: that would raise here, and `serve` is to raise it.
+            # `wait` does not raise the error of a failed check: it ends `serve`, which raises it.
             await asyncio.wait([self._in_group(self._check_push)])
         self._next_version, self._is_held = next_version, True
 
     def resume(self) -> None:
-        """Continue after that push; errors are raised by `serve`. Nobody waits: the engine answers
-        when it has recomputed what it continues with."""
+        """Continue after that push; `serve` raises errors."""
+        # In a task: the engine answers only when it has recomputed its requests.
         self._policy_version = self._next_version
         if self._is_working:
             self._in_group(self._note_push)
@@ -123,7 +122,7 @@ class EngineQueue:
     def _in_group(self, ask: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Run `ask` in the task group, after earlier ones; an error ends `serve`."""
 
-        async def asked() -> None:
+        async def run() -> None:
             try:
                 async with self._turn:
                     await ask()
@@ -131,7 +130,7 @@ class EngineQueue:
                 self._is_working = self._is_sending = False  # the group takes no more tasks
                 raise
 
-        return self._group.create_task(asked())
+        return self._group.create_task(run())
 
     def _progress(self) -> object:
         if self._is_held:  # a push, and recomputing after it, have limits of their own
@@ -141,15 +140,15 @@ class EngineQueue:
         return self._num_arrived, self._num_answered, self._num_notes if is_idle else 0
 
     def _note(self, counts: Counts) -> None:
-        """Adapt the limit: as much again while nothing waits, less if a quarter of it waits."""
+        """Adapt the limit: twice the open requests while none waits, less if a quarter waits."""
         self._num_notes += 1
         (generated, num_open), num_now = self._last_note, len(self.open)
         self._last_note = counts.generated, num_now
-        # vLLM counts when a step is computed: without one, the counts are those of before.
+        # vLLM updates its metrics in each step: without new tokens, they are old.
         if not self._is_working or (self.open and counts.generated == generated):
             return
         if not counts.waiting:
-            # Of requests that came since the last note, the counts may not know yet.
+            # The smaller number: the counts may not include requests since the last note.
             self.limit = max(self.limit, 2 * min(num_open, num_now))
         elif counts.waiting > self.limit // 4:
             self.limit = max(LEAST_ROOM // 8, num_now - counts.waiting // 2)
@@ -167,12 +166,12 @@ class EngineQueue:
             )
 
     async def _start(self) -> None:
-        """Make the engine hold requests back until all have arrived. Batches of what had arrived by
-        then would differ from run to run, and sums would round differently."""
+        """Hold all requests back until the last has arrived: otherwise batches, and with them the
+        rounding of sums, would differ from run to run."""
         engine = self._engine
         try:
             await engine.pause()
-            # Not 0 while abandoned requests are still counted.
+            # Requests of an earlier client count until the engine has noticed that it is gone.
             deadline = running_time() + ABANDONED_SECONDS
             while (before := await engine.num_open_requests()) and running_time() < deadline:
                 await asyncio.sleep(POLL_INTERVAL)
@@ -181,12 +180,12 @@ class EngineQueue:
             while self._num_arrived < len(self.open) and not self.aborted.is_set():
                 await asyncio.sleep(POLL_INTERVAL)
                 self._num_arrived = await engine.num_open_requests() - before
-            # A counted request may not have reached vLLM's core yet: an engine's first requests ask
-            # the core something before. It answers in order, so after this call they have gone on.
+            # A counted request may not have reached vLLM's core: an engine's first requests query
+            # the core before. It answers in order: after this call, these queries are answered.
             await engine.held_push()
             await engine.post("/resume")
         except BaseException:
-            # The requests are cancelled and the engine aborts them: it must not stay paused.
+            # The requests are cancelled, and the engine aborts them: it must not stay paused.
             with suppress(Exception):
                 async with asyncio.timeout(RESUME_SECONDS):
                     await engine.post("/resume")
@@ -210,7 +209,7 @@ class EngineQueue:
             if not is_cancelled:
                 self._is_working = self._is_sending = False  # the group takes no more tasks
             if begun and begun.finish_reason == CUT and request in self.open:
-                # The engine is lost: another one continues what it has sampled.
+                # The engine is lost: another engine continues these tokens.
                 request.take(begun, self._engine.url, self._decode)
             if not is_cancelled or request in self.open:  # else it was withdrawn
                 raise

@@ -23,7 +23,7 @@ class Group(ABC):
     """The model's partner, in messages about failures."""
 
     def __init__(self, prompt: Prompt, params: SamplingParams, priority: int) -> None:
-        """The requests of its samples have the priorities from `priority` on, one each."""
+        """Sample i has the priority `priority` + i."""
         self.prompt, self.params, self.priority = prompt, params, priority
         self.engines: set[str] = set()
         """Addresses of the engines that have answered."""
@@ -36,8 +36,8 @@ class Group(ABC):
 
 
 class CompletionGroup(Group):
-    """Completions of a single turn, each a request of its own: a long one does not hold up the
-    others, nor is lost with them. Each has its own seed, whenever and wherever it is generated."""
+    """Completions of a single turn, each a request with its own seed: a long one neither holds up
+    the others nor is lost with them."""
 
     def __init__(
         self, prompt: Prompt, params: SamplingParams, priority: int, features: Json | None = None
@@ -61,7 +61,7 @@ class CompletionGroup(Group):
             )
             for index in range(params.num_generations)
         }
-        """The open requests, by the number of their sample."""
+        """Open requests by sample index."""
         self._complete = asyncio.Event()
         self._failure: Exception | None = None
 
@@ -70,8 +70,8 @@ class CompletionGroup(Group):
         return len(self._requests)
 
     async def sample(self, router: RequestRouter) -> list[Sample]:
-        """Have the engines complete the prompt; one engine gets all requests that are open."""
-        if not self._requests:  # a checkpoint had all samples
+        """Have an engine complete the prompt: one engine gets all open requests."""
+        if not self._requests:  # a checkpoint had all samples: nothing would set `_complete`
             return self.so_far()
         requests = [*self._requests.items()]
         for index, request in requests:
@@ -87,13 +87,13 @@ class CompletionGroup(Group):
         return self.so_far()
 
     def so_far(self) -> list[Sample]:
-        """The samples received, and what aborted ones have, with the `finish_reason` CUT."""
+        """Finished samples, and the tokens of aborted ones, with the `finish_reason` CUT."""
         begun = {index: request.begun for index, request in self._requests.items()}
         parts = {index: self._sample(index, part) for index, part in begun.items() if part}
         return [sample for _, sample in sorted((parts | self._samples).items())]
 
     def restore(self, samples: Iterable[Sample]) -> None:
-        """Take over the samples that another run had `so_far`, before any is asked for."""
+        """Take over the samples that an earlier run had `so_far`; call this before `sample`."""
         for sample in samples:
             if sample.finish_reason == CUT:
                 self._requests[sample.sample_index].begun = _choice_of(sample)
@@ -102,13 +102,13 @@ class CompletionGroup(Group):
                 del self._requests[sample.sample_index]
 
     def _take(self, index: int, answer: "asyncio.Future[tuple[Choice, str]]") -> None:
-        """Turn an answer into a sample; itself, over a hundred bytes per token, is not kept."""
+        """Turn an answer, of over a hundred bytes per token, into a smaller sample."""
         if answer.cancelled():
             return
         choice, url = answer.result()
         try:
             self._samples[index] = self._sample(index, choice)
-        except ValueError as error:  # `sample` must raise it: nobody sees that of a callback
+        except ValueError as error:  # `sample` raises it: asyncio only logs errors of callbacks
             self._failure = error
             self._complete.set()
             return
@@ -142,7 +142,7 @@ def print_failures(groups: Iterable[Group]) -> None:
 
 
 async def features_of(prompts: Sequence[Prompt]) -> dict[PromptSources | None, Json]:
-    """The `image_features` of prompts that have images, by their images."""
+    """`image_features` of all prompts with images, by `Prompt.images`."""
     images = [prompt.images for prompt in prompts if prompt.images]
     if not images:
         return {}
@@ -152,7 +152,7 @@ async def features_of(prompts: Sequence[Prompt]) -> dict[PromptSources | None, J
 async def sample_alone(
     router: RequestRouter, sampling: "Sequence[asyncio.Task[list[Sample]]]", policy_version: int
 ) -> list[Sample]:
-    """Make all samples of groups, in their order, while the engines do nothing else; raises the
+    """Make all samples of these groups, in order, with nothing else at the engines; raises the
     first failure. After NoServingEngine, a call with the same tasks continues."""
 
     def has_failed() -> bool:
@@ -168,7 +168,7 @@ async def sample_alone(
 
 
 def _choice_of(sample: Sample) -> Choice:
-    """The answer that was made into a sample."""
+    """Rebuild the answer that `_sample` made into a sample."""
     bounds = pairwise([0, *accumulate(count for _, count in sample.spans)])
     return Choice(
         token_ids=[*sample.completion_ids],

@@ -15,14 +15,14 @@ from parallel.clock import run
 
 HEALTH_TIMEOUT = 2.0
 EVENTS = "text/event-stream"
-"""The type of an answer that is streamed."""
+"""Content type of a streamed answer."""
 LAST_EVENT = b"[DONE]"
 
 
 def http_client(
     url: str, token: str, request_timeout: float, connect_timeout: float
 ) -> aiohttp.ClientSession:
-    """A session with the engine at `url`, past proxies of the environment."""
+    """Session with the engine at `url`, without the environment's proxies."""
     return http_session(url, bearer(token), request_timeout, connect_timeout)
 
 
@@ -34,7 +34,7 @@ def is_healthy(url: str, timeout: float = HEALTH_TIMEOUT) -> bool:
 def status_of(
     method: str, url: str, route: str, timeout: float, token: str = ""
 ) -> tuple[int, str]:
-    """A server's status as number and text; 0 and the reason without an answer. Not in a loop."""
+    """HTTP status and text, such as (200, "200 OK"); (0, reason) without an answer. It blocks."""
 
     async def ask() -> tuple[int, str]:
         try:
@@ -58,10 +58,10 @@ async def answer_to(
     body: object = None,
     limit: float | None = None,
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """The answer of the engine at `url`, whose body is not read yet; `body` None sends none.
+    """Send a request to the engine at `url`; yields the response before its body is read.
 
-    Neither it nor a part of its body may take longer than `limit`, by default that of `http`.
-    Raises EngineDown, EngineError and TimeoutError.
+    `limit`: seconds until the response, and between two parts of its body; by default that of
+    `http`. Raises EngineDown, EngineError and TimeoutError.
     """
     engine = f"rollout engine {url}"
     limit = limit or http.timeout.sock_read or math.inf
@@ -69,7 +69,7 @@ async def answer_to(
     seconds = None if limit == math.inf else limit
     try:
         async with (
-            # aiohttp waits endlessly while an engine takes no more of a body.
+            # aiohttp's `sock_read` does not limit an engine that stops reading the request.
             asyncio.timeout(seconds and seconds + (connect or 0.0)) as until_begun,
             http.request(
                 *(method, route.lstrip("/")),
@@ -78,12 +78,12 @@ async def answer_to(
                 allow_redirects=False,
             ) as response,
         ):
-            until_begun.reschedule(None)
+            until_begun.reschedule(None)  # from here on `sock_read` limits each part
             if response.status >= 400:
                 text = await response.text(errors="replace")
                 raise failure(url, route, response.status, text)
             yield response
-    except aiohttp.ConnectionTimeoutError as error:
+    except aiohttp.ConnectionTimeoutError as error:  # which is a TimeoutError, too
         raise EngineDown(f"{engine} cannot be reached") from error
     except TimeoutError as error:
         raise TimeoutError(
@@ -96,7 +96,7 @@ async def answer_to(
 def failure(url: str, route: str, code: int, message: str) -> "EngineError":
     """The exception for an answer with an error status."""
     if code == HTTPStatus.UNAUTHORIZED:
-        return EngineDown(  # including an engine that was restarted meanwhile with another token
+        return EngineDown(  # it may have been restarted with another token
             f"rollout engine {url} refuses the token in {TOKEN_VARIABLE}: set it to the one that "
             "the engine was started with"
         )
@@ -106,10 +106,10 @@ def failure(url: str, route: str, code: int, message: str) -> "EngineError":
 
 
 async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytearray]:
-    """The data of each server-sent event that has arrived as a whole, of one line each."""
+    """Yield the data of each complete server-sent event; every event has one line."""
     buffer = bytearray()
     async for piece in response.content.iter_any():
-        start = max(0, len(buffer) - 1)
+        start = max(0, len(buffer) - 1)  # a separator may be split between two pieces
         buffer += piece
         while (end := buffer.find(b"\n\n", start)) >= 0:
             yield buffer[:end].removeprefix(b"data: ")
@@ -122,7 +122,7 @@ class EngineError(ConnectionError):
 
 
 class EngineDown(EngineError):
-    """An engine is dead, hangs or is broken: its unanswered requests must go to another one."""
+    """An engine is dead, hangs or is broken: its open requests must go to another engine."""
 
 
 class EngineStale(EngineError):
@@ -134,5 +134,5 @@ class NoServingEngine(EngineError):
 
 
 class RolloutAborted(EngineError):
-    """Generations have ended for good, on all ranks, which save and stop; the message says why: no
-    engine came back in time, or rewards or environments fail."""
+    """No more generations: no engine came back in time, or rewards or environments fail. All ranks
+    save and stop."""

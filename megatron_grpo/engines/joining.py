@@ -3,8 +3,8 @@
 `megatron-grpo serve --join` writes `engines/HOST_PORT.json` once its engine answers; from its next
 push on, the run uses the engine like one of `rollout.base_urls`. To leave, the file is renamed to
 `HOST_PORT.leaving`: at the next push the run drops the engine and removes the file, and the engine
-ends, as it does when the run is complete. The file is touched now and then: one that is not may be
-left by a host that is gone.
+ends, as it does when the run is complete. A living engine touches its file: an unchanged file may
+be left by a host that is gone.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from megatron_grpo.launch.run_dir import make_folder
 from megatron_grpo.workers.child_process import ChildProcess
 
 FOLDER, JOINED, LEAVING = "engines", ".json", ".leaving"
-OF_EACH_HOST = tuple(names.memory_fraction for names in PLANNED.values())
+PER_HOST_ARGUMENTS = tuple(names.memory_fraction for names in PLANNED.values())
 """Arguments that may differ between the engines of a run."""
 LEAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 POLL_SECONDS = 1.0
@@ -39,19 +39,19 @@ TERMINATE_SECONDS = 10.0
 
 
 class JoinedEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of an engine's file in the folder."""
+    """Contents of an engine's file."""
 
     url: str
     settings: dict[str, Any]
-    """Settings as returned by `settings_of`."""
+    """As returned by `settings_of`."""
 
 
 def settings_of(model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig) -> dict[str, Any]:
-    """Settings that all engines of a run must share, by name, as JSON; shapes and dtypes of weights
-    are compared before a push."""
+    """Settings that all engines of a run must share, by name, as JSON. Shapes and dtypes of weights
+    are not among them: pushes compare these."""
     shape = (model.path / "config.json").read_bytes()
     table = engine_table(rollout).items()
-    arguments = {name: value for name, value in table if name not in OF_EACH_HOST}
+    arguments = {name: value for name, value in table if name not in PER_HOST_ARGUMENTS}
     settings = {
         "sha256 of model.path/config.json": hashlib.sha256(shape).hexdigest(),
         "model.dtype": model.dtype,
@@ -70,7 +70,7 @@ def settings_of(model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig) ->
 
 
 def refusal(cfg: Config) -> str:
-    """Why no engine can join the run of `cfg`; empty if its engines may be of other jobs."""
+    """Reason why no engine can join the run of `cfg`; empty if engines can."""
     if cfg.train.replay is not None:
         return "train.replay takes generations from a file, so that the run has no engines"
     if cfg.rollout.enable_sleep_mode:
@@ -88,10 +88,10 @@ def serve_joined(
     engine: JoinedEngine,
     is_complete: Callable[[], bool],
 ) -> NoReturn:
-    """Run an engine, with its file in `folder` from when it answers until it leaves or ends.
+    """Run an engine; its file is in `folder` from its first answer until it leaves or ends.
 
-    A signal, or `is_complete` of the run, makes it leave; a second signal ends it at once. The exit
-    code is 1 if it has ended by itself.
+    A signal makes it leave at the next push, a second one ends it at once, and so does
+    `is_complete` of the run. The exit code is 1 if the engine ended by itself.
     """
     signals: list[int] = []
     for number in LEAVE_SIGNALS:
@@ -119,13 +119,14 @@ def _await_end(
     signals: Sequence[int],
     is_complete: Callable[[], bool],
 ) -> None:
-    """Return when the engine has ended, or may."""
+    """Return when the engine has ended, or may be ended: it has left, or the run is complete."""
     while not is_healthy(engine.url):
         if signals or child.end():
             return
         time.sleep(POLL_SECONDS)
     leaving, whole = file.with_suffix(LEAVING), file.with_suffix(".tmp")
     leaving.unlink(missing_ok=True)  # of an earlier engine at this address
+    # By rename: the run may read at any time, and would find half a file.
     whole.write_bytes(msgspec.json.encode(engine))
     whole.replace(file)
     print(f"{file}: the engine joins at the run's next push", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """Replaced attributes of an engine's package, as data: one table for each engine, `PATCHES`.
 
-A test reads the tables, and the source of each original: it fails on the day that one is gone, or
-no longer has the line that makes its replacement necessary.
+A test reads the tables and the source of each original: it fails when an original is gone, or no
+longer has the line that makes its replacement necessary.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,12 +18,12 @@ class Patch:
     target: str
     """Module and attribute, such as `starlette.responses:JSONResponse.render`."""
     replacement: Callable[..., Any]
-    """A function of the original and of its arguments."""
+    """A function of the original and its arguments."""
     because_of: str
-    """The line of the original's source that makes it necessary."""
+    """Line in the original's source that makes the patch necessary."""
     why: str
     upstream: str = "none filed"
-    """The issue or pull request of the engine's project about it."""
+    """Issue or pull request in the engine's project."""
 
 
 def apply(patches: Iterable[Patch]) -> None:
@@ -36,7 +36,7 @@ def apply(patches: Iterable[Patch]) -> None:
 
 
 def _bound(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    # Not `partial`, which as an attribute of a class would be no method.
+    # A `partial` in a class is no method: it would not get `self`.
     @wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)

@@ -26,18 +26,18 @@ from megatron_grpo.engines.server import EngineServers
 from parallel.clock import running_time
 
 MAX_COMEBACKS = 3
-"""Restarts of an engine that completes no generation in between, before it is given up."""
+"""Times an engine may come back without a completed generation in between; then it is given up."""
 
 
 class State(Enum):
     """State of one engine."""
 
     SERVING = auto()
-    """Healthy, with the current weights from a verified push."""
+    """Healthy, with the current weights of a verified push."""
     STALE = auto()
     """Healthy, waiting for a push."""
     DOWN = auto()
-    """Dead, hung or failed, and has not answered again yet."""
+    """Dead, hung or failed; it has not answered again."""
     GIVEN_UP = auto()
     """Lost too often."""
 
@@ -49,7 +49,7 @@ class EngineRecord:
     url: str
     state: State = State.STALE
     reason: str = "has not received weights yet"
-    """Reason why it does not serve, if it does not."""
+    """Why it does not serve; of no meaning while it serves."""
     is_missed: bool = False
     """Whether it was lost or left out since it last served."""
     num_recent_losses: int = 0
@@ -61,14 +61,14 @@ class EngineRecord:
     file_changed: int = 0
     """Time of the last change of a joined engine's file; see `JoinFolder.joined`."""
     unanswered: int = 0
-    """`file_changed` when it was last asked in vain whether it answers."""
+    """`file_changed` at its last health check without an answer."""
 
 
 class JoinFolder:
-    """The files of the engines that have joined a run, as rank 0 reads them before each push.
+    """The files of joined engines, which rank 0 reads before each push.
 
-    `refusal`: why none can join, if so. Where all `base_urls` are loopback addresses, the ranks
-    listen there alone, and engines of other hosts are refused.
+    `refusal` says why no engine can join; empty if engines can. If all `base_urls` are loopback
+    addresses, the ranks listen on loopback alone, and engines of other hosts are refused.
     """
 
     def __init__(
@@ -76,11 +76,10 @@ class JoinFolder:
     ) -> None:
         self.folder, self._settings, self._refusal = folder, settings, refusal
         self._is_local = all(map(_is_loopback, base_urls))
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     @classmethod
     def of_run(cls, cfg: Config) -> "JoinFolder":
-        """The folder of the run of `cfg`."""
         urls, reason = cfg.rollout.base_urls, refusal(cfg)
         if not urls:
             reason = reason or (
@@ -91,12 +90,12 @@ class JoinFolder:
         return cls(cfg.train.run_dir / FOLDER, settings, urls, reason)
 
     def joined(self) -> dict[str, int]:
-        """Address of each engine that takes part, and when its file changed, in nanoseconds; says
-        once of each other why it does not."""
+        """Addresses of accepted engines, with the change times of their files in nanoseconds; each
+        refusal is printed once."""
         return dict(filter(None, map(self._read, sorted(self.folder.glob(f"*{JOINED}")))))
 
     def _read(self, file: Path) -> tuple[str, int] | None:
-        """An item of `joined`; None if the engine has no part in the run."""
+        """An item of `joined`; None if the engine is refused, or has left."""
         try:
             changed = file.stat().st_mtime_ns
             engine = msgspec.json.decode(file.read_bytes(), type=JoinedEngine)
@@ -108,8 +107,8 @@ class JoinFolder:
             fault = self._fault(engine)
             if not fault:
                 return engine.url, changed
-        if (file.name, fault) not in self._told:
-            self._told.add((file.name, fault))
+        if (file.name, fault) not in self._reported:
+            self._reported.add((file.name, fault))
             print(f"the engine of {file} cannot join: {fault}", file=sys.stderr, flush=True)
         return None
 
@@ -131,11 +130,13 @@ class JoinFolder:
 
 
 class EnginePool:
-    """The engines, each in one of four states, and the transitions between these.
+    """The engines, each in one of four states, and the transitions between states.
 
     Only a successful push makes an engine serve. A lost engine that the run started itself is
-    killed and started again; one of `rollout.base_urls`, or one that has joined, is waited for.
-    Either way it takes no part until it answers and the next push has reached it.
+    restarted; a lost engine of `rollout.base_urls`, or one that joined, is waited for. Both take
+    no part until they answer and the next push has reached them.
+
+    The number of losses identifies an engine's life: it differs after a restart.
     """
 
     def __init__(
@@ -150,22 +151,22 @@ class EnginePool:
 
     @property
     def serving(self) -> dict[str, int]:
-        """How often each engine was lost that serves the current weights, by its address."""
+        """Engines that serve the current weights: number of losses by address."""
         return {each.url: each.num_losses for each in self._in(State.SERVING)}
 
     @property
     def up(self) -> dict[str, int]:
-        """How often each healthy engine was lost, by its address."""
+        """Healthy engines: number of losses by address."""
         return {each.url: each.num_losses for each in self._in(State.SERVING, State.STALE)}
 
     @property
     def starting(self) -> dict[str, int]:
-        """How often each engine was lost that may be starting again, by its address."""
+        """Lost engines that may be starting again: number of losses by address."""
         down = self._in(State.DOWN)
         return {each.url: each.num_losses for each in down if not self._is_late(each)}
 
     def has_joined(self, url: str) -> bool:
-        """Whether an engine is none of those that the run began with."""
+        """Whether an engine came after the run began."""
         return url not in self._servers.base_urls
 
     @property
@@ -174,10 +175,12 @@ class EnginePool:
         return self._joining is not None and any(self._joining.folder.glob(f"*{LEAVING}"))
 
     def join_and_leave(self) -> None:
-        """Take in the engines that have joined, and drop those that leave, which have no requests.
-        One that has joined is down until it answers."""
+        """Add engines that have joined, down until they answer, and drop engines that leave; the
+        router has aborted their requests."""
         if self._joining is None:
             return
+        # Before `joined`: a file renamed between the two reads is removed at the next push only.
+        # Removed now, its engine would end while it is still in `joined`.
         leavers = [*self._joining.folder.glob(f"*{LEAVING}")]
         joined = self._joining.joined()
         for url, file_changed in joined.items():
@@ -193,16 +196,18 @@ class EnginePool:
             file.unlink(missing_ok=True)
 
     def check_engines(self) -> dict[str, int]:
-        """Lose engines that have died or hang; returns those that answer again, as `up` does."""
+        """Mark engines that died or hang as lost; returns those that answer again, as in `up`."""
         able, down = self._in(State.SERVING, State.STALE, State.DOWN), self._in(State.DOWN)
-        # One that has joined is asked again when it has touched its file.
+        # A silent engine that joined is checked again only when it has touched its file: of a host
+        # that is gone, each health check would take HEALTH_TIMEOUT.
         silent = [each for each in down if 0 < each.file_changed == each.unanswered]
-        asked = [each for each in able if each not in silent]
-        limits = [HEALTH_TIMEOUT if each in down else self._health_timeout for each in asked]
-        with ThreadPoolExecutor(len(asked) or 1) as pool:
-            answers = [*pool.map(is_healthy, [each.url for each in asked], limits)]
+        checked = [each for each in able if each not in silent]
+        limits = [HEALTH_TIMEOUT if each in down else self._health_timeout for each in checked]
+        # In parallel, as every silent engine takes its whole timeout.
+        with ThreadPoolExecutor(len(checked) or 1) as pool:
+            answers = [*pool.map(is_healthy, [each.url for each in checked], limits)]
         came_back = {}
-        for record, has_answered in zip(asked, answers, strict=True):
+        for record, has_answered in zip(checked, answers, strict=True):
             if has_answered:
                 if record.state is State.DOWN:
                     came_back[record.url] = record.num_losses
@@ -222,14 +227,14 @@ class EnginePool:
             elif record.file_changed:
                 record.unanswered = record.file_changed
                 _log(
-                    f"rollout engine {record.url} does not answer: it is asked again when its "
+                    f"rollout engine {record.url} does not answer: it is checked again when its "
                     "file in engines/ has changed"
                 )
         return came_back
 
     def mark_dead(self, url: str, reason: str) -> None:
-        """Take out an engine that is dead, hangs or is broken, and restart it if it is ours; by one
-        thread at a time."""
+        """Take out an engine that is dead, hangs or is broken, and restart it if it is ours. One
+        thread at a time may call this."""
         record = self._records[url]
         end = self._servers.kill(url) if self._servers.are_ours else ""
         reason = (end or reason).removeprefix(f"rollout engine {url} ")
@@ -260,7 +265,7 @@ class EnginePool:
         self._records[url].state = State.STALE
 
     def lose_weights(self, urls: Iterable[str]) -> None:
-        """Record that a push to these engines has begun, or that they sleep: they cannot serve."""
+        """Record that these engines cannot serve: a push has begun, or they sleep."""
         for url in urls:
             self._records[url].state = State.STALE
             self._records[url].reason = "has not completed the last push of weights"

@@ -1,4 +1,4 @@
-"""Servers that a run has started as processes of this host, or of which it has the addresses."""
+"""Servers of a run: processes that it starts on this host, or addresses from the config."""
 
 import re
 import socket
@@ -15,14 +15,14 @@ from parallel.clock import running_time
 
 TERMINATE_TIMEOUT = 10.0
 EXIT_SECONDS = 0.5
-"""How long to wait for a failed engine to exit by itself, so that its exit code is known."""
+"""Time for a failed server to exit by itself, so that its exit code is known."""
 LOOPBACK = "127.0.0.1"
 NUM_LOG_LINES_SHOWN = 12
 # The last line of a traceback, as Python prints it or after the prefix of vLLM's log.
 ERROR_LINE = re.compile(r"(\(.*?\) ERROR .*?\] )?[\w.]*(Error|Exception): \S")
 
 Command = Callable[[int], tuple[list[str], dict[str, str]]]
-"""The command line and the environment of a server, by its port."""
+"""Command line and environment of a server, by its port."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ServerProcess(ChildProcess):
     def serve(
         cls, command: list[str], environment: Mapping[str, str], url: str, log: Path
     ) -> "ServerProcess":
-        """Start a server with `command`, reachable at `url`; its output is appended to `log`."""
+        """Start `command`, a server at `url`, with its output appended to `log`."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             log_start = output.tell()
@@ -48,13 +48,12 @@ class ServerProcess(ChildProcess):
         return cls(child.process, child.folder, url, command, environment, log, log_start)
 
     def log_tail(self) -> str:
-        """The path of its log, with the first error and the last lines in it."""
+        """The path of its log, the first error and the last lines."""
         return f"{self.log} ends with\n{log_tail(self.log, self.log_start)}"
 
 
 def log_tail(log: Path, start: int) -> str:
-    """The first error in the log from byte `start` on, which is the cause of others, and the last
-    lines."""
+    """First error and last lines of the log from byte `start` on; later errors follow from it."""
     try:
         lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
     except OSError as error:  # such as a log that somebody removed: its engine can go on
@@ -75,12 +74,13 @@ class ServerProcesses:
         self.are_ours = False
         """Whether the servers were started here, and so can be restarted."""
         self.processes: dict[str, ServerProcess] = {}
-        """Servers that were started here, by their addresses."""
+        """Servers that were started here, by address."""
         self._log_dir = log_dir
         self._ports: list[socket.socket] = []
+        """Sockets that reserve the ports for restarts, until `close`."""
 
     def start(self, commands: dict[str, Command]) -> None:
-        """Start a server for each command, with the log of that name in the folder of logs."""
+        """Start a server for each command, with `NAME.log` in the folder of logs."""
         self._ports = [reserve_port() for _ in commands]
         for reserved, (name, command) in zip(self._ports, commands.items(), strict=True):
             port = reserved.getsockname()[1]
@@ -90,14 +90,14 @@ class ServerProcesses:
 
     @property
     def awaited(self) -> str:
-        """Servers that `wait_ready` waits for, as messages name them."""
+        """Servers that `wait_ready` waits for, in words."""
         if self.are_ours:
             return f"{self.kind}s start, logs in {self._log_dir}"
         return f"{self.kind}s at {', '.join(self.base_urls)}"
 
     def wait_ready(self, timeout: float, show: Show = lambda done, total: None) -> None:
-        """Wait until all servers answer, and `show` how many do of how many; raise if one is dead
-        or `timeout` seconds have passed."""
+        """Wait until all servers answer, with `show(ready, total)` as progress; raises if a server
+        is dead, or after `timeout` seconds."""
         deadline = running_time() + timeout
         waiting = list(self.base_urls)
         while waiting := [url for url in waiting if not is_healthy(url)]:
@@ -124,7 +124,7 @@ class ServerProcesses:
         return f"; {self.processes[url].log_tail()}" if self.are_ours else ""
 
     def kill(self, url: str) -> str:
-        """Kill a server of ours and all that it started; returns how it ended by itself, if so."""
+        """Kill a server of ours and its descendants; returns how it had ended by itself, or ""."""
         engine = self.processes[url]
         end = engine.end(within=EXIT_SECONDS)
         engine.kill()
@@ -136,9 +136,9 @@ class ServerProcesses:
         self.processes[url] = ServerProcess.serve(old.command, old.environment, url, old.log)
 
     def close(self) -> None:
-        """Terminate all servers, or after some seconds kill them with what they started; one that
-        still starts is killed at once."""
-        # Threads: one that hangs holds up no other.
+        """Terminate all servers, and kill what is left after TERMINATE_TIMEOUT; a server that is
+        still starting is killed at once."""
+        # In threads: a server that hangs holds up no other.
         with ThreadPoolExecutor(len(self.processes) or 1) as pool:
             list(pool.map(_end, self.processes.values()))
         for reserved in self._ports:
@@ -155,10 +155,9 @@ def _end(engine: ServerProcess) -> None:
 
 
 def reserve_port() -> socket.socket:
-    """Reserve a free port of the loopback interface by binding a socket to it. Both this socket and
-    the engine's set SO_REUSEADDR, so that the engine, which alone listens, can bind it seconds
-    later."""
+    """Reserve a free loopback port by binding a socket to it."""
     reserved = socket.socket()
+    # The engine sets it as well and can bind the port seconds later, as this socket never listens.
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((LOOPBACK, 0))
     return reserved

@@ -1,5 +1,4 @@
-"""Requests for completions: their sampling parameters, their bodies, and the rest of those that
-were cut."""
+"""Requests for completions: sampling parameters, bodies, and the rest of cut completions."""
 
 import asyncio
 from base64 import b64encode
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from parallel.images import PromptImages
 
 Decode = Callable[[Sequence[int]], str]
-"""The text of sampled tokens, without special ones."""
+"""Decodes sampled tokens, without special ones."""
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Decoded text of an incomplete character."""
@@ -28,7 +27,7 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How many samples a prompt of a generation gets, from which weights, how, and its seeds."""
+    """Sampling of one prompt: number of samples, weight version, distribution and seeds."""
 
     num_generations: int
     policy_version: int
@@ -38,17 +37,16 @@ class SamplingParams:
     top_k: int = -1
     """-1: all tokens."""
     max_completion_length: int
-    """Limit of sampled tokens; in a dialogue, of observations, too."""
+    """Limit of sampled tokens; in a dialogue, observations count, too."""
     stop_token_ids: Sequence[int]
     stop: Sequence[str] = ()
     router_replay: bool = False
     """Whether samples have the experts that processed their tokens."""
     index_topk: int = 0
-    """Tokens that an indexer chooses for each token, if samples are to have their positions in
-    `routes`; else 0."""
+    """Tokens that an indexer chooses for each token, if `routes` are to hold them; else 0."""
     seed: int
     series: int
-    """The generation's number: its seeds differ from those of others with the same `seed`."""
+    """Number of the generation: seeds differ between generations of one `seed`."""
     position: int = 0
     """Place of the prompt in its generation."""
 
@@ -65,8 +63,8 @@ class SamplingParams:
         routes_start: int,
         features: Json | None = None,
     ) -> Json:
-        """A request to /inference/v1/generate that continues `token_ids`, with `image_features`;
-        routes, if any, are those of the tokens from `routes_start` on."""
+        """Body for /inference/v1/generate: continue `token_ids`, with the `image_features`, and
+        return routes, if the run has any, from token `routes_start` on."""
         sampling: Json = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -91,16 +89,16 @@ class SamplingParams:
         }
 
     def turn_seed(self, sample_index: int, turn: int) -> int:
-        """Seed of a turn of a sample; -1 is the turn before the first, of its partner."""
+        """Seed of a sample's turn; -1 is the partner's turn before the first."""
         return turn_seed(self.seed, self.series, self.position, sample_index, turn)
 
 
 @dataclass(eq=False)
 class Request:
-    """A completion, from the request until some engine has answered all of it; made in the loop.
+    """A completion from its request to its last token; created in the loop.
 
-    Engines may abort it at any token, for a checkpoint or because they are lost: the next one is
-    asked for what follows `begun`. Cancelling `answer` withdraws the request.
+    An engine may abort it at any token, for a checkpoint or because it is lost: the next engine
+    continues `begun`. Cancelling `answer` withdraws the request.
     """
 
     body: Json
@@ -108,12 +106,12 @@ class Request:
     priority: int
     """Lower numbers go first, in the router's queue and at the engine."""
     stop: Sequence[str] = ()
-    """Strings that end the completion, also if an engine was lost in the middle of one."""
+    """Strings that end the completion, also across a cut."""
     url: str = ""
-    """The engine to ask, if it serves: it has the session's last turn cached."""
+    """Preferred engine, which has the session's last turn cached."""
     begun: Choice | None = None
     answer: "asyncio.Future[tuple[Choice, str]]" = field(default_factory=asyncio.Future)
-    """The whole completion, and the address of the engine that ended it."""
+    """The whole completion, and the address of its last engine."""
     batch: int = 0
     """Requests of one batch share their prompt, and stay together."""
 
@@ -123,12 +121,12 @@ class Request:
 
     @property
     def rest(self) -> Json:
-        """The body of the request for all tokens after those that are `begun`."""
+        """Body of the request for all tokens after `begun`."""
         body = rest_of(self.body, self.begun) if self.begun else self.body
         return {**body, "priority": self.priority}
 
     def take(self, choice: Choice, url: str, decode: Decode) -> None:
-        """Append what the engine at `url` has sampled; the answer is there unless it was cut."""
+        """Append what the engine at `url` has sampled; sets the answer unless it was cut."""
         if choice.finish_reason == CUT and not choice.token_ids:
             return
         if self.begun:
@@ -139,11 +137,11 @@ class Request:
 
 
 def rest_of(request: Json, begun: Choice) -> Json:
-    """The request for the rest of a completion, of which `begun` was sampled before it was cut."""
+    """Body of the request for the tokens after `begun`, with its own seed and token limit."""
     params, num_tokens = request["sampling_params"], len(begun.token_ids)
     token_ids = [*request["token_ids"], *begun.token_ids]
     # The routes of all tokens but the last are known, and must stay as they were when the next
-    # tokens were sampled: the engine, which computes these tokens anew, may choose others.
+    # tokens were sampled: the engine computes these tokens anew, and may choose other experts.
     routes = {ROUTES_START: len(token_ids) - 1} if ROUTES_START in params else {}
     return {
         **request,
@@ -151,7 +149,7 @@ def rest_of(request: Json, begun: Choice) -> Json:
         "sampling_params": {
             **params,
             "max_tokens": params["max_tokens"] - num_tokens,
-            # The same seed would repeat the random numbers that sampled these tokens.
+            # The seed of `begun` would repeat its random numbers.
             "seed": seed_after(params["seed"], num_tokens),
             **routes,
         },
@@ -159,16 +157,16 @@ def rest_of(request: Json, begun: Choice) -> Json:
 
 
 def joined(begun: Choice, rest: Choice, decode: Decode, stop: Sequence[str]) -> Choice:
-    """The completion that was cut after `begun` and continued with `rest`; it may be cut again.
+    """Join a cut completion and its rest, which may be cut again.
 
-    It ends earlier if a string of `stop` spans the cut: engines look for these in what they sample.
+    It ends early if a stop string spans the cut: an engine looks only in what it samples itself.
     """
     found = begun.followed_by(rest)
     if num_tokens := num_until_stop(begun.token_ids, rest.token_ids, decode, stop):
         found = found.stopped(num_tokens)
     if found.finish_reason == CUT:
         return found
-    # A character whose bytes are on both sides of the cut is in the text of neither part.
+    # From all tokens: a character with bytes on both sides of the cut is in neither part's text.
     has_end_token = found.finish_reason == "stop" and not stop
     found.text = decode(found.token_ids[:-1] if has_end_token else found.token_ids)
     if ends := _stop_ends(found.text, stop):
@@ -179,7 +177,7 @@ def joined(begun: Choice, rest: Choice, decode: Decode, stop: Sequence[str]) -> 
 def num_until_stop(
     begun: Sequence[int], rest: Sequence[int], decode: Decode, stop: Sequence[str]
 ) -> int:
-    """Number of tokens until a stop string is complete that began in `begun`; 0 if none is. Looks
+    """Number of tokens up to the end of a stop string that began in `begun`; 0 without one. Looks
     after each token, as an engine does."""
     # The engine has not looked for a stop string in an incomplete character.
     num_seen = len(decode(begun).rstrip(INCOMPLETE)) if stop else 0
@@ -188,6 +186,7 @@ def num_until_stop(
         text = decode([*begun, *rest][:num_tokens])
         if _stop_ends(text, stop, num_seen):
             return num_tokens
+        # A string that ends later began in `rest`: there the engine has looked for it.
         if len(text.rstrip(INCOMPLETE)) >= num_seen + max(map(len, stop)):
             break
     return 0
@@ -200,15 +199,17 @@ def _stop_ends(text: str, stop: Sequence[str], num_seen: int = 0) -> list[int]:
 
 
 def image_features(images: "PromptImages") -> Json:
-    """Encode images for vLLM 0.32, as its ``token_in_token_out.mm_serde`` does: the patches of
-    each, and the places of its tokens. Bytes are scaled on the engine's device
-    (``mm_device_do_normalize``); their hashes identify images."""
+    """Encode images for vLLM 0.32, as its ``token_in_token_out.mm_serde`` does.
+
+    Each has patches of bytes, which the engine's device scales (``mm_device_do_normalize``), a
+    hash, and the places of its tokens.
+    """
     sizes = images.grids.prod(1)
     counts = (sizes * len(images.tokens) // sizes.sum()).tolist()
     parts = images.patches.split(sizes.tolist())
     hashes = [blake2b(part.numpy().tobytes(), digest_size=16) for part in parts]
     for each, grid in zip(hashes, images.grids, strict=True):
-        each.update(grid.numpy().tobytes())
+        each.update(grid.numpy().tobytes())  # images of one colour differ in their grids alone
     starts = [int(places[0]) for places in images.tokens.split(counts)]
     items = [
         {
@@ -233,7 +234,7 @@ def image_features(images: "PromptImages") -> Json:
 
 _WHOLE = {"slices": [(None, None, None)], "dim": 0, "keep_on_cpu": False}
 _RAW = 3
-"""vLLM's code for the bytes of a tensor."""
+"""vLLM's msgpack code for raw tensor bytes."""
 
 
 def _tensor(values: "Tensor") -> tuple[str, list[int], msgspec.msgpack.Ext]:

@@ -1,7 +1,7 @@
-"""The servers of reward models that a run starts: vLLM's pooling runner.
+"""Servers of the reward models that a run starts: vLLM's pooling runner.
 
-The reward function `reward_model` asks them. On GPUs that they share with ranks and engines they
-sleep unless completions are scored, with their weights in the memory of the host.
+The reward function `reward_model` requests scores. On GPUs shared with ranks and engines, servers
+sleep between rounds of scoring, with their weights in host memory.
 """
 
 import os
@@ -44,13 +44,13 @@ RESERVED = {
     "pooler_config": "it follows from step_tag",
     "enable_sleep_mode": "set share_gpus",
 }
-"""Names that cannot be in the table `vllm` of the arguments."""
+"""Names that the table `vllm` of the arguments cannot have, and why."""
 
-MOST_TOGETHER = 0.95
-"""Maximum fraction of a GPU for an engine and a reward model together: the CUDA context of each,
-0.6 to 1.1 GB, is outside of its share, and vLLM starts only where its share is free."""
-MOST_BESIDE_SGLANG = 0.85
-"""Maximum fraction beside an engine of SGLang, whose share excludes activations, CUDA graphs and
+MAX_SHARES = 0.95
+"""Maximum fraction of a GPU for an engine and a reward model together: vLLM starts only if its
+share is free, and each CUDA context takes 0.6 to 1.1 GB outside of the shares."""
+MAX_SHARES_WITH_SGLANG = 0.85
+"""`MAX_SHARES` for engines of SGLang, whose share excludes activations, CUDA graphs and
 buffers."""
 
 
@@ -58,7 +58,7 @@ class RewardModels(ServerProcesses):
     """One server for each `reward_model` with a `path`, in training and evaluations, on a host with
     `num_ranks` trainer ranks.
 
-    vLLM measures how much of a GPU is free when it starts: those that share GPUs start when all
+    vLLM measures a GPU's free memory when it starts: servers on shared GPUs start after all
     `engines` answer, and sleep when the constructor returns.
     """
 
@@ -78,7 +78,7 @@ class RewardModels(ServerProcesses):
         self._models = [function.arguments for function in functions]
         self._is_ready = False
         self._restarted: set[str] = set()
-        """Servers that were restarted since completions were last scored."""
+        """Servers that were restarted since the last round of scoring."""
         self._sharing: list[str] = []
         """Addresses of the servers that share GPUs."""
         self._asleep: set[str] = set()
@@ -100,11 +100,11 @@ class RewardModels(ServerProcesses):
 
     @property
     def awaited(self) -> str:
-        """Servers that the first `restart_dead` waits for, as messages name them; empty if none."""
+        """Servers that the first `restart_dead` waits for, in words; empty afterwards."""
         return "" if self._is_ready else super().awaited
 
     def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
-        """The functions, with the address of its server in place of the path of each model."""
+        """The functions, with their servers' addresses in place of the models' paths."""
         found = []
         for function in functions:
             if function.is_served_here:
@@ -117,11 +117,12 @@ class RewardModels(ServerProcesses):
         return tuple(found)
 
     def restart_dead(self, show: Show) -> bool:
-        """Wake the servers, restart dead ones, and return when all answer: whether any was dead.
+        """Wake the servers, restart dead ones, wait until all answer; returns whether any was dead.
 
-        Raises EngineError, which names the server, if one dies as it starts, or twice before
-        completions are scored.
+        Raises EngineError, which names the server, if a server dies at its start, or twice in a
+        round of scoring.
         """
+        # A server that does not wake is killed, and so restarted below.
         self._post_to_all(self._asleep, "wake_up")
         self._asleep.clear()
         dead = [url for url in self.base_urls if self.end(url)] if self._is_ready else []
@@ -139,14 +140,14 @@ class RewardModels(ServerProcesses):
         return bool(dead)
 
     def end_round(self) -> None:
-        """Record that completions were scored: each server may be started again, and has given back
-        the memory of shared GPUs."""
+        """End a round of scoring: every server may be restarted again, and those on shared GPUs go
+        to sleep."""
         self._restarted.clear()
         self._post_to_all(self._sharing, "sleep?level=1")
         self._asleep = {*self._sharing}
 
     def _post_to_all(self, urls: Iterable[str], route: str) -> None:
-        """Have servers sleep or wake, all at once; one that does not is killed."""
+        """Post `route`, such as wake_up, to servers at the same time; kills those that fail."""
 
         limit = self._rollout.request_timeout
         with ThreadPoolExecutor() as threads:
@@ -159,7 +160,7 @@ class RewardModels(ServerProcesses):
             if is_success(status):
                 continue
             if not self.end(url):
-                print(f"{self.kind} {url}: no {route}: {text}", file=sys.stderr, flush=True)
+                print(f"{self.kind} {url} failed at /{route}: {text}", file=sys.stderr, flush=True)
             self.kill(url)
 
 
@@ -170,9 +171,8 @@ def reward_devices(
     num_ranks: int,
     environ: Mapping[str, str],
 ) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of these models: GPUs after those of ranks and engines, or for those
-    that share them, one after the other from the first on; None without GPUs. ValueError if too
-    few."""
+    """CUDA_VISIBLE_DEVICES of each model: GPUs after those of ranks and engines, or from the first
+    GPU on for models that share; None without GPUs. ValueError for too few GPUs."""
     if num_devices == 0:
         return [None] * len(models)
     num_used = num_ranks
@@ -181,8 +181,8 @@ def reward_devices(
     own = count_gpus(models, shared=False)
     if num_used + own > num_devices:
         raise ValueError(
-            f"reward_model: {own} GPUs for reward models, and of the {num_devices} of this "
-            f"host ranks and engines leave {max(0, num_devices - num_used)}: use fewer for them, "
+            f"reward_model: reward models need {own} GPUs, and ranks and engines leave "
+            f"{max(0, num_devices - num_used)} of this host's {num_devices}: use fewer for them, "
             "let the model share their GPUs (share_gpus: true), or serve it elsewhere and give its "
             "base_url in place of path"
         )
@@ -210,7 +210,7 @@ def reward_command(
         "config_format": "hf",
         "tokenizer_mode": "hf",
         "tensor_parallel_size": size,
-        # On a CPU vLLM answers the same requests, but would not start with this.
+        # vLLM on CPUs accepts requests to sleep, but does not start with this flag.
         "enable_sleep_mode": (sleeps and on_gpu) or None,
         **({} if on_gpu else cpu_arguments(size)),
         **arguments.get("vllm", {}),
@@ -224,7 +224,7 @@ def reward_command(
 
 
 def pooler_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """How vLLM pools: the score of the last token, or of the tag of each step."""
+    """Pooling in vLLM: the score of the last token, or at each step's tag."""
     if (tag := arguments.get("step_tag")) is None:
         return {"task": "classify"}
     step_tag_id = tag_id(_tokenizer(arguments["path"]), tag)
@@ -232,7 +232,7 @@ def pooler_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tag_id(tokenizer: "PreTrainedTokenizerBase", tag: str) -> int:
-    """The token of `step_tag`; ValueError if it is not one."""
+    """The id of `step_tag`; ValueError unless it is a single token."""
     token_ids = tokenizer(tag, add_special_tokens=False)["input_ids"]
     if len(token_ids) != 1:
         raise ValueError(
@@ -243,7 +243,7 @@ def tag_id(tokenizer: "PreTrainedTokenizerBase", tag: str) -> int:
 
 
 def check_served(cfg: Config) -> None:
-    """Raise ValueError if vLLM could not serve a reward model, or not score what is asked."""
+    """Raise ValueError if vLLM cannot serve a reward model, or score as configured."""
     for function in served_here(cfg.rewards.values()):
         gpu_share(function, cfg.rollout)
         known = engine_argument_names()
@@ -263,8 +263,8 @@ def check_served(cfg: Config) -> None:
 
 
 def gpu_share(model: RewardFunction, rollout: RolloutConfig) -> float:
-    """The fraction of each GPU of ranks that a reward model takes while it scores; ValueError if it
-    cannot share GPUs, or does not say how much."""
+    """Fraction of each of the ranks' GPUs that a reward model takes while it scores; ValueError if
+    it cannot share GPUs, or its arguments set no such fraction."""
     if not model.shares_gpus:
         return 0.0
     if not rollout.enable_sleep_mode:
@@ -273,7 +273,7 @@ def gpu_share(model: RewardFunction, rollout: RolloutConfig) -> float:
             "rollout.enable_sleep_mode=true, or leave it out, for GPUs of its own"
         )
     names, own = PLANNED["vllm"], model.arguments.get("vllm", {})
-    most = MOST_BESIDE_SGLANG if rollout.engine == "sglang" else MOST_TOGETHER
+    most = MAX_SHARES_WITH_SGLANG if rollout.engine == "sglang" else MAX_SHARES
     engine = engine_table(rollout)
     if "kv_cache_memory_bytes" in own or "kv_cache_memory_bytes" in engine:
         raise ValueError(

@@ -1,18 +1,16 @@
 """Requests at the engines, through pushes of weights and losses of engines.
 
-Requests wait in one queue, ordered by priority, and every engine takes from it what it has room
-for: so a slow engine gets less, and nothing must be taken back from it. An engine that is alone
-gets all at once, before it starts, so that its batches are the same in every run.
+Requests wait in one queue, ordered by priority, and every engine takes as many as it has room for:
+a slow engine gets fewer, and nothing must be taken back from it. A single engine gets all at once,
+before it starts, so that its batches are the same in every run.
 
-Engines keep their requests through a push. They pause for it, drop all keys and values, and
-recompute what they have sampled with the new weights before they continue: so every token has the
-probability that the weights of its own version give it after all tokens before it, as in a training
-forward.
+Engines keep their requests through a push. They pause, drop all keys and values, and recompute
+them with the new weights before they continue: the probability of every token is then that of its
+own version's weights given all tokens before it, as in a training forward.
 
-For a checkpoint or an evaluation, requests are aborted: the engines give them up, the tokens
-sampled so far stay, and the rest of each completion is requested later, with these tokens as its
-prompt. The loss of an engine aborts its requests, too: answers are streamed, and what has arrived
-stays.
+For a checkpoint or an evaluation, requests are aborted: the tokens so far are kept, and the rest of
+each completion is requested later, with these tokens as its prompt. The loss of an engine aborts
+its requests, too: answers are streamed, and the tokens that arrived are kept.
 """
 
 import asyncio
@@ -33,24 +31,24 @@ from megatron_grpo.workers.event_loop import Notice
 
 BATCH = attrgetter("batch")
 ABORT_SECONDS = 5.0
-"""How long a run that is to stop waits for the tokens that engines have sampled."""
+"""Time for engines to return the tokens so far when the run is to stop."""
 
 
 class RequestRouter:
-    """Has the engines of a client answer requests; it begins aborted, until `resume`.
+    """Distributes requests over the engines of a client; idle until the first `resume`.
 
-    All methods belong to the event loop. Unless it `streams`, a completion whose engine is lost
+    All methods belong to the event loop. Without `streams`, a completion whose engine is lost
     starts anew.
 
     It stops, with the reason in `failure`, when no engine serves (NoServingEngine: abort, push, and
     resume), an engine answers nonsense (EngineError), or the client is cancelled (Preempted, for
-    good). Its requests stay open: who waits by `until` is told.
+    good). Requests stay open, and `until` raises the failure.
     """
 
     def __init__(self, client: RolloutClient, decode: Decode, *, streams: bool = True) -> None:
         self.failure: Exception | None = None
         self.changed = Notice()
-        """Given at every failure; others give it for what they wait for by `until`."""
+        """Given at every failure, and by others for the conditions that they wait for."""
         self.policy_version = 0
         """Version of the weights that the engines hold."""
         self.loop = client.loop
@@ -60,12 +58,13 @@ class RequestRouter:
         """A heap of batches, by priority and number."""
         self._queues: dict[str, EngineQueue] = {}
         self._lives: dict[str, int] = {}
-        """How often each of these engines had been lost before it started."""
+        """Losses of each engine before its queue was made, which identify its life."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Calls of `_serve` by address, one for each engine that is not lost."""
         self._limits: dict[str, float] = {}
-        """Limits of engines that were found so far: a generation begins with those of the last."""
+        """Last limit of each engine, with which its next queue begins."""
         self._losing = asyncio.Lock()
+        """Held for `EnginePool.mark_dead`, which one thread at a time may call."""
         self._is_held = self._is_feeding = False
         self._guard: asyncio.Task[None] | None = None
 
@@ -74,8 +73,8 @@ class RequestRouter:
         return bool(self._tasks)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests that share their prompt, or one turn of a session, which goes to the
-        engine that has cached the last one, if it serves."""
+        """Queue requests that share their prompt, or a turn of a session, which goes to the engine
+        with the last turn in its cache, if that serves."""
         batch = next(self._batches)
         for request in requests:
             request.batch = batch
@@ -87,14 +86,14 @@ class RequestRouter:
             self._enqueue(requests)
 
     async def until(self, is_reached: Callable[[], object]) -> None:
-        """Return when `is_reached()`, looked at after each of the notices `changed`; raises the
-        `failure` if that comes before."""
+        """Return when `is_reached()`, checked after each notice of `changed`; raises `failure` if
+        that comes first."""
         await self.changed.until(lambda: self.failure or is_reached())
         if self.failure and not is_reached():
             raise self.failure
 
     async def resume(self, policy_version: int) -> None:
-        """Have the engines that serve now continue, with weights of that version."""
+        """Have all engines that serve now continue, with weights of `policy_version`."""
         self.policy_version = policy_version
         if self._guard is None:
             self._guard = asyncio.create_task(self._stop_when_cancelled())
@@ -104,15 +103,16 @@ class RequestRouter:
             return
         pool = self._client.pool
         serving = pool.serving
-        # Lost in a push, which alone decides about it, or since come back.
+        # Lost in a push, which marks its engines itself, or restarted since its queue was made.
         if lost := [url for url, life in self._lives.items() if serving.get(url) != life]:
             await self._end(lost)
         self._is_held = False
         for queue in self._queues.values():
             queue.resume()
-        if serving.keys() - self._queues.keys():  # deal all anew, with the tokens sampled so far
+        if serving.keys() - self._queues.keys():
+            # A new engine gets its share only if all requests are dealt anew; tokens are kept.
             await self.abort()
-            serving = pool.serving
+            serving = pool.serving  # an engine may have been lost meanwhile
         for url in serving.keys() - self._queues.keys():
             queue = EngineQueue(
                 policy_version,
@@ -127,16 +127,16 @@ class RequestRouter:
         self._fail_if_alone()
 
     async def pause(self, next_version: int) -> None:
-        """Return when a push of that version may begin, through which the engines keep their
-        requests. If an engine leaves, all are aborted, so that others continue with its tokens."""
-        if self._client.pool.has_leavers:
+        """Return when a push of `next_version` may begin, through which the engines keep their
+        requests."""
+        if self._client.pool.has_leavers:  # other engines must continue its completions
             await self.abort()
             return
         self._is_held = True
         await asyncio.gather(*(queue.hold(next_version) for queue in self._queues.values()))
 
     async def abort(self) -> None:
-        """Return when no engine has a request; what was sampled of each is kept until `resume`."""
+        """Return when no engine has a request; tokens so far are kept until `resume`."""
         while self._tasks:  # a round of dynamic sampling may resume meanwhile
             for queue in self._queues.values():
                 queue.aborted.set()
@@ -144,8 +144,8 @@ class RequestRouter:
         self._is_held = False
 
     async def run_alone(self, policy_version: int, is_reached: Callable[[], object]) -> None:
-        """Have the engines work until `is_reached()`, with weights that do not change meanwhile.
-        After the `failure` that this raises, call it again after a push of the same weights."""
+        """Resume until `is_reached()`, with one version of the weights, and abort. After a failure,
+        push the same weights and call this again."""
         try:
             await self.resume(policy_version)
             await self.until(is_reached)
@@ -155,18 +155,18 @@ class RequestRouter:
             raise self.failure
 
     async def close(self) -> None:
-        """Stop for good; requests that are open are never answered."""
+        """Stop for good; open requests are never answered."""
         if self._guard:
             self._guard.cancel()
         await self._end([*self._tasks])
 
     def _enqueue(self, requests: Sequence[Request]) -> None:
-        """Queue requests of one batch. Engines take them soon, not now: all that is submitted at
-        the same time is dealt in order of priority."""
+        """Queue requests of one batch."""
         # The batch number breaks ties: lists of requests cannot be compared.
         heappush(self._waiting, (requests[0].priority, requests[0].batch, [*requests]))
         if not self._is_feeding:
             self._is_feeding = True
+            # Not at once: batches of one turn of the loop are dealt in order of priority.
             asyncio.get_running_loop().call_soon(self._feed)
 
     def _feed(self) -> None:
@@ -181,7 +181,7 @@ class RequestRouter:
         if self._is_held or not queues:
             return None
         if len(queues) == 1:
-            return queues[0]  # without regard to its room, whose figure depends on timing
+            return queues[0]  # whatever its room, which depends on timing: batches must not
         best = max(queues, key=lambda queue: queue.room)
         return best if best.room > 0 else None
 
@@ -199,11 +199,11 @@ class RequestRouter:
         except EngineStale as error:
             if not self._is_held:  # a push marks its engines itself
                 pool.mark_stale(url, str(error))
-        except (EngineDown, TimeoutError) as error:  # late with an answer other than completions
+        except (EngineDown, TimeoutError) as error:  # completions have no time limit, others do
             if not self._is_held:
                 async with self._losing:  # to kill it takes seconds
                     await asyncio.to_thread(pool.mark_dead, url, str(error))
-        except Exception as error:  # of any kind: who waits must learn of it
+        except Exception as error:  # of any kind: `until` must raise it, or it waits forever
             failure = error
         finally:
             queue.has_started_or_failed.set()  # or a push would wait for this engine forever
@@ -232,7 +232,7 @@ class RequestRouter:
         self.changed.give()
 
     async def _end(self, urls: Sequence[str]) -> None:
-        """Take no more answers from these engines; their requests are queued again."""
+        """Cancel the requests at these engines, and queue them again."""
         tasks = [self._tasks[url] for url in urls]
         for task in tasks:
             task.cancel()

@@ -48,16 +48,19 @@ from megatron_grpo.workers.proxies import direct
 # A trainer rank's place in its distributed job; an engine that saw it would try to join.
 RANK_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_|TORCHELASTIC_|PET_|OMP_"
-    # ... and settings meant only for ranks. vLLM's all-reduce opens memory of its other workers,
-    # which does not work with expandable segments.
+    # ... and settings for ranks alone. vLLM's all-reduce opens the memory of other workers by CUDA
+    # IPC, which does not work with expandable segments.
     "|CUDA_DEVICE_MAX_CONNECTIONS$|TORCH_GLOO_LAZY_INIT$|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF$"
 )
 
 
 class EngineServers(ServerProcesses):
-    """The engines of a run: those in `rollout.base_urls`, to which `token` gives access, or else
-    processes started here, with a fresh token, on the GPUs after those of the `num_ranks` trainer
-    ranks of this host, or on the ranks' if too few are left."""
+    """The engines of a run: `rollout.base_urls`, accessed with `token`, or else processes of this
+    host with a fresh token.
+
+    The processes get the GPUs after those of the host's `num_ranks` trainer ranks, or share the
+    ranks' GPUs if too few are left.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class EngineServers(ServerProcesses):
 
 
 def check_arguments(rollout: RolloutConfig) -> None:
-    """Raise ValueError if the engine is not installed, or lacks an argument that the config has."""
+    """Raise ValueError if the engine is not installed, or lacks an argument of the config."""
     if rollout.engine == "vllm":
         check_engine_arguments(rollout.vllm, rollout.tool_call_parser)
     else:
@@ -92,7 +95,7 @@ def check_arguments(rollout: RolloutConfig) -> None:
 
 
 def check_model_served(cfg: Config, shape: ModelShape) -> None:
-    """Raise ValueError if engines cannot split the model, or not serve it as the config says."""
+    """Raise ValueError if engines cannot split the model, or serve it as configured."""
     check_engine_dims(shape, engine_dims(cfg.rollout))
     check_served(cfg.rollout, shape)
     check_towers_served(cfg.model, cfg.rollout)
@@ -111,10 +114,10 @@ def engine_devices(
     rollout: RolloutConfig, num_devices: int, num_ranks: int, environ: Mapping[str, str]
 ) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of every engine: GPUs after those of `num_ranks` trainer ranks, or if
-    too few, those of the ranks from the first on; None without GPUs.
+    these are too few, the ranks' GPUs from the first on; None without GPUs.
 
-    Raises ValueError if there are too few in all, if generations would be made ahead on GPUs that
-    could be divided, or if vLLM has no limit on a shared GPU.
+    ValueError if the host has too few GPUs, if engines may not share them (`check_shared`), or if
+    an engine has no memory limit on a shared GPU.
     """
     size, num_engines = rollout.gpus_per_engine, rollout.num_engines
     if num_devices == 0:
@@ -145,9 +148,9 @@ def engine_devices(
 def engine_environment(
     environ: Mapping[str, str], devices: str | None, host: str = LOOPBACK
 ) -> dict[str, str]:
-    """`environ` without the variables of a trainer rank, and with the engine's devices. No proxy
-    stands before `host`: SGLang asks itself there before it serves."""
+    """`environ` without the variables of a trainer rank, with the engine's devices."""
     environment = {k: v for k, v in environ.items() if not RANK_VARIABLES.match(k)}
+    # SGLang sends itself a request at `host` before it serves, which no proxy may take.
     environment |= direct(environ, host)
     if devices is not None:
         return environment | {"CUDA_VISIBLE_DEVICES": devices}
@@ -171,12 +174,12 @@ def engine_command(
     on_gpu = devices is not None
     if rollout.engine == "sglang":
         environment |= sglang_environment(model, rollout, on_gpu)
-        environment["SGLANG_HOST_IP"] = host  # as below
+        environment["SGLANG_HOST_IP"] = host  # as VLLM_HOST_IP below
         return sglang_command(model, rollout, host, port, on_gpu, node), environment
     environment |= vllm_environment(model, rollout, on_gpu)
     if lora.is_served:  # the route that gives the adapter its name
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    # The address for vLLM's processes on other nodes; it would take any of this host's.
+    # The address for vLLM's processes on other nodes; vLLM would take any address of this host.
     environment["VLLM_HOST_IP"] = host
     return vllm_command(model, rollout, host, port, on_gpu, node, lora), environment
 
@@ -191,14 +194,14 @@ def serve(
 ) -> NoReturn:
     """Become an engine on `host`:`port`, or a further `node` of it, whose address is `host`.
 
-    With `join`, the engine is a process, which the run of `cfg` is let know of until `join` says
-    that the run is complete.
+    With `join`, the engine is a child process and joins the run of `cfg`; `join()` is True once the
+    run is complete.
     """
     model, rollout = cfg.model, cfg.rollout
     if join and (reason := refusal(cfg)):
         raise ValueError(f"--join: {reason}")
     check_host(host, port if node.node_rank == 0 else 0)
-    # Processes do not always notice when those on another node end, vLLM's never; Slurm does.
+    # Processes do not always notice the end of another node's, vLLM's never; Slurm does.
     if node.nnodes > 1 and os.environ.get("SLURM_STEP_NUM_NODES") != str(node.nnodes):
         raise ValueError(
             f"--nnodes {node.nnodes}: an engine spans nodes only as a Slurm step over them, which "
@@ -215,6 +218,7 @@ def serve(
     check_arguments(rollout)
     model.check_folder()
     check_model_served(cfg, shape := trained_shape(cfg))
+    # It checks nothing for engines at addresses, but this host runs one.
     check_kernels(rollout.model_copy(update={"base_urls": ()}), shape, model.dtype)
     # Engines take the visible GPUs of a node for their workers there.
     sizes = {"num_engines": 1, "tensor_parallel_size": size, "data_parallel_size": 1}

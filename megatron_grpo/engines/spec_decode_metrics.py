@@ -1,4 +1,4 @@
-"""How many drafts of speculative decoding (`rollout.vllm.speculative_config`) engines accept."""
+"""Accepted drafts of speculative decoding (`rollout.vllm.speculative_config`) in the engines."""
 
 import re
 from collections import Counter
@@ -16,8 +16,7 @@ _ACCEPTED = re.compile(
 
 
 def draft_counts(page: str) -> Counter[int]:
-    """Counts of a metrics page: of drafts at key 0, and at key n of those with n-th token
-    accepted."""
+    """Counts on a metrics page: all drafts at key 0, drafts with their n-th token accepted at n."""
     counts = Counter({0: sum(int(float(count)) for count in _DRAFTS.findall(page))})
     for position, count in _ACCEPTED.findall(page):
         counts[int(position) + 1] += int(float(count))
@@ -25,17 +24,17 @@ def draft_counts(page: str) -> Counter[int]:
 
 
 class SpecDecodeMetrics:
-    """Measures drafts between two calls, as engines count them since their start."""
+    """Drafts between two calls: differences of the engines' counters."""
 
     def __init__(self, client: RolloutClient, *, are_new: bool) -> None:
-        """`are_new`: the engines were started for this run, and have counted nothing else."""
+        """`are_new`: the engines were started for this run, with counters at 0."""
         self._client, self._are_new = client, are_new
         self._before: dict[str, Counter[int]] = {}
 
     def metrics(self) -> dict[str, float]:
         """Mean acceptance length (with the token that the model adds) and acceptance rate by
-        position of drafts since the last call, by vLLM's names. Empty without drafts; engines that
-        do not answer or are new are left out."""
+        position, since the last call, by vLLM's names. Empty without drafts; engines without an
+        answer, or without an earlier count, are left out."""
         urls = [*self._client.pool.up]
         pages = self._client.loop.call(gather_all(map(self._page, urls)))
         metrics = self.compare(dict(zip(urls, pages, strict=True)))
@@ -43,7 +42,7 @@ class SpecDecodeMetrics:
         return metrics
 
     def compare(self, pages: Mapping[str, str]) -> dict[str, float]:
-        """`metrics` from the metrics pages of engines, by address; "" if one did not answer."""
+        """`metrics` from pages by address; "" of an engine without an answer."""
         new: Counter[int] = Counter()
         for url, page in pages.items():
             if not page:

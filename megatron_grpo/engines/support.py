@@ -1,4 +1,4 @@
-"""Whether an engine can serve a model: at all, on this machine, and with what it is to draft."""
+"""Whether an engine can serve a model: at all, on this machine, and with its drafts."""
 
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -20,20 +20,20 @@ from megatron_grpo.engines.sglang.args import LIMIT, full_interval
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes for which vLLM 0.32 has an attention kernel for CPUs."""
 CPU_KERNELS = "megatron_grpo.cpu_kernels"
-"""Group of entry points by which a plugin of engines says that it brings other kernels for CPUs."""
+"""Entry-point group of engine plugins that bring other kernels for CPUs."""
 WITH_FP8 = (8, 9)
-"""Compute capability from which GPUs have units for FP8."""
+"""Least compute capability of GPUs with units for FP8."""
 WITH_SPARSE = (9, 0)
-"""Compute capability from which vLLM and SGLang have sparse attention."""
+"""Least compute capability for sparse attention in vLLM and SGLang."""
 WITH_ROUTERS_OF_16_BITS = (9, 10)
-"""Major compute capabilities for which vLLM 0.32 leaves routers of Nemotron-H in the dtype of the
-model: for others it has them in float32."""
+"""Major compute capabilities on which vLLM 0.32 keeps routers of Nemotron-H in the model's dtype;
+on others they are in float32."""
 SGLANG_INDEXER = {"index_head_dim": 128, "index_topk": 2048}
-"""The one size of an indexer's keys that SGLang 0.5.23 caches, and the one number of chosen tokens:
-its kernels for prompts assert it, and up to 2,048 tokens it reads them with dense attention."""
+"""The only indexers of SGLang 0.5.23: its cache has keys of 128 elements, its kernels for prompts
+assert 2,048 chosen tokens, and shorter prompts get dense attention."""
 SGLANG_SPARSE = {
     "(|prefill_|decode_)attention_backend": "SGLang chooses `dsa` only if it is left out",
-    # With these it would end at its start.
+    # SGLang would exit at its start.
     "enable_deterministic_inference|rl_on_policy_target": "SGLang's `dsa` has no such kernels: "
     "leave it out",
 }
@@ -47,14 +47,14 @@ def num_gpus() -> int:
 
 
 def _refuse(reasons: Mapping[str, object]) -> None:
-    """Raise ValueError with the first of these messages that holds."""
+    """Raise ValueError with the first message whose condition holds."""
     for message, holds in reasons.items():
         if holds:
             raise ValueError(message)
 
 
 def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
-    """Raise ValueError if `rollout` asks for what engines cannot do with such a model."""
+    """Raise ValueError if engines cannot do with such a model what `rollout` asks for."""
     check_attention(rollout.engine, shape)
     kind = "linear" if shape.linear else "sparse" if shape.indexer else None
     untried_with_mamba = {
@@ -82,11 +82,11 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
 
 
 def _check_sglang(rollout: RolloutConfig, shape: ModelShape) -> None:
-    """Raise ValueError for a mixture that SGLang does not serve in several groups or with whole
-    experts, and for arguments that make sparse attention dense, or end an engine."""
+    """Raise ValueError for mixtures that SGLang cannot serve in several groups or with whole
+    experts, and for arguments that make sparse attention dense or stop an engine."""
     family, moe = shape.family, shape.moe
     groups, experts = rollout.data_parallel_size, rollout.sglang.get("ep_size", 1)
-    # Attention of some is not data-parallel (Mixtral), or their embedding is whole (Qwen3.5).
+    # Some have attention that is not data-parallel (Mixtral), or a whole embedding (Qwen3.5).
     was_tried = FAMILIES[family].engines.sglang.was_tried_in_groups
     if groups > 1 and moe and not was_tried:
         raise ValueError(
@@ -107,7 +107,7 @@ def _check_sglang(rollout: RolloutConfig, shape: ModelShape) -> None:
 
 
 def check_attention(engine: str, shape: ModelShape) -> None:
-    """Raise ValueError if an engine would leave out windows, or not compute attention."""
+    """Raise ValueError if an engine would ignore attention windows, or lacks a kernel."""
     family, indexer, vllm = shape.family, shape.indexer, FAMILIES[shape.family].engines.vllm
     sizes = {"index_head_dim": indexer.head_dim, "index_topk": indexer.topk} if indexer else {}
     is_mixed = shape.window is not None and len(shape.windowed_layers) < shape.num_layers
@@ -140,7 +140,7 @@ def check_attention(engine: str, shape: ModelShape) -> None:
 
 
 def _obstacles_of_sglang(shape: ModelShape) -> dict[str, object]:
-    """Why SGLang does not serve a model on any machine, and whether it is so."""
+    """Reasons why SGLang serves a model on no machine, and whether each holds."""
     sglang, window = FAMILIES[shape.family].engines.sglang, shape.window
     return {
         f"as SGLang leaves out the windows of its attention ({window} tokens)": (
@@ -160,13 +160,13 @@ def _obstacles_of_sglang(shape: ModelShape) -> dict[str, object]:
 
 
 def check_towers_served(model: ModelConfig, rollout: RolloutConfig) -> None:
-    """Raise ValueError for engines of a multimodal model that are not there."""
+    """Raise ValueError if engines cannot serve the towers of a multimodal model."""
     if rollout.engine == "sglang" and LIMIT in rollout.sglang:
         _check_images_of_sglang(model, rollout)
     if rollout.quantization != "none" and has_other_towers(model.path):
         raise ValueError(
             f"rollout.quantization is {rollout.quantization}, and model.path {model.path} has "
-            "other towers beside that of text; supported: none"
+            "towers besides its text tower; supported: none"
         )
 
 
@@ -208,12 +208,11 @@ def _check_images_of_sglang(model: ModelConfig, rollout: RolloutConfig) -> None:
 
 
 def check_kernels(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> None:
-    """Raise ValueError if an engine, started here, would lack kernels for the GPUs or the CPU, for
-    a model of `dtype`."""
+    """Raise ValueError if an engine of this host lacks kernels for a model of `dtype`."""
     if rollout.base_urls:
         return
     if num_gpus():
-        # Else CUDA is not initialized here.
+        # Only where needed: the query initialises CUDA in this process.
         if rollout.quantization != "none" or shape.has_mamba or shape.indexer:
             import torch  # see above
 
@@ -234,7 +233,7 @@ def check_card(
     lacks_sparse = dtype != "bfloat16" or capability < WITH_SPARSE
     _refuse(
         {
-            # It would rearrange them for Marlin.
+            # SGLang would rearrange the weights for Marlin, and pushed ones would not fit.
             f"rollout.quantization {rollout.quantization} with rollout.engine sglang needs GPUs of "
             f"compute capability {fp8} or more, not {found}, for which SGLang rearranges the "
             "weights: leave it out": engine == "sglang" and is_quantized and lacks_fp8,
@@ -249,8 +248,8 @@ def check_card(
 
 
 def _check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
-    """Raise ValueError for what engines do not compute on this CPU, or not with pushed weights:
-    they would start all the same, and die at the first request or compute other numbers."""
+    """Raise ValueError for models that engines cannot compute on this CPU, or not with pushed
+    weights: they would start, and die at the first request or compute other numbers."""
     import torch  # see above
 
     engine, quantization = rollout.engine, rollout.quantization
@@ -261,7 +260,7 @@ def _check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
         f"rollout.quantization {quantization}": quantization != "none",
     }
     lacks = {
-        # Other architectures do not list it.
+        # torch lists AVX2 on x86 only.
         "needs AVX2, which this CPU lacks": not torch.cpu.get_capabilities().get("avx2", True),
         f"needs heads of size {', '.join(map(str, CPU_HEAD_SIZES))}, not {shape.head_dim}": (
             not shape.latent and shape.head_dim not in CPU_HEAD_SIZES
@@ -302,7 +301,7 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
             f"{drafts} is not supported for a model with sparse attention: leave it out": (
                 shape.indexer
             ),
-            # vLLM would find one by the model.
+            # vLLM would infer a method from the model.
             f"{drafts} {table} has no method: give its method, such as mtp": (
                 table.get("method") is None
             ),

@@ -1,9 +1,9 @@
 """Both ends of the connections between the ranks and rank 0: lines of JSON over TCP.
 
-A thread of each rank (`Heartbeat`) reports to a thread of rank 0 (`WatchdogServer`), which tells
+A thread of each rank (`Heartbeat`) reports to a thread of rank 0 (`WatchdogServer`), which notifies
 all ranks when the job is over. Sockets rather than keys in torch's TCPStore: the kernel closes a
 dead rank's connection, so that its death is known in half a second. The network is trusted; a
-client whose first line is not `{"rank": r, "host": h, "pid": p}` is hung up on.
+client must begin with the line `{"rank": r, "host": h, "pid": p}`.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from megatron_grpo.watchdog.stacks import main_stack
 from parallel.clock import RunningLoop, run, running_time
 
 POLL_SECONDS = 0.05
-"""Interval at which the verdict is looked for."""
+"""Interval of checks for a verdict."""
 EXIT_SECONDS = 2.0
-"""Time for the other ranks to exit after being told, and for stacks to be written."""
+"""Time for the other ranks to exit after the verdict, and for stacks to be written."""
 MAX_LINE_BYTES = 1 << 20
 UNWIND = signal.SIGRTMIN
 """Interrupts rank 0's main thread. Not SIGINT, which processes started by `nohup` or a script's
@@ -44,7 +44,7 @@ class ServerAddress:
     """Address of the server on rank 0."""
 
     rank_0: str
-    """Description of rank 0, in which the server runs, for messages."""
+    """Description of rank 0 in messages."""
     host: str
     port: int
 
@@ -54,7 +54,7 @@ def encode_line(**fields: Any) -> bytes:
 
 
 def decode_line(line: bytes) -> dict[str, Any] | str:
-    """A message; a line that is no JSON object (of a crash report) as text."""
+    """Decode a message; a line of a crash report, which is no JSON object, stays text."""
     text = line.decode(errors="replace").rstrip("\n")
     try:
         fields = json.loads(text)
@@ -100,6 +100,7 @@ class WatchdogServer:
             if end := self._job.verdict(running_time()):
                 return await self._finish(end)
             position = self._job.position
+            # Phases at once: ranks name rank 0's phase if its connection breaks.
             is_due = running_time() - last_heartbeat >= self._intervals.heartbeat
             if position.phase != sent.phase or is_due:
                 last_heartbeat, sent = running_time(), position
@@ -108,8 +109,8 @@ class WatchdogServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle the messages of one client, until it has closed its connection."""
         rank = None
-        # Such as ETIMEDOUT when a host is gone, a line that is too long, or other fields. It is
-        # cancelled when the job is over, which older releases of asyncio would log.
+        # OSError: ETIMEDOUT when a host is gone. ValueError: a line that is too long. TypeError:
+        # other fields. CancelledError: the job is over; older releases of asyncio would log it.
         with suppress(OSError, ValueError, TypeError, asyncio.CancelledError):
             rank = self._join(decode_line(await reader.readline()), writer)
             async for line in reader:
@@ -120,7 +121,7 @@ class WatchdogServer:
             self._job.on_disconnect(rank, running_time())
 
     def _join(self, first: Any, writer: asyncio.StreamWriter) -> int:
-        """The rank of a client by its first line; raises ValueError if it is none of this job."""
+        """Register a client by its first line, and return its rank; ValueError for a stranger."""
         match first:
             case {"rank": int(rank), "host": str(host), "pid": int(pid)} if (
                 0 <= rank < self._world_size and rank not in self._job.members
@@ -156,8 +157,9 @@ class WatchdogServer:
             writer.write(message)
 
     async def _finish(self, end: End) -> None:
-        """Tell the other ranks first, since this thread ends with rank 0's process. Stacks are
-        written in a separate thread: the job may hang in the file system."""
+        """Send the verdict to all ranks, and write the stacks."""
+        # Rank 0 last: this thread ends with its process. Stacks are written in another thread: the
+        # job may hang in the file system.
         message = encode_line(end={"code": end.code, "text": end.text})
         own = self._ranks.get(0)
         for writer in self._ranks.values():
@@ -190,10 +192,10 @@ def connect(address: ServerAddress, rank: int, timeout: float) -> socket.socket:
 
 
 class Heartbeat:
-    """Sends heartbeats with the main thread's `position()`, and passes on its messages.
+    """Sends heartbeats with the main thread's `position()`, and its messages.
 
-    `preempt` is called when any rank was told to stop; `interrupted()` is the last line after
-    Ctrl-C. Unless all ranks succeed, this thread ends the process when the job is over.
+    `preempt` is called when any rank gets a preemption signal; `interrupted()` is the last line
+    after Ctrl-C. Unless all ranks succeed, this thread ends the process when the job is over.
     """
 
     def __init__(
@@ -214,26 +216,28 @@ class Heartbeat:
             asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
         )
         self._signal_writer, self._signal_reader = socket.socketpair()
-        self._signal_writer.setblocking(False)
+        self._signal_writer.setblocking(False)  # as `set_wakeup_fd` requires
         self.is_unwinding, self._is_unwound = threading.Event(), threading.Event()
-        """The first: set once the main thread unwinds, and need not be interrupted."""
+        """`is_unwinding` is set once the main thread unwinds, and need not be interrupted."""
+        # The main thread's CPU time alone: other threads may work while it hangs.
         self._main_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
         self._sentinel: Sentinel | None = None
         self._heard = running_time()
-        """When rank 0 was heard."""
+        """Time of rank 0's last message."""
         # faulthandler writes crash reports here. On rank 0 the server dies with the crash.
         self._crash_file = sys.stderr if place.rank == 0 else connection
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Start the thread and handle signals; call this from the main thread. Python's C handler
-        writes each signal's number to the wake-up socket, whatever the main thread is doing."""
+        """Start the thread and handle signals; call this from the main thread."""
         signal.signal(UNWIND, signal.default_int_handler)
-        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored under nohup
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Python handlers would wait for the main thread's collectives. The C handler writes each
+        # signal's number to this socket at once, for the heartbeat thread.
         signal.set_wakeup_fd(self._signal_writer.fileno(), warn_on_full_buffer=False)
         faulthandler.enable(self._crash_file)
-        # What the sentinel asks for if this thread cannot run because another one holds the GIL.
+        # The sentinel sends DUMP if this thread cannot run because another thread holds the GIL.
         faulthandler.register(DUMP, self._crash_file)
         self._thread.start()
 
@@ -241,7 +245,7 @@ class Heartbeat:
         self._loop.call_soon_threadsafe(self._writer.write, encode_line(**fields))
 
     def join(self) -> None:
-        """Wait until all ranks have ended; call this after closing what the main thread owns."""
+        """Wait until all ranks have ended; call this after closing the main thread's resources."""
         self.is_unwinding.set()
         self._is_unwound.set()
         self._thread.join()
@@ -256,6 +260,7 @@ class Heartbeat:
         self._socket.close()
 
     def _work(self) -> None:
+        # It dumps stacks before the server counts this rank as silent.
         self._sentinel = Sentinel(0.75 * self._intervals.silence, self._intervals.kill)
         self._loop.run_until_complete(self._run())
         self._sentinel.end()
@@ -305,6 +310,7 @@ class Heartbeat:
 
     def _exit_without_rank_0(self, how: str) -> NoReturn:
         text = f"megatron-grpo: {self._rank_0} {how} in {self._rank_0_position}"
+        # Rank 0 cannot print it any more, and one message is enough.
         if self._place.rank == 1 and not self._place.has_own_log:
             print(text, file=sys.stderr, flush=True)
         self._exit(End(EXIT_FAILURE, text))
@@ -322,4 +328,5 @@ class Heartbeat:
                 print(SHOW_CURSOR, end="")
         with suppress(OSError):
             sys.stdout.flush()
+        # `sys.exit` would end this thread alone, and the main thread may be in a collective.
         os._exit(end.code)

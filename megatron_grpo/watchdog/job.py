@@ -1,9 +1,9 @@
 """State machine of a job on rank 0: events of all ranks in, the verdict out.
 
-It never waits or reads a clock: every event comes with its time. Each phase of a step has its own
-limit for the time without progress, and at least `SLACK` times what it took before in this run.
-Beyond it, the stacks of all main threads are compared. While one computes, the ranks have up to
-`COMPUTING` times the limit; then, or if none does, stragglers are named.
+It never waits or reads a clock: every event comes with its time. Each phase of a step has a limit
+for the time without progress: at least `SLACK` times its longest in this run. Beyond the limit, the
+stacks of all main threads are compared. While a rank computes, all have up to `COMPUTING` times the
+limit; then, or if no rank computes, stragglers are named.
 """
 
 import math
@@ -17,20 +17,20 @@ from megatron_grpo.watchdog.stacks import WAITS, place_of, stragglers
 from parallel.weight_transfer import TIMEOUT
 
 MARGIN_SECONDS = 15.0
-"""Added to the limits of waits with their own timeout, so that these fail first."""
+"""Added to limits of waits with timeouts of their own, so that the timeouts come first."""
 
 HANG_SECONDS, HANG_SECONDS_ON_GPU = 45.0, 300.0
 """Defaults of `train.hang_timeout`."""
 
 SLACK = 2.0
-"""A phase may take so many times the longest time without progress in the same phase before."""
+"""A phase's limit is at least this multiple of its longest time without progress so far."""
 COMPUTING = 4
-"""So many limits may pass while a rank computes: an endless loop does so, too."""
+"""Number of limits that may pass while a rank computes; an endless loop computes as well."""
 COMPUTING_SHARE = 0.1
-"""A main thread computes if it had at least this share of a CPU; on a busy host it has no more."""
+"""Least share of a CPU of a main thread that computes; on a busy host it gets no more."""
 
 START = "start"
-"""The phase before the first step, while engines start. Reading weights is another one: `load`."""
+"""The phase before the first step, while engines start; weights are read in the phase `load`."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class Limits:
     step: Limit
     push: Limit
     is_cpu_progress: bool = True
-    """Whether a main thread that uses the CPU outside of collectives computes. On GPUs it may only
-    wait, as CUDA waits by spinning."""
+    """Whether use of the CPU outside of collectives counts as computing. On GPUs it does not: CUDA
+    waits by spinning."""
 
     @classmethod
     def from_config(cls, cfg: Config, *, on_gpu: bool) -> "Limits":
         """Derive the limits from the time-outs of the config; see docs/cluster.md."""
         rollout = cfg.rollout
-        # A channel without traffic for TIMEOUT is given up; then its engine is waited for until it
-        # counts as lost, and the push is repeated.
+        # After TIMEOUT without traffic a channel fails, after `stall_timeout` its engine counts as
+        # lost, and the push is repeated.
         waits = TIMEOUT.total_seconds() + rollout.stall_timeout
         push = Limit(waits + MARGIN_SECONDS, "rollout.stall_timeout")
         seconds = cfg.train.hang_timeout or (HANG_SECONDS_ON_GPU if on_gpu else HANG_SECONDS)
@@ -73,9 +73,9 @@ class Limits:
         )
 
     def for_phase(self, phase: str, *, is_first_step: bool) -> Limit | None:
-        """The limit while rank 0 is in `phase`; None if it may take any time: files may be slow,
-        and engines and calls of rewards have limits of their own. The first step of a process gets
-        more time, for compiling kernels and making connections."""
+        """Limit while rank 0 is in `phase`; None without one: files may be slow, and engines and
+        rewards have limits of their own. A process's first step gets more time, for compiling
+        kernels and making connections."""
         match phase.removeprefix(f"{WAIT}_"):
             case "await_engines":
                 return self.start
@@ -102,11 +102,11 @@ class Intervals:
     heartbeat: float = 1.0
     """Between two heartbeats of a rank, and of rank 0's server."""
     silence: float = 20.0
-    """Without a heartbeat, until a rank counts as stopped."""
+    """Time without a heartbeat until a rank counts as stopped."""
     kill: float = 30.0
-    """Without a heartbeat of its own, until its sentinel kills the process."""
+    """Time without a heartbeat until the rank's own sentinel kills the process."""
     grace: float = 0.5
-    """Time from the first fault reported to the verdict: effects may come before the cause."""
+    """Time from the first report to the verdict: effects may be reported before their cause."""
     stacks: float = 2.0
     """Time for ranks to report their stacks."""
     unwind: float = 5.0
@@ -141,18 +141,18 @@ class Member:
     heard: float
     """Time of its last heartbeat."""
     since: float
-    """When its position last changed."""
+    """Time of the last change of its position."""
     position: Position = Position()
     cpu: float = 0.0
     """CPU seconds of its main thread."""
     cpu_before: float = 0.0
-    """CPU seconds at the last progress, or when main threads were last looked at."""
+    """CPU seconds at the last progress, or at the last comparison of stacks."""
     stack: str | None = None
-    """Stack of its main thread, once it has answered the last request for it."""
+    """Stack of its main thread; None until it answers the last request for stacks."""
     dump: list[str] = field(default_factory=list)
     """Lines of Python's faulthandler: at a crash, or while another thread holds the GIL."""
     has_reported: bool = False
-    """Whether it has reported that it finished or failed: then its exit is expected."""
+    """Whether it has finished or failed, and reported so: then its exit is expected."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
@@ -163,13 +163,13 @@ class Failure:
     """A rank's report of the exception that ended its main thread."""
 
     text: str
-    """One line, if that says everything; else the traceback."""
+    """The message, if that is enough; else the traceback."""
     trace: str = ""
-    """The traceback, if it is not in `text`."""
+    """The traceback, if `text` is the message."""
     is_for_user: bool = False
-    """Whether the user must fix something first: the same command would fail again."""
+    """Whether the same command would fail again: the user must fix something first."""
     is_consequence: bool = False
-    """Whether it only says that another rank or engine could not be reached."""
+    """Whether another rank or engine could not be reached, whose failure is the cause."""
 
 
 @dataclass(frozen=True)
@@ -196,11 +196,11 @@ class Job:
         self.members: dict[int, Member] = {}
         self._world_size, self._limits, self._intervals = world_size, limits, intervals
         self._progress = now
-        self._asked: float | None = None
-        self._looked, self._num_limits = now, 1
-        """When main threads were last looked at, or there was progress; and for which limit after
-        the last progress they are looked at next."""
-        self._stood = 0.0
+        self._stacks_requested: float | None = None
+        self._last_comparison, self._num_limits = now, 1
+        """Time of the last progress or comparison of stacks, and the number of limits after the
+        last progress at which stacks are compared next."""
+        self._longest_stall = 0.0
         """The longest time without progress in the current phase of rank 0."""
         self._longest: dict[str, float] = {}
         """The longest time without progress in each finished phase."""
@@ -210,7 +210,7 @@ class Job:
 
     @property
     def position(self) -> Position:
-        """Position of rank 0, which determines the limit: the others may wait for it for long."""
+        """Position of rank 0, which determines the limit: the other ranks may wait for it."""
         return self.members[0].position if 0 in self.members else Position()
 
     def on_connect(self, rank: int, host: str, pid: int, now: float) -> None:
@@ -221,15 +221,16 @@ class Job:
     def on_heartbeat(self, rank: int, position: Position, now: float, cpu: float = 0.0) -> None:
         """A rank has sent a heartbeat with its `position` and its main thread's CPU seconds."""
         member = self.members[rank]
-        if member.heard <= self._looked:
+        # `_last_comparison` moves with any rank's progress: members follow at their next heartbeat.
+        if member.heard <= self._last_comparison:
             member.cpu_before = member.cpu
         member.heard = now
-        member.cpu = max(member.cpu, cpu)
+        member.cpu = max(member.cpu, cpu)  # a heartbeat for a new phase brings 0
         if position != member.position:
-            self._stood = max(self._stood, now - self._progress)
+            self._longest_stall = max(self._longest_stall, now - self._progress)
             if rank == 0 and position.phase != (phase := member.position.phase):
-                self._longest[phase] = max(self._stood, self._longest.get(phase, 0.0))
-                self._stood = 0.0
+                self._longest[phase] = max(self._longest_stall, self._longest.get(phase, 0.0))
+                self._longest_stall = 0.0
             member.position, member.since = position, now
             self._first_step = self._first_step or self.position.step
             self._reset_progress(now)
@@ -266,13 +267,13 @@ class Job:
         self._causes.append(_Cause(now, end))
 
     def wants_stacks(self, now: float) -> bool:
-        """Whether to ask all ranks for their stacks now; True only once until there is progress."""
+        """Whether to ask all ranks for stacks now; True once for each limit that passes."""
         limit = self._limit()
-        if self._asked is not None or limit is None:
+        if self._stacks_requested is not None or limit is None:
             return False
         if now - self._progress < self._num_limits * limit.seconds:
             return False
-        self._asked = now
+        self._stacks_requested = now
         for member in self.members.values():
             member.stack = None
         return True
@@ -282,35 +283,37 @@ class Job:
         if self._causes:
             if now - self._causes[0].time < self._intervals.grace:
                 return None
+            # The first that is no consequence, or else the first.
             return min(self._causes, key=lambda cause: cause.is_consequence).end
         if len(self._finished) == self._world_size:
             return self._finished[0]
         if silent := [m for m in self.members.values() if now - m.heard >= self._intervals.silence]:
             return End(EXIT_FAILURE, _silent(silent, self._intervals.silence))
-        if self._asked is None:
+        if self._stacks_requested is None:
             return None
         answered = all(member.stack is not None for member in self.members.values())
-        if not answered and now - self._asked < self._intervals.stacks:
+        if not answered and now - self._stacks_requested < self._intervals.stacks:
             return None
         if answered and self._num_limits < COMPUTING and self._is_computing(now):
             self._num_limits += 1
-            self._looked, self._asked = now, None
+            self._last_comparison, self._stacks_requested = now, None
             return None
         return self._hang(now)
 
     def _reset_progress(self, now: float) -> None:
-        # Without a walk over all members: each of 1,024 ranks makes progress every second.
-        self._progress, self._looked, self._num_limits, self._asked = now, now, 1, None
+        # No loop over the members: each of 1,024 ranks makes progress every second.
+        self._progress = self._last_comparison = now
+        self._num_limits, self._stacks_requested = 1, None
 
     def _is_computing(self, now: float) -> bool:
-        """Whether a rank that waits for no other has used the CPU since the last look."""
+        """Whether a rank outside of collectives has used the CPU since the last comparison."""
         if not self._limits.is_cpu_progress:
             return False
-        least = COMPUTING_SHARE * (now - self._looked)
+        least = COMPUTING_SHARE * (now - self._last_comparison)
         return any(
             member.cpu - member.cpu_before >= least and not WAITS.search(member.stack or "")
             for member in self.members.values()
-            if member.heard > self._looked
+            if member.heard > self._last_comparison  # else its CPU seconds are from before
         )
 
     def _limit(self) -> Limit | None:
@@ -340,7 +343,7 @@ class Job:
         return End(EXIT_FAILURE, "\n".join(lines), "\n".join(stacks))
 
     def _suspects(self, now: float) -> list[str]:
-        """The ranks that the others wait for, and where they are; rank 0 if all wait alike."""
+        """Lines about the stragglers and their places; about rank 0 if all ranks wait alike."""
         stacks = {m.rank: m.stack for m in self._sorted() if m.stack is not None}
         suspects = [member.rank for member in self._sorted() if member.rank not in stacks]
         if not suspects:
@@ -350,7 +353,7 @@ class Job:
             }
             suspects = stragglers(stacks, progress)
         if suspects:
-            lines = [f"{len(suspects)} of {self._world_size} ranks are not where the others are:"]
+            lines = [f"stragglers, {len(suspects)} of {self._world_size} ranks:"]
         else:
             lines, suspects = ["all ranks wait alike:"], [0]
         for member in (self.members[rank] for rank in suspects[:NUM_RANKS_SHOWN]):

@@ -1,4 +1,4 @@
-"""Stacks of main threads, as texts: where a rank is, and which ranks the others wait for."""
+"""Stacks of main threads as texts: a rank's place in the code, and stragglers."""
 
 import re
 import sys
@@ -11,10 +11,10 @@ FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)')
 LIBRARY = re.compile(
     r"/torch/|<frozen |/lib/python3(\.\d+)?/(?!(site|dist)-packages/(megatron_grpo|parallel)/)"
 )
-"""A file that is not of this project: of Python itself, too."""
+"""Path of a file outside of this project."""
 WAITS = re.compile(r"/torch/(distributed|cuda)/|/pipeline_parallel/p2p_communication\.py")
-"""Frames in which a rank waits for others: in torch.distributed, in Megatron-Core's own waits for
-pipeline sends and receives, or, with NCCL, where the host next synchronizes with the device."""
+"""Frames in which a rank waits for others: torch.distributed, Megatron-Core's waits for pipeline
+sends and receives, or, with NCCL, the host's next synchronisation with the device."""
 
 
 def main_stack() -> str:
@@ -24,7 +24,7 @@ def main_stack() -> str:
 
 
 def place_of(stack: str) -> str:
-    """The innermost line of a stack that is not in a library, or else the innermost one."""
+    """The innermost line of a stack outside of libraries, or else the innermost of all."""
     places: list[tuple[str, str, str]] = FRAME.findall(stack)
     own = [place for place in places if not LIBRARY.search(place[0])]
     file, line, function = (own or places)[-1]
@@ -32,10 +32,10 @@ def place_of(stack: str) -> str:
 
 
 def stragglers(stacks: Mapping[int, str], progress: Mapping[int, tuple[int, int]]) -> list[int]:
-    """The ranks that the others wait for, as far as stacks and progress show; else none.
+    """Guess the ranks that the others wait for, from stacks and (step, ticks); may be empty.
 
-    If most ranks wait in a collective, the others are the cause; otherwise those that lag behind,
-    or else those at a different place than most.
+    If at least half of the ranks wait in collectives, the others are meant; else at most half with
+    the least progress; else the minority at another place than most.
     """
     busy = [rank for rank, stack in stacks.items() if not WAITS.search(stack)]
     if busy and 2 * len(busy) <= len(stacks):

@@ -1,8 +1,7 @@
 """The watchdog of a rank, as its main thread uses it.
 
-Main threads spend their time in collectives, which cannot be interrupted: a second thread talks to
-a server on rank 0 (`connections.py`), which tracks all ranks (`job.py`), and ends the process when
-the job is over.
+Collectives of the main thread cannot be interrupted: a second thread talks to a server on rank 0
+(`connections.py`), which tracks all ranks (`job.py`), and ends the process when the job is over.
 """
 
 import json
@@ -49,12 +48,12 @@ STORE_KEY = "megatron-grpo/watchdog"
 
 
 class Watchdog:
-    """The watchdog of one rank; each creates one with the job's `store` and enters its context.
+    """The watchdog of one rank; each rank creates it with the job's `store` and enters its context.
 
-    Anything that ends the block on one rank ends all ranks within seconds: an exception, Preempted,
-    a death, a hang, SIGINT. The process then exits inside the context with the job's exit code, and
-    rank 0 prints the reason; logs/stacks.txt in `run_dir` holds the stacks of all ranks after a
-    hang, the traceback after an error of one line. All ranks leave the context together.
+    Whatever ends the block on one rank ends all ranks within seconds: an exception, Preempted, a
+    death, a hang, SIGINT. The process then exits inside the context with the job's exit code, and
+    rank 0 prints the reason; logs/stacks.txt in `run_dir` has the stacks of all ranks after a hang,
+    or the traceback of an error that is reported as one line. All ranks leave the context together.
     """
 
     def __init__(
@@ -90,8 +89,9 @@ class Watchdog:
         )
 
     def __enter__(self) -> "Watchdog":
+        # Handlers that do nothing: without one, no number reaches the heartbeat thread's socket.
         for number in PREEMPTION_SIGNALS:
-            signal.signal(number, lambda *_: None)  # the heartbeat thread handles them
+            signal.signal(number, lambda *_: None)
         os.register_at_fork(after_in_child=self._close)
         self._heartbeat.start()
         return self
@@ -125,11 +125,12 @@ class Watchdog:
         self._heartbeat.send(heartbeat=asdict(self._position))
 
     def tick(self, *_: object) -> None:
-        """Record progress by one microbatch; a forward pre-hook of models."""
+        """Record progress by one microbatch, as a forward pre-hook of models."""
         self._position = replace(self._position, num_ticks=self._position.num_ticks + 1)
 
     def on_preempt(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once `is_preempted`, mostly from another thread, and possibly twice."""
+        """Call `callback` on preemption, usually from another thread, and possibly twice."""
+        # This order: a preemption between the two lines calls it twice rather than never.
         self._callbacks.append(callback)
         if self.is_preempted:
             callback()
@@ -140,8 +141,8 @@ class Watchdog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Report the first exception that ends the main thread to all ranks at once; for
-        `ExitStack.push`, because closing the rest of the stack may take seconds."""
+        """Report the first exception of the main thread to all ranks; for `ExitStack.push`, as
+        closing the rest of the stack may take seconds."""
         if error is None or self._has_reported or isinstance(error, (*AGREED, KeyboardInterrupt)):
             return
         self._has_reported = True
@@ -170,17 +171,17 @@ def server_host(place: RankPlace, store: Store) -> str:
     """The address on which rank 0 listens: loopback for one host, else on the ranks' network."""
     if place.num_hosts == 1:
         return "127.0.0.1"
-    # As the last rank resolves it: on rank 0's own host its name may resolve to loopback.
+    # The last rank resolves it: on rank 0's own host the name may resolve to loopback.
     if place.rank == place.world_size - 1:
         store.set(f"{STORE_KEY}/host", socket.gethostbyname(os.environ["MASTER_ADDR"]))
     return str(store.get(f"{STORE_KEY}/host").decode())
 
 
 def _failure(error: BaseException, step: int) -> Failure:
-    """The report of an exception in optimizer step `step`: one line, if that says everything.
+    """Report an exception in optimizer step `step`: its message if that is enough, or a traceback.
 
-    Before the first step, ValueError, OSError and ModuleNotFoundError mean that config, data, files
-    or packages need fixing, unless transient. Later the same command may succeed.
+    Before the first step (0), ValueError, OSError and ModuleNotFoundError mean that config, data,
+    files or packages need fixing, unless transient. Later the same command may succeed.
     """
     trace = "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
     is_ours = isinstance(error, (ValueError, OSError, ModuleNotFoundError))
@@ -191,7 +192,7 @@ def _failure(error: BaseException, step: int) -> Failure:
     )
     is_early = is_ours and step == 0
     is_for_user = is_early and is_user_error(error)
-    # The messages of system errors (errno) do not say what is wrong and where.
+    # System errors (with errno) say neither what was tried nor where.
     is_whole = isinstance(error, OSError) and error.errno is None
     if str(error) and (is_early or is_whole or isinstance(error, RewardError)):
         return Failure(str(error), trace, is_for_user, is_consequence)

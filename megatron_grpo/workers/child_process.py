@@ -1,4 +1,4 @@
-"""Processes that end with this one, with all processes that they start; such as an engine."""
+"""Processes that end with this one, with all their descendants; such as an engine."""
 
 import os
 import shutil
@@ -31,9 +31,9 @@ Start = tuple[Future[Popen[bytes]], Callable[[], Popen[bytes]]]
 
 
 def spawn(command: list[str], **options: Any) -> Popen[bytes]:
-    """Start a process as `Popen` does, from a thread that lasts as long as this process: Linux
-    signals a child that is tied to its parent when the *thread* that started it ends
-    (PR_SET_PDEATHSIG), and threads of pools end before their process."""
+    """Start a process as `Popen` does, from a thread that lasts as long as this process."""
+    # PR_SET_PDEATHSIG, which ties children to this process, signals them when the *thread* that
+    # started them ends, and threads of pools end before their process.
     started: Future[Popen[bytes]] = Future()
     _spawner(os.getpid()).put((started, lambda: Popen(command, **options)))
     return started.result()
@@ -41,7 +41,7 @@ def spawn(command: list[str], **options: Any) -> Popen[bytes]:
 
 @cache
 def _spawner(pid: int) -> SimpleQueue[Start]:
-    """Start the spawner thread of process `pid`, and return its queue. A fork needs its own."""
+    """Start the spawner thread of process `pid` and return its queue; a fork gets another one."""
     starts: SimpleQueue[Start] = SimpleQueue()
     threading.Thread(target=_serve, args=[starts], name="spawner", daemon=True).start()
     return starts
@@ -52,7 +52,7 @@ def _serve(starts: SimpleQueue[Start]) -> None:
         started, start = starts.get()
         try:
             started.set_result(start())
-        except BaseException as error:  # its caller raises it: this thread must last
+        except BaseException as error:  # `spawn` raises it: this thread must last
             started.set_exception(error)
         del started, start  # nothing is held while the thread waits
 
@@ -63,15 +63,15 @@ class ChildProcess:
 
     process: Popen[bytes]
     folder: Path
-    """TMPDIR of the process, removed with it, or if this process is killed by the process that
-    `parent_death` leaves waiting: a killed engine leaves sockets and the like there."""
+    """TMPDIR of the process, removed with it: a killed engine leaves sockets and the like there. If
+    this process is killed, `parent_death` removes it."""
 
     @classmethod
     def start(
         cls, command: list[str], environment: Mapping[str, str], output: IO[bytes]
     ) -> "ChildProcess":
         folder = Path(tempfile.mkdtemp(prefix="engine_"))
-        if len(str(folder)) > MAX_FOLDER_LENGTH:
+        if len(str(folder)) > MAX_FOLDER_LENGTH:  # TMPDIR may be long
             folder.rmdir()
             folder = Path(tempfile.mkdtemp(prefix="engine_", dir="/tmp"))
         wrapper = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), str(folder)]
@@ -96,12 +96,12 @@ class ChildProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kill it and all processes that it started, even stopped ones; remove its folder."""
+        """Kill the process and its descendants, even stopped ones; remove its folder."""
         deadline = running_time() + KILL_SECONDS
         parent_death.kill_group(self.process.pid)
         self.end(within=KILL_SECONDS)
         with suppress(ProcessLookupError):  # raised when the group is empty
-            while running_time() < deadline:  # those that are spared end by themselves
+            while running_time() < deadline:  # `kill_group` spares some, which end by themselves
                 os.killpg(self.process.pid, 0)
                 time.sleep(0.05)
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Rank 0's event loop: everything that waits for engines, agents and rewards runs in its thread.
 
-The thread that trains calls it by `call` and waits; coroutines never block it, but hand to
-`asyncio.to_thread` what takes long. State that only coroutines touch needs no lock.
+The training thread runs coroutines by `call` and waits. Coroutines never block the loop: long work
+goes to `asyncio.to_thread`. State that only coroutines touch needs no lock.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ class EventLoop:
         self._thread.start()
 
     def call[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run `coroutine`, and wait for what it returns or raises; not from the loop's own thread.
+        """Run `coroutine`, and return its result or raise its error; not in the loop's own thread.
 
         Example: `loop.call(router.resume(3))`
         """
@@ -43,20 +43,20 @@ class EventLoop:
 
 
 class Notice:
-    """Wakes all who wait for a state of the loop that others change."""
+    """Wakes coroutines that wait for a change of state in the loop."""
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []
 
     def give(self) -> None:
-        """Have all who wait look again."""
+        """Have all waiting coroutines check again."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
-            if not future.done():
+            if not future.done():  # its coroutine may have been cancelled
                 future.set_result(None)
 
     async def until(self, is_reached: Callable[[], object]) -> None:
-        """Return when `is_reached()`, which is looked at now and after each notice."""
+        """Return when `is_reached()`, checked now and after each notice."""
         while not is_reached():
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(future)

@@ -1,4 +1,4 @@
-"""HTTP sessions with engines, and with models that rewards ask."""
+"""HTTP sessions with engines, and with models of reward functions."""
 
 import ssl
 from collections.abc import Mapping
@@ -8,7 +8,8 @@ import aiohttp
 import certifi
 
 KEEP_ALIVE_SECONDS = 2.0
-"""Engines close a connection after 5 s without a request, and lose one that is sent just then."""
+"""Less than the 5 s after which engines close idle connections: requests sent just then are lost.
+"""
 
 
 def http_session(
@@ -18,10 +19,9 @@ def http_session(
     connect_timeout: float | None = None,
     proxy: str | None = None,
 ) -> aiohttp.ClientSession:
-    """A session for routes below `base_url`, without a limit on concurrent requests.
+    """A session for routes below `base_url`, with JSON bodies and any number of open requests.
 
-    Bodies are JSON. All coroutines of the event loop may use it. It takes no proxy from the
-    environment.
+    It ignores the environment's proxies.
     """
     return aiohttp.ClientSession(
         base_url.rstrip("/") + "/",
@@ -35,12 +35,12 @@ def http_session(
 
 
 def is_success(status: int) -> bool:
-    """Whether a status code is one of success; a redirection is none."""
+    """Whether a status is 2xx; a redirection is no success."""
     return 200 <= status < 300
 
 
 def reason_of(error: Exception) -> str:
-    """The reason of a failed request, without addresses: that of a proxy may hold a password."""
+    """The reason of a failed request, without addresses: a proxy's may hold a password."""
     if isinstance(error, aiohttp.ClientResponseError):
         return f"{error.status} {error.message}"
     if isinstance(error, aiohttp.InvalidURL):
@@ -51,10 +51,8 @@ def reason_of(error: Exception) -> str:
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Certificates of the host, of SSL_CERT_FILE, and of certifi, as a container may have none.
-
-    Cached: loading them takes longer than most requests.
-    """
+    """Certificates of the host, of SSL_CERT_FILE, and of certifi, for containers without any."""
+    # Cached: loading takes longer than most requests.
     context = ssl.create_default_context()
     context.load_verify_locations(certifi.where())
     return context

@@ -1,6 +1,6 @@
-"""HTTP proxies of the environment (`http_proxy` and the like): for addresses outside of the run.
+"""HTTP proxies of the environment (`http_proxy` and the like), for addresses outside of the run.
 
-This file imports nothing but the standard library, as adapters of environment libraries use it.
+It imports the standard library alone: adapters of environment libraries use it.
 """
 
 import os
@@ -13,13 +13,13 @@ from urllib.request import proxy_bypass
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 EXCEPTIONS = ("no_proxy", "NO_PROXY")
-"""Clients read either, and where both are set, most of them the first."""
+"""Clients read either variable; of two that are set, most prefer the first."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def direct(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
-    """The variables with which clients reach loopback, this host and `hosts` without a proxy, and
-    what the user has excepted; empty where `environ` has no proxy.
+    """Variables that except loopback, this host and `hosts` from proxies, in addition to the user's
+    exceptions; empty if `environ` has no proxy.
 
     >>> direct({"http_proxy": "http://proxy:3128", "NO_PROXY": ".corp"})["no_proxy"]
     '.corp,localhost,127.0.0.1,::1,node-7'
@@ -40,22 +40,22 @@ def proxy_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_here(url: str) -> bool:
-    """Whether an address is loopback or of this host, which no proxy can reach for it."""
+    """Whether `url` is loopback or this host, where a proxy elsewhere cannot connect."""
     host = (urlsplit(url).hostname or "").lower()
     names = {"localhost", socket.gethostname().lower()}
     return host in names or host.endswith(".localhost") or _is_own_number(host)
 
 
 def proxy_of(url: str) -> str | None:
-    """The proxy of the environment for `url`; None if there is none, or `url` is of this host."""
+    """The environment's proxy for `url`; None if there is none, or `url` is on this host."""
     variable = "" if is_here(url) else _variable_for(url)
     address = os.environ.get(variable, "")
     return address if "://" in address else f"http://{address}" if address else None
 
 
 def proxy_hint(url: str) -> str:
-    """Advice on `NO_PROXY` after a failed request for `url`; empty if no proxy applies. The proxy
-    itself is not named, as its address may hold a password."""
+    """Advice on `NO_PROXY` after a failed request for `url`; empty if no proxy applies."""
+    # The proxy's address is left out: it may hold a password.
     if not (variable := _variable_for(url)):
         return ""
     host = urlsplit(url).hostname
@@ -77,7 +77,7 @@ def _variable_for(url: str) -> str:
 
 def _with_hosts(excepted: str, hosts: list[str]) -> str:
     names = [name.strip() for name in excepted.split(",") if name.strip()]
-    if names == ["*"]:  # everything, but only while it stands alone
+    if names == ["*"]:  # it excepts all hosts, but only while no other name follows
         return "*"
     return ",".join(dict.fromkeys([*names, *hosts]))
 

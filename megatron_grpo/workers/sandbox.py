@@ -1,8 +1,8 @@
-"""Runs Python programs that a model has written, under bubblewrap.
+"""Runs Python programs written by a model, under bubblewrap.
 
-A program has no network, no files but its interpreter's and a folder in memory that it may write,
-and limits of time, memory, processes and output. With `sandbox: none` it has limits alone, and
-otherwise the rights of the user who trains.
+A program has no network, its interpreter's files to read, a folder in memory to write, and limits
+of time, memory, processes and output. With `sandbox: none` it has the limits alone, and the rights
+of the user who trains.
 """
 
 import asyncio
@@ -23,19 +23,19 @@ from typing import Literal, get_args
 
 Kind = Literal["bubblewrap", "none"]
 MAX_FILE = 16 << 20
-"""Bytes of a file, stdout and stderr included, beyond which a program cannot write."""
+"""Maximum bytes of any file that a program writes, stdout and stderr included."""
 MAX_PROCESSES = 32
 """Processes and threads of a program."""
 MAX_FILES = 64
-"""Open files of each of its processes."""
+"""Open files of each process."""
 SCRATCH, FOLDER = "/tmp", "/tmp/program"
-"""The folder that it may write, up to 1 / `SHARE` of a process's memory, and its own in there."""
+"""The writable folder, of 1 / `SHARE` of a process's memory, and the working directory in it."""
 SHARE = 4
 SHARED_MEMORY = 16 << 20
 """Bytes of /dev/shm."""
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 FIRST_USER, NUM_USERS = 1 << 30, 1 << 30
-"""Numbers of users without an account, see `_as_somebody`."""
+"""User ids without an account, see `_as_own_user`."""
 
 LAUNCHER = """
 import os, resource, sys
@@ -51,8 +51,8 @@ os.close(started_fd)
 sys.argv = ["program.py"]
 exec(compile(source, "program.py", "exec"), {"__name__": "__main__"})
 """
-"""Python's own first program, which says that it runs, and becomes the model's. Both files are
-closed before, so that the model's can neither read itself nor take that word back."""
+"""Sets limits, reports the start by a byte in `started_fd`, and becomes the model's program. Both
+files are closed before: the program can neither read itself nor erase the report."""
 
 
 class SandboxError(ValueError):
@@ -66,12 +66,12 @@ class Outcome:
     stdout: str
     stderr: str
     exit_code: int | None
-    """None: it was late, and was killed."""
+    """None if it was killed after the time limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sandbox:
-    """Limits and isolation of programs, each of which runs on its own.
+    """Limits and isolation of programs.
 
     >>> await Sandbox().run("print(input()[::-1])", "abc")
     Outcome(stdout='cba\\n', stderr='', exit_code=0)
@@ -79,11 +79,11 @@ class Sandbox:
 
     sandbox: Kind = "bubblewrap"
     python: str = sys.executable
-    """The interpreter. Programs can import what is installed for it."""
+    """The interpreter, whose installed packages programs can import."""
     timeout: float = 10.0
-    """Seconds that a program may take."""
+    """Maximum seconds of a program."""
     memory_megabytes: int = 1024
-    """Address space (RLIMIT_AS) of each of its processes."""
+    """Address space (RLIMIT_AS) of each process."""
 
     def __post_init__(self) -> None:
         if self.sandbox not in get_args(Kind):
@@ -97,13 +97,13 @@ class Sandbox:
             )
 
     async def check(self) -> None:
-        """Raise SandboxError if programs cannot run in it."""
+        """Raise SandboxError if no program can run."""
         outcome = await self.run("print(6 * 7)")
         if outcome.stdout != "42\n":
             raise SandboxError(f"{self.python} did not run: {outcome.stderr[-300:].strip()}")
 
     async def run(self, program: str, stdin: str = "") -> Outcome:
-        """Run it to its end; raises SandboxError if it did not begin."""
+        """Run a program to its end; raises SandboxError if it did not begin."""
         given = (stdin, "", "", program, "")
         files = [_file_in_memory(text.encode(errors="replace")) for text in given]
         try:
@@ -118,8 +118,8 @@ class Sandbox:
         return Outcome(_text(stdout), _text(stderr), code)
 
     async def _run(self, files: Sequence[int]) -> int | None:
-        """Run the program, and return its exit code; None if it was late. `files` are its stdin,
-        stdout and stderr, itself, and the launcher's word that it has begun."""
+        """Run the program in `files` (stdin, stdout, stderr, source, report of its start); returns
+        its exit code, None after the time limit."""
         process = await asyncio.create_subprocess_exec(
             *self._command(files[3:]),
             stdin=files[0],
@@ -136,12 +136,13 @@ class Sandbox:
             return None
         finally:
             with suppress(ProcessLookupError):
+                # Even after its end: it may have left processes behind in its group.
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
 
     def _command(self, files: Sequence[int]) -> list[str]:
         memory = self.memory_megabytes << 20
-        # Unsandboxed, its processes would be counted together with all others of the user.
+        # Unsandboxed, RLIMIT_NPROC would count all processes of the user.
         processes = MAX_PROCESSES if self.sandbox == "bubblewrap" else -1
         limits = (memory, MAX_FILE, math.ceil(self.timeout) + 1, processes, MAX_FILES)
         launcher = [self.python, "-B", "-P", "-s", "-c", LAUNCHER, *map(str, (*limits, *files))]
@@ -149,7 +150,7 @@ class Sandbox:
             return launcher
         paths = visible_paths(self.python)
         sandboxed = _bubblewrap(paths, memory // SHARE) + launcher
-        return _as_somebody(paths) + sandboxed if _is_root() else sandboxed
+        return _as_own_user(paths) + sandboxed if _is_root() else sandboxed
 
 
 def _bwrap() -> str:
@@ -164,24 +165,22 @@ def _bwrap() -> str:
 
 
 def _bubblewrap(paths: Sequence[str], num_bytes: int) -> list[str]:
-    """The command that runs another one without network, and with no files but these."""
+    """Command prefix for a program without network, and with no files but `paths`."""
     return [
         *(_bwrap(), "--unshare-user", "--disable-userns", "--unshare-ipc", "--unshare-pid"),
         *("--unshare-net", "--unshare-uts", "--unshare-cgroup", "--die-with-parent"),
         *("--new-session", "--cap-drop", "ALL", "--size", str(num_bytes), "--tmpfs", SCRATCH),
-        # Behind it, as an interpreter may be installed there.
+        # After --tmpfs, which would hide an interpreter that is installed there.
         *(*_read_only(paths), "--proc", "/proc", "--dev", "/dev"),
         *("--size", str(SHARED_MEMORY), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--dir", FOLDER, "--chdir", FOLDER, "--remount-ro", "/"),
     ]
 
 
-def _as_somebody(paths: Sequence[str]) -> list[str]:
-    """The command by which root runs another one as a user of its own, who can read these files.
-
-    Linux limits the processes of each user but root, so that each program gets another one. The
-    outer bubblewrap is there because this user may not enter root's folders.
-    """
+def _as_own_user(paths: Sequence[str]) -> list[str]:
+    """Command prefix by which root runs a program as a user of its own, who can read `paths`."""
+    # A user for each program, as RLIMIT_NPROC counts per user, and not at all for root. The outer
+    # bubblewrap opens root's folders, which this user may not enter.
     user = str(FIRST_USER + secrets.randbelow(NUM_USERS))
     folders = {str(folder) for path in paths for folder in Path(path).parents}
     return [
@@ -202,14 +201,14 @@ def _read_only(paths: Sequence[str]) -> list[str]:
 
 
 def _is_root() -> bool:
-    """Whether this is the host's root, not somebody who is called root in a container."""
+    """Whether this user is root on the host, not only in a user namespace of a container."""
     mapped = Path("/proc/self/uid_map").read_text(encoding="utf-8").split()
     return os.geteuid() == 0 and mapped == ["0", "0", str((1 << 32) - 1)]
 
 
 @cache
 def visible_paths(python: str) -> list[str]:
-    """The system's folders, and the interpreter's; raises SandboxError if there is none."""
+    """Folders of the system and the interpreter; raises SandboxError without an interpreter."""
     program = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix]))"
     try:
         printed = subprocess.run([python, "-c", program], capture_output=True, check=True).stdout
@@ -234,7 +233,8 @@ def _variables(python: str) -> dict[str, str]:
 
 
 def _file_in_memory(data: bytes) -> int:
-    """Unlike a pipe it blocks nobody: neither a program that reads no input nor one that floods."""
+    """Put `data` into a file in memory, and return its descriptor."""
+    # Unlike a pipe, it blocks neither on a program that reads no input nor on a flood of output.
     file = os.memfd_create("program")
     os.pwrite(file, data, 0)
     return file

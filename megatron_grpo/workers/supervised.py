@@ -1,4 +1,4 @@
-"""A process for user code below a supervisor: the trainer's end, and the worker's."""
+"""A worker process for user code, below a supervisor: the trainer's side, and the worker's."""
 
 import json
 import os
@@ -20,17 +20,17 @@ from megatron_grpo.workers.user_file import MAX_TEXT, death_text, error_text, is
 from parallel.clock import wait_for_end
 
 LOAD_SECONDS = 60.0
-"""Loading may take this long, or as long as a call if that is longer: imports may be slow."""
+"""Least time limit for loading user code: imports may be slow."""
 END_SECONDS = 10.0
-"""A supervisor that takes longer to kill its descendants is killed itself."""
+"""Time for a supervisor to kill its descendants; then it is killed itself."""
 
 
 class SupervisedWorker:
     """`python -m MODULE FD MEGABYTES` below a supervisor, started at once.
 
-    A fresh interpreter, without torch and the trainer's threads, which dies with this process, as
-    do the processes it has started. It receives pickles and answers in JSON, so that nothing from
-    user code is unpickled.
+    A fresh interpreter, without torch and the trainer's threads, which dies with this process and
+    takes its descendants along. It receives pickles and answers in JSON: nothing from user code is
+    unpickled.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SupervisedWorker:
 
     @property
     def pid(self) -> int:
-        """Process id of the supervisor, which ends with the worker and all its descendants."""
+        """Process id of the supervisor, which ends after the worker and its descendants."""
         return self._supervisor.pid
 
     def receive_json(self) -> Any:
@@ -59,7 +59,7 @@ class SupervisedWorker:
         return json.loads(self.connection.recv_bytes())
 
     def cause_of_death(self, seconds: float) -> str:
-        """Wait up to `seconds` for the end of a worker that has closed its connection; say how."""
+        """Wait up to `seconds` for a worker that has closed its connection; describe its end."""
         wait_for_end(self._supervisor, seconds)  # it may live on without the connection
         return death_text(self._supervisor.returncode, self._memory_limit)
 
@@ -67,17 +67,18 @@ class SupervisedWorker:
         self._supervisor.send_signal(supervisor.END)
 
     def finish_kill(self) -> None:
-        """After `begin_kill`, return when none of its processes is left."""
+        """Return when no process is left after `begin_kill`."""
         if wait_for_end(self._supervisor, END_SECONDS) is None:
             self._supervisor.kill()
             self._supervisor.wait()
 
 
 def limit_sends(connection: Connection, seconds: float) -> None:
-    """Let a send that makes no progress for `seconds` raise BlockingIOError: a message may be
-    larger than what the kernel buffers while the other side does not read."""
+    """Make a send without progress for `seconds` raise BlockingIOError: a message may be larger
+    than the kernel's buffer, and the other side may not read."""
     whole = int(seconds)
     timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    # A duplicate shares the option, and can be closed without closing the connection.
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
@@ -88,8 +89,10 @@ def load_seconds(timeout: float) -> float:
 
 
 def begin_worker() -> tuple[Connection, int]:
-    """Connect a worker to the trainer, set its memory limit, returned in megabytes, and ignore the
-    scheduler's signals."""
+    """Connect a worker to the trainer, set its memory limit, and ignore the scheduler's signals.
+
+    Returns the connection and the limit in megabytes.
+    """
     for number in supervisor.SCHEDULERS:
         # A handler rather than SIG_IGN, which programs started by user code would inherit.
         signal.signal(number, lambda *_: None)
@@ -102,8 +105,8 @@ def begin_worker() -> tuple[Connection, int]:
 
 @contextmanager
 def forks_end_here() -> Iterator[None]:
-    """Run a worker's user code in the block; processes that it forks exit at its end, so that they
-    neither return from it nor raise out of it."""
+    """Run user code in the block; processes that it forks exit at the end of the block, and never
+    run the worker's code."""
     pid = os.getpid()
     try:
         yield
@@ -113,11 +116,11 @@ def forks_end_here() -> Iterator[None]:
 
 
 def attempt(call: Callable[[], Any], limit: str) -> tuple[bool, Any]:
-    """Call user code in a worker: (True, what it returns), or (False, the text of its failure)."""
+    """Call user code in a worker; returns (True, result) or (False, text of the failure)."""
     try:
         with forks_end_here():
             return True, call()
-    except BaseException as error:  # report sys.exit() in a user's code, too
+    except BaseException as error:  # sys.exit() in user code, too
         if is_refusal(error):
             return False, str(error)[-MAX_TEXT:]
         return False, error_text(error, limit)

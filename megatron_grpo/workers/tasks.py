@@ -1,4 +1,4 @@
-"""Structured concurrency: coroutines that run at the same time and end together; futures."""
+"""Structured concurrency: coroutines that run and end together; futures."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup that raises its first failure itself."""
+    """A TaskGroup that raises its first failure instead of a group of failures."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -18,7 +18,7 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def gather_all[T](coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all; the first failure cancels the others, and is raised when they have ended."""
+    """Run all coroutines; the first failure cancels the others, and is raised after their end."""
     async with task_group() as group:
         tasks = [group.create_task(coroutine) for coroutine in coroutines]
     return [task.result() for task in tasks]
@@ -26,7 +26,7 @@ async def gather_all[T](coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]
 
 @asynccontextmanager
 async def run_with(watcher: Coroutine[Any, Any, NoReturn]) -> AsyncIterator[None]:
-    """Run `watcher` concurrently with the block; what it raises ends the block."""
+    """Run `watcher` concurrently with the block; an error of `watcher` ends the block."""
     async with task_group() as group:
         task = group.create_task(watcher)
         yield
@@ -34,7 +34,7 @@ async def run_with(watcher: Coroutine[Any, Any, NoReturn]) -> AsyncIterator[None
 
 
 def lasting_future() -> Future[Any]:
-    """A future that cannot be cancelled: several may wait for it, or one again after a timeout."""
+    """A future that cannot be cancelled: a waiter's timeout leaves it to others and retries."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future

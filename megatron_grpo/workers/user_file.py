@@ -14,7 +14,7 @@ from megatron_grpo.launch.process import describe_exit
 
 
 def load_user_file(file: Path, kind: str) -> ModuleType:
-    """Import `file` as a module; raises ValueError, naming the `kind` of file, if it cannot be."""
+    """Import `file` as a module; ValueError, which names its `kind`, unless it is a Python file."""
     if not file.is_file():
         raise ValueError(f"{kind} {file} does not exist")
     sys.path.insert(0, str(file.parent))  # so that it can import modules next to it
@@ -29,7 +29,7 @@ def load_user_file(file: Path, kind: str) -> ModuleType:
 
 
 MAX_TEXT = 4000
-"""Characters kept of an error: its end, where a traceback says what happened."""
+"""Last characters of an error that are kept: the end of a traceback says what happened."""
 
 
 PACKAGE = Path(__file__).parents[1]
@@ -42,31 +42,31 @@ CALLERS = (
     "actors.py",
     "tools.py",
 )
-"""Files of this package that call user code, and import it."""
+"""Files of this package that import or call user code."""
 EVENT_LOOP = Path(traceback.__file__).parent / "asyncio"
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether this package has raised the ValueError, whose text then says all; one of the user's
-    code (a JSONDecodeError, for example) needs its type, file and line."""
+    """Whether this package raised the ValueError: its message is enough. An error of user code,
+    such as a JSONDecodeError, needs its type, file and line."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return isinstance(error, ValueError) and _is_ours(frames[-1].f_code.co_filename)
 
 
 def error_text(error: BaseException, limit: str) -> str:
-    """The text of an exception that user code has raised, with the traceback from there on."""
+    """The text of an exception of user code, with the traceback from its first frame on."""
     if isinstance(error, MemoryError):
         return f"more memory than {limit} allows"
     trace = error.__traceback__
-    while trace is not None and _is_on_the_way(trace.tb_frame.f_code.co_filename):
+    while trace is not None and _is_caller_frame(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-    if len(text) > MAX_TEXT:  # errors that led to it would push out the lines of the user's file
+    if len(text) > MAX_TEXT:  # earlier errors of the chain would push out the user's lines
         text = "".join(traceback.format_exception(type(error), error, trace, chain=False)).rstrip()
     return text[-MAX_TEXT:]
 
 
-def _is_on_the_way(file: str) -> bool:
+def _is_caller_frame(file: str) -> bool:
     is_caller = _is_ours(file) and Path(file).name in CALLERS
     is_loop = Path(file).is_relative_to(EVENT_LOOP)
     return is_caller or is_loop or file.startswith("<frozen importlib")
@@ -77,7 +77,7 @@ def _is_ours(file: str) -> bool:
 
 
 def death_text(code: int | None, limit: str) -> str:
-    """The text for a process that stopped answering; `code` as in `subprocess`, None if alive."""
+    """Text for a process that stopped answering; `code` as in `subprocess`, None if alive."""
     if code is None:
         return "its process has closed the connection to the trainer"
     died = f"its process died with {describe_exit(code)}"
@@ -103,8 +103,8 @@ def required_parameters(parameters: Mapping[str, Parameter]) -> list[str]:
 
 
 def accepted_columns(parameters: Mapping[str, Parameter]) -> list[str] | None:
-    """Names of the columns that these parameters accept; None: all, since one is `**columns`. `**_`
-    accepts none: by its name, nothing reads it."""
+    """Names of the columns that these parameters accept; None for all, with `**columns`. `**_`
+    accepts none: its name says that nothing reads it."""
     catch_all = [name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD]
     if catch_all and catch_all != ["_"]:
         return None

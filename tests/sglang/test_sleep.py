@@ -48,7 +48,7 @@ def test_sleep_is_refused_with_requests_or_a_push_under_way():
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
     told = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert told.stdout.splitlines()[-2:] == [
-        "503 requests that were given up have not ended",
+        "503 aborted requests have not ended",
         "503 paused or resumed meanwhile",
     ]
 

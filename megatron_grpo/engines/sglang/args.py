@@ -31,12 +31,12 @@ from megatron_grpo.engines.sglang.variables import QUANTIZATION_VARIABLE, check_
 
 SERVER = "megatron_grpo.engines.sglang.server"
 LIMIT = "limit_mm_data_per_request"
-"""The argument that makes an engine serve the whole of a multimodal model: prompts have images."""
+"""Argument for prompts with images: the engine serves the whole of a multimodal model."""
 PARSERS = Path("function_call", "function_call_parser.py")
-"""The file of SGLang's runtime that lists its parsers of calls of tools."""
+"""File of SGLang's runtime that lists its parsers of tool calls."""
 
 ROOMS = "follow_bootstrap_room"
-"""How SGLang deals out requests that come by its router to engines for prompts alone."""
+"""SGLang's load balancing by rooms, which only its router for separate prefill engines sets."""
 
 NEEDED = {
     "sampling_defaults": "openai",
@@ -44,14 +44,14 @@ NEEDED = {
     "enable_priority_scheduling": True,
     "schedule_low_priority_values_first": True,
     "disable_priority_preemption": True,
-    # Shared experts would be one more in the stack of the others.
+    # Else shared experts become one more expert in the stack of the others.
     "disable_shared_experts_fusion": True,
     # Requests bring pixels, in host memory.
     "mm_feature_transport": "cpu",
-    # As transformers has places of images, in CUDA graphs of vision towers, too.
+    # Interpolates position embeddings as transformers does, in CUDA graphs of towers, too.
     "enable_precise_embedding_interpolation": True,
 }
-"""Arguments of every engine, which our server adds to those that it is given."""
+"""Arguments that our server adds in every engine."""
 
 
 _PUSHED = "weights are pushed to workers that hold all layers, each split over all of them"
@@ -103,8 +103,8 @@ REFUSED = {
     "renders prompts, by chat_template.jinja in model.path",
     "default_chat_template_kwargs": "set data.chat_template_kwargs",
 }
-"""Regular expressions for arguments that a config cannot set, and why. Those that only we set, here
-or in our server, are refused besides."""
+"""Regular expressions for arguments that a config cannot set, and why. `own_arguments` and NEEDED
+are refused as well."""
 
 
 def sglang_command(
@@ -115,60 +115,59 @@ def sglang_command(
     on_gpu: bool,
     node: EngineNode = ONE_NODE,
 ) -> list[str]:
-    """The command of an engine on `host`:`port`, or of a further `node` of it. Raises ValueError if
+    """Command line of an engine on `host`:`port`, or of a further `node` of it; ValueError if
     SGLang cannot do what the config asks for."""
     check_folder_loaded(model, rollout)
     shape = read_shape(model.path)
-    overrides = _of_config(shape)
+    overrides = _config_overrides(shape)
     if rollout.quantization != "none":
         quantized = quantized_engine(rollout, shape, model.dtype)
         assert quantized is not None, "rollout.quantization is not none"
-        # Makes SGLang build the model quantised; the worker then quantises what it loads.
+        # SGLang builds a quantised model, and `read_weights` quantises the folder's weights.
         overrides |= {CONFIG_KEYS[0]: engine_config(quantized.config)}
     arguments: dict[str, Any] = {"model_path": model.path, "log_level_http": "warning"}
-    arguments |= _of_platform(on_gpu) | _of_attention(shape, on_gpu) | rollout.sglang
+    arguments |= _platform_arguments(on_gpu) | _attention_arguments(shape, on_gpu) | rollout.sglang
     arguments |= own_arguments(model.dtype, rollout, overrides, on_gpu)
-    arguments |= {"host": host, "port": port} | _of_node(node)
+    arguments |= {"host": host, "port": port} | _node_arguments(node)
     # -P: files of the working directory must not be imported instead of SGLang's own.
     command = [str(rollout.python or sys.executable), "-P", "-m", SERVER]
-    # Most of its switches have no form that is off: they are left out.
+    # Most of SGLang's switches have no --no- form: False is left out.
     return [*command, *command_flags({k: None if v is False else v for k, v in arguments.items()})]
 
 
 def own_arguments(
     dtype: str, rollout: RolloutConfig, overrides: Mapping[str, Any], on_gpu: bool
 ) -> dict[str, Any]:
-    """Arguments of every engine that only we set, of which None is SGLang's default."""
+    """Arguments of every engine that configs cannot set; None is SGLang's default."""
     has_groups, is_quantized = rollout.data_parallel_size > 1, rollout.quantization != "none"
     return {
         "dtype": dtype,
         "device": None if on_gpu else "cpu",
         "json_model_override_args": {**overrides} or None,
         "tp_size": rollout.gpus_per_engine,
-        # Each group of workers has the whole head, as it has the embedding.
+        # Each group of workers has the whole head, as it has the whole embedding.
         "attn_dp_size": rollout.data_parallel_size if has_groups else None,
         "enable_dp_lm_head": has_groups or None,
         "tool_call_parser": rollout.tool_call_parser,
         "enable_return_routed_experts": rollout.router_replay or None,
         "enable_return_indexer_topk": rollout.indexer_replay or None,
-        # A CPU engine follows the same requests, and keeps its memory.
+        # An engine on CPUs accepts requests to sleep, and keeps its memory.
         "enable_memory_saver": (rollout.enable_sleep_mode and on_gpu) or None,
-        # Keeps weights of experts as they were loaded, which those that are pushed later need.
+        # Keeps experts as loaded, so that pushed ones fit.
         "moe_runner_backend": "triton" if on_gpu else None,
-        # Keeps weights and scales as they were loaded on any card with units for FP8 (see
+        # Keeps weights and scales as loaded on any card with units for FP8 (see
         # dispatch_w8a8_block_fp8_linear in its fp8_utils.py); the default may be DeepGEMM.
         "fp8_gemm_backend": "triton" if on_gpu and is_quantized else None,
     }
 
 
 def is_plain(model: Path) -> bool:
-    """Whether a folder has neither other towers beside that of text nor quantised weights."""
+    """Whether a folder has a text tower alone, and no quantised weights."""
     return not has_other_towers(model) and read_scheme(model) is None
 
 
 def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
-    """Raise ValueError if an engine could not load weights, or only in another dtype than it is to
-    have."""
+    """Raise ValueError if an engine cannot load the folder, or not in `model.dtype`."""
     config = read_json(path := model.path / "config.json")
     family, stored = config.get("model_type"), config.get("dtype") or config.get("torch_dtype")
     chosen = rollout.sglang.get("load_format")
@@ -191,12 +190,12 @@ def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
         )
 
 
-def _of_config(shape: ModelShape) -> dict[str, Any]:
-    """Values that SGLang looks for in config.json under other keys than those of transformers 5.
+def _config_overrides(shape: ModelShape) -> dict[str, Any]:
+    """Values of config.json that SGLang reads under other keys than those of transformers 5.
 
-    Frequency of layers of experts with latent attention; RoPE of OLMo-3 and linear attention, and
-    its interval of full attention; YaRN's factor of attention; sizes of indexers, without which
-    attention would not be sparse.
+    With latent attention: frequency of expert layers, and sizes of indexers, without which
+    attention would be dense. Otherwise RoPE (OLMo-3, linear attention), YaRN's factor, and the
+    interval of full attention.
     """
     if shape.latent is not None:
         found: dict[str, Any] = {"moe_layer_freq": 1}  # no family here has another value
@@ -216,7 +215,7 @@ def _of_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def _yarn_factor(shape: ModelShape) -> dict[str, Any]:
-    """YaRN's factor of attention by SGLang's keys: over that of the paper, 0.1 ln(factor) + 1."""
+    """YaRN's attention factor by SGLang's keys: divided by the paper's, 0.1 ln(factor) + 1."""
     rope = shape.rope_scaling or {}
     if rope.get("rope_type") != "yarn":
         return {}
@@ -225,14 +224,14 @@ def _yarn_factor(shape: ModelShape) -> dict[str, Any]:
 
 
 def full_interval(shape: ModelShape) -> int | None:
-    """One layer in so many has full attention, the last of them; None: it is not so."""
+    """Interval n if exactly the layers n - 1, 2n - 1, ... have full attention; else None."""
     layers, linear = range(shape.num_layers), {*shape.linear_layers}
     interval = next((each for each in layers if each not in linear), shape.num_layers) + 1
     return interval if linear == {each for each in layers if (each + 1) % interval} else None
 
 
-def _of_node(node: EngineNode) -> dict[str, Any]:
-    """Arguments by which one of several nodes finds the others."""
+def _node_arguments(node: EngineNode) -> dict[str, Any]:
+    """Arguments for the rendezvous of several nodes; empty for one node."""
     if node.nnodes == 1:
         return {}
     address = f"[{node.master_addr}]" if ":" in node.master_addr else node.master_addr
@@ -243,20 +242,20 @@ def _of_node(node: EngineNode) -> dict[str, Any]:
     }
 
 
-def _of_platform(on_gpu: bool) -> dict[str, Any]:
+def _platform_arguments(on_gpu: bool) -> dict[str, Any]:
     if on_gpu:  # the trainer does not round logits to 16 bits either
         return {"enable_fp32_lm_head": True}
     return {
         "attention_backend": "torch_native",  # the others need kernels that no package brings
         "max_total_tokens": 1 << 16,  # the default is a share of the machine's memory
-        "sleep_on_idle": True,  # or its scheduler spins
-        "boundary_reduction": "ar",  # others call NCCL
+        "sleep_on_idle": True,  # else the scheduler spins
+        "boundary_reduction": "ar",  # the others call NCCL
     }
 
 
-def _of_attention(shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
+def _attention_arguments(shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
     """Arguments for sinks, linear and sparse attention."""
-    if shape.linear is not None:  # what heads remember, as the trainer computes it
+    if shape.linear is not None:  # recurrent states in the trainer's dtype
         return {"mamba_ssm_dtype": "float32"}
     if shape.indexer is not None:  # the default of some cards is 8 bits
         return {"kv_cache_dtype": "bfloat16"}
@@ -264,18 +263,18 @@ def _of_attention(shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
         return {}
     if on_gpu:  # the default of some cards, trtllm_mha, keeps sinks in float32
         return {"attention_backend": "triton"}
-    # SGLang asks for a backend with sinks, and where there are no kernels for this one takes
-    # torch_native instead, which is ours and reads the cache of all layers alike.
+    # SGLang requires a backend with sinks to be named. Without kernels for this one, it falls back
+    # to torch_native, which is ours and reads the cache of all layers alike.
     return {"attention_backend": "intel_amx", "disable_hybrid_swa_memory": True}
 
 
 def sglang_environment(model: ModelConfig, rollout: RolloutConfig, on_gpu: bool) -> dict[str, str]:
-    """Variables that an engine needs in addition to the user's environment."""
+    """Variables of an engine, added to the user's environment."""
     environment = {
         "HF_HUB_OFFLINE": "1",  # the model is a local folder: no requests to the hub
         QUANTIZATION_VARIABLE: rollout.quantization,
         **({} if model.freeze_vision else {VISION_VARIABLE: "1"}),
-        # Else the engine reports chosen tokens by their places in the cache.
+        # Else the engine reports chosen tokens by their slots in the cache.
         **({"SGLANG_DSA_FUSE_TOPK": "0"} if rollout.indexer_replay else {}),
     }
     if on_gpu:
@@ -283,7 +282,7 @@ def sglang_environment(model: ModelConfig, rollout: RolloutConfig, on_gpu: bool)
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     num_workers = rollout.gpus_per_engine
     if num_workers > 1:
-        # Else it wants a NUMA node for each, and takes the NCCL that torch's builds for GPUs bring.
+        # Else SGLang wants a NUMA node for each worker, and loads the NCCL of torch's GPU builds.
         cores = sorted(os.sched_getaffinity(0))
         bound = [str(cores[number % len(cores)]) for number in range(num_workers)]
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
@@ -292,11 +291,15 @@ def sglang_environment(model: ModelConfig, rollout: RolloutConfig, on_gpu: bool)
 
 
 def check_sglang_arguments(rollout: RolloutConfig) -> None:
-    """Raise ValueError for a name in `rollout.sglang` that is reserved or unknown, a parser or
-    variable that will not do, or if SGLang is not installed."""
+    """Raise ValueError for a reserved or unknown name in `rollout.sglang`, an unknown parser, a
+    refused variable, or if SGLang is not installed."""
     python = str(rollout.python or sys.executable)
     help_text = "`python -m sglang.launch_server --help` has all"
-    own = own_arguments("", rollout, {}, on_gpu=True) | _of_node(EngineNode(2, 0, "", 0)) | NEEDED
+    own = (
+        own_arguments("", rollout, {}, on_gpu=True)
+        | _node_arguments(EngineNode(2, 0, "", 0))
+        | NEEDED
+    )
     known = sglang_argument_names(python)
     check_names("sglang", rollout.sglang, REFUSED, {"host", "port", *own}, known, help_text)
     check_parser("SGLang", rollout.tool_call_parser, tool_call_parsers(python))
@@ -310,7 +313,7 @@ def check_sglang_arguments(rollout: RolloutConfig) -> None:
 
 
 def sglang_argument_names(python: str) -> frozenset[str]:
-    """The fields of the installed ServerArgs; ValueError if there is none."""
+    """Fields of the installed ServerArgs; ValueError if SGLang is not installed."""
     files = (_installed(python) / "arg_groups" / "fields").glob("*.py")
     return frozenset[str]().union(*map(fields_of, files))
 
@@ -322,7 +325,7 @@ def tool_call_parsers(python: str) -> frozenset[str]:
 
 @cache
 def _installed(python: str) -> Path:
-    """The folder of SGLang's runtime, as installed for the interpreter `python`; or ValueError."""
+    """Folder of SGLang's runtime for the interpreter `python`; ValueError if there is none."""
     find = (
         "from importlib.util import find_spec as f; s = f('sglang'); print(s.origin if s else '')"
     )

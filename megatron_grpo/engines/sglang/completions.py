@@ -1,4 +1,4 @@
-"""Completions of an SGLang engine, by the routes of vLLM which the trainer's client asks for."""
+"""Completions of an SGLang engine, by the routes of vLLM that the trainer's client uses."""
 
 import asyncio
 import base64
@@ -18,11 +18,11 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from megatron_grpo.engine_weights.protocol import Json
 from megatron_grpo.engines.choice import NOT_FINITE, Choice, npy_of, smallest
 from megatron_grpo.engines.http import EVENTS
-from megatron_grpo.engines.sglang.variables import TOLD_TOKENS
+from megatron_grpo.engines.sglang.variables import REPORTED_TOKENS
 from megatron_grpo.unicode import as_unicode
 
 ABORTED: Json = msgspec.to_builtins(Choice.empty())
-"""The completion of a request that was given up before SGLang had it."""
+"""Answer to a request that was aborted before SGLang had it."""
 
 router = APIRouter()
 """Router of completions; `server.py` adds the other routes."""
@@ -33,19 +33,19 @@ class Gate:
 
     def __init__(self) -> None:
         self.num_requests = 0
-        """Accepted and not answered."""
+        """Open requests: accepted and not answered."""
         self.num_answered = self.num_generated = 0
         """Requests answered since the start, and their tokens."""
         self.most_generated = self.most_started = 0
-        """The counts of tokens and of started requests last reported."""
+        """Largest counts of tokens and of started requests reported so far."""
         self.num_turns = 0
-        """How often it was closed or opened."""
+        """Number of times that it was closed or opened."""
         self._is_open, self._num_cuts = True, 0
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
     async def admitted(self) -> AsyncIterator[bool]:
-        """Wait until the gate is open; yields False if the request was given up meanwhile."""
+        """Wait until the gate is open; yields False if the request was cut meanwhile."""
         self.num_requests += 1
         cuts = self._num_cuts
         try:
@@ -56,7 +56,7 @@ class Gate:
             self.num_requests -= 1
 
     async def close(self, cut: bool) -> None:
-        """Hold requests back from now on; with `cut`, give up those that wait."""
+        """Hold requests back from now on; with `cut`, end those that wait."""
         async with self._changed:
             self._is_open = False
             self.num_turns += 1
@@ -64,7 +64,6 @@ class Gate:
             self._changed.notify_all()
 
     async def open(self) -> None:
-        """Let all pass."""
         async with self._changed:
             self._is_open = True
             self.num_turns += 1
@@ -75,13 +74,13 @@ gate = Gate()
 
 
 def manager() -> Any:
-    """SGLang's `TokenizerManager`, which has the requests of this process."""
+    """SGLang's `TokenizerManager`, which holds the requests of this process."""
     return http_server._global_state.tokenizer_manager
 
 
 @router.post("/inference/v1/generate")
 async def generate(request: Request) -> Response:
-    """A completion of `token_ids`, streamed if asked for; given up if the client is gone."""
+    """Complete `token_ids`, streamed if asked for; aborted if the client disconnects."""
     body = await request.json()
     if body.get("stream"):
         return StreamingResponse(events(body), media_type=EVENTS)
@@ -103,7 +102,7 @@ async def disconnected(request: Request) -> None:
 
 
 async def completion(body: Json) -> Json:
-    """A completion, once the gate is open."""
+    """Complete a request once the gate is open."""
     async with gate.admitted() as is_wanted:
         if not is_wanted:
             return ABORTED
@@ -118,7 +117,7 @@ async def completion(body: Json) -> Json:
 
 
 async def events(body: Json) -> AsyncIterator[bytes]:
-    """A completion as server-sent events, each a chunk of it or why there is none."""
+    """Stream a completion as server-sent events: chunks, or an error."""
     num_sent, interval = 0, body["sampling_params"].get("stream_interval") or 1
     async with gate.admitted() as is_wanted:
         if not is_wanted:
@@ -127,9 +126,10 @@ async def events(body: Json) -> AsyncIterator[bytes]:
         try:
             async for answer in manager().generate_request(sglang_request(body)):
                 end = answer["meta_info"]["finish_reason"] or {}
-                if code := end.get("status_code"):  # it cannot be generated
+                if code := end.get("status_code"):  # SGLang refused or failed
                     yield event(error={"message": end["message"], "code": code})
                     return
+                # The first token goes out at once: it shows that the request has started.
                 if num_sent and len(answer["output_ids"]) - num_sent < interval and not end:
                     continue
                 chunk = choice_of(answer, body, num_sent)
@@ -147,7 +147,7 @@ def event(**fields: Any) -> bytes:
 
 
 def sglang_request(body: Json) -> GenerateReqInput:
-    """A request to vLLM's route as one to SGLang's /generate."""
+    """Convert a request to vLLM's route into one to SGLang's /generate."""
     params = body["sampling_params"]
     return GenerateReqInput(
         input_ids=body["token_ids"],
@@ -160,8 +160,8 @@ def sglang_request(body: Json) -> GenerateReqInput:
             "stop_token_ids": params["stop_token_ids"],
             "stop": params["stop"],
             "no_stop_trim": params["include_stop_str_in_output"],
-            "sampling_seed": params["seed"] % 2**31,  # followed by its deterministic inference
-            "stream_interval": min(params.get("stream_interval") or 1, TOLD_TOKENS),
+            "sampling_seed": params["seed"] % 2**31,  # used by SGLang's deterministic inference
+            "stream_interval": min(params.get("stream_interval") or 1, REPORTED_TOKENS),
         },
         stream=body.get("stream", False),
         return_routed_experts="routed_experts_prompt_start" in params,
@@ -174,7 +174,7 @@ def sglang_request(body: Json) -> GenerateReqInput:
 
 
 def choice_of(answer: Json, body: Json, start: int | None = None) -> Json:
-    """SGLang's answer as vLLM's; of a stream, the chunk that begins with the token at `start`."""
+    """Convert SGLang's answer into vLLM's; of a stream, the chunk of tokens from `start` on."""
     meta = answer["meta_info"]
     end = meta["finish_reason"]
     if start is None and not meta.get("weight_versions"):
@@ -186,7 +186,7 @@ def choice_of(answer: Json, body: Json, start: int | None = None) -> Json:
         "token_ids": answer["output_ids"][start:],
         "logprobs": {"content": [{"logprob": each} for each in logprobs]},
         "finish_reason": end and end["type"],
-        "text": answer["text"] if end else "",  # SGLang's is of all tokens so far
+        "text": answer["text"] if end else "",  # SGLang sends the whole text each time
         "weight_versions": meta["weight_versions"],
         "routed_experts": encoded_routes(meta, body["sampling_params"]),
     }
@@ -218,22 +218,22 @@ def encoded_routes(meta: Json, params: Json) -> str | None:
 
 @router.post("/v1/chat/completions/derender")
 async def derender(request: Request) -> Json:
-    """The assistant's message that a turn of an agent is, by SGLang's own parsers."""
+    """Convert the tokens of an agent's turn into a chat message, by SGLang's own parsers."""
     body = await request.json()
     [turn] = body["generate_response"]["choices"]
     try:
-        asked = ChatCompletionRequest(model="any", **body["chat_request"])
-    except ValueError as error:  # what the agent has sent
+        chat_request = ChatCompletionRequest(model="any", **body["chat_request"])
+    except ValueError as error:  # the agent's fault
         raise HTTPException(400, str(error)) from None
     chat = request.app.state.openai_serving_chat
     ids = turn["token_ids"]
-    # Marks of calls and of reasoning may be special tokens.
-    plain = not asked.tools and chat.reasoning_parser is None
+    # Markers of tool calls and of reasoning may be special tokens.
+    plain = not chat_request.tools and chat.reasoning_parser is None
     meta = {"id": "turn", "prompt_tokens": 0, "completion_tokens": len(ids), "weight_version": ""}
     meta["finish_reason"] = {"type": turn["finish_reason"]}
     text = manager().tokenizer.decode(ids, skip_special_tokens=plain)
     made = {"text": text, "output_ids": ids, "meta_info": meta}
-    answer = chat._build_chat_response(asked, [made], created=0)
+    answer = chat._build_chat_response(chat_request, [made], created=0)
     # Not as JSON: a model may write half of a surrogate pair.
     message = as_unicode(answer.choices[0].message.model_dump())
     return {"choices": [{"message": message | {"reasoning": message.pop("reasoning_content")}}]}

@@ -1,8 +1,7 @@
-"""Prompts with images in an SGLang engine, which would read images once more, by code of its own.
+"""Prompts with images in an SGLang engine, without its own code for reading images.
 
-Here requests bring patches as the trainer has made them, and tokens with one for each feature
-(`image_features` in request.py). They travel to the workers as bytes, where the vision tower scales
-and shifts them.
+Requests bring the trainer's patches, and one token for each feature (`image_features` in
+request.py). Patches travel to the workers as bytes; the vision tower scales and shifts them there.
 """
 
 from base64 import b64decode
@@ -26,7 +25,7 @@ from parallel.images import prompt_positions
 
 
 class PromptReader:
-    """Makes of a request with images what SGLang's schedulers take, as its own processors do."""
+    """Converts requests with images for SGLang's schedulers, in place of its own processors."""
 
     prefer_tokenized_input = True
     """SGLang's name: `process_mm_data_async` gets tokens, not text."""
@@ -39,7 +38,7 @@ class PromptReader:
         self, *, image_data: Sequence[Json], input_text: list[int], **others: Any
     ) -> MultimodalProcessorOutput:
         """SGLang's method: `image_data` are the `features` of a request, `input_text` its tokens,
-        also those sampled before it was cut."""
+        sampled ones included if it was cut."""
         [features] = image_data
         parts = (features[key]["image"] for key in ("kwargs_data", "mm_hashes", "mm_placeholders"))
         items = [_item(*part) for part in zip(*parts, strict=True)]
@@ -53,6 +52,7 @@ class PromptReader:
             padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(input_text, items),
             im_token_id=self._token_id,
             mrope_positions=positions,
+            # Text after an image continues from the largest position, not from the token count.
             mrope_position_delta=positions.max().view(1, 1) + 1 - len(input_text),
         )
 
@@ -64,8 +64,7 @@ class PromptReader:
 
 
 def _item(encoded: str, digest: str, place: Json) -> MultimodalDataItem:
-    """An image. Cached keys and values are found by `digest`, the hash of pixels and sizes, in the
-    places of its tokens."""
+    """An image; `digest`, the hash of pixels and sizes, identifies it in the prefix cache."""
     tensors = msgspec.msgpack.decode(b64decode(encoded))
     start, count = place["offset"], place["length"]
     item = MultimodalDataItem(
@@ -85,9 +84,8 @@ def _tensor(dtype: str, size: list[int], raw: msgspec.msgpack.Ext) -> Tensor:
 
 
 def scale(folder: str) -> Callable[[Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
-    """A hook that makes of bytes what the image processor in `folder` would, by the operations of
-    the trainer's `VisionTower`. SGLang has bytes in the tower's dtype, which has all integers to
-    256."""
+    """A hook that normalises bytes by the image processor in `folder`, with the operations of the
+    trainer's `VisionTower`."""
     from transformers import AutoImageProcessor  # noqa: PLC0415 - takes seconds
 
     processor = AutoImageProcessor.from_pretrained(folder)
@@ -98,6 +96,7 @@ def scale(folder: str) -> Callable[[Module, tuple[Tensor, ...]], tuple[Tensor, .
 
     def scaled(tower: Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         patches, *others = arguments
+        # SGLang has cast the bytes to the tower's dtype: bfloat16 holds all integers up to 256.
         pixels = patches.float().view(len(patches), mean.shape[1], -1)
         normal = (pixels - mean.to(pixels.device)) / std.to(pixels.device)
         return normal.flatten(1), *others
@@ -106,5 +105,5 @@ def scale(folder: str) -> Callable[[Module, tuple[Tensor, ...]], tuple[Tensor, .
 
 
 def forget_features() -> None:
-    """Drop the features of images that a worker has kept: those of an earlier vision tower."""
+    """Drop a worker's cached features of images, which an earlier vision tower computed."""
     mm_schedule.embedding_cache.clear()

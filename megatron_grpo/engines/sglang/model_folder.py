@@ -1,7 +1,7 @@
 """A folder for SGLang of a model with other towers than text, or with quantised weights.
 
-SGLang would build all towers, and layers that hold weights as they are stored. It gets a folder
-that names neither, and its workers read the weights of text, dequantised, from the original; if
+From the original, SGLang would build all towers, and quantised layers. It gets a config.json of the
+text model alone, and its workers read the text weights, dequantised, from the original folder. If
 prompts have images, it gets the whole model.
 """
 
@@ -22,15 +22,14 @@ from megatron_grpo.engines.arguments import command_flags
 from megatron_grpo.engines.sglang.args import LIMIT, NEEDED, is_plain
 
 WEIGHTS_VARIABLE = "MEGATRON_GRPO_WEIGHTS"
-"""The folder with the weights, for the workers, if it is not the one that SGLang is given."""
+"""Tells the workers the folder with the weights, if SGLang has another folder."""
 LEFT_OUT = ("config.json", MODELOPT_FILE)
 WEIGHTS = (".safetensors", ".bin", ".index.json")
-"""Endings of the names of files with weights."""
+"""Name endings of files with weights."""
 
 
 def server_arguments(given: Sequence[str], own: Path) -> list[str]:
-    """The arguments of SGLang's server: those `given`, and those that every engine needs. `own` is
-    a path for a folder, which may become the model's."""
+    """Arguments of SGLang's server: `given` and NEEDED. `own` is a path for a `plain_folder`."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", type=Path, required=True)
     parser.add_argument("--" + LIMIT.replace("_", "-"), type=json.loads)
@@ -41,8 +40,8 @@ def server_arguments(given: Sequence[str], own: Path) -> list[str]:
 
 
 def plain_folder(model: Path, own: Path) -> Path:
-    """`model`, if it is plain, or else `own`, made with its config of text and links to its
-    tokenizer. The workers of this process are told where the weights are."""
+    """Return `model` if it is plain; else make `own`, with its text config and links to its
+    tokenizer, and set WEIGHTS_VARIABLE."""
     if is_plain(model):
         return model
     config = read_json(file := model / "config.json")

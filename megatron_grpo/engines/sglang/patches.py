@@ -56,7 +56,7 @@ def read_weights(
     model_config: ModelConfig,
     model: Module,
 ) -> Weights:
-    """Read from the folder with the weights, dequantised, or quantised as pushes are."""
+    """Read the folder with the weights, dequantised, or quantised as in pushes."""
     folder = os.environ.get(WEIGHTS_VARIABLE)
     if scheme := _scheme():
         ignored = ignored_modules(getattr(model_config.hf_config, CONFIG_KEYS[0]))
@@ -67,13 +67,13 @@ def read_weights(
         found = all_weights(loader, model_config, model)
     if not model_config.is_multimodal:
         return found
-    # SGLang would leave some out by the names that transformers gives them.
+    # SGLang would skip some tensors under transformers' names.
     return ((text_name(name), values) for name, values in found)
 
 
 def text_tensors(folder: Path) -> Weights:
-    """Name and values of every tensor of text in a folder; each expert by itself where SGLang's
-    class of text cannot read stacks of transposes (Qwen3-VL)."""
+    """Name and values of every tensor of text in a folder. Stacks of transposed experts (Qwen3-VL)
+    are split, as SGLang's text model cannot read them."""
     shape = read_shape(folder)
     if shape.moe is not None and shape.moe.stacks == "transposed":
         return _tensors_apart(folder, file_layout(shape))
@@ -81,7 +81,7 @@ def text_tensors(folder: Path) -> Weights:
 
 
 def _tensors_apart(folder: Path, layout: Layout) -> Weights:
-    # Every worker reads whole stacks, two at a time, into host memory (of Qwen3-VL-235B 3.2 and
+    # Every worker reads whole stacks into host memory, two at a time (Qwen3-VL-235B: 3.2 and
     # 1.6 GB).
     pieces: dict[str, list[ShardMapping]] = {}
     for piece in layout.pieces:
@@ -99,7 +99,7 @@ def check_loaded(
     model_config: Any,
     **arguments: Any,
 ) -> Module:
-    """Check the scales of what is loaded, and let vision towers take patches of bytes."""
+    """Load a model, check its scales, and let its vision tower take patches of bytes."""
     model = load_model(loader, model_config=model_config, **arguments)
     if _scheme():
         check_scales(model)
@@ -110,15 +110,15 @@ def check_loaded(
 
 
 def check_scales(model: Module) -> None:
-    """Raise ValueError if SGLang left out scales of linear layers; it fills these with `unset`."""
-    unset = torch.finfo(torch.float32).min
+    """Raise ValueError if SGLang has loaded no scales into a linear layer."""
+    unset = torch.finfo(torch.float32).min  # SGLang's initial value of scales
     scales = {name: p for name, p in model.named_parameters() if name.endswith("weight_scale_inv")}
     if missing := [name for name, scale in scales.items() if (scale == unset).any()]:
         raise ValueError(f"SGLang has loaded no scales into {missing[0]}: use rollout.engine=vllm")
 
 
 def make_tokenizer_alone(prepare: Callable[[Any], None], process: Any) -> None:
-    """Make the tokenizer of a model, and no processor of images."""
+    """Make a model's tokenizer without its processor of images."""
     config = process.model_config
     is_multimodal, config.is_multimodal = config.is_multimodal, False
     prepare(process)
@@ -132,7 +132,7 @@ def read_prompts(prepare: Callable[[Any], None], manager: TokenizerManager) -> N
 
 
 def end_at_stop_token(_: Callable[..., bool], req: Req, new_accepted_tokens: list[int]) -> bool:
-    """End a completion at the tokens that the request names, and at no others."""
+    """End a completion at the stop tokens of its request, and at no others."""
     stops = req.sampling_params.stop_token_ids or ()
     for number, token_id in enumerate(new_accepted_tokens):
         if token_id in stops:
@@ -143,7 +143,7 @@ def end_at_stop_token(_: Callable[..., bool], req: Req, new_accepted_tokens: lis
 
 
 def end_before_abort(update: Callable[..., None], req: Req, new_accepted_len: int = 1) -> None:
-    """End an aborted request as it would have ended with the token that it still gets."""
+    """End an aborted request as its last token does, if that ends it; else as aborted."""
     if new_accepted_len == 0:
         update(req, new_accepted_len)
         return
@@ -156,7 +156,7 @@ def end_before_abort(update: Callable[..., None], req: Req, new_accepted_len: in
 def send_versions_of_chunks(
     accept: Callable[..., None], sent: _GenerationStreamAccumulator, *, req: Req
 ) -> None:
-    """Send with each chunk of a stream which weights have sampled the tokens so far."""
+    """Send the weight versions of the tokens so far with each chunk of a stream."""
     num_before = len(sent.weight_versions)
     accept(sent, req=req)
     if len(sent.weight_versions) > num_before:
@@ -175,6 +175,7 @@ def keep_routes(
     """Keep the experts of a request whose keys and values are dropped."""
     capturer = get_global_experts_capturer()
     if capturer and req.return_routed_experts and req.output_ids:
+        # Before `release_req`, which frees the row. It may be dropped again: earlier parts stay.
         row, kept = req.kv.req_pool_idx, getattr(req, "kept_routes", [])
         start = req.routed_experts_start_len + sum(map(len, kept))
         routes = capturer.get_topk(row, req.seqlen, req_to_token_pool, start)
@@ -185,7 +186,7 @@ def keep_routes(
 def collect_kept_routes(
     collect: Callable[..., None], processor: SchedulerBatchResultProcessor, req: Req
 ) -> None:
-    """Return the experts that a request has kept in place of those that were chosen anew."""
+    """Return a request's kept experts in place of those of its recomputed tokens."""
     collect(processor, req)
     if req.routed_experts is not None and (kept := getattr(req, "kept_routes", [])):
         rest = req.routed_experts[sum(map(len, kept)) :]

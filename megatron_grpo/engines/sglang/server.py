@@ -1,8 +1,8 @@
-"""An SGLang engine that answers the routes of vLLM which the trainer's client asks for.
+"""An SGLang engine that answers the routes of vLLM that the trainer's client uses.
 
     MEGATRON_GRPO_TOKEN=... python -m megatron_grpo.engines.sglang.server --model-path FOLDER ...
 
-takes SGLang's own arguments. SGLang's own routes are there as well, all behind the token.
+takes SGLang's arguments. SGLang's own routes exist as well, all behind the token.
 """
 
 import asyncio
@@ -47,9 +47,9 @@ from megatron_grpo.engines.sglang.worker import call_of
 PARTS = [GPU_MEMORY_TYPE_WEIGHTS, GPU_MEMORY_TYPE_KV_CACHE]
 """Parts of GPU memory that sleep mode releases."""
 asleep: set[str] = set()
-"""`PARTS` that are released now."""
+"""Released `PARTS`."""
 DRAIN_TRIES, DRAIN_SECONDS = 600, 0.05
-"""How often, and how far apart, a request to sleep looks whether no other request is left."""
+"""Number and interval of a sleeping request's checks that no other request is left."""
 
 UNGUARDED = {
     "tokenizer_worker_num": 1,
@@ -58,7 +58,7 @@ UNGUARDED = {
     "smg_grpc_mode": False,
     "disaggregation_mode": "null",
 }
-"""Arguments with other values than these have others than our guarded app answer."""
+"""Arguments that open servers without our guard, unless they have these values."""
 
 
 @router.get("/load")
@@ -71,7 +71,7 @@ async def metrics() -> Response:
     """The counts that the client reads, in the format of Prometheus."""
     begun = [len(state.output_ids) for state in manager().rid_to_state.values()]
     num_started = sum(count > 0 for count in begun)
-    # What is given up is no longer counted; the client expects counts since the start.
+    # Aborted requests leave `rid_to_state`, but the client expects counts that never fall.
     gate.most_generated = max(gate.most_generated, gate.num_generated + sum(begun))
     gate.most_started = max(gate.most_started, gate.num_answered + num_started)
     counts = {
@@ -84,11 +84,12 @@ async def metrics() -> Response:
 
 @router.post("/pause")
 async def pause(mode: str) -> Json:
-    """Hold requests back; with mode `abort`, answer those that run with what they have."""
+    """Hold requests back; with mode `abort`, end running ones with their tokens so far."""
     await gate.close(cut=mode == "abort")
     if mode == "abort":
         if get_parallel().num_dp_ranks > 1:
-            await manager().get_internal_state()  # till then a group may lack its last requests
+            # All groups answer this after their last requests have arrived: none misses the abort.
+            await manager().get_internal_state()
         manager().abort_request(abort_all=True)
     else:
         await manager().pause_generation(PauseGenerationReqInput(mode="retract"))
@@ -104,15 +105,15 @@ async def resume() -> Json:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache() -> Json:
-    """Drop keys and values of the weights so far; tells whether all groups of workers have."""
-    manager().auto_create_handle_loop()  # which reads the answers
+    """Drop all cached keys and values; success if all groups of workers have done so."""
+    manager().auto_create_handle_loop()  # before a first request, nothing reads the answers yet
     answers = await manager().flush_cache_communicator(FlushCacheReqInput())
     return {"success": all(each.success for each in answers)}
 
 
 @router.post("/update_weight_version")
 async def update_weight_version(request: Request) -> Json:
-    """Label what is sampled from now on; SGLang's own route would give up all requests."""
+    """Label tokens from now on; SGLang's own route would abort all requests."""
     version = (await request.json())["new_version"]
     update = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
     await manager().update_weight_version(update)
@@ -121,16 +122,17 @@ async def update_weight_version(request: Request) -> Json:
 
 @router.post("/sleep")
 async def sleep() -> Json:
-    """Give requests up, and the memory of weights and cache back; that of CUDA graphs stays, as in
-    vLLM. 503 if requests do not end, or the engine was paused or resumed meanwhile."""
+    """Abort requests, and free the memory of weights and cache; CUDA graphs stay, as in vLLM. 503
+    if requests do not end, or the engine was paused or resumed meanwhile."""
     await pause("abort")
     paused = gate.num_turns
-    for _ in range(DRAIN_TRIES):  # SGLang ends at once if it has requests
+    # `release_memory_occupation` asserts that no request is left, and takes the engine down if not.
+    for _ in range(DRAIN_TRIES):
         if (await reset_prefix_cache())["success"]:
             break
         await asyncio.sleep(DRAIN_SECONDS)
     else:
-        raise HTTPException(503, "requests that were given up have not ended")
+        raise HTTPException(503, "aborted requests have not ended")
     if gate.num_turns != paused:
         raise HTTPException(503, "paused or resumed meanwhile")
     if tags := [tag for tag in PARTS if tag not in asleep]:
@@ -141,8 +143,8 @@ async def sleep() -> Json:
 
 @router.post("/wake_up")
 async def wake_up(tags: Annotated[list[str], Query()] = PARTS) -> Json:
-    """Take the memory of these parts again, if they sleep."""
-    if woken := [tag for tag in tags if tag in asleep]:  # SGLang ends at any other
+    """Allocate the memory of these parts again, if they sleep."""
+    if woken := [tag for tag in tags if tag in asleep]:  # SGLang dies of a part that is awake
         asleep.difference_update(woken)
         await manager().resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=woken))
     return {}
@@ -155,24 +157,24 @@ async def is_sleeping() -> Json:
 
 @router.post("/collective_rpc")
 async def collective_rpc(request: Request) -> Json:
-    """Have every worker answer a call; their answers in rank order."""
+    """Have every worker answer a call; returns the answers in rank order."""
     call = CheckWeightsReqInput(action=call_of((await request.json())["kwargs"]))
     succeeded, answers, *_ = await manager().check_weights(call)
     if not succeeded:
         raise RuntimeError(answers)
-    # SGLang joins what groups say, of which one does.
+    # SGLang joins the groups' messages by " | "; only the first group has one.
     return {"results": json.loads(answers.strip(" |"))}
 
 
 def launch(arguments: ServerArgs, folder: str) -> None:
-    """Run an engine with our workers until it ends, or those of a further node of one. The workers
-    of one host meet in a file in `folder`."""
+    """Run an engine, or the workers of its further node, until it ends. The workers of one host
+    rendezvous by a file in `folder`."""
     if arguments.nnodes == 1:
         os.environ[RENDEZVOUS_VARIABLE] = f"file://{folder}/workers"
     if arguments.node_rank == 0:
         http_server.launch_server(arguments, run_scheduler_process_func=run_scheduler_process)
         return
-    # Of such a node SGLang's own function would see no end but that of the first worker, ignore
+    # SGLang's own function for such a node would notice only the first worker's end, ignore
     # SIGTERM, and open a port.
     os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     Engine._launch_subprocesses(arguments, None, run_scheduler_process, None)
@@ -181,15 +183,17 @@ def launch(arguments: ServerArgs, folder: str) -> None:
 
 
 def main() -> None:
-    """Serve until told to end, and leave no file behind. The token comes by the environment."""
+    """Serve until SIGTERM, and leave no file behind. The environment has the token."""
     check_variables(os.environ)
     ours = {route.path for route in router.routes}
     routes = http_server.app.router.routes
+    # FastAPI takes the first route of a path, which would be SGLang's own.
     routes[:] = [route for route in routes if getattr(route, "path", None) not in ours]
     http_server.app.include_router(router)
     http_server.app.add_middleware(TokenGuard)
     apply(PATCHES)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # uvicorn may raise it again
+    # An exit by exception, which cleans up below: uvicorn may raise the signal again at its end.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         tempfile.tempdir = own  # SGLang leaves its sockets behind
         os.environ |= VARIABLES | {"TMPDIR": own}
@@ -202,11 +206,13 @@ def main() -> None:
         try:
             launch(arguments, own)
         finally:
-            signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # else the end of a worker kills us
-            # Python's own child unlinks the shared memory that the others leave behind.
+            # A worker that fails sends SIGQUIT, whose handler would kill this process before it has
+            # cleaned up.
+            signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+            # Python's resource tracker unlinks the shared memory that workers leave behind.
             tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
             kill_process_tree(os.getpid(), include_parent=False, skip_pid=tracker)
-            if state := http_server._global_state:  # has the one in which workers told their load
+            if state := http_server._global_state:  # except the file of the workers' load
                 Path(state.tokenizer_manager.load_snapshot_reader.path).unlink(missing_ok=True)
 
 

@@ -1,6 +1,6 @@
-"""The environment of an SGLang engine: variables that every one has, and those that none may have.
+"""The environment of an SGLang engine: variables that all have, and variables that none may have.
 
-What they do was read in the source of SGLang 0.5.23, most of it in `srt/environ.py`.
+Sources: SGLang 0.5.23, mostly `srt/environ.py`.
 """
 
 import re
@@ -11,25 +11,25 @@ from megatron_grpo.engines.arguments import reason
 QUANTIZATION_VARIABLE = "MEGATRON_GRPO_QUANTIZATION"
 """Scheme by which the workers quantise the weights that they load."""
 RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-"""Rendezvous of one host's workers: a file, as torch's store would listen on all networks."""
+"""Rendezvous of one host's workers: a file, since torch's store would listen on all networks."""
 
-TOLD_TOKENS = 16
-"""How many tokens of a request SGLang's scheduler tells at once: the trainer sees from these that
-an engine makes progress. A stream sends them on in larger chunks."""
+REPORTED_TOKENS = 16
+"""Tokens of a request that SGLang's scheduler reports at once: they show the trainer that an engine
+makes progress. Streams collect them into larger chunks."""
 VARIABLES = {
     # /health would generate a token, which a paused engine does not.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-    "SGLANG_FORCE_STREAM_INTERVAL": str(TOLD_TOKENS),
-    # Its server would stay for 5 to 65 s when a worker has died, without an answer.
+    "SGLANG_FORCE_STREAM_INTERVAL": str(REPORTED_TOKENS),
+    # After a worker's death, SGLang's server would stay for 5 to 65 s without an answer.
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
-    # On GPUs it would have two matrices of some indexers as one.
+    # On GPUs SGLang would fuse two matrices of some indexers into one parameter.
     "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1",
 }
-"""Variables of every engine; our server sets them."""
+"""Variables that our server sets for every engine."""
 
 _PORT = "its port would ask for no token"
-_ELSEWHERE = "workers would hold other parts of weights than those that are pushed to them"
+_ELSEWHERE = "workers would hold other shards than pushes bring"
 _REORDERED = "SGLang would reorder weights, and pushed ones would not fit"
 _SELF_TESTS = "it is for tests of SGLang, and makes results wrong or late"
 REFUSED = {
@@ -37,7 +37,7 @@ REFUSED = {
     "SGLANG_RUST_SERVER": _PORT,
     "DUMPER_SERVER_PORT": _PORT,
     "SGLANG_LOAD_SNAPSHOT_USE_ZMQ": _PORT,
-    RENDEZVOUS_VARIABLE: "workers meet where the run tells them to",
+    RENDEZVOUS_VARIABLE: "the run chooses where workers meet",
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probabilities would be those at temperature 1",
     "SGLANG_SANITIZE_NAN_LOGITS": "weights that are not finite would go unnoticed",
     "SGLANG_MAX_NEW_TOKENS_LIMIT": "set rollout.max_completion_length",
@@ -54,11 +54,11 @@ REFUSED = {
     "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": _REORDERED,
     "SGLANG_(TEST|SIMULATE|KV_CANARY_PERTURB)_.*": _SELF_TESTS,
 }
-"""Regular expressions for names of variables that the user must not have set, and why."""
+"""Regular expressions for variables that users must not set, and why."""
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Raise ValueError for a variable of `REFUSED`, or its former name, which begins with SGL_."""
+    """Raise ValueError for a variable of `REFUSED`; SGL_ is the former prefix of SGLANG_."""
     for name in environ:
         if why := reason(re.sub("^SGL_", "SGLANG_", name), REFUSED):
             raise ValueError(

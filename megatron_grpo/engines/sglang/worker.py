@@ -1,7 +1,7 @@
 """Our code inside the process of an SGLang worker, which SGLang calls a scheduler.
 
-Its route /weights_checker passes a request on to all workers and takes an answer of each: the one
-way into them that brings data back. So the client's calls travel as actions of that route.
+SGLang's route /weights_checker is the only one that passes a request to all workers and returns
+their answers. So the client's calls travel as actions of that route.
 """
 
 import json
@@ -30,21 +30,21 @@ from megatron_grpo.engines.sglang.images import forget_features
 from parallel.checksum import checksums
 
 FAILED = "failed"
-"""The key of an answer that is an error."""
+"""Key of an error among answers."""
 CALL = "megatron_grpo "
-"""Prefix of the action of a request that is a call of ours; its arguments follow."""
-OF_CACHE = (".k_scale", ".v_scale")
+"""Prefix of actions that are our calls; the arguments follow as JSON."""
+CACHE_SCALES = (".k_scale", ".v_scale")
 """Endings of the names of scales for keys and values."""
 
 
 def call_of(arguments: Json) -> str:
-    """The action that has the `PushWorker` of every worker answer a call."""
+    """Encode a call of every `PushWorker` as an action."""
     return CALL + json.dumps(arguments)
 
 
 class SchedulerWorker(PushWorker):
-    """The weights of a worker of SGLang; ValueError if it keeps values made of them at its start
-    that updates do not reach."""
+    """The weights of a worker of SGLang; ValueError if its model caches derived values, which
+    updates do not reach."""
 
     def __init__(self, manager: SchedulerWeightUpdaterManager) -> None:
         self.runner = manager.tp_worker.model_runner
@@ -55,14 +55,13 @@ class SchedulerWorker(PushWorker):
         unlink_queues()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters of its part of the model, without scales for keys and values, which are
-        ones: these are cached as they are."""
+        """Parameters of this worker, without the scales of keys and values: caches are unscaled,
+        and these scales are ones."""
         held = pushable_parameters(self.runner.model, VISION_VARIABLE in os.environ)
-        return {name: each for name, each in held.items() if not name.endswith(OF_CACHE)}
+        return {name: each for name, each in held.items() if not name.endswith(CACHE_SCALES)}
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
-        """Receive between what SGLang does before and after weights change. Sums of 8-bit weights
-        are taken after it: it must leave these as they came."""
+        """Receive between SGLang's own steps before and after an update of weights."""
         self.runner.weight_updater.begin_weight_update()
         sums = super().receive(receiver, received)
         self.runner.weight_updater.end_weight_update(run_post_load=True)
@@ -70,6 +69,7 @@ class SchedulerWorker(PushWorker):
         if VISION_VARIABLE in os.environ:
             forget_features()
         held = self.tensors()
+        # Sums of 8-bit weights are taken here: SGLang's last step must not have changed them.
         return checksums(held) if any(each.itemsize == 1 for each in held.values()) else sums
 
     def can_sleep(self) -> bool:
@@ -78,18 +78,19 @@ class SchedulerWorker(PushWorker):
 
 
 def refresh_norms(model: Module) -> None:
-    """Let norms that multiply by 1 + their weights keep the new sums, which some kernels read:
-    SGLang does so only where it loads weights itself."""
+    """Recompute the 1 + weight of Gemma's norms, which some kernels read: SGLang does so only when
+    it loads weights itself."""
     for module in model.modules():
         if isinstance(module, GemmaRMSNorm):
             module.refresh_gemma_weight()
 
 
 def unlink_queues() -> None:
-    """Unlink the shared memory by which this process sends to other workers, which SGLang leaves
-    behind: all have mapped it, and it is freed with its last process."""
+    """Unlink this process's queues in shared memory, which SGLang leaves behind: all workers have
+    mapped them, so that the kernel frees them with the last process."""
     for file in Path("/dev/shm").glob(f"sgl_shm_mq_{os.getpid()}_*"):
         file.unlink(missing_ok=True)
+        # Else Python's tracker would unlink it again at the end, and warn.
         resource_tracker.unregister(f"/{file.name}", "shared_memory")
 
 
@@ -110,12 +111,12 @@ def answer_calls(
         if not _workers:
             _workers.append(SchedulerWorker(manager))
         own = _workers[0].answer(**call)
-    except Exception as error:  # the others wait for this worker's answer
+    except Exception as error:  # the other workers wait for this answer in the all-gather
         traceback.print_exc()
         own = {FAILED: repr(error)}
     answers: list[Any] = [None] * dist.get_world_size(manager.tp_cpu_group)
     dist.all_gather_object(answers, own, group=manager.tp_cpu_group)
     succeeded = not any(FAILED in each for each in answers)
-    # SGLang joins what the first worker of each group says.
+    # SGLang joins the messages of each group's first worker.
     message = json.dumps(answers) if dist.get_rank(manager.tp_cpu_group) == 0 else ""
     return CheckWeightsReqOutput(success=succeeded, message=message)

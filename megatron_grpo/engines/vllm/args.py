@@ -32,10 +32,10 @@ from megatron_grpo.engines.arguments import (
 from megatron_grpo.policy.lora_targets import targets_of
 
 DEQUANTIZED, QUANTIZED = "dequantized", "quantized_"
-"""Our names in vLLM's registry of formats that weights are loaded from; a scheme's follows."""
+"""Our load formats in vLLM's registry, such as quantized_fp8: the prefix, and a scheme."""
 
 WORKER_EXTENSION = "megatron_grpo.engines.vllm.worker.WorkerExtension"
-"""Adds the method that the client calls to vLLM's workers."""
+"""Mixin of vLLM's workers, with the method that the client calls."""
 
 TOKEN_GUARD = "megatron_grpo.engines.access.TokenGuard"
 """Requires the token on every route; vLLM's own --api-key leaves most routes open."""
@@ -44,16 +44,16 @@ ENGINE_VARIABLE = "MEGATRON_GRPO_ENGINE"
 """Set in the environment of our engines; in any other process our plugin does nothing."""
 
 DRAFTER_VARIABLE = "MEGATRON_GRPO_DRAFTER"
-"""Set if pushes fill the layer that the engine drafts with, too."""
+"""Set if pushes fill the engine's drafting layer, too."""
 
 CPU_ATTENTION = "CPU_MLA"
-"""The kernel of latent attention without a GPU, to be named for the model and for its drafter.
-vLLM's default on CPUs with AMX packs a weight and deletes it, so that it could not be pushed."""
+"""The kernel of latent attention without a GPU, for the model and its drafter. vLLM's default on
+CPUs with AMX packs a weight and deletes the original, which pushes fill."""
 
 ADAPTER = "policy"
-"""The name by which requests choose the adapter that is pushed."""
+"""Name of the pushed adapter in requests."""
 ADAPTER_ID = 1
-"""The adapter's number in vLLM."""
+"""Number of the adapter in vLLM."""
 
 LIMIT = "limit_mm_per_prompt"
 
@@ -97,8 +97,8 @@ REFUSED = {
     "default_chat_template_kwargs": "set data.chat_template_kwargs",
     "api_key": "every route requires MEGATRON_GRPO_TOKEN",
 }
-"""Regular expressions for arguments that would do nothing, as requests override them, or that would
-silently replace what the trainer relies on, and why. Those that only we set are refused besides."""
+"""Regular expressions for arguments that requests override, or that would silently break what the
+trainer relies on, and why. `own_arguments` and `server_arguments` are refused as well."""
 
 
 def vllm_command(
@@ -110,8 +110,8 @@ def vllm_command(
     node: EngineNode = ONE_NODE,
     lora: LoraConfig = NO_ADAPTERS,
 ) -> list[str]:
-    """The command of one engine on `host`:`port`, or of a further `node` of it. Raises ValueError
-    if it cannot do what the config asks for."""
+    """Command line of an engine on `host`:`port`, or of a further `node` of it; ValueError if vLLM
+    cannot do what the config asks for."""
     # -P: files of the working directory must not be imported instead of vLLM's own.
     command = [sys.executable, "-P", "-m"]
     flags = [f"--model={model.path}", *engine_flags(model, rollout, on_gpu, lora)]
@@ -124,15 +124,15 @@ def vllm_command(
 
 
 def server_arguments(host: str, port: int, tool_call_parser: str | None) -> dict[str, Any]:
-    """Arguments of the API server that only we set."""
+    """Arguments of the API server that configs cannot set."""
     return {
         "host": host,
         "port": port,
         "disable_uvicorn_access_log": True,
         "middleware": TOKEN_GUARD,
-        # The route with token ids in and out.
+        # For /inference/v1/generate, with token ids in and out.
         "enable_scale_out": True,
-        # Counts accepted requests.
+        # For /load, which counts accepted requests.
         "enable_server_load_tracking": True,
         "enable_auto_tool_choice": tool_call_parser and True,
         "tool_call_parser": tool_call_parser,
@@ -142,29 +142,29 @@ def server_arguments(host: str, port: int, tool_call_parser: str | None) -> dict
 def own_arguments(
     dtype: str, rollout: RolloutConfig, hf_overrides: Mapping[str, Any], on_gpu: bool
 ) -> dict[str, Any]:
-    """Arguments of every engine that only we set, of which None is vLLM's default."""
+    """Arguments of every engine that configs cannot set; None is vLLM's default."""
     return {
         "dtype": dtype,
         "hf_overrides": {**hf_overrides} or None,
-        # vLLM prefers Mistral's own files, which may lie beside those that the trainer reads.
+        # vLLM prefers Mistral's own files, but the trainer reads the others.
         "config_format": "hf",
         "tokenizer_mode": "hf",
         "tensor_parallel_size": rollout.tensor_parallel_size,
         "data_parallel_size": rollout.data_parallel_size,
-        # Those that the trainer computes, which are at the temperature.
+        # After the temperature, as the trainer computes them.
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "worker_extension_cls": WORKER_EXTENSION,
-        # Keeps batches reproducible.
+        # In order of the requests' priorities: batches are reproducible.
         "scheduling_policy": "priority",
         "enable_return_routed_experts": rollout.router_replay or None,
-        # A CPU engine follows the same requests, but would not start with this.
+        # vLLM on CPUs accepts requests to sleep, but does not start with this flag.
         "enable_sleep_mode": (rollout.enable_sleep_mode and on_gpu) or None,
-        # The only backend that, on every GPU, keeps weights of experts and their scales as they
-        # were loaded, which those that are pushed later need. As it is named, vLLM does not look
-        # for DeepGEMM, which rounds scales to powers of 2 (its fused_moe/oracle/fp8.py).
+        # The only backend that keeps experts and their scales as loaded on every GPU, so that
+        # pushed ones fit. Naming it also keeps vLLM from choosing DeepGEMM, which rounds scales to
+        # powers of 2 (its fused_moe/oracle/fp8.py).
         "moe_backend": "triton" if on_gpu else None,
-        # Others for quantised weights rearrange these or scales, or round scales to powers of 2.
+        # Other backends rearrange quantised weights or scales, or round scales to powers of 2.
         "linear_backend": "cutlass" if on_gpu and rollout.quantization != "none" else None,
     }
 
@@ -172,27 +172,27 @@ def own_arguments(
 def engine_flags(
     model: ModelConfig, rollout: RolloutConfig, on_gpu: bool, lora: LoraConfig = NO_ADAPTERS
 ) -> list[str]:
-    """The flags that are the same on all nodes of an engine, but for the model's folder. Raises
-    ValueError if vLLM cannot do what the config asks for."""
+    """Flags of all nodes of an engine, without the model's folder; ValueError if vLLM cannot do
+    what the config asks for."""
     if rollout.router_replay and not on_gpu:
         raise ValueError(
-            "rollout.router_replay true: vLLM tells the experts of tokens only on GPUs: leave it "
+            "rollout.router_replay true: vLLM returns the experts of tokens only on GPUs: leave it "
             "out"
         )
     arguments: dict[str, Any] = {
         "load_format": "hf",
-        # The trainer does not round logits to 16 bits either. vLLM for CPUs would convert the whole
+        # The trainer does not round logits to 16 bits either. On CPUs, vLLM would convert the whole
         # head in every step.
         "hf_overrides": {"head_dtype": "float32"} if on_gpu else {},
-        # Towers of images are loaded if prompts may have some, as `check_images` makes sure.
+        # Towers of images are loaded only if prompts may have images (see `check_images`).
         "language_model_only": (has_other_towers(model.path) and LIMIT not in rollout.vllm) or None,
     }
     if not on_gpu:
         arguments |= cpu_arguments(rollout.gpus_per_engine)
     if may_have_linear_attention(model.path):
-        # What heads remember, as the trainer computes it; vLLM's default is the model's dtype.
+        # Recurrent states in the trainer's dtype; vLLM's default is the model's.
         arguments["mamba_ssm_cache_dtype"] = "float32"
-        # vLLM shares the memory of a prefix only where it may split prompts, and is not to on CPUs.
+        # vLLM caches prefixes of such models only with chunked prefill, which is off on CPUs.
         arguments["enable_prefix_caching"] = None if on_gpu else False
     if rollout.quantization != "none":
         arguments |= quantizing_arguments(model, rollout, arguments["hf_overrides"])
@@ -208,8 +208,8 @@ def engine_flags(
 
 
 def adapter_arguments(model: ModelConfig, lora: LoraConfig, on_gpu: bool) -> dict[str, Any]:
-    """Arguments for one adapter in vLLM, on the modules that have one and on no others; ValueError
-    if it cannot serve it."""
+    """Arguments for one adapter in vLLM, on its own modules alone; ValueError if vLLM cannot serve
+    it."""
     shape = read_shape(model.path)
     check_adapters(lora, shape)
     if on_gpu and model.dtype == "float32":
@@ -226,7 +226,7 @@ def adapter_arguments(model: ModelConfig, lora: LoraConfig, on_gpu: bool) -> dic
 
 
 def check_adapters(lora: LoraConfig, shape: ModelShape) -> None:
-    """Raise ValueError if engines are to serve adapters that vLLM would not, or not as trained."""
+    """Raise ValueError for adapters that vLLM would not serve, or not as trained."""
     if not lora.is_served:
         return
     try:
@@ -239,8 +239,8 @@ def check_adapters(lora: LoraConfig, shape: ModelShape) -> None:
 def dequantizing_arguments(
     hf_overrides: Mapping[str, Any], table: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments for vLLM to build a quantised model unquantised, as pushes are, and to dequantise
-    what it loads; ValueError if `rollout.vllm`, the `table`, sets another `load_format`."""
+    """Arguments to build a quantised model unquantised, as pushes are, and to dequantise what is
+    loaded; ValueError if `table` (`rollout.vllm`) sets another `load_format`."""
     _check_load_format(table, "the 8-bit weights of model.path without their scales")
     return {
         "load_format": DEQUANTIZED,
@@ -251,8 +251,8 @@ def dequantizing_arguments(
 def quantizing_arguments(
     model: ModelConfig, rollout: RolloutConfig, hf_overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments for vLLM to build the model quantised, and to quantise what it loads as pushes are;
-    ValueError if it cannot."""
+    """Arguments to build the model quantised, and to quantise its folder as pushes are; ValueError
+    if vLLM cannot."""
     quantized = quantized_engine(rollout, read_shape(model.path), model.dtype)
     assert quantized is not None, "rollout.quantization is not none"
     _check_load_format(rollout.vllm, "weights of another dtype than engines have")
@@ -272,7 +272,7 @@ def _check_load_format(table: Mapping[str, Any], what: str) -> None:
 
 
 def cpu_arguments(num_workers: int) -> dict[str, Any]:
-    """Arguments of any vLLM of a run without a GPU; a config may have others."""
+    """Defaults for any vLLM of a run without a GPU."""
     return {
         "enforce_eager": True,
         # With the default of 128, prefixes shorter than that are not shared.
@@ -289,7 +289,7 @@ def cpu_arguments(num_workers: int) -> dict[str, Any]:
 
 
 def vllm_environment(model: ModelConfig, rollout: RolloutConfig, on_gpu: bool) -> dict[str, str]:
-    """Variables that an engine needs in addition to the user's environment."""
+    """Variables of an engine, added to the user's environment."""
     fills_drafter = model.mtp_num_layers and rollout.drafts_with_mtp
     return {
         ENGINE_VARIABLE: "1",
@@ -301,9 +301,9 @@ def vllm_environment(model: ModelConfig, rollout: RolloutConfig, on_gpu: bool) -
 
 
 def server_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
-    """Variables that any vLLM of a run needs, be it an engine or that of a reward model."""
+    """Variables of any vLLM of a run: an engine, or a reward model's server."""
     environment = {
-        "VLLM_API_KEY": "",  # a key of the user's would lock us out of the routes that it guards
+        "VLLM_API_KEY": "",  # the user's key would lock us out of the routes that vLLM guards
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # nothing that arrives by HTTP is unpickled
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a local folder: no requests to the hub
@@ -313,16 +313,16 @@ def server_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
     return environment | {
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # vLLM for CPU overrides the executor `uni` unless this is off; the API server is a separate
-        # process all the same.
+        # vLLM for CPUs overrides the executor `uni` unless this is off; the API server stays a
+        # process of its own.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if num_workers == 1 else "1",
     }
 
 
 def check_engine_arguments(table: Mapping[str, Any], parser: str | None = None) -> None:
-    """Raise ValueError for a name in `rollout.vllm` that is reserved or unknown, a parser that is
-    not there, or if vLLM or what images need is not installed."""
-    known = engine_argument_names()  # also without any name: it says if vLLM is missing
+    """Raise ValueError for a reserved or unknown name in `rollout.vllm`, an unknown parser, or if
+    vLLM, or torchvision for images, is not installed."""
+    known = engine_argument_names()  # even for an empty table: it raises if vLLM is missing
     own = own_arguments("", RolloutConfig(max_completion_length=1), {}, on_gpu=True)
     own |= server_arguments("", 0, None) | asdict(ONE_NODE)
     check_names("vllm", table, REFUSED, own, known, "`vllm serve --help` has all")
@@ -336,8 +336,7 @@ def check_engine_arguments(table: Mapping[str, Any], parser: str | None = None) 
 
 @cache
 def engine_argument_names() -> frozenset[str]:
-    """The fields of EngineArgs, from its source: to import it takes seconds. ValueError without
-    vLLM."""
+    """Fields of EngineArgs, read from its source: imports take seconds. ValueError without vLLM."""
     return fields_of(_installed() / "engine" / "arg_utils.py", ENGINE_CLASSES)
 
 

@@ -1,4 +1,4 @@
-"""Attributes of vLLM that our code in its processes replaces: `PATCHES`, and without a GPU
+"""Attributes of vLLM that our code in its processes replaces: `PATCHES`; without a GPU also
 `CPU_PATCHES`."""
 
 import glob
@@ -47,25 +47,26 @@ def keep_running_requests(
     reset_running_requests: bool = False,
     reset_connector: bool = False,
 ) -> bool:
-    """Empty the prefix cache beside requests that run; these keep their blocks."""
+    """Empty the prefix cache; running requests keep their blocks."""
     if reset_running_requests:
         return reset(scheduler, reset_running_requests, reset_connector)
-    # A prompt of which old weights have computed a part only is computed anew: nothing tells which
-    # of its keys are whose. So is a completion that was preempted, and is computed again.
+    # Prompts that old weights have computed in part start anew: their keys would be of two
+    # versions, and no record says where one ends. So do preempted completions while they are
+    # recomputed.
     for request in [r for r in scheduler.running if r.num_computed_tokens < r.num_tokens - 1]:
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
-        # Else the worker would take it for one whose blocks it has since the last step.
+        # Else the worker would reuse the request's blocks of the last step.
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     kept = [request.request_id for request in scheduler.running]
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    # All blocks lose their hash, in use or not; blocks in use stay allocated. Managers of one model
-    # may share a pool.
+    # All blocks lose their hash; blocks in use stay allocated. Managers of a model may share a
+    # pool, which is emptied once.
     for pool in dict.fromkeys(manager.block_pool for manager in managers):
         pool.evict_blocks({*range(len(pool.blocks))})
-    # What kept requests compute from now on follows keys of older weights, and must not be found by
-    # a prompt that begins with their tokens, such as the next turn's. vLLM caches full blocks from
-    # the count of cached ones on: beyond the largest count there is none.
+    # Later blocks of kept requests follow keys of old weights: no prompt that begins with their
+    # tokens, such as the next turn's, may find them. vLLM caches full blocks from the number of
+    # cached ones on, and never reaches `sys.maxsize`.
     for manager in managers:
         manager.num_cached_block.update(dict.fromkeys(kept, sys.maxsize))
     return True
@@ -99,8 +100,11 @@ def judge_drafts_at_temperatures(
     replacement: int,
     max_tokens: int,
 ) -> None:
-    """Give every draft token the value of its request, such as its temperature; `ends` [requests]
-    are those of their draft tokens."""
+    """Expand a value per request, such as the temperature, to one per draft token.
+
+    `ends` [requests] are the ends of the requests' draft tokens: values [a, b] with ends [2, 3]
+    give [a, a, b].
+    """
     counts = ends.diff(prepend=ends.new_zeros(1))
     values = torch.where(values == replaced, replacement, values)
     output.copy_(values.repeat_interleave(counts))
@@ -118,15 +122,15 @@ def unlink_group_memory(join: Callable[..., int], group: _CPUSHMDistributed) -> 
 
 
 class _ForkedCore(ForkProcess):
-    """An engine core that is tied to its API server; as a fork it has our plugin already."""
+    """An engine core that dies with its API server; as a fork it has our plugin already."""
 
     def run(self) -> None:
         parent = multiprocessing.parent_process()
         die_with_parent()
-        # Not `is_alive()`: cores that are forked later hold the pipe that would tell.
+        # `is_alive()` reads a pipe, which cores that are forked later hold open.
         if parent is None or os.getppid() != parent.pid:
             sys.exit("the process that started this one has ended")
-        signal.set_wakeup_fd(-1)  # its signals are not for the API server's event loop
+        signal.set_wakeup_fd(-1)  # inherited: this core's signals would wake the API server's loop
         super().run()
 
 
@@ -135,13 +139,11 @@ class _ForkingContext(ForkContext):
 
 
 def set_up_cpu() -> None:
-    """Set what is no function: weights stay unpacked (see `CPU_PATCHES`), and cores are forked.
-
-    By default each core imports all of vLLM once more. With more than one thread of OpenMP, a fork
-    would hang if the API server had computed before; our engines on CPUs have one
-    (`engine_environment`). Workers are started as by default.
-    """
+    """Set attributes that are no functions: weights stay unpacked (see `CPU_PATCHES`), and engine
+    cores are forked; workers are started as by default."""
     vllm._custom_ops._supports_onednn = False
+    # A spawned core imports all of vLLM once more. A fork hangs if the API server has computed with
+    # several OpenMP threads before; our engines on CPUs have one (`engine_environment`).
     engine_utils.get_mp_context = _ForkingContext
 
 

@@ -51,13 +51,13 @@ from parallel.checksum import checksums
 
 
 def register() -> None:
-    """Tie this process to its parent, and register our loaders."""
+    """Tie this process to its parent, register our loaders, and apply our patches."""
     if ENGINE_VARIABLE not in os.environ:
         return
     parent = multiprocessing.parent_process()
-    if parent is not None:  # None in the API server, which is tied to whoever started it
-        # vLLM 0.33 starts workers on GPUs from threads that end at once, before a worker gets here:
-        # then it is the core's main thread that counts.
+    if parent is not None:  # None in the API server, which `parent_death` has tied
+        # Linux signals at the end of the parent's *thread*: vLLM 0.33 starts workers on GPUs from
+        # threads that end before a worker gets here, and then the core's main thread counts.
         die_with_parent()
         if not parent.is_alive():
             sys.exit("the process that started this one has ended")
@@ -71,25 +71,25 @@ def register() -> None:
 
 
 class DequantizingLoader(DefaultModelLoader):
-    """Loads a quantised folder into a model that is not: what the trainer reads there, too."""
+    """Loads a quantised folder into an unquantised model, with the values in the trainer."""
 
     def get_all_weights(
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor of the folder, dequantised."""
-        # vLLM's gpt-oss reads a method from this key if it is there, though its value is null.
+        """Yield each tensor of the folder, dequantised."""
+        # vLLM's gpt-oss reads a method from this key even if its value is null.
         vars(model_config.hf_config).pop(CONFIG_KEYS[0], None)
         self.counter_before_loading_weights = time.perf_counter()
         return whole_tensors(Path(model_config.model))
 
 
 class QuantizingLoader(DefaultModelLoader):
-    """Loads a folder into a model that is quantised: what the trainer would push of it."""
+    """Loads a folder into a quantised model, with the values that the trainer would push."""
 
     def get_all_weights(
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor of the folder, quantised, and its scales."""
+        """Yield each tensor of the folder, quantised, and its scales."""
         self.counter_before_loading_weights = time.perf_counter()
         scheme = str(self.load_config.load_format).removeprefix(QUANTIZED)
         ignored = ignored_modules(getattr(model_config.hf_config, CONFIG_KEYS[0]))
@@ -97,16 +97,16 @@ class QuantizingLoader(DefaultModelLoader):
 
 
 def absorb_latents(model: torch.nn.Module | None, dtype: torch.dtype) -> None:
-    """Let vLLM make anew, in place, what decode steps need of weights that project latents up:
-    copies in `dtype`, where these are quantised."""
+    """Let vLLM recompute, in place, the decode steps' copies of the weights that project latents
+    up; these are in `dtype` where the weights are quantised."""
     for module in model.modules() if model is not None else ():
         if isinstance(module, MLAAttention):
             module.process_weights_after_loading(dtype)
 
 
 def adapter_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    """A and B of the only adapter, by the name of their module, kind and place in it, by which vLLM
-    multiplies tokens; empty in an engine without adapters."""
+    """Buffers A and B of the only adapter, such as `...qkv_proj.lora_A.0`, numbered within fused
+    modules; empty in an engine without adapters."""
     return {
         f"{text_name(name)}.lora_{x}.{number}": stacked[0, 0]
         for name, module in model.named_modules()
@@ -117,8 +117,7 @@ def adapter_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def register_adapter(model: torch.nn.Module) -> None:
-    """Let requests use the buffers as they are, under `ADAPTER_ID`: for an unknown number vLLM
-    would read a file into the buffers."""
+    """Register the buffers as adapter `ADAPTER_ID`: vLLM would read a file for an unknown id."""
     manager: Any = getattr(model, "lora_manager", None)
     if manager is not None:
         manager._registered_adapters[ADAPTER_ID] = LoRAModel(ADAPTER_ID, 1, {})
@@ -138,7 +137,7 @@ class VllmWorker(PushWorker):
         self._with_vision = VISION_VARIABLE in os.environ
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights that pushes bring, by name; with adapters, those that they do not."""
+        """The model's weights by name: of pushes, or as loaded if pushes bring an adapter."""
         weights = pushable_parameters(self.model, self._with_vision)
         if self._drafter is not None:
             is_apart = FAMILIES[self._config.hf_text_config.model_type].mtp.is_apart
@@ -146,16 +145,14 @@ class VllmWorker(PushWorker):
         return weights
 
     def tensors(self) -> dict[str, Tensor]:
-        """The adapter, if the engine has one, or else the weights."""
+        """The adapter's tensors, if the engine has one, or else the weights."""
         return adapter_buffers(self.model) or self.weights()
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
-        """Receive, and compute anew what vLLM derives from weights (`absorb_latents`). Returns the
-        sums of what is received, and with adapters those of the weights as well.
-
-        vLLM's layerwise reload is for layouts that change after loading; ours do not (see
-        `moe_backend` in args.py).
-        """
+        """Receive a push, and recompute what vLLM derives from weights (`absorb_latents`). With
+        adapters, the checksums include those of the weights."""
+        # Without vLLM's layerwise reload, which is for layouts that change after loading: ours do
+        # not (see `moe_backend` in args.py).
         sums = {**super().receive(receiver, self.tensors())}
         for model in (self.model, self._drafter):
             absorb_latents(model, self._config.dtype)
@@ -175,7 +172,7 @@ class VllmWorker(PushWorker):
 
 
 class WorkerExtension:
-    """Mixin that vLLM adds to its worker's bases; /collective_rpc calls its methods."""
+    """Mixin for vLLM's worker class; /collective_rpc calls its methods."""
 
     push_worker = cached_property(VllmWorker)
 

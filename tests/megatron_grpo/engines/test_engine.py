@@ -89,7 +89,7 @@ def test_complete_reads_routes_as_vllm_writes_them(request_, routes, kept):
 
 
 EIGHT = {"version": "8", "start": 1, "end": 2}
-NO_COMPLETION = "something else than a completion of vLLM 0.32 or 0.33"
+NO_COMPLETION = "did not answer with a completion of vLLM 0.32 or 0.33"
 # vLLM's own word for a number that JSON has not.
 NOT_FINITE = {"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}}
 
@@ -150,12 +150,12 @@ def stream(content: Any, begun: Choice) -> Choice:
     ("ended", "kind", "told"),
     [
         ({"choices": [BEGUN | HALF_PUSHED]}, EngineError, "from weights of version none, but"),
-        ({"choices": [BEGUN | {"text": None}]}, EngineError, "something else than a completion"),
+        ({"choices": [BEGUN | {"text": None}]}, EngineError, "did not answer with a completion"),
         ({"error": {"message": "m", "code": 400}}, EngineError, "answered .* with 400: m"),
         ({"error": {"message": "m", "code": 401}}, EngineDown, "refuses the token in MEGATRON_GR"),
         ({"error": {"message": "m", "code": 500}}, EngineDown, "answered .* with 500: m"),
         ({"choices": [BEGUN | {"finish_reason": "abort"}]}, EngineDown, "gave up a sample"),
-        ({}, EngineError, "something else than a completion"),
+        ({}, EngineError, "did not answer with a completion"),
     ],
 )
 def test_complete_keeps_what_came_before_a_bad_end(ended, kind, told):

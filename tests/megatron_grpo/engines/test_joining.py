@@ -94,7 +94,7 @@ def test_check_engines_asks_a_dead_one_once_per_file(tmp_path, tied_model, capfd
         os.utime(file, ns=(1, 1))
         assert [is_asked() for _ in range(2)] == [True, False]
     told = [line for line in capfd.readouterr().err.splitlines() if url in line]
-    again = "does not answer: it is asked again when its file in engines/ has changed"
+    again = "does not answer: it is checked again when its file in engines/ has changed"
     assert told == [f"rollout engine {url} joins", *[f"rollout engine {url} {again}"] * 2]
 
 

@@ -180,7 +180,13 @@ SHARED = {"share_gpus": True}
         (8, 4, {"num_engines": 1}, {}, ["5,6", "7"]),
         (8, 4, {"base_urls": ["http://10.0.0.1:8000"]}, {}, ["4,5", "6"]),
         (4, 1, {"num_engines": 4}, {}, ["1,2", "3"]),  # engines share the GPUs of the rank
-        (8, 4, {"num_engines": 2}, {}, "3 GPUs for reward models, and of the 8 .* leave 2"),
+        (
+            8,
+            4,
+            {"num_engines": 2},
+            {},
+            "need 3 GPUs, and ranks and engines leave 2 of this host.s 8",
+        ),
         (3, 3, {"num_engines": 3}, SHARED, ["0,1", "2"]),
         (2, 2, {"num_engines": 2}, SHARED, "3 GPUs for reward models that share .* host has 2"),
     ],

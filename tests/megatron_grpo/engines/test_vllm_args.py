@@ -118,7 +118,7 @@ def test_experts_of_tokens_are_asked_for_only_where_vllm_tells_them():
     flag = "--enable-return-routed-experts"
     assert flag in command(on_gpu=True, router_replay=True)
     assert flag not in command(on_gpu=True)
-    with pytest.raises(ValueError, match="tells the experts of tokens only on GPUs"):
+    with pytest.raises(ValueError, match="returns the experts of tokens only on GPUs"):
         command(router_replay=True)
 
 

@@ -136,7 +136,7 @@ def test_hang_is_reported_with_the_stack_of_the_straggler():
     assert end.text.splitlines() == [
         "megatron-grpo: no rank has made progress for 45 s (train.hang_timeout); rank 0 is in "
         "phase train of step 2; if that is only slow, set train.hang_timeout=90",
-        "1 of 4 ranks are not where the others are:",
+        "stragglers, 1 of 4 ranks:",
         "rank 2 on node1 (pid 102), phase train of step 2, has stood for 46 s: "
         "/x/loss.py:9 in grpo_loss",
         "the stacks of all ranks are in logs/stacks.txt",

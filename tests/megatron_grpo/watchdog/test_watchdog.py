@@ -190,7 +190,7 @@ def test_hanging_rank_is_named_with_where_it_is(ranks, way, seconds):
     assert output.startswith("megatron-grpo: no rank has made progress for ")
     # One that uses the CPU may compute.
     assert f"for {seconds} s (train.hang_timeout)" in output
-    assert "1 of 4 ranks are not where the others are:\nrank 2 on " in output
+    assert "stragglers, 1 of 4 ranks:\nrank 2 on " in output
     assert "phase train of step 2" in output and f"in {way.__name__}" in output
     assert "rank 3" not in output and world.output(0)
     assert world.stacks.count("in hang") == 4
