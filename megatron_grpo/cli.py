@@ -69,7 +69,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # markup would swallow the brackets of our examples
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
 if TYPE_CHECKING:
     from megatron_grpo.prompt_checks import Checked
 
@@ -165,8 +164,8 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check that CONFIG can start, without starting it.
 
     Checks model, layout, data, rewards and an earlier run in train.run_dir, as train does; needs no
-    GPU. Encodes every row (minutes for a large data set), prints the first prompt, calls the reward
-    functions on it and starts its agent. Exit code 2 after a mistake.
+    GPU. Encodes every row (minutes for a large data set), prints the first prompt with the scores of
+    trial completions, and starts its agent. Exit code 2 after a mistake.
 
     \b
     Example:

@@ -50,6 +50,7 @@ def train(run: Run) -> None:
         if run.groups.rank == 0:
             print(
                 f"{run_dir} is complete: {done} of {num_steps} steps; its model is {run_dir / 'hf'}"
+                f"; train.num_steps above {done} continues it"
             )
         return
     with ExitStack() as stack:

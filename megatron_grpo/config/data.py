@@ -117,7 +117,8 @@ class DataConfig(Section):
         for name in (each.path for each in self.paths):
             is_read = name.endswith(FILE_SUFFIXES)
             if (is_read or not HUB_NAME.fullmatch(name)) and not Path(name).exists():
-                raise ValueError(f"data.path {name} does not exist")
+                folder = "" if Path(name).is_absolute() else f" in {Path.cwd()}"
+                raise ValueError(f"data.path {name} does not exist{folder}")
             if Path(name).is_file() and not is_read:
                 raise ValueError(
                     f"data.path {name} is neither {' nor '.join(FILE_SUFFIXES)}: {CONVERSION}"

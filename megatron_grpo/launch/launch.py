@@ -113,7 +113,8 @@ def check_files(cfg: Config) -> None:
     for kind, name in _user_code(cfg):
         if not (file := Path(name.rpartition(":")[0])).is_file():
             form = "" if file.suffix == ".py" else ": its form is file.py:name"
-            missing.append(f"{kind} {file} does not exist{form}")
+            folder = "" if file.is_absolute() else f" in {Path.cwd()}"
+            missing.append(f"{kind} {file} does not exist{folder}{form}")
     if missing:
         raise ValueError("\n".join(missing))
 

@@ -1,5 +1,7 @@
 """Files that a config names and that are missing."""
 
+from pathlib import Path
+
 import pytest
 
 from helpers.runs.train import TINY_CONFIG
@@ -27,5 +29,6 @@ def test_check_files_names_all_that_is_missing(tmp_path):
     assert model.startswith("model.path ") and "none is not a folder" in model
     assert data.startswith(f"data.path {table} is neither .jsonl nor .parquet")
     assert reward == (
-        "file of reward functions my.rewards does not exist: its form is file.py:name"
+        f"file of reward functions my.rewards does not exist in {Path.cwd()}: "
+        "its form is file.py:name"
     )

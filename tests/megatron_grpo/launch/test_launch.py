@@ -209,7 +209,7 @@ def test_place_command_prints_the_placement(tmp_path):
     ]
     assert said.exception is None
     said = CliRunner().invoke(cli.app, [*arguments, "data.path=no.jsonl"])
-    assert str(said.exception) == "data.path no.jsonl does not exist"
+    assert str(said.exception) == f"data.path no.jsonl does not exist in {Path.cwd()}"
     said = CliRunner().invoke(cli.app, [*arguments, "--only-engines", "data.path=no.jsonl"])
     assert said.exception is None
     said = CliRunner().invoke(cli.app, [*arguments, "rollout.tensor_parallel_size=8"])
