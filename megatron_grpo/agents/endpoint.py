@@ -1,10 +1,10 @@
-"""The address that agents ask for the model's turns: OpenAI's routes, and Anthropic's.
+"""HTTP server that agents ask for the model's turns: OpenAI's routes, and Anthropic's.
 
     POST /v1/chat/completions, /v1/completions, /v1/messages, /v1/messages/count_tokens
     GET /v1/models
 
-A session has a key, which is its API key (`Authorization: Bearer`, `x-api-key`). A program that
-cannot be given one finds the same routes below `/KEY`. The server runs in rank 0's event loop.
+Each session has an API key (`Authorization: Bearer`, `x-api-key`); for programs that cannot be
+given a key, all routes also exist below `/KEY`. The server runs in rank 0's event loop.
 """
 
 import asyncio
@@ -40,20 +40,19 @@ from megatron_grpo.unicode import as_unicode
 
 LOOPBACK, ANY_HOST = "127.0.0.1", ("0.0.0.0", "::")
 MAX_BODY = 64 << 20
-"""Bytes of a request: more than the longest context has."""
+"""Limit of a request's bytes: more than the longest context has."""
 NO_SESSION = "this is no key of a session that is going on"
 STOP_SECONDS = 2.0
-"""Within which connections end when the server stops."""
+"""Time for open connections to end when the server stops."""
 
 ErrorBody = Callable[[str, str, str | None], Json]
 Parse = Callable[[Choice, Json, str], Awaitable[Json]]
-"""The assistant's message that a turn is, by the parsers of the engine at an address; the second
-argument is the request."""
+"""(turn, request, engine's address) -> the assistant's message; see `Agents._parse`."""
 
 
 @dataclass(frozen=True)
 class Asking:
-    """One request of one session."""
+    """A request with its session; `asked` are the fields of `body` that have an effect."""
 
     session: Session
     body: Json
@@ -64,18 +63,18 @@ Answer = Callable[[web.Request, Asking], Awaitable[web.StreamResponse]]
 
 
 class Endpoint:
-    """The server. Agents that the run starts are on its host; those outside have a queue of tasks,
-    and an address that the config names."""
+    """The server: on the loopback address for agents of the run; agents elsewhere have the address
+    `agent.listen` and take `tasks`."""
 
     def __init__(self, parse: Parse, model: str, tasks: TaskQueue | None = None) -> None:
         self._parse, self._model, self._tasks = parse, model, tasks
         self.sessions: dict[str, Session] = {}
-        """Sessions that are going on, by the key with which their requests come."""
+        """Open sessions by their API key."""
         self.url = ""
-        """Address without /v1, once it is started."""
+        """Address without /v1; empty before `start`."""
 
     def admit(self, session: Session) -> str:
-        """Let requests of this session come; returns its key."""
+        """Open a session to requests; returns its key."""
         key = secrets.token_urlsafe(24)
         self.sessions[key] = session
         return key
@@ -97,7 +96,8 @@ class Endpoint:
             self._tasks.serve(application)
         application.router.add_get("/v1/models", self._models)
         application.router.add_get("/{key}/v1/models", self._models)
-        # A client that goes away ends the wait for its answer.
+        # `handler_cancellation`, which aiohttp leaves off: when a client disconnects, its handler
+        # is cancelled, and with it the request at the engines.
         self._runner = web.AppRunner(
             application, handler_cancellation=True, shutdown_timeout=STOP_SECONDS, access_log=None
         )
@@ -113,7 +113,7 @@ class Endpoint:
             self._tasks.publish_address(f"http://{name}:{port}")
 
     async def close(self) -> None:
-        """Stop the server; requests that are open are not answered."""
+        """Stop the server; open requests stay unanswered."""
         await self._runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -129,7 +129,7 @@ class Endpoint:
         answer: Answer,
         request: web.Request,
     ) -> web.StreamResponse:
-        """Answer a request, or say in its API's form why not."""
+        """Answer a request, or refuse it in its API's form: 401, 400, or 403 after the end."""
         session = self._session_of(request)
         if session is None:
             return _refused(error_body, 401, NO_SESSION)
@@ -138,7 +138,7 @@ class Endpoint:
             return await answer(request, Asking(session, body, asked))
         except BadRequest as error:
             return _refused(error_body, 400, str(error), error.code)
-        except RecursionError:
+        except RecursionError:  # json.loads raises this, and no ValueError, for deep nesting
             return _refused(error_body, 400, "the request is nested too deep")
         except SessionOver as error:
             return _refused(error_body, 403, str(error))
@@ -176,7 +176,8 @@ class Endpoint:
 
     async def _chat_turns(self, asking: Asking) -> list[Answered]:
         body, session = asking.body, asking.session
-        messages, tools, text = await asyncio.to_thread(_chat_of, asking)  # long chats take long
+        # In a thread: rendering a long chat would block the event loop, which also asks engines.
+        messages, tools, text = await asyncio.to_thread(_chat_of, asking)
 
         async def take_turn() -> Answered:
             found = session.template.find(session.turns, messages, tools, text)
@@ -213,7 +214,8 @@ class Endpoint:
     async def _sample(
         self, asking: Asking, found: Found, prompt_text: str
     ) -> tuple[Turn, Choice, str, str]:
-        """A turn without its history, what was sampled, the engine, and the text for the agent."""
+        """Sample a turn. Returns it without its history, with the engine's choice and address, and
+        the text for the agent, cut before the first of the request's stop strings."""
         asked = asking.asked
         choice, url, prompt, end = await asking.session.sample(found, asked.max_tokens, asked.stop)
         text = choice.text
@@ -234,14 +236,14 @@ class Endpoint:
 
 
 def _chat_of(asking: Asking) -> tuple[list[Message], Any, str]:
-    """The messages of a request, its tools, and both as the template writes them."""
+    """Messages and tools of a request, and both rendered by the template."""
     messages, tools = messages_of(asking.body.get("messages")), openai_api.tools_of(asking.body)
     check_calls(messages, asking.session.turns)
     return messages, tools, asking.session.template.render(messages, tools, is_asked=True)
 
 
 async def _read(request: web.Request, as_chat: Callable[[Json], Json] | None) -> tuple[Json, Asked]:
-    """The body of a request, made OpenAI's by `as_chat`, and what it asks for."""
+    """Body of a request, converted by `as_chat` to OpenAI's form, and its checked fields."""
     try:
         body = json.loads(await request.text(), parse_constant=_refuse_constant)
         if not isinstance(body, dict):
@@ -268,7 +270,7 @@ def _refused(
 async def _stream(
     request: web.Request, events: Sequence[tuple[str, Mapping[str, Any]]], end: str = ""
 ) -> web.StreamResponse:
-    """Server-sent events, with their names if they have any."""
+    """Send (name, data) pairs as server-sent events; an empty name is left out."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     for name, event in events:

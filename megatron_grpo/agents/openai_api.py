@@ -1,4 +1,4 @@
-"""OpenAI's bodies of requests and answers: chat completions and text completions."""
+"""OpenAI's request and answer bodies: chat completions and text completions."""
 
 import reprlib
 import time
@@ -11,9 +11,10 @@ from megatron_grpo.unicode import is_unicode
 
 Json = dict[str, Any]
 CHANGES_SAMPLING = ("logit_bias", "presence_penalty", "frequency_penalty", "min_p", "top_logprobs")
-"""Fields that change what a model samples, or show more of it than is kept; they must be 0."""
+"""Fields that must be absent or 0: they change the distribution of tokens (`top_logprobs`: ask for
+values that are not kept)."""
 MOST_CHOICES = 128
-"""As OpenAI's own limit of `n`: each choice is a task on the endpoint's thread."""
+"""OpenAI's own limit of `n`; each choice is a task of the event loop."""
 FIELDS: Mapping[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
     "a whole number": ((int,), ("n", "max_tokens", "max_completion_tokens", "seed", "top_k")),
     "a number": ((int, float), ("temperature", "top_p")),
@@ -24,15 +25,15 @@ FIELDS: Mapping[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
     "a list": ((list,), ("tools",)),
     "an object": ((dict,), ("stream_options", "response_format", "metadata")),
 }
-"""Types of the request's fields, of ignored ones too; null counts as absent."""
+"""Types of a request's fields, ignored ones included; null counts as absent."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Fields of a request that have an effect, on either route.
+    """Fields of a request that have an effect, on both routes.
 
-    How tokens are sampled is the run's and not the request's: the trainer must know. So
-    `temperature`, `top_p`, `top_k`, `seed` and `model` have no effect.
+    `temperature`, `top_p`, `top_k`, `seed` and `model` have none: the run's config sets how tokens
+    are sampled, since the trainer must reproduce their probabilities.
     """
 
     num: int
@@ -40,13 +41,13 @@ class Asked:
     stop: tuple[str, ...]
     is_streamed: bool
     has_usage: bool
-    """Whether a stream ends with the numbers of tokens."""
+    """Whether a stream ends with a `usage` chunk."""
     has_logprobs: bool
 
     @classmethod
     def of(cls, body: Json) -> "Asked":
-        """Read a request; raises BadRequest for what the trainer could not reproduce, or that
-        cannot be meant."""
+        """Read a request; raises BadRequest for fields of wrong types, and for sampling that the
+        trainer could not reproduce."""
         _check_types(body)
         for name in CHANGES_SAMPLING:
             if body.get(name):
@@ -85,13 +86,14 @@ def _check_types(body: Json) -> None:
     for words, (types, names) in FIELDS.items():
         for name in names:
             value = body.get(name)
+            # bool is a subclass of int, and `"n": true` is no number.
             is_right = isinstance(value, types) and (bool in types or not isinstance(value, bool))
             if value is not None and not is_right:
                 raise BadRequest(f"{name} must be {words}, not {reprlib.repr(value)}")
 
 
 def tools_of(body: Json) -> Any:
-    """Tools of a request; raises BadRequest if the model would be forced to call one."""
+    """Tools of a request, None without any; raises BadRequest for a forced `tool_choice`."""
     choice = body.get("tool_choice", "auto")
     if choice not in (None, "auto", "none"):
         raise BadRequest(
@@ -119,10 +121,10 @@ def _is_tool(given: Any) -> bool:
 
 @dataclass(frozen=True)
 class Answered:
-    """One turn of the model, for an answer."""
+    """A turn of the model, ready to be sent."""
 
     message: Message
-    """An assistant's, in OpenAI's form."""
+    """The assistant's message in OpenAI's form."""
     finish_reason: str
     num_prompt: int
     num_sampled: int
@@ -131,13 +133,16 @@ class Answered:
 
 
 class Route(NamedTuple):
-    """How /v1/chat/completions or /v1/completions answers: `object` of an answer and of the chunks
-    of a stream, and what a turn, with its number, becomes in each."""
+    """Answer format of /v1/chat/completions or /v1/completions."""
 
     kind: str
+    """Field `object` of an answer."""
     choice: Callable[[int, Answered], Json]
+    """(index, turn) -> entry of `choices` in an answer."""
     chunk_kind: str
+    """Field `object` of a stream's chunk."""
     chunks: Callable[[int, Answered], Iterable[Json]]
+    """(index, turn) -> entries of `choices`, one for each chunk."""
 
     def answer(self, turns: Sequence[Answered], model: str, name: str) -> Json:
         choices = [self.choice(index, turn) for index, turn in enumerate(turns)]
@@ -146,7 +151,7 @@ class Route(NamedTuple):
     def stream(
         self, turns: Sequence[Answered], model: str, name: str, asked: Asked
     ) -> Iterator[Json]:
-        """Stream the `answer`; a turn comes whole, as it is parsed at its end."""
+        """Chunks of a streamed answer. A turn is not split: tool calls are parsed at its end."""
         frame = _frame(self.chunk_kind, model, name)
         for index, turn in enumerate(turns):
             for choice in self.chunks(index, turn):
