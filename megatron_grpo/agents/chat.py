@@ -76,7 +76,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Found:
-    """The match of a request: the place whose tokens it repeats, and the text behind it."""
+    """Match of a request in the session's tree: a place, and the text behind it."""
 
     place: Place | None
     """None if the request repeats no turn."""
@@ -139,7 +139,7 @@ class ChatTemplate:
         raise BadRequest(refusal)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a rendered text; special tokens are those that it names, none are added."""
+        """Tokens of a rendered text, which has its special tokens already."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def find(

@@ -4,7 +4,7 @@ An environment is a class in a user's file:
 
     class Guessing:
         def reset(self, prompt: str, **columns) -> str | None:
-            ...  # `columns` are those of the data row; a returned text is appended to the prompt
+            ...  # `columns` of the data row; a returned text is appended to the prompt
         def step(self, text: str) -> tuple[str, float, bool]:
             ...  # the model's turn -> observation, reward, done
 

@@ -56,7 +56,7 @@ class Partners:
         client: RolloutClient,
     ) -> None:
         self._by_source: dict[str, Agents | Environments | None] = {}
-        # If one partner cannot be made, those of earlier sources are closed.
+        # If a partner cannot be made, the partners of earlier sources are closed.
         with ExitStack() as stack:
             stack.callback(self.close)
             for name, view in cfg.by_source.items():

@@ -91,7 +91,7 @@ def _facts(folder: Path, stream: PromptStream) -> dict[str, Any]:
 
 class Replay(Runner):
     """Reads the generations of the run in `train.replay`, each when it is needed. Raises ValueError
-    if their prompts are not those of this run's data."""
+    if this run's data has other prompts."""
 
     def __init__(self, cfg: Config, shape: ModelShape, is_preempted: Callable[[], bool]) -> None:
         # Imported here: it imports transformers, which only rank 0 needs.
