@@ -186,11 +186,7 @@ def run_command(command: list[str], variables: Mapping[str, str], row: Mapping[s
 
 def checked(outcome: Any) -> dict[str, Any]:
     """Check an agent's result: a reward, or an object with `reward` and `metrics` (numbers by
-    name). Raises ValueError for anything else.
-
-    >>> checked(1), checked({"metrics": {"files": 3}})
-    ({'reward': 1.0, 'metrics': {}}, {'reward': None, 'metrics': {'files': 3.0}})
-    """
+    name). Raises ValueError for anything else."""
     outcome = outcome if isinstance(outcome, Mapping) else {"reward": outcome}
     metrics, reward = outcome.get("metrics") or {}, outcome.get("reward")
     if not isinstance(metrics, Mapping):

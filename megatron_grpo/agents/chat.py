@@ -66,9 +66,8 @@ class Turn:
     text: str
     """Sampled text without special tokens."""
     prompt: Place
-    """End of the prompt in the session's tree."""
     end: Place
-    """End of the turn in the session's tree, behind `last_token`."""
+    """Ends of the prompt and of the turn in the session's tree."""
     last_token: int
     roles: tuple[str, ...] = ()
     """Roles of the request's messages after its last answer."""
@@ -213,11 +212,8 @@ def _longest_prompt(turns: Sequence[Turn], text: str) -> Found:
 
 
 def messages_of(given: Any) -> list[Message]:
-    """Normalise the messages of a request: contents become text, arguments of calls objects, or
-    text if they are no JSON object.
-
-    Raises BadRequest for anything but a list of messages with text.
-    """
+    """Normalise messages: contents become text, arguments of calls objects, or text if they are no
+    JSON object. Raises BadRequest for anything but a list of messages with text."""
     if not isinstance(given, list) or not given:
         raise BadRequest("messages must be a list with at least one message")
     return [_message(each) for each in given]

@@ -11,8 +11,7 @@ from megatron_grpo.unicode import is_unicode
 
 Json = dict[str, Any]
 CHANGES_SAMPLING = ("logit_bias", "presence_penalty", "frequency_penalty", "min_p", "top_logprobs")
-"""Fields that must be absent or 0: they change the distribution of tokens (`top_logprobs`: ask for
-values that are not kept)."""
+"""Fields that must be absent or 0: they change sampling, or ask for values that are not kept."""
 MOST_CHOICES = 128
 """OpenAI's own limit of `n`; each choice is a task of the event loop."""
 FIELDS: Mapping[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
@@ -133,16 +132,13 @@ class Answered:
 
 
 class Route(NamedTuple):
-    """Answer format of /v1/chat/completions or /v1/completions."""
+    """Answer format of /v1/chat/completions or /v1/completions: for an answer and for the chunks of
+    a stream, the field `object`, and the `choices` of (index, turn)."""
 
     kind: str
-    """Field `object` of an answer."""
     choice: Callable[[int, Answered], Json]
-    """(index, turn) -> entry of `choices` in an answer."""
     chunk_kind: str
-    """Field `object` of a stream's chunk."""
     chunks: Callable[[int, Answered], Iterable[Json]]
-    """(index, turn) -> entries of `choices`, one for each chunk."""
 
     def answer(self, turns: Sequence[Answered], model: str, name: str) -> Json:
         choices = [self.choice(index, turn) for index, turn in enumerate(turns)]

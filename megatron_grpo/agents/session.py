@@ -26,8 +26,7 @@ class SessionOver(Exception):
 
 
 class Session:
-    """Samples the turns of one agent through a router, keeps them in a tree of tokens, and becomes
-    a `Sample`."""
+    """Samples an agent's turns through a router, and keeps their tokens in a tree."""
 
     def __init__(
         self,
@@ -153,8 +152,7 @@ class Session:
         )
 
     def _prompt_of(self, found: Found) -> tuple[Place | None, list[int]]:
-        """Place in the tree to go on from, and the new tokens of the prompt behind it. Raises
-        BadRequest for a rewritten history under `agent.on_rewrite=drop`."""
+        """Place in the tree that the prompt goes on from, and the new tokens behind it."""
         template = self.template
         if found.place is not None:
             return found.place, template.encode(found.rest) if found.rest else []
@@ -223,7 +221,6 @@ class Session:
         return Place(end.branch, end.length - len(choice.token_ids)), end
 
     def _refuse(self, finish_reason: str, text: str) -> None:
-        """Raise BadRequest, and note why the sample ends; an agent may end well after a limit."""
         if finish_reason == "failed":
             self.failure = self.failure or text
         self.finish_reason = finish_reason

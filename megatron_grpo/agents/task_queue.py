@@ -3,9 +3,8 @@
     POST /tasks        {"key", "url", "row", "messages"} of a sample; 204 if none waits
     POST /tasks/KEY    outcome: {"reward": 0.5, "metrics": {"files": 3}}, or {"error": "why"}
 
-Both require the run's token (`Authorization: Bearer`). Each start of the run writes a new token,
-with the address, to `agents.json` of the run directory. `url` and `key` are for the endpoint's
-routes.
+Both require the run's token (`Authorization: Bearer`); each start writes a new one, with the
+address, to `agents.json` of the run directory. `url` and `key` are for the endpoint's routes.
 """
 
 import asyncio
@@ -177,8 +176,7 @@ class TaskQueue:
 
 
 def _ending(body: str) -> dict[str, Any]:
-    """Parse an agent's report: reward and metrics. Raises InstanceFailed for a reported error, and
-    ValueError for anything else."""
+    """Parse a report: reward and metrics. Raises InstanceFailed for its error, else ValueError."""
     ending = json.loads(body)
     if isinstance(ending, dict) and ending.get("error"):
         raise InstanceFailed(str(ending["error"]))

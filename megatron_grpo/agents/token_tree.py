@@ -1,8 +1,7 @@
 """Tokens of a session: a tree, since an agent may go on from any point of its history.
 
-Every path from the root is a prompt with its completion. A branch begins where a path leaves
-another one, and owns the tokens from there on: each sampled token belongs to exactly one branch,
-however many paths lead through it.
+Every path from the root is a prompt with its completion. A branch owns the tokens from where it
+leaves another path, so each sampled token belongs to exactly one branch:
 
     prompt | turn 1 | tool result | turn 2      branch 0: first = len(prompt)
                     + other text  | turn 3      branch 1: first = len(prompt) + len(turn 1)
@@ -130,8 +129,7 @@ class TokenTree:
         return tuple(found)
 
     def _bounds(self, place: Place, starts: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """(start, end) ranges that make up the path to a place, as positions in the prompt followed
-        by all branches' own tokens."""
+        """(start, end) parts of the path to a place, in the prompt and all branches' own tokens."""
         branch = self.branches[place.branch]
         if branch.root is None:
             return ((0, place.length),) if place.length else ()

@@ -38,8 +38,7 @@ def load_tool(name: str) -> tuple[Callable[..., Any], Json]:
 
 
 def schema_of(function: Callable[..., Any], name: str) -> Json:
-    """Schema of a function in OpenAI's form, from its signature and docstring; `name` is for
-    messages."""
+    """Schema of a function in OpenAI's form, by signature and docstring; errors show `name`."""
     # Imported here: it takes seconds, and only agents with tools need it.
     from transformers.utils.chat_template_utils import (  # noqa: PLC0415
         DocstringParsingException,
@@ -222,8 +221,7 @@ async def _run(function: Callable[..., Any], /, **arguments: Any) -> Any:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return an error instead of raising it: a GeneratorExit from `asyncio.to_thread` would end the
-    whole conversation."""
+    """Return errors of a thread: a GeneratorExit in its future would end the conversation."""
     try:
         return call(), None
     except BaseException as error:
