@@ -180,7 +180,7 @@ def run_command(command: list[str], variables: Mapping[str, str], row: Mapping[s
         return json.loads(lines[-1])
     except ValueError:
         raise ValueError(
-            f"the last line that it wrote is no reward in JSON: {reprlib.repr(lines[-1])}"
+            f"the last line of its output is no reward in JSON: {reprlib.repr(lines[-1])}"
         ) from None
 
 
@@ -194,7 +194,8 @@ def checked(outcome: Any) -> dict[str, Any]:
     return {
         "reward": None if reward is None else _number("reward", reward),
         "metrics": {
-            as_unicode(str(name)): _number(f"metric {name}", of) for name, of in metrics.items()
+            as_unicode(str(name)): _number(f"metric {name}", value)
+            for name, value in metrics.items()
         },
     }
 

@@ -223,7 +223,7 @@ def _described(agent: AgentConfig) -> str:
         if named := getattr(agent, key):
             return f"agent.{key} {named}"
     named = {"tools": agent.tools, "mcp_servers": agent.mcp_servers}
-    return " and ".join(f"agent.{key} {', '.join(of)}" for key, of in named.items() if of)
+    return " and ".join(f"agent.{key} {', '.join(names)}" for key, names in named.items() if names)
 
 
 def _columns(prompt: Prompt, url: str, key: str) -> Json:

@@ -32,7 +32,7 @@ from megatron_grpo.agents.chat import (
     messages_of,
     roles_since_answer,
 )
-from megatron_grpo.agents.openai_api import CHAT, TEXT, Answered, Asked, Json, Route
+from megatron_grpo.agents.openai_api import CHAT, TEXT, Answered, Json, Options, Route
 from megatron_grpo.agents.session import Session, SessionOver
 from megatron_grpo.agents.task_queue import TaskQueue
 from megatron_grpo.engines.choice import Choice
@@ -41,7 +41,7 @@ from megatron_grpo.unicode import as_unicode
 LOOPBACK, ANY_HOST = "127.0.0.1", ("0.0.0.0", "::")
 MAX_BODY = 64 << 20
 """Limit of a request's bytes: more than the longest context has."""
-NO_SESSION = "this is no key of a session that is going on"
+NO_SESSION = "no open session has this API key"
 STOP_SECONDS = 2.0
 """Time for open connections to end when the server stops."""
 
@@ -51,15 +51,15 @@ Parse = Callable[[Choice, Json, str], Awaitable[Json]]
 
 
 @dataclass(frozen=True)
-class Asking:
-    """A request with its session; `asked` are the fields of `body` that have an effect."""
+class AgentRequest:
+    """A request with its session; `options` are the fields of `body` that have an effect."""
 
     session: Session
     body: Json
-    asked: Asked
+    options: Options
 
 
-Answer = Callable[[web.Request, Asking], Awaitable[web.StreamResponse]]
+Answer = Callable[[web.Request, AgentRequest], Awaitable[web.StreamResponse]]
 
 
 class Endpoint:
@@ -116,8 +116,8 @@ class Endpoint:
         """Stop the server; open requests stay unanswered."""
         await self._runner.cleanup()
 
-    async def _models(self, request: web.Request) -> web.Response:
-        if self._session_of(request) is None:
+    async def _models(self, http: web.Request) -> web.Response:
+        if self._session_of(http) is None:
             return _refused(openai_api.error_body, 401, NO_SESSION)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "megatron-grpo"}
         return web.json_response({"object": "list", "data": [model]})
@@ -127,15 +127,15 @@ class Endpoint:
         error_body: ErrorBody,
         as_chat: Callable[[Json], Json] | None,
         answer: Answer,
-        request: web.Request,
+        http: web.Request,
     ) -> web.StreamResponse:
         """Answer a request, or refuse it in its API's form: 401, 400, or 403 after the end."""
-        session = self._session_of(request)
+        session = self._session_of(http)
         if session is None:
             return _refused(error_body, 401, NO_SESSION)
         try:
-            body, asked = await _read(request, as_chat)
-            return await answer(request, Asking(session, body, asked))
+            body, options = await _read(http, as_chat)
+            return await answer(http, AgentRequest(session, body, options))
         except BadRequest as error:
             return _refused(error_body, 400, str(error), error.code)
         except RecursionError:  # json.loads raises this, and no ValueError, for deep nesting
@@ -144,112 +144,117 @@ class Endpoint:
             return _refused(error_body, 403, str(error))
 
     async def _openai(
-        self, route: Route, request: web.Request, asking: Asking
+        self, route: Route, http: web.Request, request: AgentRequest
     ) -> web.StreamResponse:
         take_turns = self._chat_turns if route is CHAT else self._text_turns
-        turns, name = await take_turns(asking), f"chatcmpl-{uuid4().hex}"
-        if not asking.asked.is_streamed:
+        turns, name = await take_turns(request), f"chatcmpl-{uuid4().hex}"
+        if not request.options.is_streamed:
             return web.json_response(route.answer(turns, self._model, name))
-        chunks = route.stream(turns, self._model, name, asking.asked)
-        return await _stream(request, [("", part) for part in chunks], end="data: [DONE]\n\n")
+        chunks = route.stream(turns, self._model, name, request.options)
+        return await _stream(http, [("", part) for part in chunks], end="data: [DONE]\n\n")
 
-    async def _messages(self, request: web.Request, asking: Asking) -> web.StreamResponse:
-        [turn] = await self._chat_turns(asking)
+    async def _messages(self, http: web.Request, request: AgentRequest) -> web.StreamResponse:
+        [turn] = await self._chat_turns(request)
         name = f"msg_{uuid4().hex}"
-        if not asking.asked.is_streamed:
+        if not request.options.is_streamed:
             return web.json_response(anthropic_api.answer(turn, self._model, name))
         events = anthropic_api.events(turn, self._model, name)
-        return await _stream(request, [(event["type"], event) for event in events])
+        return await _stream(http, [(event["type"], event) for event in events])
 
-    async def _count(self, request: web.Request, asking: Asking) -> web.StreamResponse:
-        session = asking.session
-        chat = await asyncio.to_thread(_chat_of, asking)
+    async def _count(self, http: web.Request, request: AgentRequest) -> web.StreamResponse:
+        session = request.session
+        chat = await asyncio.to_thread(_chat_of, request)
         found = session.template.find(session.turns, *chat)
         return web.json_response({"input_tokens": session.num_tokens(found)})
 
-    def _session_of(self, request: web.Request) -> Session | None:
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        for key in (request.match_info.get("key"), request.headers.get("x-api-key"), bearer):
+    def _session_of(self, http: web.Request) -> Session | None:
+        bearer = http.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        for key in (http.match_info.get("key"), http.headers.get("x-api-key"), bearer):
             if key in self.sessions:
                 return self.sessions[key]
         return None
 
-    async def _chat_turns(self, asking: Asking) -> list[Answered]:
-        body, session = asking.body, asking.session
+    async def _chat_turns(self, request: AgentRequest) -> list[Answered]:
+        body, session = request.body, request.session
         # In a thread: rendering a long chat would block the event loop, which also asks engines.
-        messages, tools, text = await asyncio.to_thread(_chat_of, asking)
+        messages, tools, text = await asyncio.to_thread(_chat_of, request)
 
         async def take_turn() -> Answered:
             found = session.template.find(session.turns, messages, tools, text)
-            turn, choice, url, text_of = await self._sample(asking, found, text)
-            asked = {**body, "messages": as_openai(messages), "tools": tools}
-            message = await self._parse(choice, asked, url)
+            turn, choice, url, text_of = await self._sample(request, found, text)
+            chat_request = {**body, "messages": as_openai(messages), "tools": tools}
+            message = await self._parse(choice, chat_request, url)
             if not message.get("tool_calls") and not message.get("reasoning"):
                 message = {"role": "assistant", "content": text_of}
             [answer] = messages_of([message])
             history, roles = digests(messages, tools), roles_since_answer(messages)
             turn = replace(turn, history=history, answer=answer, roles=roles)
             session.turns.append(turn)
-            return self._answered(turn, choice, message, asking)
+            return self._answered(turn, choice, message, request)
 
-        return await asyncio.gather(*[take_turn() for _ in range(asking.asked.num)])
+        return await asyncio.gather(*[take_turn() for _ in range(request.options.num)])
 
-    async def _text_turns(self, asking: Asking) -> list[Answered]:
-        session, prompt = asking.session, asking.body.get("prompt")
+    async def _text_turns(self, request: AgentRequest) -> list[Answered]:
+        session, prompt = request.session, request.body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             [prompt] = prompt
         if not isinstance(prompt, str) or not prompt:
             raise BadRequest("prompt must be one text that is not empty")
-        if asking.body.get("echo") or asking.body.get("suffix"):
+        if request.body.get("echo") or request.body.get("suffix"):
             raise BadRequest("echo and suffix are not supported")
 
         async def take_turn() -> Answered:
             found = session.template.find_text(session.turns, prompt)
-            turn, choice, _, text = await self._sample(asking, found, prompt)
+            turn, choice, _, text = await self._sample(request, found, prompt)
             session.turns.append(turn)
-            return self._answered(turn, choice, {"role": "assistant", "content": text}, asking)
+            return self._answered(turn, choice, {"role": "assistant", "content": text}, request)
 
-        return await asyncio.gather(*[take_turn() for _ in range(asking.asked.num)])
+        return await asyncio.gather(*[take_turn() for _ in range(request.options.num)])
 
     async def _sample(
-        self, asking: Asking, found: Found, prompt_text: str
+        self, request: AgentRequest, found: Found, prompt_text: str
     ) -> tuple[Turn, Choice, str, str]:
         """Sample a turn. Returns it without its history, with the engine's choice and address, and
         the text for the agent, cut before the first of the request's stop strings."""
-        asked = asking.asked
-        choice, url, prompt, end = await asking.session.sample(found, asked.max_tokens, asked.stop)
+        options = request.options
+        choice, url, prompt, end = await request.session.sample(
+            found, options.max_tokens, options.stop
+        )
         text = choice.text
         start = Start.of(prompt_text)
         turn = Turn((), {}, start, text, prompt, end, choice.token_ids[-1])
-        cuts = [at for each in asked.stop if (at := text.find(each)) >= 0]
+        cuts = [at for each in options.stop if (at := text.find(each)) >= 0]
         return turn, choice, url, text[: min(cuts, default=None)]
 
-    def _answered(self, turn: Turn, choice: Choice, message: Json, asking: Asking) -> Answered:
+    def _answered(
+        self, turn: Turn, choice: Choice, message: Json, request: AgentRequest
+    ) -> Answered:
         tokens: Sequence[tuple[str, float]] = ()
-        if asking.asked.has_logprobs:
+        if request.options.has_logprobs:
             texts = [
-                asking.session.template.tokenizer.decode([token]) for token in choice.token_ids
+                request.session.template.tokenizer.decode([token]) for token in choice.token_ids
             ]
             tokens = [*zip(texts, choice.token_logprobs, strict=True)]
         reason = "tool_calls" if message.get("tool_calls") else choice.finish_reason
         return Answered(message, reason, turn.prompt.length, len(choice.token_ids), tokens)
 
 
-def _chat_of(asking: Asking) -> tuple[list[Message], Any, str]:
+def _chat_of(request: AgentRequest) -> tuple[list[Message], Any, str]:
     """Messages and tools of a request, and both rendered by the template."""
-    messages, tools = messages_of(asking.body.get("messages")), openai_api.tools_of(asking.body)
-    check_calls(messages, asking.session.turns)
-    return messages, tools, asking.session.template.render(messages, tools, is_asked=True)
+    body = request.body
+    messages, tools = messages_of(body.get("messages")), openai_api.tools_of(body)
+    check_calls(messages, request.session.turns)
+    return messages, tools, request.session.template.render(messages, tools, is_asked=True)
 
 
-async def _read(request: web.Request, as_chat: Callable[[Json], Json] | None) -> tuple[Json, Asked]:
+async def _read(http: web.Request, as_chat: Callable[[Json], Json] | None) -> tuple[Json, Options]:
     """Body of a request, converted by `as_chat` to OpenAI's form, and its checked fields."""
     try:
-        body = json.loads(await request.text(), parse_constant=_refuse_constant)
+        body = json.loads(await http.text(), parse_constant=_refuse_constant)
         if not isinstance(body, dict):
             raise BadRequest("the body must be an object")
         body = as_chat(body) if as_chat else body
-        return as_unicode(body), Asked.of(body)
+        return as_unicode(body), Options.of(body)
     except BadRequest:
         raise
     except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -268,11 +273,11 @@ def _refused(
 
 
 async def _stream(
-    request: web.Request, events: Sequence[tuple[str, Mapping[str, Any]]], end: str = ""
+    http: web.Request, events: Sequence[tuple[str, Mapping[str, Any]]], end: str = ""
 ) -> web.StreamResponse:
     """Send (name, data) pairs as server-sent events; an empty name is left out."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
+    await response.prepare(http)
     for name, event in events:
         head = f"event: {name}\n" if name else ""
         await response.write(f"{head}data: {json.dumps(event)}\n\n".encode())

@@ -110,7 +110,7 @@ class ForkPool:
             self._worker.connection.send(message)
         except BlockingIOError:
             raise InstancesLost(
-                f"the worker of the environments: it read nothing for {SEND_SECONDS} s"
+                f"the worker of the environments read nothing for {SEND_SECONDS} s"
             ) from None
         except ConnectionError:
             pass

@@ -235,7 +235,7 @@ class ForkWorker:
         try:
             self.processes[key].connection.send(turn)
         except BlockingIOError:
-            self._fail(key, f"it did not take its turn within {SEND_SECONDS:g} s: killed")
+            self._fail(key, f"its process did not read the turn within {SEND_SECONDS:g} s: killed")
         except ConnectionError:
             pass  # the instance is dead: `_forward_answer` finds that out and says how
 

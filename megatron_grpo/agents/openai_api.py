@@ -28,7 +28,7 @@ FIELDS: Mapping[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class Options:
     """Fields of a request that have an effect, on both routes.
 
     `temperature`, `top_p`, `top_k`, `seed` and `model` have none: the run's config sets how tokens
@@ -44,7 +44,7 @@ class Asked:
     has_logprobs: bool
 
     @classmethod
-    def of(cls, body: Json) -> "Asked":
+    def of(cls, body: Json) -> "Options":
         """Read a request; raises BadRequest for fields of wrong types, and for sampling that the
         trainer could not reproduce."""
         _check_types(body)
@@ -61,7 +61,7 @@ class Asked:
             max_tokens = body.get("max_tokens")
         if [each for each in (num, max_tokens) if each is not None and each < 1]:
             raise BadRequest("n and max_tokens must be at least 1")
-        asked = cls(
+        options = cls(
             num=num or 1,
             max_tokens=max_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
@@ -69,16 +69,16 @@ class Asked:
             has_usage=bool((body.get("stream_options") or {}).get("include_usage")),
             has_logprobs=body.get("logprobs") not in (None, False),
         )
-        if asked.num > MOST_CHOICES:
-            raise BadRequest(f"n {asked.num} must be at most {MOST_CHOICES}")
-        if [each for each in asked.stop if not (isinstance(each, str) and each)]:
+        if options.num > MOST_CHOICES:
+            raise BadRequest(f"n {options.num} must be at most {MOST_CHOICES}")
+        if [each for each in options.stop if not (isinstance(each, str) and each)]:
             raise BadRequest("stop strings must be texts that are not empty")
-        if not all(map(is_unicode, asked.stop)):
+        if not all(map(is_unicode, options.stop)):
             raise BadRequest(
-                f"stop {[*asked.stop]} has half of a surrogate pair, which is in no text of the "
+                f"stop {[*options.stop]} has half of a surrogate pair, which is in no text of the "
                 "model: correct it, or leave it out"
             )
-        return asked
+        return options
 
 
 def _check_types(body: Json) -> None:
@@ -102,8 +102,8 @@ def tools_of(body: Json) -> Any:
     tools = body.get("tools") or ()
     if not all(map(_is_tool, tools)):
         raise BadRequest(
-            "each of tools must be an object with a function, which has a name and perhaps a "
-            "description, a text, and parameters, an object"
+            "each of tools must be an object with a function: a name, and perhaps a description (a "
+            "text) and parameters (an object)"
         )
     return None if choice == "none" else [*tools] or None
 
@@ -145,14 +145,14 @@ class Route(NamedTuple):
         return {**_frame(self.kind, model, name), "choices": choices, "usage": _usage(turns)}
 
     def stream(
-        self, turns: Sequence[Answered], model: str, name: str, asked: Asked
+        self, turns: Sequence[Answered], model: str, name: str, options: Options
     ) -> Iterator[Json]:
         """Chunks of a streamed answer. A turn is not split: tool calls are parsed at its end."""
         frame = _frame(self.chunk_kind, model, name)
         for index, turn in enumerate(turns):
             for choice in self.chunks(index, turn):
                 yield {**frame, "choices": [choice]}
-        if asked.has_usage:
+        if options.has_usage:
             yield {**frame, "choices": [], "usage": _usage(turns)}
 
 

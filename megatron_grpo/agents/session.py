@@ -165,8 +165,8 @@ class Session:
             token = template.tokenizer.convert_ids_to_tokens(ids[place.length : place.length + 1])
             self._refuse(
                 "failed",
-                f"its messages are none that it had before: the token at {place.length} is "
-                f"{token}, and the session has another one there (agent.on_rewrite is drop)",
+                f"its messages rewrite the history: the token at {place.length} is {token}, where "
+                "the session has another (agent.on_rewrite is drop)",
             )
         return place, ids[place.length :]
 

@@ -148,7 +148,7 @@ class TaskQueue:
         given = as_unicode(request.headers.get("Authorization", "")).encode()
         if hmac.compare_digest(given, bearer(self._token)["Authorization"].encode()):
             return None
-        return _answer(401, f"this is not the token of this run, which is in {FILE}")
+        return _answer(401, f"wrong token: the token of this run is in {FILE}")
 
     async def _watching(self, application: web.Application) -> AsyncIterator[None]:
         watch = asyncio.create_task(self._watch())
@@ -168,7 +168,7 @@ class TaskQueue:
             if not self._taken and now - self._last_asked > self._timeout:
                 lost, self._waiting = [*self._waiting], deque()
             for task in late:
-                text = f"its agent has not ended it within agent.timeout {self._timeout:g} s"
+                text = f"no report of its agent within agent.timeout {self._timeout:g} s"
                 task.done.set_exception(InstanceFailed(text))
             for task in lost:
                 text = f"agent.listen: no agent has asked for a task for {self._timeout:g} s"

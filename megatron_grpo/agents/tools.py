@@ -33,7 +33,7 @@ def load_tool(name: str) -> tuple[Callable[..., Any], Json]:
     if not callable(found):
         raise ValueError(f"{path} has no function {function_name!r}")
     if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
-        raise ValueError(f"{name} is a generator: the model is told what a tool returns")
+        raise ValueError(f"{name} is a generator: the model gets the value that a tool returns")
     return found, schema_of(found, name)
 
 
@@ -50,7 +50,7 @@ def schema_of(function: Callable[..., Any], name: str) -> Json:
         schema: Json = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise ValueError(
-            f"the model cannot be told of the tool {name}: {error}: it needs type hints, and a "
+            f"the tool {name} cannot be described to the model: {error}: use type hints, and a "
             "docstring with `Args:`, in Google's form"
         ) from None
     schema["function"].pop("return", None)  # transformers' addition to OpenAI's form

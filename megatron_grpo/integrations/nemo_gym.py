@@ -3,11 +3,10 @@
     python -m megatron_grpo.integrations.nemo_gym rows DATASET.jsonl data.jsonl --most 1000
     python -m megatron_grpo.integrations.nemo_gym serve AGENT runs/web/agents.json --port 8701
 
-Needs the package nemo-gym (see `task_worker`) and Gym's running servers; AGENT is the name of an
-agent server. Gym's policy model is its own `vllm_model`, with `policy_base_url`
-http://127.0.0.1:8701/v1: this process, which forwards each request to its session. The session's
-key is in the request's metadata, which Gym's agents copy from the task's
-`responses_create_params`.
+Needs the package nemo-gym (see `task_worker`) and Gym's running servers; AGENT names one of them.
+Gym's policy model is its own `vllm_model`, with `policy_base_url` http://127.0.0.1:8701/v1: this
+process, which forwards each request to its session. The session's key is in the request's metadata,
+which Gym's agents copy from the task's `responses_create_params`.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ MAX_BODY = 64 << 20
 PARAMS = "responses_create_params"
 SESSION = "megatron_grpo_session"
 """Name of the metadata field with the key of a session."""
-NO_SESSION = f"no task has this metadata.{SESSION}: the agent must send on what {PARAMS} has"
+NO_SESSION = f"no task has this metadata.{SESSION}: the agent must send the metadata of {PARAMS}"
 
 
 def rows_of(dataset: Path) -> Iterable[Json]:
@@ -45,7 +44,8 @@ def url_of(agent: str, head: str) -> str:
     answer = httpx.get(f"{head}/global_config_dict_yaml", trust_env=not is_here(head))
     config = yaml.safe_load(answer.json())
     kind = "responses_api_agents"
-    agents = {name: of[kind] for name, of in config.items() if isinstance(of, dict) and kind in of}
+    tables = {name: table for name, table in config.items() if isinstance(table, dict)}
+    agents = {name: table[kind] for name, table in tables.items() if kind in table}
     if agent not in agents:
         raise ValueError(f"Gym at {head} has no agent {agent}, but {', '.join(sorted(agents))}")
     [server] = agents[agent].values()

@@ -36,7 +36,7 @@ class Episodes:
         self._url, self._observe = url, observe
         answer = httpx.get(f"{url}/schema", trust_env=not is_here(url))
         action = answer.raise_for_status().json()["action"]
-        fields = {name: of for name, of in action["properties"].items() if name != "metadata"}
+        fields = {name: field for name, field in action["properties"].items() if name != "metadata"}
         self._has_tools = fields.get("type", {}).get("const") == "call_tool"
         needed = action.get("required", [])
         texts = [name for name in needed if fields[name].get("type") == "string"]
@@ -46,8 +46,7 @@ class Episodes:
         self._act = _tool(ACT, described, {**action, "properties": fields})
 
     async def rows(self, most: int, arguments: Json) -> list[Json]:
-        """One row for each seed, with the arguments of `reset`; the prompt is the first
-        observation."""
+        """Rows of seeds with arguments of `reset`; the first observation is the prompt."""
         rows = []
         async with self._session() as env:
             for seed in range(most):
@@ -145,9 +144,9 @@ class Episodes:
             if isinstance(found, dict):
                 found = found.get("data", found)
         else:
-            shown = {name: of for name, of in observation.items() if name not in NOT_SHOWN}
-            shown = {name: of for name, of in shown.items() if of not in (None, "", [], {})}
-            texts = [of for of in shown.values() if isinstance(of, str)]
+            shown = {name: value for name, value in observation.items() if name not in NOT_SHOWN}
+            shown = {k: v for k, v in shown.items() if v not in (None, "", [], {})}
+            texts = [value for value in shown.values() if isinstance(value, str)]
             found = texts[0] if len(shown) == len(texts) == 1 else shown or None
         if found is None:
             return ""
@@ -170,8 +169,8 @@ def _tool(name: str, description: str, parameters: Json) -> Json:
 
 def main() -> None:
     parser = parser_of(__doc__, "address of the environment's server", at_once=1)
-    parser.add_argument("--reset", default="{}", help="arguments of reset beside seed, in JSON")
-    parser.add_argument("--observe", help="field of observations that the model is told")
+    parser.add_argument("--reset", default="{}", help="arguments of reset but the seed, in JSON")
+    parser.add_argument("--observe", help="field of observations for the model")
     parser.set_defaults(most=1000)
     options = parse(parser)
     episodes = Episodes(options.source.rstrip("/"), options.observe)

@@ -1,8 +1,7 @@
 """Takes tasks of a run with `agent.listen`; shared by all adapters of environment libraries.
 
-An adapter is a command that runs in its library's own virtual environment, with httpx, and with
-this project's folder on PYTHONPATH. Of the project it imports only this file, `unicode.py` and
-`workers/proxies.py`.
+An adapter runs in its library's own virtual environment, with httpx, and with this project's folder
+on PYTHONPATH. It imports only this file, `unicode.py` and `workers/proxies.py` of the project.
 
     python -m megatron_grpo.integrations.ADAPTER rows SOURCE data.jsonl --most 1000
     python -m megatron_grpo.integrations.ADAPTER serve SOURCE runs/web/agents.json
@@ -38,8 +37,8 @@ def parser_of(doc: str | None, source: str, at_once: int) -> argparse.ArgumentPa
     )
     parser.add_argument("action", choices=["rows", "serve"])
     parser.add_argument("source", help=source)
-    parser.add_argument("file", type=Path, help="of the rows to write, or the run's agents.json")
-    parser.add_argument("--most", type=int, help="rows")
+    parser.add_argument("file", type=Path, help="rows to write, or the run's agents.json")
+    parser.add_argument("--most", type=int, help="most rows to write")
     parser.add_argument("--at-once", type=int, default=at_once, help="episodes at a time")
     return parser
 

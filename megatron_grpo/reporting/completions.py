@@ -151,9 +151,9 @@ def token_rows(
                 **{
                     name: [
                         _known(x, DIGITS) if counts else None
-                        for x, counts in zip(of, mask, strict=True)
+                        for x, counts in zip(column, mask, strict=True)
                     ]
-                    for name, of in found.items()
+                    for name, column in found.items()
                 },
             }
         )

@@ -157,11 +157,12 @@ class TrainMetrics:
         found = self.maxima.masked_fill(self.maxima.isneginf(), 0.0)
         maxima = dict(zip(_MAXIMA, found.tolist(), strict=True))
         totals = dict(zip(_TOTALS, self._totals.tolist(), strict=True))
-        totals |= {name: float(of.sum()) for name, of in sums.items()}
-        by_sequence = {name: of / sums["tokens"] for name, of in sums.items()}
+        totals |= {name: float(values.sum()) for name, values in sums.items()}
+        by_sequence = {name: values / sums["tokens"] for name, values in sums.items()}
         has_tokens, none = sums["tokens"] > 0, torch.zeros(1)
         counted = {
-            name: of[has_tokens] if has_tokens.any() else none for name, of in by_sequence.items()
+            name: values[has_tokens] if has_tokens.any() else none
+            for name, values in by_sequence.items()
         }
         return StepReport(
             _token_metrics(totals, maxima, counted, grpo),

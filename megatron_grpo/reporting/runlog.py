@@ -253,13 +253,13 @@ class Symptoms:
     def __init__(self) -> None:
         self._first: dict[str, list[float]] = defaultdict(list)
         self._last: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        self._told: set[str] = set()
+        self._shown: set[str] = set()
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of `step`, and print symptoms that they show for the first time."""
         for symptom in SYMPTOMS:
             name = symptom.metric
-            if name not in metrics or name in self._told:
+            if name not in metrics or name in self._shown:
                 continue
             begun, recent = self._first[name], self._last[name]
             if len(begun) < WINDOW:
@@ -267,7 +267,7 @@ class Symptoms:
             recent.append(metrics[name])
             first, last = mean(begun), mean(recent)
             if len(recent) == WINDOW and symptom.shows(first, last):
-                self._told.add(name)
+                self._shown.add(name)
                 message = symptom.message.format(first=first, last=last)
                 where = f"docs/symptoms.md#{symptom.heading}"
                 print(f"step {step}: {message}; see {where}", file=sys.stderr)

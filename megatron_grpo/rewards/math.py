@@ -16,7 +16,7 @@ from parallel.clock import running_time, stopped_time
 TIMEOUT_SECONDS = 1
 SHARE_OF_TIME = 0.8
 """Share of `reward.timeout` after which no further completion is started."""
-LATE = TimeoutError("those before it took the time of the call: raise reward.timeout")
+LATE = TimeoutError("earlier completions took the time of the call: raise reward.timeout")
 MARKER = re.compile(r"(?<!#)####(?!#)")
 # A line that begins with a word, numbered or not: `Step 2: solve`, `2. Solve`, not `72 dollars`.
 HEADING = re.compile(r"[^\w\\]*(?:\w+[.):]\s+)?[^\W\d_]{2}")

@@ -178,9 +178,8 @@ class RewardPool:
         scores = self.score(samples, num_completions=math.inf)
         if any(math.isnan(score) for by_function in scores for score in by_function.values()):
             print(
-                "This was a trial on two made-up completions of the first prompt, which does not "
-                "hold up a run. If more than reward.max_failed_fraction of the model's fail, too, "
-                "the run stops.",
+                "This was a trial with two made-up completions of the first prompt. The run goes "
+                "on, and stops if more than reward.max_failed_fraction of its completions fail.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -48,9 +48,9 @@ class Call:
             return accepted is None or name == "completions" or name in accepted
 
         row = {name: [value] * len(group) for name, value in group[0].prompt.row.items()}
-        given = {name: of for name, of in GIVEN.items() if accepted or name != ONLY_BY_NAME}
+        given = {name: get for name, get in GIVEN.items() if accepted or name != ONLY_BY_NAME}
         return {name: column for name, column in row.items() if is_sent(name)} | {
-            name: [of(sample) for sample in group] for name, of in given.items() if is_sent(name)
+            name: [get(sample) for sample in group] for name, get in given.items() if is_sent(name)
         }
 
 

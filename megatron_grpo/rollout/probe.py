@@ -137,9 +137,9 @@ def _check(cfg: Config, gap: Gap, same: Gap, num_samples: int) -> None:
     most = cfg.rollout.max_quantization_gap
     if is_quantized and not cfg.grpo.corrects_rollouts and not gap.mean <= most:
         raise ValueError(
-            f"rollout.quantization {cfg.rollout.quantization}: log-probabilities of engines differ "
-            f"from those of the trainer by {gap.mean:.3g} on average, and by {same.mean:.3g} if "
-            f"its weights are quantised alike, where {most:g} may stay uncorrected: set "
+            f"rollout.quantization {cfg.rollout.quantization}: log-probabilities of engines and "
+            f"trainer differ by {gap.mean:.3g} on average ({same.mean:.3g} with the trainer's "
+            f"weights quantised alike), and at most {most:g} may stay uncorrected: set "
             "grpo.rollout_importance_sampling_mode=token_truncate, another quantization, or "
             "rollout.max_quantization_gap"
         )

@@ -277,8 +277,8 @@ class GenerationRunner(Runner):
             position=key.position,
         )
         # Earlier generations go first; with over-sampling, groups that were opened earlier.
-        of = 0 if self._over_samples else key.generation
-        priority = of * PRIORITIES + next(self._places[of]) * params.num_generations
+        generation = 0 if self._over_samples else key.generation
+        priority = generation * PRIORITIES + next(self._places[generation]) * params.num_generations
         return self._services.groups[prompt.source](prompt, params, priority, features)
 
     def _is_restored(self, key: GroupKey, attempt: Attempt) -> bool:
