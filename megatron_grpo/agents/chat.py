@@ -173,12 +173,14 @@ class ChatTemplate:
     def _after(self, turn: Turn, history: Sequence[Message], tools: Any, text: str) -> str | None:
         """Remainder of `text` after the turn's last token; None if its history was rewritten."""
         rendered = self.render(history, tools, is_asked=False)
+        # The second condition fails for templates that now render earlier turns differently.
         if not (text.startswith(rendered) and turn.prompt_text.begins(rendered)):
             return None
         answer = rendered[turn.prompt_text.length :]
         place = answer.rfind(self.end) if self.end else -1
         text_end = len(answer) if place < 0 else place
         # The template renders parsed calls in its own form, so the text cannot equal the model's.
+        # Other texts are compared without whitespace, which templates may strip.
         is_parsed = "tool_calls" in turn.answer
         if not is_parsed and _squashed(answer[:text_end]) != _squashed(turn.text):
             return None

@@ -184,6 +184,7 @@ class Endpoint:
             turn, choice, url, text_of = await self._sample(request, found, text)
             chat_request = {**body, "messages": as_openai(messages), "tools": tools}
             message = await self._parse(choice, chat_request, url)
+            # Parsers have found nothing: the agent gets the text, cut before its stop string.
             if not message.get("tool_calls") and not message.get("reasoning"):
                 message = {"role": "assistant", "content": text_of}
             [answer] = messages_of([message])

@@ -88,6 +88,7 @@ class Tools:
             else:
                 function, schema = load_tool(name)
             self._add(schema, partial(_run, function))
+        # `async with` calls no `__aexit__` after an error of `__aenter__`.
         try:
             for server in self._servers:
                 await self._connect(server)
@@ -133,6 +134,7 @@ class Tools:
         self.schemas.append(as_unicode(schema))
 
     async def _connect(self, server: str) -> None:
+        # An own stack: a server that fails ends here, any other with `self._stack`.
         try:
             async with AsyncExitStack() as stack:
                 client = await _client_of(server, stack)

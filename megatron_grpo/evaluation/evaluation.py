@@ -168,6 +168,7 @@ class Evaluation:
 
     async def _sample(self, policy_version: int) -> list[Sample]:
         own, router = self._view.eval, self._router
+        # After NoServingEngine, the tasks of the last call go on.
         if not self._sampling:
             first = len(self._samples) // own.num_generations
             prompts = self.prompts[first : first + self._num_prompts_at_once]

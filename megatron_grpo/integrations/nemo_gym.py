@@ -66,6 +66,7 @@ class Episodes:
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, LOOPBACK, port).start()
+        # aiohttp's defaults, 100 connections and 5 minutes, are too few for `at_once` episodes.
         connector, forever = TCPConnector(limit=0), ClientTimeout(total=None)
         async with ClientSession(connector=connector, timeout=forever) as self._http:
             await serve(file, self.act, at_once)

@@ -346,6 +346,7 @@ def gap_metrics(
     for sample, first in zip(samples, firsts, strict=True):
         if first is None:
             continue
+        # May be shorter than the completion: the log ends within the last one that it has room for.
         own = gaps[first : first + len(sample.completion_ids)]
         versions, lengths = zip(*sample.spans, strict=True)
         version = np.repeat(versions, lengths)[: len(own)]
@@ -372,5 +373,6 @@ def _follows_other_versions(sample: Sample, version: np.ndarray) -> np.ndarray:
     of a turn counts as of the weights that sample its first token."""
     mask = np.asarray(sample.loss_mask[: len(version)])
     begins = np.diff(mask, prepend=0) == 1
+    # Index of the first token of each token's turn.
     starts = np.maximum.accumulate(np.where(begins, np.arange(len(version)), 0))
     return version != version[starts]

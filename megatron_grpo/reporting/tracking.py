@@ -89,6 +89,7 @@ class Tracking:
         is_there = bool(lines) and json.loads(lines[-1])["step"] == step
         record = json.loads(lines.pop()) if is_there else {"step": step, **UNKNOWN}
         lines.append(json.dumps({**record, **metrics}))
+        # Not in place: the record gets longer, and a death must leave the old file or the new one.
         write_whole(path, "".join(f"{line}\n" for line in lines))
         for tracker in self._trackers:
             tracker.log(step, metrics, [])

@@ -132,13 +132,14 @@ class RewardPool:
         self._numbers = count()
         self._reported: set[int] = set()
         """Indices of functions with a printed failure: only the first one is shown."""
+        # A pipe, since `multiprocessing.connection.wait` cannot wait for a threading.Event.
         self._cancelled, self._cancel = Pipe(duplex=False)
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Wait until the functions are loaded, and check that `rows` have their columns.
 
-        Raises RewardError, and closes the pool, if functions cannot be loaded or columns lack;
-        EngineError or TimeoutError if the server of a reward model does not start.
+        Raises RewardError, and closes the pool, if functions cannot be loaded or columns are
+        missing; EngineError or TimeoutError if the server of a reward model does not start.
         """
         try:
             while any(worker.is_loading for worker in self._workers):
@@ -254,6 +255,8 @@ class RewardPool:
         for worker in self._workers:
             if worker.is_loading or worker.is_retired:
                 continue
+            # Asynchronous calls first: then the worker never has calls of both kinds, since an
+            # ordinary one is sent only when no call is open.
             for is_async in [True, False] if worker is self._workers[0] else [False]:
                 (most, seconds), waiting = limits[is_async], calls[is_async]
                 while waiting and len(worker.deadlines) < most and not worker.failure:
@@ -266,6 +269,7 @@ class RewardPool:
         """Wait until a worker has loaded, answered, failed or is late; yields answers, and replaces
         failed workers."""
         busy = [worker for worker in self._workers if worker.deadlines]
+        # 0.0: a worker that failed in `send_call` is replaced without a wait.
         dues = [0.0 if w.failure else min(w.deadlines.values()) for w in busy]
         seconds = max(0.0, min(dues) - running_time())
         if self._servers:

@@ -74,5 +74,6 @@ def _style(link: re.Match[str]) -> str:
 
 def _script(element: re.Match[str]) -> str:
     file = plotly_file() if element[1] == plotly_file().name else PAGE / element[1]
+    # The HTML parser ends a script at this text, even within a JavaScript string.
     code = file.read_text(encoding="utf-8").replace("</script", r"<\/script")
     return f"<script>{code}</script>"
