@@ -69,7 +69,7 @@ def try_agent(pool: ForkPool, agent: AgentConfig, prompt: Prompt) -> None:
         instance = pool.new_instance()
         stack.callback(instance.end)
         acting = instance.begin(prompt.text, _columns(prompt, url, "trial"), seed=0)
-        if _is_asked(endpoint, acting):
+        if _sends_request(endpoint, acting):
             return
     if not acting.done():  # late: a user's program may have much to prepare
         if agent.has_tools:
@@ -79,7 +79,7 @@ def try_agent(pool: ForkPool, agent: AgentConfig, prompt: Prompt) -> None:
     raise ValueError(f"{who} cannot act on row {prompt.index}: {why}")
 
 
-def _is_asked(endpoint: socket.socket, acting: "Future[Any]") -> bool:
+def _sends_request(endpoint: socket.socket, acting: "Future[Any]") -> bool:
     """Whether a request arrives before the agent ends and before `TRIAL_SECONDS` are over."""
     endpoint.settimeout(POLL_SECONDS)
     deadline, has_ended = running_time() + TRIAL_SECONDS, False

@@ -109,8 +109,8 @@ class ChatTemplate:
             frozenset(end_tokens),
         )
 
-    def render(self, messages: Sequence[Message], tools: Any, *, is_asked: bool) -> str:
-        """Messages as text; with `is_asked`, up to the beginning of the model's turn.
+    def render(self, messages: Sequence[Message], tools: Any, *, is_prompt: bool) -> str:
+        """Messages as text; a prompt ends where the model's turn begins.
 
         Templates that iterate over the arguments of a call need objects, others (DeepSeek's) need
         text: the first form that does not fail is used for all calls.
@@ -127,7 +127,7 @@ class ChatTemplate:
                     chat,
                     tools=tools,
                     tokenize=False,
-                    add_generation_prompt=is_asked,
+                    add_generation_prompt=is_prompt,
                     **self.variables,
                 )
             except TEMPLATE_ERRORS as error:
@@ -172,7 +172,7 @@ class ChatTemplate:
 
     def _after(self, turn: Turn, history: Sequence[Message], tools: Any, text: str) -> str | None:
         """Remainder of `text` after the turn's last token; None if its history was rewritten."""
-        rendered = self.render(history, tools, is_asked=False)
+        rendered = self.render(history, tools, is_prompt=False)
         # The second condition fails for templates that now render earlier turns differently.
         if not (text.startswith(rendered) and turn.prompt_text.begins(rendered)):
             return None

@@ -245,7 +245,7 @@ def _chat_of(request: AgentRequest) -> tuple[list[Message], Any, str]:
     body = request.body
     messages, tools = messages_of(body.get("messages")), openai_api.tools_of(body)
     check_calls(messages, request.session.turns)
-    return messages, tools, request.session.template.render(messages, tools, is_asked=True)
+    return messages, tools, request.session.template.render(messages, tools, is_prompt=True)
 
 
 async def _read(http: web.Request, as_chat: Callable[[Json], Json] | None) -> tuple[Json, Options]:

@@ -56,7 +56,7 @@ def turn_after(template, history, message, text):
     """A turn of the model, whose message an engine's parser has made of its text."""
     given = messages_of(history)
     check_calls(given, [])
-    prompt = template.render(given, None, is_asked=True)
+    prompt = template.render(given, None, is_prompt=True)
     start, end = (Place(0, len(template.encode(each))) for each in (prompt, prompt + text))
     [answer] = messages_of([message])
     turn = Turn(digests(given, None), answer, Start.of(prompt), text, start, end, EOS_ID)
@@ -88,7 +88,7 @@ def test_find_goes_on_from_a_call_whatever_its_arguments_are(family, arguments):
         ):
             given = messages_of([*history, *more])
             check_calls(given, [turn])
-            text = template.render(given, None, is_asked=True)
+            text = template.render(given, None, is_prompt=True)
             found = template.find([turn], given, None, text)
             assert found.place == turn.end
             assert found.rest.startswith(rest + ("" if again in more else "<start>assistant\n"))
@@ -124,7 +124,7 @@ def test_find_goes_on_from_a_turn_without_a_text(text):
         [as_chat] = anthropic_api.as_chat(anthropics)["messages"]
         for echo in (message, as_chat):
             given = messages_of([*ASKED, echo, {"role": "user", "content": "and?"}])
-            found = template.find([turn], given, None, template.render(given, None, is_asked=True))
+            found = template.find([turn], given, None, template.render(given, None, is_prompt=True))
             assert found.place == turn.end
             assert found.rest == "<start>user\nand?<eos><start>assistant\n"
 
