@@ -1,7 +1,7 @@
-"""Who acts in a session: an `agent.command` or an `agent.function`, in a process of its own.
+"""Actors of a session: `agent.command`, `agent.function`, or a loop that answers with tools.
 
-The process of a sample is an instance of an `ForkPool`, which forks, limits and kills it.
-Its only call is `run_episode`, which lasts as long as the agent acts.
+Each sample has its own process: an instance of a `ForkPool`, which forks, limits and kills it. Its
+only call is `run_episode`, which lasts as long as the agent acts.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 NOTHING: Mapping[str, Any] = {}
 MAX_LINES = 200
-"""Last lines kept of what a program writes."""
+"""Number of last lines kept of a program's output."""
 MAX_LINE = 1 << 16
 
 
 class Actor:
-    """Acts in one session, whose address and key `run_episode` gets."""
+    """Acts in one session; `run_episode` gets the session's address and key."""
 
     def __init__(
         self,
@@ -64,14 +64,16 @@ class Actor:
         python_arguments: Mapping[str, Any] = NOTHING,
         **_: Any,
     ) -> None:
-        """Import what every agent needs, once; raises ValueError if it is not there."""
+        """Import once what every agent needs; raises ValueError for a missing program or import."""
         if command is not None:
             program = shlex.split(command)[0]
             if shutil.which(program) is None:
                 why = "is not executable" if Path(program).exists() else "does not exist"
                 raise ValueError(f"agent.command {command!r}: the program {program} {why}")
             return
-        asyncio.run(_ask_nobody())  # `run` starts a thread, and this process forks
+        # Not `parallel.clock.run`, which starts a thread: this process forks, and a forked child
+        # would not have the thread.
+        asyncio.run(_ask_nobody())
         if function is not None:
             load_function(function)
         for name in tools:
@@ -90,7 +92,7 @@ class Actor:
         row: Mapping[str, Any] = NOTHING,
         messages: Sequence[Message] = (),
     ) -> dict[str, Any]:
-        """Act on a row, or answer its messages with tools; returns reward and metrics."""
+        """Act on a row, or have the model answer `messages` with tools; returns `checked`."""
         if self._command is not None:
             addresses = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
             keys = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), key)
@@ -110,21 +112,22 @@ class Actor:
 
 def client_of(url: str, key: str) -> "AsyncOpenAI":
     """A client of the endpoint at `url`, for the session with this key."""
-    # Only agents that are functions need this package, and it takes a second.
+    # Commands do not need this package, and its import takes a second.
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # noqa: PLC0415
 
-    # To read certificates takes 0.1 s, and no proxy of the environment reaches this address.
+    # Plain HTTP: `verify` would read certificates for 0.1 s. Proxies cannot reach this address.
     http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
+    # A retry would be one more turn of the session; agent.timeout limits the whole episode.
     return AsyncOpenAI(
         base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=None, http_client=http
     )
 
 
 async def _ask_nobody() -> None:
-    """Import once what the client imports at its first request, not in each sample's process."""
+    """Send a request that fails: the client's late imports happen here, before processes fork."""
     from openai import APIConnectionError  # noqa: PLC0415
 
-    with socket.socket() as nobody:  # does not listen
+    with socket.socket() as nobody:  # bound, not listening: the connection is refused at once
         nobody.bind(("127.0.0.1", 0))
         _, port = nobody.getsockname()
         async with client_of(f"http://127.0.0.1:{port}", "none") as client:
@@ -134,7 +137,7 @@ async def _ask_nobody() -> None:
 
 @cache
 def load_function(name: str) -> Callable[..., Any]:
-    """Import `file.py:function`; raises ValueError if it is not an async function of two."""
+    """Import `file.py:function`; raises ValueError unless it is `async` and takes two arguments."""
     path, _, function_name = name.rpartition(":")
     found = getattr(load_user_file(Path(path), "file of an agent"), function_name, None)
     if not inspect.iscoroutinefunction(found):
@@ -147,8 +150,8 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def run_command(command: list[str], variables: Mapping[str, str], row: Mapping[str, Any]) -> Any:
-    """Run a program; returns the last line that it writes, read as JSON, or None if there is none.
-    Raises ValueError if it fails, with the end of what it wrote to stderr."""
+    """Run a program with `row` as JSON on stdin; returns the last line of its stdout, parsed as
+    JSON, or None without output. Raises ValueError with the end of its stderr if it fails."""
     try:
         process = subprocess.Popen(
             command,
@@ -164,7 +167,7 @@ def run_command(command: list[str], variables: Mapping[str, str], row: Mapping[s
     try:
         with process.stdin as stdin:
             stdin.write(json.dumps(row, default=str).encode())
-    except BrokenPipeError:  # it does not read its row
+    except BrokenPipeError:  # a program need not read its row
         pass
     code = process.wait()
     printed, errors = (output.lines() for output in outputs)
@@ -177,13 +180,13 @@ def run_command(command: list[str], variables: Mapping[str, str], row: Mapping[s
         return json.loads(lines[-1])
     except ValueError:
         raise ValueError(
-            f"the last line that it wrote is no reward in JSON: {reprlib.repr(lines[-1])}"
+            f"the last line of its output is no reward in JSON: {reprlib.repr(lines[-1])}"
         ) from None
 
 
 def checked(outcome: Any) -> dict[str, Any]:
-    """Check an agent's result: a reward, or an object with `reward` and `metrics`, numbers by name.
-    Raises ValueError for anything else."""
+    """Check an agent's result: a reward, or an object with `reward` and `metrics` (numbers by
+    name). Raises ValueError for anything else."""
     outcome = outcome if isinstance(outcome, Mapping) else {"reward": outcome}
     metrics, reward = outcome.get("metrics") or {}, outcome.get("reward")
     if not isinstance(metrics, Mapping):
@@ -191,7 +194,8 @@ def checked(outcome: Any) -> dict[str, Any]:
     return {
         "reward": None if reward is None else _number("reward", reward),
         "metrics": {
-            as_unicode(str(name)): _number(f"metric {name}", of) for name, of in metrics.items()
+            as_unicode(str(name)): _number(f"metric {name}", value)
+            for name, value in metrics.items()
         },
     }
 
@@ -203,7 +207,7 @@ def _number(what: str, value: Any) -> float:
 
 
 class _Tail:
-    """The last lines of a stream, read by a thread of its own, so that a program can write on."""
+    """Last lines of a stream. A thread reads it: a full pipe would block the program."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._lines: deque[bytes] = deque(maxlen=MAX_LINES)
@@ -211,8 +215,8 @@ class _Tail:
         self._thread.start()
 
     def lines(self) -> str:
-        """Kept lines, once the stream is closed or no longer read."""
-        self._thread.join(1.0)  # a process that it has left behind may hold it open
+        """Kept lines of a program that has ended."""
+        self._thread.join(1.0)  # not for ever: a child of the program may hold the pipe open
         return b"".join([*self._lines]).decode(errors="replace")
 
     def _read(self, stream: IO[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Agents: the endpoint that they ask, the processes in which they act, and their groups."""
+"""Agents: their endpoint, the processes in which they act, and their groups."""
 
 import asyncio
 import socket
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 ACTORS = ("command", "function", "tools", "mcp_servers", "max_tool_characters", "python_arguments")
-"""Keys of `agent` that say who acts."""
+"""Keys of `agent` that define the actor."""
 TRIAL_SECONDS = 60.0
-"""Until the first request of an agent that is tried; one with tools that is later is refused."""
+"""Limit of `try_agent` for the first request; only agents with tools fail when they exceed it."""
 POLL_SECONDS = 0.05
 DERENDER = "/v1/chat/completions/derender"
-"""The engines' route from the tokens of a turn to an assistant's message."""
+"""The engines' route that parses the tokens of a turn into an assistant's message."""
 
 
 def actor_pool(cfg: Config) -> ForkPool:
-    """The processes of agents: those of environments, whose class acts by itself."""
+    """Pool of agent processes: an environment pool with `actors.Actor` as its class."""
     agent = cfg.agent
     return ForkPool(
         EnvironmentConfig(
@@ -61,17 +61,17 @@ def actor_pool(cfg: Config) -> ForkPool:
 
 
 def try_agent(pool: ForkPool, agent: AgentConfig, prompt: Prompt) -> None:
-    """Start the agent on a row, until it first asks the endpoint, where nobody answers it here.
-    Raises ValueError if it fails or ends before, or has tools and does not get so far."""
+    """Start the agent on a row and stop it at its first request, which is not answered. Raises
+    ValueError if the agent fails or ends before, or has tools and is late."""
     who = _described(agent)
     with socket.create_server((LOOPBACK, 0)) as endpoint, ExitStack() as stack:
         url = f"http://{LOOPBACK}:{endpoint.getsockname()[1]}"
         instance = pool.new_instance()
         stack.callback(instance.end)
         acting = instance.begin(prompt.text, _columns(prompt, url, "trial"), seed=0)
-        if _is_asked(endpoint, acting):
+        if _sends_request(endpoint, acting):
             return
-    if not acting.done():  # a program of the user's may have much to prepare
+    if not acting.done():  # late: a user's program may have much to prepare
         if agent.has_tools:
             raise ValueError(f"{who}: not ready after {TRIAL_SECONDS:g} s: correct or leave it out")
         return
@@ -79,12 +79,13 @@ def try_agent(pool: ForkPool, agent: AgentConfig, prompt: Prompt) -> None:
     raise ValueError(f"{who} cannot act on row {prompt.index}: {why}")
 
 
-def _is_asked(endpoint: socket.socket, acting: "Future[Any]") -> bool:
-    """Whether a request comes before the agent ends, or `TRIAL_SECONDS` are over."""
+def _sends_request(endpoint: socket.socket, acting: "Future[Any]") -> bool:
+    """Whether a request arrives before the agent ends and before `TRIAL_SECONDS` are over."""
     endpoint.settimeout(POLL_SECONDS)
     deadline, has_ended = running_time() + TRIAL_SECONDS, False
     while not has_ended and running_time() < deadline:
-        has_ended = acting.done()  # before the look: it may ask and end meanwhile
+        # Read before `accept`: an agent that asks and then ends has its request accepted below.
+        has_ended = acting.done()
         with suppress(TimeoutError):
             endpoint.accept()[0].close()
             return True
@@ -92,7 +93,7 @@ def _is_asked(endpoint: socket.socket, acting: "Future[Any]") -> bool:
 
 
 class Agents:
-    """Starts an agent for each sample, and serves its requests, until `close`."""
+    """Starts an agent for each sample and serves its requests, until `close`."""
 
     def __init__(
         self,
@@ -103,17 +104,17 @@ class Agents:
     ) -> None:
         self._cfg, self._client, self._tokenizer = cfg, client, tokenizer
         self._end_tokens = end_tokens
-        # Stop tokens may be what a call ends with, which parsers look for.
+        # `rollout.stop_token_ids` stay: parsers look for the token that ends a tool call.
         self._unparsed = {*end_tokens} - {*cfg.rollout.stop_token_ids}
         tasks = None
-        if cfg.agent.listen is not None:  # agents outside of this run
+        if cfg.agent.listen is not None:  # agents run elsewhere and fetch tasks by HTTP
             tasks = TaskQueue(cfg.train.run_dir, cfg.agent.timeout)
         self._pool = tasks or actor_pool(cfg)
         self._endpoint = Endpoint(self._parse, cfg.model.path.name, tasks)
         client.loop.call(self._endpoint.start(*cfg.agent.address))
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._pool.wait_ready(())  # an agent gets all columns
+        self._pool.wait_ready(())  # without rows: an agent requires no column
 
     def groups(self, cfg: Config) -> "Callable[..., AgentGroup]":
         template = ChatTemplate.of(self._tokenizer, cfg, self._end_tokens)
@@ -122,7 +123,7 @@ class Agents:
         return partial(AgentGroup, agents=self, template=template, max_prompt_length=longest)
 
     async def run(self, group: "AgentGroup", sample_index: int, router: RequestRouter) -> Sample:
-        """Open a session, and let an agent of its own act in it to its end. Raises InstancesLost
+        """Open a session and have a new agent act in it; returns the sample. Raises InstancesLost
         if no agent can be started any more."""
         agent_cfg = self._cfg.agent
         session = Session(
@@ -136,11 +137,12 @@ class Agents:
             ending = await asyncio.wrap_future(acting)
             session.end(ending["reward"], ending["metrics"])
         except InstanceFailed as failure:
-            # Processes of the run have the endpoint in NO_PROXY.
+            # Only agents of `listen` can meet a proxy: the run sets NO_PROXY for its processes.
             may_be_proxy = agent_cfg.listen is not None and not session.turns
             hint = proxy_hint(url) if may_be_proxy else ""
             session.end(None, failure=f"{failure}{hint}")
         finally:
+            # No effect after an `end` above; here for a run that was cancelled.
             session.end(None, failure="it was given up")
             del self._endpoint.sessions[key]
             agent.end()
@@ -154,14 +156,15 @@ class Agents:
         self._client.loop.call(self._endpoint.close())
 
     async def _parse(self, choice: Choice, request: Mapping[str, Any], url: str) -> Json:
-        """The message that a turn is, by the engine's parsers, if it has any."""
+        """Parse a turn into a message, by the tool and reasoning parsers of the engine at `url`.
+        Without parsers the message is the text."""
         rollout = self._cfg.rollout
         if not (rollout.tool_call_parser or engine_table(rollout).get("reasoning_parser")):
             return {"role": "assistant", "content": choice.text}
         ids = choice.token_ids
-        if ids and ids[-1] in self._unparsed:  # it would be a part of the content
+        if ids and ids[-1] in self._unparsed:  # parsers would put the end token into the content
             ids = ids[:-1]
-        if not ids:  # engines refuse to parse nothing
+        if not ids:  # engines refuse an empty turn
             return {"role": "assistant", "content": ""}
         turn = {"index": 0, "token_ids": ids, "finish_reason": choice.finish_reason}
         names = ("messages", "tools", "tool_choice", "parallel_tool_calls")
@@ -177,8 +180,8 @@ class Agents:
         return message
 
     async def _post(self, route: str, body: Json, url: str) -> Json:
-        """The answer of the engine at `url`, or of another one if that is lost. Raises BadRequest
-        if the engine refuses what the agent has sent (a tool without a name)."""
+        """Post to the engine at `url`, or to another if it is lost. Raises BadRequest if the engine
+        refuses the agent's fields (a tool without a name)."""
         for address in (url, *(each for each in self._client.pool.serving if each != url)):
             try:
                 return await self._client.engine(address).post(route, body)
@@ -215,12 +218,12 @@ class AgentGroup(Group):
 
 
 def _described(agent: AgentConfig) -> str:
-    """The agent, by the keys that say who acts."""
+    """The agent by its config keys, such as `agent.command ./agent.sh`."""
     for key in ("function", "command"):
         if named := getattr(agent, key):
             return f"agent.{key} {named}"
     named = {"tools": agent.tools, "mcp_servers": agent.mcp_servers}
-    return " and ".join(f"agent.{key} {', '.join(of)}" for key, of in named.items() if of)
+    return " and ".join(f"agent.{key} {', '.join(names)}" for key, names in named.items() if names)
 
 
 def _columns(prompt: Prompt, url: str, key: str) -> Json:

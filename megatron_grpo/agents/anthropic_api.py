@@ -1,4 +1,4 @@
-"""Anthropic's bodies of requests and answers, /v1/messages, from and to OpenAI's."""
+"""Anthropic's /v1/messages: its request bodies to OpenAI's, and turns to its answers."""
 
 import json
 import reprlib
@@ -11,17 +11,16 @@ from megatron_grpo.data.messages import arguments_of
 from megatron_grpo.unicode import as_unicode
 
 SAME = ("max_tokens", "stream", "temperature", "top_p", "top_k", "model", "metadata")
-"""Fields that OpenAI's requests have, too."""
+"""Fields that OpenAI's requests share."""
 SUPPORTED = "use text, thinking, tool_use and tool_result"
 ONLY_ITS_MODEL = "only the model that wrote it can read it; leave it out"
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def as_chat(body: Json) -> Json:
-    """The request as one of /v1/chat/completions; raises BadRequest for what that has no form for.
+    """Convert a request to /v1/chat/completions; raises BadRequest for content that has no form.
 
-    A user's results of tools become messages of the role `tool`, and the model's thinking becomes
-    its reasoning.
+    `tool_result` blocks become messages of the role `tool`, thinking becomes `reasoning_content`.
     """
     messages: list[Json] = []
     if system := body.get("system"):
@@ -79,7 +78,9 @@ def _chat_messages(message: Json) -> Iterator[Json]:
         else:
             advice = ONLY_ITS_MODEL if kind == "redacted_thinking" else SUPPORTED
             raise BadRequest(f"content of type {kind} is not supported: {advice}")
-    if texts or thinking or calls or not blocks:  # a turn of the model may be empty
+    # `not blocks`: an empty turn of the model comes back as a message without blocks, and is a
+    # message of the history. A message of tool results alone has been yielded already.
+    if texts or thinking or calls or not blocks:
         found: Json = {"role": role, "content": "".join(texts)}
         if thinking:
             found["reasoning_content"] = "".join(thinking)
@@ -124,6 +125,7 @@ def error_body(text: str, kind: str, code: str | None = None) -> Json:
 def _blocks(turn: Answered) -> list[Json]:
     message, blocks = turn.message, list[Json]()
     if reasoning := message.get("reasoning"):
+        # Thinking blocks have a signature in Anthropic's API; this endpoint checks none.
         blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
     if message["content"]:
         blocks.append({"type": "text", "text": message["content"]})

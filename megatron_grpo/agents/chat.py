@@ -1,10 +1,9 @@
-"""Messages to tokens: a history that the session has keeps the tokens that were sampled.
+"""Messages to tokens: sampled tokens of earlier turns are kept, never encoded again.
 
-The chat template writes all messages as text. Where the messages up to an answer of the model come
-back, and the template still writes them as it wrote them right after the answer, the text up to
-there is not encoded again: the session's own tokens are taken, and only what follows is encoded.
-Any other text is a rewritten history. Some templates rewrite, too: Qwen3's drops the thinking of
-earlier turns when the user speaks.
+The chat template renders all messages of a request as text. If the messages repeat an earlier
+request and the model's answer to it, and the template renders them as it did then, the session's
+own tokens stand for this part and only the rest is encoded. Any other text is a rewritten history.
+Some templates rewrite, too: Qwen3's drops the thinking of earlier turns when the user speaks.
 """
 
 import hashlib
@@ -27,13 +26,13 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 Arguments = dict[str, Any] | str
-"""Arguments of a call: an object, or the text that the model wrote in its place."""
+"""Arguments of a call: an object, or the model's text if that is no JSON object."""
 NO_CALL = "each of tool_calls must have a function with a name, and arguments in JSON"
 
 
 class BadRequest(ValueError):
-    """A request that the endpoint refuses; the text says why, for the agent's author. If a limit of
-    the session is reached, `code` is one of `config.agent.LIMITS`."""
+    """A request that the endpoint refuses, with the reason for the agent's author. `code` is one of
+    `config.agent.LIMITS` if a limit of the session is reached."""
 
     def __init__(self, text: str, code: str | None = None) -> None:
         super().__init__(text)
@@ -41,14 +40,14 @@ class BadRequest(ValueError):
 
 
 class Start(NamedTuple):
-    """The beginning of a text, without the text: a long session has many."""
+    """Length and digest of a prompt text: a long session would hold many whole texts."""
 
     length: int
     digest: bytes
 
     @classmethod
     def of(cls, text: str) -> "Start":
-        """The whole of a text as the beginning of others."""
+        """The start of all texts that begin with `text`."""
         return cls(len(text), _digest(text))
 
     def begins(self, text: str) -> bool:
@@ -57,7 +56,7 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the model, and the request that it answered."""
+    """A turn of the model, with its request."""
 
     history: tuple[bytes, ...]
     """Digests of the request's messages and its tools; see `digests`."""
@@ -68,7 +67,7 @@ class Turn:
     """Sampled text without special tokens."""
     prompt: Place
     end: Place
-    """Where its prompt and its last token end in the session's tree."""
+    """Ends of the prompt and of the turn in the session's tree."""
     last_token: int
     roles: tuple[str, ...] = ()
     """Roles of the request's messages after its last answer."""
@@ -76,10 +75,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Found:
-    """Where a request goes on, and what follows there."""
+    """Match of a request in the session's tree: a place, and the text behind it."""
 
     place: Place | None
-    """None if it begins like no turn."""
+    """None if the request repeats no turn."""
     rest: str
 
 
@@ -92,9 +91,9 @@ class ChatTemplate:
     end: str
     """Text of the template's end-of-turn token; empty if it writes none."""
     ends: frozenset[int]
-    """Tokens after which a turn has ended: the template's, or the model's own."""
+    """The template's end-of-turn token, and end tokens that are no `rollout.stop_token_ids`."""
     end_tokens: frozenset[int]
-    """All tokens at which engines stop; their text is not part of the turn's."""
+    """All tokens at which engines stop; a turn's text does not contain them."""
 
     @classmethod
     def of(
@@ -110,11 +109,11 @@ class ChatTemplate:
             frozenset(end_tokens),
         )
 
-    def render(self, messages: Sequence[Message], tools: Any, *, is_asked: bool) -> str:
-        """The messages as text; with `is_asked`, up to where the model's turn begins.
+    def render(self, messages: Sequence[Message], tools: Any, *, is_prompt: bool) -> str:
+        """Messages as text; a prompt ends where the model's turn begins.
 
-        Templates that go through the arguments of a call take objects alone, and some (DeepSeek's)
-        texts alone: the first form that the template takes is used for all calls.
+        Templates that iterate over the arguments of a call need objects, others (DeepSeek's) need
+        text: the first form that does not fail is used for all calls.
         """
         if self.tokenizer.chat_template is None:
             raise BadRequest("the model's tokenizer has no chat template: use /v1/completions")
@@ -128,7 +127,7 @@ class ChatTemplate:
                     chat,
                     tools=tools,
                     tokenize=False,
-                    add_generation_prompt=is_asked,
+                    add_generation_prompt=is_prompt,
                     **self.variables,
                 )
             except TEMPLATE_ERRORS as error:
@@ -139,7 +138,7 @@ class ChatTemplate:
         raise BadRequest(refusal)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, which has its special ones."""
+        """Tokens of a rendered text, which has its special tokens already."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def find(
@@ -152,7 +151,8 @@ class ChatTemplate:
         for turn in sorted(of_chats, key=lambda turn: len(turn.history), reverse=True):
             size = len(turn.history)
             if own[:size] == turn.history and len(messages) >= size:
-                echo = messages[size - 1]  # the tools have a digest, too
+                # `history` has a digest of the tools and of size - 1 messages: next is the answer.
+                echo = messages[size - 1]
                 if _is_echo(echo, turn.answer):
                     rest = self._after(turn, messages[:size], tools, text)
                     if rest is not None:
@@ -165,20 +165,22 @@ class ChatTemplate:
         for turn in turns:
             length, end = turn.prompt_text.length, turn.end
             if turn.prompt_text.begins(text) and text.startswith(turn.text, length):
-                if turn.last_token in self.end_tokens:  # the text is without it
+                if turn.last_token in self.end_tokens:  # `turn.text` does not contain it
                     end = Place(end.branch, end.length - 1)
                 found = _longer(found, Found(end, text[length + len(turn.text) :]))
         return found
 
     def _after(self, turn: Turn, history: Sequence[Message], tools: Any, text: str) -> str | None:
         """Remainder of `text` after the turn's last token; None if its history was rewritten."""
-        rendered = self.render(history, tools, is_asked=False)
+        rendered = self.render(history, tools, is_prompt=False)
+        # The second condition fails for templates that now render earlier turns differently.
         if not (text.startswith(rendered) and turn.prompt_text.begins(rendered)):
             return None
         answer = rendered[turn.prompt_text.length :]
         place = answer.rfind(self.end) if self.end else -1
         text_end = len(answer) if place < 0 else place
-        # What a parser has taken apart comes back in the template's form, not in the model's.
+        # The template renders parsed calls in its own form, so the text cannot equal the model's.
+        # Other texts are compared without whitespace, which templates may strip.
         is_parsed = "tool_calls" in turn.answer
         if not is_parsed and _squashed(answer[:text_end]) != _squashed(turn.text):
             return None
@@ -188,12 +190,13 @@ class ChatTemplate:
 
 
 def roles_since_answer(messages: Sequence[Message]) -> tuple[str, ...]:
+    """Roles of the messages after the model's last one, such as `("tool", "tool")`."""
     since = [*takewhile(lambda each: each["role"] != "assistant", reversed(messages))]
     return tuple(message["role"] for message in reversed(since))
 
 
 def digests(messages: Sequence[Message], tools: Any) -> tuple[bytes, ...]:
-    """A digest of the tools, and of each message as `messages_of` has it."""
+    """Digests of the tools and of each message in the form of `messages_of`: 1 + len(messages)."""
     return tuple(_digest(json.dumps(each, sort_keys=True)) for each in (tools, *messages))
 
 
@@ -202,7 +205,7 @@ def _digest(text: str) -> bytes:
 
 
 def _longest_prompt(turns: Sequence[Turn], text: str) -> Found:
-    """The longest prompt of a turn that a text begins with."""
+    """Match a text against the prompts of turns; the longest wins."""
     found = Found(None, text)
     for turn in turns:
         if turn.prompt_text.begins(text):
@@ -211,11 +214,8 @@ def _longest_prompt(turns: Sequence[Turn], text: str) -> Found:
 
 
 def messages_of(given: Any) -> list[Message]:
-    """The messages of a request in one form: contents are texts, and so are arguments of calls that
-    are no objects.
-
-    Raises BadRequest for anything that is no list of messages, or has other contents than text.
-    """
+    """Normalise messages: contents become text, arguments of calls objects, or text if they are no
+    JSON object. Raises BadRequest for anything but a list of messages with text."""
     if not isinstance(given, list) or not given:
         raise BadRequest("messages must be a list with at least one message")
     return [_message(each) for each in given]
@@ -262,7 +262,7 @@ def _as_written(arguments: Arguments) -> Arguments:
 
 
 def as_object(arguments: Arguments) -> dict[str, Any]:
-    """Arguments as an object, with the field `arguments` for what the model wrote that is none.
+    """Arguments as an object; other text becomes its field `arguments`, parsed if it is JSON.
 
     >>> as_object("[1, 2]"), as_object("{'a': 1}")
     ({'arguments': [1, 2]}, {'arguments': "{'a': 1}"})
@@ -299,7 +299,8 @@ def as_openai(
 
 
 def check_calls(messages: Sequence[Message], turns: Sequence[Turn]) -> None:
-    """Raise BadRequest for a call whose arguments are no object, unless one of `turns` made it."""
+    """Raise BadRequest for a call with arguments that are no object, unless one of `turns` made it:
+    the model may write broken JSON, and the agent has to send such a call back unchanged."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     broken = [call for call in calls if isinstance(call["arguments"], str)]
     for call in broken:
@@ -311,10 +312,10 @@ def check_calls(messages: Sequence[Message], turns: Sequence[Turn]) -> None:
 
 
 def _is_echo(message: Message, answer: Message) -> bool:
-    """Whether a message is an answer of the model, with all of it."""
+    """Whether a message repeats the model's `answer`, up to surrounding whitespace."""
     return (
         message["role"] == "assistant"
-        and _calls(message) == _calls(answer)  # agents may give them other ids
+        and _calls(message) == _calls(answer)  # without ids: agents may change them
         and all(
             message.get(name, "").strip() == answer.get(name, "").strip()
             for name in ("content", "reasoning_content")
@@ -335,5 +336,5 @@ def _squashed(text: str) -> str:
 
 
 def _longer(one: Found, other: Found) -> Found:
-    # `other` in a tie, since a turn may have no text.
+    # `other` wins a tie: a turn without text ends where its prompt does, and `other` is its end.
     return other if one.place is None or len(other.rest) <= len(one.rest) else one

@@ -4,7 +4,7 @@ An environment is a class in a user's file:
 
     class Guessing:
         def reset(self, prompt: str, **columns) -> str | None:
-            ...  # `columns` are those of the data row; a returned text is appended to the prompt
+            ...  # `columns` of the data row; a returned text is appended to the prompt
         def step(self, text: str) -> tuple[str, float, bool]:
             ...  # the model's turn -> observation, reward, done
 
@@ -13,17 +13,16 @@ off), and `tokens_left`, the number of tokens that observations and further turn
 
 A classmethod `load(**arguments)`, if there is one, is called once, before any instance is made.
 
-Every sample has its own instance, made from `environment.arguments`, in its own process: the file
-is loaded once, and each instance lives in a fork of the process that loaded it. So a call that
-hangs, dies or uses too much memory can be killed without affecting other samples, and a step that
-waits for something blocks no other. Nothing here is a sandbox.
+Every sample has its own instance, made from `environment.arguments`, in its own process: a fork of
+the process that has loaded the file. A call that hangs, dies or uses too much memory is killed
+without affecting other samples, and a step that waits blocks no other. This is no sandbox.
 
-A sample whose environment fails, or is late, has failed: its reward is NaN, never zero.
+If an environment fails or is late, its sample has failed: the reward is NaN, never zero.
 
 Observations become tokens between the model's turns, and do not enter the loss.
 
-Elsewhere: TRL's `environment_factory` (`reset` with the columns, whose text is appended to the last
-user message), verl's agent loop with an interaction, ms-swift's `multi_turn_scheduler` with a gym
+Elsewhere: TRL's `environment_factory` (a text returned by `reset` is appended to the last user
+message), verl's agent loop with an interaction, ms-swift's `multi_turn_scheduler` with a gym
 environment.
 """
 
@@ -60,10 +59,10 @@ class Dialogue:
     loss_mask: "array[int]" = field(default_factory=lambda: array("b"))
     text: str = ""
     spans: list[tuple[int, int]] = field(default_factory=list)
-    """Version of the weights and number of tokens of each part; an observation counts as of the
-    turn before it."""
+    """(version of the weights, number of tokens) of each part; an observation has the version of
+    the turn before it."""
     routes: list[np.ndarray] = field(default_factory=list)
-    """Routes that each turn adds, from the first token without one on."""
+    """New routes of each turn; end to end they cover all tokens but the last."""
     step_rewards: list[tuple[int, float]] = field(default_factory=list)
     finish_reason: str = ""
     """Empty until the dialogue ends."""
@@ -71,7 +70,6 @@ class Dialogue:
     """Whether the last turn has no end token."""
 
     def add_turn(self, choice: Choice) -> None:
-        """Append a turn of the model."""
         self._append(choice.token_ids, choice.token_logprobs, True)
         for version, num_tokens in choice.spans:
             extend_spans(self.spans, version, num_tokens)
@@ -79,7 +77,7 @@ class Dialogue:
         self._is_cut = choice.finish_reason == "length"
 
     def add_first_observation(self, observation: str | None, turns: ObservationTemplate) -> None:
-        """Begin, with the first observation (if any) appended to the prompt."""
+        """Append the first observation, if any, to the prompt; it takes from `room`."""
         if observation is None:
             return
         longer = turns.with_first_observation(self.prompt, observation)
@@ -102,7 +100,7 @@ class Dialogue:
             self.finish_reason = "max_turns"
         else:
             tokens, text = turns.encode_observation(step.observation, self.completion_ids[-1])
-            if len(tokens) >= self.room:  # the model needs room for one token
+            if len(tokens) >= self.room:  # not `>`: the model's next turn needs at least one token
                 self.finish_reason = "length"
             else:
                 self._append(tokens, [0.0] * len(tokens), False)
@@ -110,7 +108,7 @@ class Dialogue:
                 self.text += text
 
     def to_sample(self, policy_version: int) -> Sample:
-        """The sample of a dialogue that has ended; without any turn, it is of `policy_version`."""
+        """The sample of an ended dialogue; `policy_version` counts if it failed before a turn."""
         spans, routes = self.spans, self.routes
         return Sample(
             prompt=self.prompt,
@@ -136,9 +134,9 @@ class Dialogue:
 class DialogueGroup(Group):
     """Dialogues of one prompt, each at its own pace.
 
-    Each turn is a request of its own with all tokens so far; the engine has their prefix cached.
-    Seeds do not depend on timing, but engines batch turns as they arrive, so sums round differently
-    from run to run and some tokens may differ.
+    Each turn is a request with all tokens so far; the engine has cached their prefix. Seeds do not
+    depend on timing, but engines batch turns as they arrive: sums round differently from run to
+    run, and some tokens may differ.
     """
 
     partner = "environment"
@@ -175,7 +173,7 @@ class DialogueGroup(Group):
         return dialogue.to_sample(params.policy_version)
 
     async def _converse(self, dialogue: Dialogue, router: RequestRouter) -> None:
-        """Let the model and an environment of its own take turns until the dialogue is over."""
+        """Have the model and a new environment take turns until the dialogue ends."""
         url, prompt, params = "", dialogue.prompt, self.params
         environment = self._environments.new_instance()
         try:
@@ -187,7 +185,7 @@ class DialogueGroup(Group):
                 router.submit([request])
                 choice, url = await request.answer
                 self.engines.add(url)
-                # An engine of a training run returns them to evaluations, too.
+                # Not "if the choice has routes": a run's engines return them to evaluations, too.
                 if params.has_routes:
                     dialogue.routes.append(choice.routes)
                 dialogue.add_turn(choice)
@@ -203,13 +201,13 @@ class DialogueGroup(Group):
             environment.end()
 
     def _request(self, dialogue: Dialogue, url: str) -> Request:
-        """The next turn, of the engine at `url` if it serves."""
+        """Request of the next turn, to the engine at `url` if it still serves."""
         params = self.params
         body = params.request(
             [*dialogue.prompt.token_ids, *dialogue.completion_ids],
             seed=params.turn_seed(dialogue.sample_index, turn=len(dialogue.step_rewards)),
             max_tokens=dialogue.room,
-            # Those of earlier turns are kept: an engine that takes over may choose others.
+            # Routes of earlier tokens are kept: another engine may route these tokens differently.
             routes_start=sum(map(len, dialogue.routes)),
         )
         return Request(body, self.priority + dialogue.sample_index, params.stop, url)

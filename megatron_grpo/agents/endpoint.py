@@ -1,10 +1,10 @@
-"""The address that agents ask for the model's turns: OpenAI's routes, and Anthropic's.
+"""HTTP server that agents ask for the model's turns: OpenAI's routes, and Anthropic's.
 
     POST /v1/chat/completions, /v1/completions, /v1/messages, /v1/messages/count_tokens
     GET /v1/models
 
-A session has a key, which is its API key (`Authorization: Bearer`, `x-api-key`). A program that
-cannot be given one finds the same routes below `/KEY`. The server runs in rank 0's event loop.
+Each session has an API key (`Authorization: Bearer`, `x-api-key`); for programs that cannot be
+given a key, all routes also exist below `/KEY`. The server runs in rank 0's event loop.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from megatron_grpo.agents.chat import (
     messages_of,
     roles_since_answer,
 )
-from megatron_grpo.agents.openai_api import CHAT, TEXT, Answered, Asked, Json, Route
+from megatron_grpo.agents.openai_api import CHAT, TEXT, Answered, Json, Options, Route
 from megatron_grpo.agents.session import Session, SessionOver
 from megatron_grpo.agents.task_queue import TaskQueue
 from megatron_grpo.engines.choice import Choice
@@ -40,42 +40,41 @@ from megatron_grpo.unicode import as_unicode
 
 LOOPBACK, ANY_HOST = "127.0.0.1", ("0.0.0.0", "::")
 MAX_BODY = 64 << 20
-"""Bytes of a request: more than the longest context has."""
-NO_SESSION = "this is no key of a session that is going on"
+"""Limit of a request's bytes: more than the longest context has."""
+NO_SESSION = "no open session has this API key"
 STOP_SECONDS = 2.0
-"""Within which connections end when the server stops."""
+"""Time for open connections to end when the server stops."""
 
 ErrorBody = Callable[[str, str, str | None], Json]
 Parse = Callable[[Choice, Json, str], Awaitable[Json]]
-"""The assistant's message that a turn is, by the parsers of the engine at an address; the second
-argument is the request."""
+"""(turn, request, engine's address) -> the assistant's message; see `Agents._parse`."""
 
 
 @dataclass(frozen=True)
-class Asking:
-    """One request of one session."""
+class AgentRequest:
+    """A request with its session; `options` are the fields of `body` that have an effect."""
 
     session: Session
     body: Json
-    asked: Asked
+    options: Options
 
 
-Answer = Callable[[web.Request, Asking], Awaitable[web.StreamResponse]]
+Answer = Callable[[web.Request, AgentRequest], Awaitable[web.StreamResponse]]
 
 
 class Endpoint:
-    """The server. Agents that the run starts are on its host; those outside have a queue of tasks,
-    and an address that the config names."""
+    """The server: on the loopback address for agents of the run; agents elsewhere have the address
+    `agent.listen` and take `tasks`."""
 
     def __init__(self, parse: Parse, model: str, tasks: TaskQueue | None = None) -> None:
         self._parse, self._model, self._tasks = parse, model, tasks
         self.sessions: dict[str, Session] = {}
-        """Sessions that are going on, by the key with which their requests come."""
+        """Open sessions by their API key."""
         self.url = ""
-        """Address without /v1, once it is started."""
+        """Address without /v1; empty before `start`."""
 
     def admit(self, session: Session) -> str:
-        """Let requests of this session come; returns its key."""
+        """Open a session to requests; returns its key."""
         key = secrets.token_urlsafe(24)
         self.sessions[key] = session
         return key
@@ -97,7 +96,8 @@ class Endpoint:
             self._tasks.serve(application)
         application.router.add_get("/v1/models", self._models)
         application.router.add_get("/{key}/v1/models", self._models)
-        # A client that goes away ends the wait for its answer.
+        # `handler_cancellation`, which aiohttp leaves off: when a client disconnects, its handler
+        # is cancelled, and with it the request at the engines.
         self._runner = web.AppRunner(
             application, handler_cancellation=True, shutdown_timeout=STOP_SECONDS, access_log=None
         )
@@ -113,11 +113,11 @@ class Endpoint:
             self._tasks.publish_address(f"http://{name}:{port}")
 
     async def close(self) -> None:
-        """Stop the server; requests that are open are not answered."""
+        """Stop the server; open requests stay unanswered."""
         await self._runner.cleanup()
 
-    async def _models(self, request: web.Request) -> web.Response:
-        if self._session_of(request) is None:
+    async def _models(self, http: web.Request) -> web.Response:
+        if self._session_of(http) is None:
             return _refused(openai_api.error_body, 401, NO_SESSION)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "megatron-grpo"}
         return web.json_response({"object": "list", "data": [model]})
@@ -127,127 +127,135 @@ class Endpoint:
         error_body: ErrorBody,
         as_chat: Callable[[Json], Json] | None,
         answer: Answer,
-        request: web.Request,
+        http: web.Request,
     ) -> web.StreamResponse:
-        """Answer a request, or say in its API's form why not."""
-        session = self._session_of(request)
+        """Answer a request, or refuse it in its API's form: 401, 400, or 403 after the end."""
+        session = self._session_of(http)
         if session is None:
             return _refused(error_body, 401, NO_SESSION)
         try:
-            body, asked = await _read(request, as_chat)
-            return await answer(request, Asking(session, body, asked))
+            body, options = await _read(http, as_chat)
+            return await answer(http, AgentRequest(session, body, options))
         except BadRequest as error:
             return _refused(error_body, 400, str(error), error.code)
-        except RecursionError:
+        except RecursionError:  # json.loads raises this, and no ValueError, for deep nesting
             return _refused(error_body, 400, "the request is nested too deep")
         except SessionOver as error:
             return _refused(error_body, 403, str(error))
 
     async def _openai(
-        self, route: Route, request: web.Request, asking: Asking
+        self, route: Route, http: web.Request, request: AgentRequest
     ) -> web.StreamResponse:
         take_turns = self._chat_turns if route is CHAT else self._text_turns
-        turns, name = await take_turns(asking), f"chatcmpl-{uuid4().hex}"
-        if not asking.asked.is_streamed:
+        turns, name = await take_turns(request), f"chatcmpl-{uuid4().hex}"
+        if not request.options.is_streamed:
             return web.json_response(route.answer(turns, self._model, name))
-        chunks = route.stream(turns, self._model, name, asking.asked)
-        return await _stream(request, [("", part) for part in chunks], end="data: [DONE]\n\n")
+        chunks = route.stream(turns, self._model, name, request.options)
+        return await _stream(http, [("", part) for part in chunks], end="data: [DONE]\n\n")
 
-    async def _messages(self, request: web.Request, asking: Asking) -> web.StreamResponse:
-        [turn] = await self._chat_turns(asking)
+    async def _messages(self, http: web.Request, request: AgentRequest) -> web.StreamResponse:
+        [turn] = await self._chat_turns(request)
         name = f"msg_{uuid4().hex}"
-        if not asking.asked.is_streamed:
+        if not request.options.is_streamed:
             return web.json_response(anthropic_api.answer(turn, self._model, name))
         events = anthropic_api.events(turn, self._model, name)
-        return await _stream(request, [(event["type"], event) for event in events])
+        return await _stream(http, [(event["type"], event) for event in events])
 
-    async def _count(self, request: web.Request, asking: Asking) -> web.StreamResponse:
-        session = asking.session
-        chat = await asyncio.to_thread(_chat_of, asking)
+    async def _count(self, http: web.Request, request: AgentRequest) -> web.StreamResponse:
+        session = request.session
+        chat = await asyncio.to_thread(_chat_of, request)
         found = session.template.find(session.turns, *chat)
         return web.json_response({"input_tokens": session.num_tokens(found)})
 
-    def _session_of(self, request: web.Request) -> Session | None:
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        for key in (request.match_info.get("key"), request.headers.get("x-api-key"), bearer):
+    def _session_of(self, http: web.Request) -> Session | None:
+        bearer = http.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        for key in (http.match_info.get("key"), http.headers.get("x-api-key"), bearer):
             if key in self.sessions:
                 return self.sessions[key]
         return None
 
-    async def _chat_turns(self, asking: Asking) -> list[Answered]:
-        body, session = asking.body, asking.session
-        messages, tools, text = await asyncio.to_thread(_chat_of, asking)  # long chats take long
+    async def _chat_turns(self, request: AgentRequest) -> list[Answered]:
+        body, session = request.body, request.session
+        # In a thread: rendering a long chat would block the event loop, which also asks engines.
+        messages, tools, text = await asyncio.to_thread(_chat_of, request)
 
         async def take_turn() -> Answered:
             found = session.template.find(session.turns, messages, tools, text)
-            turn, choice, url, text_of = await self._sample(asking, found, text)
-            asked = {**body, "messages": as_openai(messages), "tools": tools}
-            message = await self._parse(choice, asked, url)
+            turn, choice, url, text_of = await self._sample(request, found, text)
+            chat_request = {**body, "messages": as_openai(messages), "tools": tools}
+            message = await self._parse(choice, chat_request, url)
+            # Parsers have found nothing: the agent gets the text, cut before its stop string.
             if not message.get("tool_calls") and not message.get("reasoning"):
                 message = {"role": "assistant", "content": text_of}
             [answer] = messages_of([message])
             history, roles = digests(messages, tools), roles_since_answer(messages)
             turn = replace(turn, history=history, answer=answer, roles=roles)
             session.turns.append(turn)
-            return self._answered(turn, choice, message, asking)
+            return self._answered(turn, choice, message, request)
 
-        return await asyncio.gather(*[take_turn() for _ in range(asking.asked.num)])
+        return await asyncio.gather(*[take_turn() for _ in range(request.options.num)])
 
-    async def _text_turns(self, asking: Asking) -> list[Answered]:
-        session, prompt = asking.session, asking.body.get("prompt")
+    async def _text_turns(self, request: AgentRequest) -> list[Answered]:
+        session, prompt = request.session, request.body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             [prompt] = prompt
         if not isinstance(prompt, str) or not prompt:
             raise BadRequest("prompt must be one text that is not empty")
-        if asking.body.get("echo") or asking.body.get("suffix"):
+        if request.body.get("echo") or request.body.get("suffix"):
             raise BadRequest("echo and suffix are not supported")
 
         async def take_turn() -> Answered:
             found = session.template.find_text(session.turns, prompt)
-            turn, choice, _, text = await self._sample(asking, found, prompt)
+            turn, choice, _, text = await self._sample(request, found, prompt)
             session.turns.append(turn)
-            return self._answered(turn, choice, {"role": "assistant", "content": text}, asking)
+            return self._answered(turn, choice, {"role": "assistant", "content": text}, request)
 
-        return await asyncio.gather(*[take_turn() for _ in range(asking.asked.num)])
+        return await asyncio.gather(*[take_turn() for _ in range(request.options.num)])
 
     async def _sample(
-        self, asking: Asking, found: Found, prompt_text: str
+        self, request: AgentRequest, found: Found, prompt_text: str
     ) -> tuple[Turn, Choice, str, str]:
-        """A turn without its history, what was sampled, the engine, and the text for the agent."""
-        asked = asking.asked
-        choice, url, prompt, end = await asking.session.sample(found, asked.max_tokens, asked.stop)
+        """Sample a turn. Returns it without its history, with the engine's choice and address, and
+        the text for the agent, cut before the first of the request's stop strings."""
+        options = request.options
+        choice, url, prompt, end = await request.session.sample(
+            found, options.max_tokens, options.stop
+        )
         text = choice.text
         start = Start.of(prompt_text)
         turn = Turn((), {}, start, text, prompt, end, choice.token_ids[-1])
-        cuts = [at for each in asked.stop if (at := text.find(each)) >= 0]
+        cuts = [at for each in options.stop if (at := text.find(each)) >= 0]
         return turn, choice, url, text[: min(cuts, default=None)]
 
-    def _answered(self, turn: Turn, choice: Choice, message: Json, asking: Asking) -> Answered:
+    def _answered(
+        self, turn: Turn, choice: Choice, message: Json, request: AgentRequest
+    ) -> Answered:
         tokens: Sequence[tuple[str, float]] = ()
-        if asking.asked.has_logprobs:
+        if request.options.has_logprobs:
             texts = [
-                asking.session.template.tokenizer.decode([token]) for token in choice.token_ids
+                request.session.template.tokenizer.decode([token]) for token in choice.token_ids
             ]
             tokens = [*zip(texts, choice.token_logprobs, strict=True)]
         reason = "tool_calls" if message.get("tool_calls") else choice.finish_reason
         return Answered(message, reason, turn.prompt.length, len(choice.token_ids), tokens)
 
 
-def _chat_of(asking: Asking) -> tuple[list[Message], Any, str]:
-    """The messages of a request, its tools, and both as the template writes them."""
-    messages, tools = messages_of(asking.body.get("messages")), openai_api.tools_of(asking.body)
-    check_calls(messages, asking.session.turns)
-    return messages, tools, asking.session.template.render(messages, tools, is_asked=True)
+def _chat_of(request: AgentRequest) -> tuple[list[Message], Any, str]:
+    """Messages and tools of a request, and both rendered by the template."""
+    body = request.body
+    messages, tools = messages_of(body.get("messages")), openai_api.tools_of(body)
+    check_calls(messages, request.session.turns)
+    return messages, tools, request.session.template.render(messages, tools, is_prompt=True)
 
 
-async def _read(request: web.Request, as_chat: Callable[[Json], Json] | None) -> tuple[Json, Asked]:
-    """The body of a request, made OpenAI's by `as_chat`, and what it asks for."""
+async def _read(http: web.Request, as_chat: Callable[[Json], Json] | None) -> tuple[Json, Options]:
+    """Body of a request, converted by `as_chat` to OpenAI's form, and its checked fields."""
     try:
-        body = json.loads(await request.text(), parse_constant=_refuse_constant)
+        body = json.loads(await http.text(), parse_constant=_refuse_constant)
         if not isinstance(body, dict):
             raise BadRequest("the body must be an object")
         body = as_chat(body) if as_chat else body
-        return as_unicode(body), Asked.of(body)
+        return as_unicode(body), Options.of(body)
     except BadRequest:
         raise
     except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -266,11 +274,11 @@ def _refused(
 
 
 async def _stream(
-    request: web.Request, events: Sequence[tuple[str, Mapping[str, Any]]], end: str = ""
+    http: web.Request, events: Sequence[tuple[str, Mapping[str, Any]]], end: str = ""
 ) -> web.StreamResponse:
-    """Server-sent events, with their names if they have any."""
+    """Send (name, data) pairs as server-sent events; an empty name is left out."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
+    await response.prepare(http)
     for name, event in events:
         head = f"event: {name}\n" if name else ""
         await response.write(f"{head}data: {json.dumps(event)}\n\n".encode())

@@ -1,4 +1,4 @@
-"""The trainer's side of environments and agents: any number at once, a future for each call."""
+"""The trainer's side of environments and agents: any number at a time, one future for each call."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ from parallel.clock import result_within
 
 WORKER_MODULE = "megatron_grpo.agents.fork_server"
 LOAD_KEY = -1
-"""Key of the answer about loading the class, in place of an instance's key."""
+"""Key of the answer that the class is loaded, in place of an instance's key."""
 DEATH_SECONDS = 30.0
-"""Time for the worker to die after its connection has closed, with a process for each sample."""
+"""Time for the worker to die after its connection has closed: it has a process for each sample."""
 SEND_SECONDS = 10
-"""The worker reads continuously: if a send takes longer than this, it is broken."""
+"""Limit of a send: the worker reads continuously, so a longer one means that it is broken."""
 
 
 class InstanceFailed(Exception):
-    """A call failed or was late; the text says how. Only that sample has failed."""
+    """A call failed or was late, with the reason; no other sample is affected."""
 
 
 class InstancesLost(RuntimeError):
@@ -40,9 +40,9 @@ class Step:
 
 
 class ForkPool:
-    """A worker that forks one process for each sample: an environment, or an agent. It loads the
-    class in the background, until `close`. Messages name the keys of `section`, and `what` is
-    loaded."""
+    """A worker process that loads a class, and forks one process with an instance (an environment
+    or an agent) for each sample. Errors name keys of the config's `section` and call the class
+    `what`."""
 
     def __init__(
         self, cfg: EnvironmentConfig, section: str = "environment", what: str = ""
@@ -51,7 +51,8 @@ class ForkPool:
         self._what = what or f"environment {cfg.name}"
         self._keys = count()
         self._lock = threading.Lock()
-        """Guards calls and failure, which the reader's thread changes; only one thread sends."""
+        """Guards `_calls` and `_failure`, which the reader thread changes. Sends need no lock: only
+        one thread sends."""
         self._calls: dict[int, Future[Any]] = {LOAD_KEY: lasting_future()}
         self._loaded = self._calls[LOAD_KEY]
         self._failure = ""
@@ -92,6 +93,7 @@ class ForkPool:
     def call(self, action: str, key: int, *what: Any) -> Future[Any]:
         """Send the worker a call; the future may raise InstanceFailed or InstancesLost."""
         future = lasting_future()
+        # Entered before the send: the reader thread may see the answer before `send` returns.
         with self._lock:
             if self._failure:
                 future.set_exception(InstancesLost(self._failure))
@@ -102,26 +104,26 @@ class ForkPool:
         return future
 
     def send(self, *message: Any) -> None:
-        """Send the worker a message; raises InstancesLost if it does not read. If the worker is
-        dead, this raises nothing: the futures of pending calls do."""
+        """Send the worker a message; raises InstancesLost if it does not read. A dead worker raises
+        nothing here: the reader thread fails all pending calls."""
         try:
             self._worker.connection.send(message)
         except BlockingIOError:
             raise InstancesLost(
-                f"the worker of the environments: it read nothing for {SEND_SECONDS} s"
+                f"the worker of the environments read nothing for {SEND_SECONDS} s"
             ) from None
         except ConnectionError:
             pass
 
     def close(self) -> None:
-        """Kill the worker and all environments; no process of them is left when this returns."""
+        """Kill the worker and all instances; none of their processes is left on return."""
         self._worker.begin_kill()
         self._worker.finish_kill()
         self._reader.join()
         self._worker.connection.close()
 
     def _read(self) -> None:
-        """Set the future of every answered call, until the worker ends."""
+        """Set the future of every answered call, until the worker ends; the reader thread."""
         try:
             while True:
                 key, is_good, result = self._worker.receive_json()
@@ -147,20 +149,19 @@ class ForkPool:
 
 @dataclass(frozen=True)
 class Instance:
-    """The environment or the agent of one sample."""
+    """Handle of the environment or the agent of one sample."""
 
     pool: ForkPool
     key: int
 
     def begin(self, prompt: str, columns: Mapping[str, Any], seed: int) -> Future[Any]:
-        """Call `reset` of an environment: its first observation, or None; or `run_episode` of an
-        agent: the end of its episode (`actors.checked`). `seed` seeds the random generators of its
-        process."""
+        """Call `reset` of an environment, for its first observation or None, or `run_episode` of an
+        agent, for its outcome (`actors.checked`). `seed` is for the process's random generators."""
         return self.pool.call("begin", self.key, seed, prompt, dict(columns))
 
     def step(self, text: str, **turn: Any) -> "Future[list[Any]]":
-        """Answer a turn of the model with the fields of a `Step`; `turn` has values for
-        `fork_server.TURN`."""
+        """Call `step` of an environment, for the fields of a `Step`; `turn` are the optional
+        arguments `fork_server.TURN`."""
         return self.pool.call("step", self.key, text, turn)
 
     def end(self) -> None:

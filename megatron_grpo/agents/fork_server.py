@@ -1,17 +1,15 @@
-"""The process that environments and agents are forked from: `python -m MODULE FD MEGABYTES`.
+"""Process that environments and agents are forked from: `python -m MODULE FD MEGABYTES`.
 
-It reads section, class and limits of the config from the socket FD, loads the class, answers with
-the columns that its first method requires, and then executes commands, with any number of calls at
-once:
+It reads (section, class, arguments, timeout) from the socket FD, loads the class, answers with the
+columns that the first method requires, and then executes commands, any number at a time:
 
-    ("begin", key, seed, prompt, columns)    fork a process, make the instance `key` in it, and call
-                           its `reset`, or `run_episode` of an agent
-    ("step", key, text, turn)    call its `step`
-    ("end", key)           kill it
+    ("begin", key, seed, prompt, columns)    fork a process, make instance `key` in it, and call
+                                             `reset`, or `run_episode` of an agent
+    ("step", key, text, turn)                call `step` of the instance
+    ("end", key)                             kill the instance
 
-Every answer is [key, true, result] or [key, false, error text] in JSON, so that nothing from the
-user's code is unpickled. An instance that fails or is late is killed. All instances end when the
-socket closes.
+Answers are [key, true, result] or [key, false, error text] in JSON, so that nothing from user code
+is unpickled. An instance that fails or is late is killed. All instances end when the socket closes.
 """
 
 import gc
@@ -48,25 +46,26 @@ from megatron_grpo.workers.user_file import (
 from parallel.clock import TICK, RunningClock
 
 MAX_CHARACTERS = 1 << 20
-"""Limit of one observation: no model's context holds more."""
+"""Limit of an observation: no model's context holds more."""
 TURN = ("token_ids", "finish_reason", "tokens_left")
-"""Optional parameters of `step` besides the text of the turn."""
+"""Optional parameters of `step`, after the text of the turn."""
 
 
 @dataclass(frozen=True)
 class LoadedClass:
-    """An environment class with the arguments of the config."""
+    """A class of environments, or `Actor`, with the arguments of the config."""
 
     make: Callable[..., Any]
     arguments: Mapping[str, Any]
     first: str
-    """The method that is called first: `reset`, or `run_episode`, which is an agent's only one."""
+    """Method to call first: `reset`, or `run_episode`, the only method of an agent."""
     parameters: Mapping[str, inspect.Parameter]
     """Parameters of the first method."""
 
     @classmethod
     def load(cls, name: str, arguments: Mapping[str, Any]) -> "LoadedClass":
-        """Import `file.py:ClassName`; raises ValueError if it is not an environment."""
+        """Import `file.py:ClassName` and call its `load`; raises ValueError if it cannot be used as
+        an environment or an agent."""
         path, _, class_name = name.rpartition(":")
         found = getattr(load_user_file(Path(path), "file of an environment"), class_name, None)
         if not inspect.isclass(found):
@@ -81,7 +80,8 @@ class LoadedClass:
             raise ValueError(
                 f"environment.arguments {dict(arguments)} of {name}: {error}"
             ) from None
-        if inspect.ismethod(load := getattr(found, "load", None)):  # of the class
+        # Looked up in the class, only a classmethod is bound: a plain method has no instance yet.
+        if inspect.ismethod(load := getattr(found, "load", None)):
             load(**arguments)
         step = getattr(found, "step", None)
         besides_text = _parameters(step, skip=2) if step and "step" in methods else {}
@@ -95,7 +95,8 @@ class LoadedClass:
         return cls(found, arguments, methods[0], parameters)
 
     def begin(self, prompt: str, columns: Mapping[str, Any]) -> tuple[Any, Any]:
-        """A new environment with its first observation, or an agent with the end of its episode."""
+        """Make an instance and call its first method; returns the instance and the result, the
+        first observation or the outcome of an agent's episode."""
         given = select_accepted({**columns, "prompt": prompt}, self.parameters)
         instance = self.make(**self.arguments)
         found = getattr(instance, self.first)(**given)
@@ -104,8 +105,8 @@ class LoadedClass:
 
 
 def step(environment: Any, text: str, turn: Mapping[str, Any]) -> tuple[str, float, bool]:
-    """Observation, reward and done; raises ValueError for anything else. `step` gets those values
-    of `TURN` that it takes."""
+    """Call `step` with the values of `turn` that it accepts; returns (observation, reward, done),
+    and raises ValueError for any other result."""
     answer = environment.step(text, **select_accepted(turn, _parameters(environment.step, skip=1)))
     if not isinstance(answer, tuple | list) or len(answer) != 3:
         raise ValueError(
@@ -140,37 +141,37 @@ def _text(method: str, observation: Any) -> str:
 DEATH_SECONDS = 0.5
 """Seconds to wait for an instance's death after its connection has closed."""
 SEND_SECONDS = 5.0
-"""Within which an idle instance must take a turn that is larger than what the kernel buffers: all
-others wait meanwhile."""
+"""Limit of a send to an instance. Turns beyond the socket's buffer block until it reads, and all
+other instances wait meanwhile."""
 REAP_SECONDS = 0.05
 """Seconds between checks whether a killed process is gone."""
 
 
 @dataclass
 class InstanceProcess:
-    """The process of one instance."""
+    """Process and connection of an instance."""
 
     pid: int
     connection: Connection
 
 
 class ForkWorker:
-    """Serves the trainer's commands; holds all instances by key."""
+    """Executes the trainer's commands; holds the processes of all instances by key."""
 
     def __init__(self, trainer: Connection, memory_megabytes: int) -> None:
         self.trainer, self._memory_megabytes = trainer, memory_megabytes
         self.processes: dict[int, InstanceProcess] = {}
         self.deadlines: OrderedDict[int, float] = OrderedDict()
-        """The deadline (of `clock`) of each call in progress, by key. All calls have the same time,
-        so that the first is the next to be late, and no event walks over all instances."""
+        """Deadline (of `clock`) of each call in progress, by key. All calls have the same timeout,
+        so insertion order is the order of deadlines, and no event walks over all instances."""
         self.clock = RunningClock()
-        """Not `running_time`: this process has a single thread, as it forks."""
+        """Not `running_time`, which starts a thread: this process forks."""
         self.failures: dict[int, str] = {}
-        """Why instances ended between two calls, by key; reported to the next call."""
+        """Reason why an instance ended between two calls, by key; the next call gets it."""
         self.selector = DefaultSelector()
         self.selector.register(trainer, EVENT_READ)
         self.killed: list[int] = []
-        """Killed processes that are not reaped yet."""
+        """Pids of killed processes that are not reaped yet."""
 
     def serve(self) -> None:
         """Load the class and run instances until the trainer closes the socket."""
@@ -183,20 +184,25 @@ class ForkWorker:
         columns = [name for name in required_parameters(loaded.parameters) if name != "prompt"]
         self._answer(LOAD_KEY, True, columns)
         self.loaded: LoadedClass = loaded
-        gc.freeze()  # so that the garbage collector of a fork does not copy shared pages
+        # The collector writes into objects that it visits, which would copy their pages in every
+        # fork; frozen objects are not visited.
+        gc.freeze()
         with suppress(EOFError):
             while True:
                 self._handle_events()
 
     def _handle_events(self) -> None:
         now = self.clock.now()
+        # At most TICK: `RunningClock` counts a longer gap as time in which the job was stopped.
         wake_ups = [min(deadline - now, TICK) for deadline in islice(self.deadlines.values(), 1)]
         if self.killed:
             wake_ups.append(REAP_SECONDS)
         seconds = max(0.0, min(wake_ups)) if wake_ups else None
         ready = [key.data for key, _ in self.selector.select(seconds)]
+        # Answers first: an answer that has come is not late. Commands last, since "end" removes an
+        # instance whose answer may be in `ready`.
         for key in ready:
-            if key is not None:
+            if key is not None:  # None is the trainer's connection
                 self._forward_answer(key)
         now = self.clock.now()
         for key in [*takewhile(lambda key: self.deadlines[key] < now, self.deadlines)]:
@@ -218,7 +224,7 @@ class ForkWorker:
             self._step(key, *what)
         else:
             self.failures.pop(key, None)
-            if key in self.processes:  # else it has failed already
+            if key in self.processes:  # a failed instance is killed already
                 self._kill(key)
 
     def _step(self, key: int, *turn: Any) -> None:
@@ -229,9 +235,9 @@ class ForkWorker:
         try:
             self.processes[key].connection.send(turn)
         except BlockingIOError:
-            self._fail(key, f"it did not take its turn within {SEND_SECONDS:g} s: killed")
+            self._fail(key, f"its process did not read the turn within {SEND_SECONDS:g} s: killed")
         except ConnectionError:
-            pass  # its end is noticed when reading
+            pass  # the instance is dead: `_forward_answer` finds that out and says how
 
     def _fork(self, seed: int, prompt: str, columns: Any) -> InstanceProcess:
         connection, theirs = Pipe()
@@ -240,14 +246,14 @@ class ForkWorker:
             self._run_instance(
                 theirs, parent, connection, partial(self._reset, seed, prompt, columns)
             )
-        theirs.close()
+        theirs.close()  # else the death of the instance would not close the connection
         limit_sends(connection, SEND_SECONDS)
         return InstanceProcess(pid, connection)
 
     def _reset(self, seed: int, prompt: str, columns: Any) -> Any:
-        """Make the instance of this process; return what its first method does."""
+        """Make the instance of this process; returns the result of its first method."""
         random.seed(seed)
-        if "numpy" in sys.modules:  # all forks would share its state
+        if "numpy" in sys.modules:  # forks would share the state of its generator
             sys.modules["numpy"].random.seed(seed % 2**32)
         self.environment, observation = self.loaded.begin(prompt, columns)
         return observation
@@ -259,21 +265,23 @@ class ForkWorker:
         other_end: Connection,
         action: Callable[[], Any],
     ) -> NoReturn:
-        """Run an instance, in its own process."""
+        """Run an instance in its own process: `action` first, then `step` for each turn."""
         die_with_parent()
-        if os.getppid() != parent:
+        if os.getppid() != parent:  # the parent died before `die_with_parent`
             os._exit(1)
-        os.setsid()  # it may signal its group, and not the others
-        adopt_orphans()  # so that the processes it starts can be killed with it
+        os.setsid()  # user code that signals its process group must not reach other instances
+        adopt_orphans()  # so that `kill_tree` finds the processes that it starts
+        # Inherited sockets: other instances would not see their connections close.
         self.selector.close()
         for unused in (self.trainer, other_end, *(p.connection for p in self.processes.values())):
             unused.close()
         with suppress(EOFError, ConnectionError):
             while True:
                 worker.send_bytes(json.dumps(attempt(action, self.limit)).encode())
-                turn = worker.recv()  # first: after a reset that failed there is none
+                # Before `self.environment`, which a failed reset has not set; then no turn comes.
+                turn = worker.recv()
                 action = partial(step, self.environment, *turn)
-        os._exit(0)
+        os._exit(0)  # not `return`: this is a fork of the worker, in the middle of its loop
 
     def _forward_answer(self, key: int) -> None:
         process = self.processes[key]
@@ -289,7 +297,7 @@ class ForkWorker:
             self._fail(key, answer)
 
     def _cause_of_death(self, process: InstanceProcess) -> str:
-        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT  # WNOWAIT: `_handle_events` reaps it
         deadline = self.clock.now() + DEATH_SECONDS
         while (end := os.waitid(os.P_PID, process.pid, how)) is None:
             if self.clock.now() > deadline:
@@ -312,7 +320,7 @@ class ForkWorker:
         self.selector.unregister(process.connection)
         process.connection.close()
         kill_tree(process.pid)
-        with suppress(ProcessLookupError):  # what it has left if it was dead already
+        with suppress(ProcessLookupError):  # an instance that was dead may have left its group
             os.killpg(process.pid, signal.SIGKILL)
         self.killed.append(process.pid)
 

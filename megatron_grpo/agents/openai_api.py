@@ -1,4 +1,4 @@
-"""OpenAI's bodies of requests and answers: chat completions and text completions."""
+"""OpenAI's request and answer bodies: chat completions and text completions."""
 
 import reprlib
 import time
@@ -11,9 +11,9 @@ from megatron_grpo.unicode import is_unicode
 
 Json = dict[str, Any]
 CHANGES_SAMPLING = ("logit_bias", "presence_penalty", "frequency_penalty", "min_p", "top_logprobs")
-"""Fields that change what a model samples, or show more of it than is kept; they must be 0."""
+"""Fields that must be absent or 0: they change sampling, or ask for values that are not kept."""
 MOST_CHOICES = 128
-"""As OpenAI's own limit of `n`: each choice is a task on the endpoint's thread."""
+"""OpenAI's own limit of `n`; each choice is a task of the event loop."""
 FIELDS: Mapping[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
     "a whole number": ((int,), ("n", "max_tokens", "max_completion_tokens", "seed", "top_k")),
     "a number": ((int, float), ("temperature", "top_p")),
@@ -24,15 +24,15 @@ FIELDS: Mapping[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
     "a list": ((list,), ("tools",)),
     "an object": ((dict,), ("stream_options", "response_format", "metadata")),
 }
-"""Types of the request's fields, of ignored ones too; null counts as absent."""
+"""Types of a request's fields, ignored ones included; null counts as absent."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Fields of a request that have an effect, on either route.
+class Options:
+    """Fields of a request that have an effect, on both routes.
 
-    How tokens are sampled is the run's and not the request's: the trainer must know. So
-    `temperature`, `top_p`, `top_k`, `seed` and `model` have no effect.
+    `temperature`, `top_p`, `top_k`, `seed` and `model` have none: the run's config sets how tokens
+    are sampled, since the trainer must reproduce their probabilities.
     """
 
     num: int
@@ -40,13 +40,13 @@ class Asked:
     stop: tuple[str, ...]
     is_streamed: bool
     has_usage: bool
-    """Whether a stream ends with the numbers of tokens."""
+    """Whether a stream ends with a `usage` chunk."""
     has_logprobs: bool
 
     @classmethod
-    def of(cls, body: Json) -> "Asked":
-        """Read a request; raises BadRequest for what the trainer could not reproduce, or that
-        cannot be meant."""
+    def of(cls, body: Json) -> "Options":
+        """Read a request; raises BadRequest for fields of wrong types, and for sampling that the
+        trainer could not reproduce."""
         _check_types(body)
         for name in CHANGES_SAMPLING:
             if body.get(name):
@@ -61,7 +61,7 @@ class Asked:
             max_tokens = body.get("max_tokens")
         if [each for each in (num, max_tokens) if each is not None and each < 1]:
             raise BadRequest("n and max_tokens must be at least 1")
-        asked = cls(
+        options = cls(
             num=num or 1,
             max_tokens=max_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
@@ -69,29 +69,30 @@ class Asked:
             has_usage=bool((body.get("stream_options") or {}).get("include_usage")),
             has_logprobs=body.get("logprobs") not in (None, False),
         )
-        if asked.num > MOST_CHOICES:
-            raise BadRequest(f"n {asked.num} must be at most {MOST_CHOICES}")
-        if [each for each in asked.stop if not (isinstance(each, str) and each)]:
+        if options.num > MOST_CHOICES:
+            raise BadRequest(f"n {options.num} must be at most {MOST_CHOICES}")
+        if [each for each in options.stop if not (isinstance(each, str) and each)]:
             raise BadRequest("stop strings must be texts that are not empty")
-        if not all(map(is_unicode, asked.stop)):
+        if not all(map(is_unicode, options.stop)):
             raise BadRequest(
-                f"stop {[*asked.stop]} has half of a surrogate pair, which is in no text of the "
+                f"stop {[*options.stop]} has half of a surrogate pair, which is in no text of the "
                 "model: correct it, or leave it out"
             )
-        return asked
+        return options
 
 
 def _check_types(body: Json) -> None:
     for words, (types, names) in FIELDS.items():
         for name in names:
             value = body.get(name)
+            # bool is a subclass of int, and `"n": true` is no number.
             is_right = isinstance(value, types) and (bool in types or not isinstance(value, bool))
             if value is not None and not is_right:
                 raise BadRequest(f"{name} must be {words}, not {reprlib.repr(value)}")
 
 
 def tools_of(body: Json) -> Any:
-    """Tools of a request; raises BadRequest if the model would be forced to call one."""
+    """Tools of a request, None without any; raises BadRequest for a forced `tool_choice`."""
     choice = body.get("tool_choice", "auto")
     if choice not in (None, "auto", "none"):
         raise BadRequest(
@@ -101,8 +102,8 @@ def tools_of(body: Json) -> Any:
     tools = body.get("tools") or ()
     if not all(map(_is_tool, tools)):
         raise BadRequest(
-            "each of tools must be an object with a function, which has a name and perhaps a "
-            "description, a text, and parameters, an object"
+            "each of tools must be an object with a function: a name, and perhaps a description (a "
+            "text) and parameters (an object)"
         )
     return None if choice == "none" else [*tools] or None
 
@@ -119,10 +120,10 @@ def _is_tool(given: Any) -> bool:
 
 @dataclass(frozen=True)
 class Answered:
-    """One turn of the model, for an answer."""
+    """A turn of the model, ready to be sent."""
 
     message: Message
-    """An assistant's, in OpenAI's form."""
+    """The assistant's message in OpenAI's form."""
     finish_reason: str
     num_prompt: int
     num_sampled: int
@@ -131,8 +132,8 @@ class Answered:
 
 
 class Route(NamedTuple):
-    """How /v1/chat/completions or /v1/completions answers: `object` of an answer and of the chunks
-    of a stream, and what a turn, with its number, becomes in each."""
+    """Answer format of /v1/chat/completions or /v1/completions: for an answer and for the chunks of
+    a stream, the field `object`, and the `choices` of (index, turn)."""
 
     kind: str
     choice: Callable[[int, Answered], Json]
@@ -144,14 +145,14 @@ class Route(NamedTuple):
         return {**_frame(self.kind, model, name), "choices": choices, "usage": _usage(turns)}
 
     def stream(
-        self, turns: Sequence[Answered], model: str, name: str, asked: Asked
+        self, turns: Sequence[Answered], model: str, name: str, options: Options
     ) -> Iterator[Json]:
-        """Stream the `answer`; a turn comes whole, as it is parsed at its end."""
+        """Chunks of a streamed answer. A turn is not split: tool calls are parsed at its end."""
         frame = _frame(self.chunk_kind, model, name)
         for index, turn in enumerate(turns):
             for choice in self.chunks(index, turn):
                 yield {**frame, "choices": [choice]}
-        if asked.has_usage:
+        if options.has_usage:
             yield {**frame, "choices": [], "usage": _usage(turns)}
 
 

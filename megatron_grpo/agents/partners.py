@@ -1,4 +1,4 @@
-"""The model's partner in a session, by the source of a row: an environment, an agent, or nobody."""
+"""The model's partner in a session, by source of a row: an environment, an agent, or nobody."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 
 NewGroup = Callable[[Prompt, SamplingParams, int, Json | None], Group]
-"""Makes the group of a prompt, whose requests have priorities from that number on; the last are
-the `image_features` of a prompt that has images."""
+"""(prompt, parameters, first priority of its requests, `image_features` or None) -> group."""
 
 
 class Environments:
-    """The environments of a source; their class is loaded in the background."""
+    """Environments of a source; their class is loaded in the background."""
 
     def __init__(
         self, cfg: Config, tokenizer: "PreTrainedTokenizerBase", end_tokens: Sequence[int]
@@ -47,7 +46,7 @@ class Environments:
 
 
 class Partners:
-    """The partners of all sources, which answer the model in all sessions, until `close`."""
+    """Partners of all sources, training's and evaluations', until `close`."""
 
     def __init__(
         self,
@@ -56,8 +55,8 @@ class Partners:
         end_tokens: Sequence[int],
         client: RolloutClient,
     ) -> None:
-        """Agents ask through the `client`."""
         self._by_source: dict[str, Agents | Environments | None] = {}
+        # If a partner cannot be made, the partners of earlier sources are closed.
         with ExitStack() as stack:
             stack.callback(self.close)
             for name, view in cfg.by_source.items():
@@ -70,20 +69,20 @@ class Partners:
             stack.pop_all()
 
     def wait_ready(self, prompts: Sequence[Prompt]) -> None:
-        """Wait until sessions can begin with these rows; raises ValueError if they cannot."""
+        """Wait until sessions with these rows can begin; raises ValueError if they cannot."""
         for name, partner in self._by_source.items():
             if partner:
                 partner.wait_ready([each.row for each in prompts if each.source == name])
 
     def groups(self, cfg: Config) -> dict[str, NewGroup]:
-        """By source, what makes its groups; `cfg` may be of an evaluation."""
+        """Factory of groups for each source; `cfg` is the run's, or an evaluation's view of it."""
         return {
             name: partner.groups(view) if (partner := self._by_source[name]) else CompletionGroup
             for name, view in cfg.by_source.items()
         }
 
     def close(self) -> None:
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # closes every partner, even if one raises
             for partner in self._by_source.values():
                 if partner:
                     stack.enter_context(closing(partner))

@@ -1,4 +1,4 @@
-"""One sample of a prompt while its agent acts: its tokens so far, and the turns it waits for."""
+"""Session: one sample while its agent acts, with its tokens and its requests at engines."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -18,15 +18,15 @@ from megatron_grpo.engines.router import RequestRouter
 
 NOTHING: Mapping[str, float] = {}
 MOST_AT_ONCE = 8
-"""Turns of one session at the engines at a time; further requests wait."""
+"""Limit of a session's turns that are at the engines at a time; further requests wait."""
 
 
 class SessionOver(Exception):
-    """The agent's time is over, or it has ended already."""
+    """The session has ended: the agent is late, or has ended already."""
 
 
 class Session:
-    """The endpoint's view of one sample of a group; it asks the engines by a router."""
+    """Samples an agent's turns through a router, and keeps their tokens in a tree."""
 
     def __init__(
         self,
@@ -41,17 +41,17 @@ class Session:
         self.tree, self.turns = TokenTree(), list[Turn]()
         self.finish_reason = "stop"
         self.failure = ""
-        """Reason of a failure; empty if it has not failed."""
+        """Reason of the failure; empty without one."""
         self.reward: float | None = None
         self.metrics: Mapping[str, float] = {}
         self.is_over = False
-        """Whether there is nothing more to ask engines for."""
+        """Whether the agent has ended; no more turns are sampled."""
         self._group, self._router, self._cfg, self._params = group, router, cfg, group.params
         self._longest = max_prompt_length + self._params.max_completion_length
-        """The most tokens that a prompt with its answer may have."""
+        """Most tokens of a prompt with its answer."""
         self._num_requests = 0
         self._url = ""
-        """The engine that had the last turn."""
+        """Address of the engine that sampled the last turn: it has cached the prefix."""
         self._free = asyncio.Semaphore(MOST_AT_ONCE)
         self._open: set[Request] = set()
 
@@ -60,8 +60,8 @@ class Session:
     ) -> tuple[Choice, str, Place, Place]:
         """Have the engines sample one turn after `found`.
 
-        Returns it, the engine's address, and the places where its prompt and the turn end. Raises
-        BadRequest if a limit is reached, and SessionOver.
+        Returns the completion, the engine's address, and the places at the end of the prompt and of
+        the turn. Raises BadRequest at a limit, SessionOver if the session ends before.
         """
         place, context = self._prompt_of(found)
         body = self._request(place, context, max_tokens, stop)
@@ -69,7 +69,7 @@ class Session:
         return choice, self._url, *self._keep(place, context, found.rest, choice)
 
     async def _ask(self, body: Json, stop: Sequence[str]) -> tuple[Choice, str]:
-        """The engines' answer, unless the session ends before: then SessionOver."""
+        """Request a turn and wait for it; raises SessionOver if the session ends before."""
         async with self._free:
             if self.is_over:
                 raise SessionOver("this session is over")
@@ -82,9 +82,11 @@ class Session:
             except asyncio.CancelledError:
                 if self.is_over:
                     raise SessionOver("this session is over") from None
-                raise  # the agent does not wait any more
+                raise  # the handler was cancelled: the agent has closed its connection
             finally:
                 self._open.discard(request)
+        # `end` may run between the answer and this line: it finds no open answer to cancel, and the
+        # tree must not grow behind the end.
         if self.is_over:
             raise SessionOver("this session is over")
         self._group.engines.add(answer[1])
@@ -96,7 +98,7 @@ class Session:
     def end(
         self, reward: float | None, metrics: Mapping[str, float] = NOTHING, failure: str = ""
     ) -> None:
-        """The agent has ended, with the reward and the metrics that it gave."""
+        """Record the agent's end and cancel its open requests; later calls have no effect."""
         if self.is_over:
             return
         failure = failure or self.failure
@@ -112,7 +114,7 @@ class Session:
             request.answer.cancel()
 
     def to_sample(self) -> Sample:
-        """The sample, once the session is over."""
+        """The sample of a session that is over: own tokens of all branches, end to end."""
         assert self.is_over
         steps, prompt, tree = [], self.prompt, self.tree
         branches = tree.branches
@@ -150,10 +152,11 @@ class Session:
         )
 
     def _prompt_of(self, found: Found) -> tuple[Place | None, list[int]]:
+        """Place in the tree that the prompt goes on from, and the new tokens behind it."""
         template = self.template
         if found.place is not None:
             return found.place, template.encode(found.rest) if found.rest else []
-        # No turn's text matches, but its tokens may: the rewritten part begins a branch.
+        # A rewritten history: tokens before the first change stay shared, the rest is a branch.
         ids = template.encode(found.rest)
         place = self.tree.shared(ids)
         if place is None:
@@ -162,15 +165,15 @@ class Session:
             token = template.tokenizer.convert_ids_to_tokens(ids[place.length : place.length + 1])
             self._refuse(
                 "failed",
-                f"its messages are none that it had before: the token at {place.length} is "
-                f"{token}, and the session has another one there (agent.on_rewrite is drop)",
+                f"its messages rewrite the history: the token at {place.length} is {token}, where "
+                "the session has another (agent.on_rewrite is drop)",
             )
         return place, ids[place.length :]
 
     def _request(
         self, place: Place | None, context: list[int], max_tokens: int | None, stop: Sequence[str]
     ) -> Json:
-        """The body of a request; the agent is told if it may not have the turn."""
+        """Body of a turn's request; raises BadRequest if a limit is reached."""
         cfg, tree, params = self._cfg, self.tree, self._params
         if self._num_requests >= cfg.max_turns:
             self._refuse("max_turns", f"agent.max_turns {cfg.max_turns} is reached")
@@ -185,6 +188,7 @@ class Session:
             )
         if max_tokens is None or max_tokens > room:
             max_tokens = room
+        # Counted before the request is sent: concurrent turns get different seeds.
         turn, self._num_requests = self._num_requests, self._num_requests + 1
         body = params.request(
             token_ids,
@@ -193,6 +197,8 @@ class Session:
             routes_start=tree.num_routed(place) if place else 0,
         )
         if stop:
+            # The stop string stays in the tokens that are trained on; `Endpoint._sample` cuts the
+            # agent's text.
             both = {"stop": [*params.stop, *stop], "include_stop_str_in_output": True}
             body["sampling_params"] |= both
         return body
@@ -200,13 +206,14 @@ class Session:
     def _keep(
         self, place: Place | None, context: list[int], text: str, choice: Choice
     ) -> tuple[Place, Place]:
-        """Add an answered turn to the tree."""
-        if place is None and self.tree.branches:  # another request has come first
+        """Add a sampled turn to the tree; returns the ends of its prompt and of the turn."""
+        # A concurrent request was answered first and has begun the tree: look again for the place.
+        if place is None and self.tree.branches:
             place = self.tree.shared(context)
             context = context[place.length if place else 0 :]
         end = self.tree.add(place, context, text, choice)
         if self._params.has_routes:
-            # Another request may have added routes since this one asked for its own.
+            # Not `routes_start` of the request: a concurrent turn may have added routes since.
             num_new = end.length - 1 - self.tree.num_routed(end)
             self.tree.add_routes(end, choice.routes[len(choice.routes) - num_new :])
         if choice.finish_reason == "length" and end.length == self._longest:
@@ -224,13 +231,14 @@ class Session:
         found = []
         for branch in self.tree.branches:
             routes = np.concatenate(branch.routes)
-            last = np.zeros_like(routes[:1])  # the engine never computed a branch's last token
+            # Engines return no routes of a last token; inside the sample, zeros stand for them.
+            last = np.zeros_like(routes[:1])
             own = routes if branch.root is None else routes[branch.first :]
             found += [own, last]
         return np.concatenate(found[:-1])
 
 
 def _heard(turn: Turn | None) -> Heard:
-    if turn is None:  # the session ended before it was parsed
+    if turn is None:  # the session ended before the turn was parsed
         return Heard((), ())
     return Heard(turn.roles, tuple(call["name"] for call in turn.answer.get("tool_calls", ())))

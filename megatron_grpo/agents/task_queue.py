@@ -1,10 +1,10 @@
 """Tasks that agents outside of the run take over HTTP: `agent.listen`.
 
     POST /tasks        {"key", "url", "row", "messages"} of a sample; 204 if none waits
-    POST /tasks/KEY    its end: {"reward": 0.5, "metrics": {"files": 3}}, or {"error": "why"}
+    POST /tasks/KEY    outcome: {"reward": 0.5, "metrics": {"files": 3}}, or {"error": "why"}
 
-Both want the run's token (`Authorization: Bearer`), which is in `agents.json` of the run directory
-with the address, new at each start. `url` and `key` are those of the endpoint's own routes.
+Both require the run's token (`Authorization: Bearer`); each start writes a new one, with the
+address, to `agents.json` of the run directory. `url` and `key` are for the endpoint's routes.
 """
 
 import asyncio
@@ -28,22 +28,22 @@ from parallel.clock import running_time
 
 FILE = "agents.json"
 WAIT_SECONDS = 30.0
-"""Within which a request for a task is answered, if only by saying that there is none."""
+"""Longest wait of a request for a task; then the answer is 204."""
 POLL_SECONDS, WATCH_SECONDS = 0.05, 0.5
 
 
 class ExternalTask:
-    """One sample that waits for an agent, or has one."""
+    """A sample that waits for an agent, or has one; in place of `fork_pool.Instance`."""
 
     def __init__(self, queue: "TaskQueue") -> None:
         self._queue = queue
         self.columns: Mapping[str, Any] = {}
         self.done: Future[dict[str, Any]] = lasting_future()
-        """Reward and metrics (`actors.checked`)."""
+        """Outcome of the episode: reward and metrics (`actors.checked`)."""
         self.deadline = 0.0
 
     def begin(self, prompt: str, columns: Mapping[str, Any], seed: int) -> "Future[dict[str, Any]]":
-        """Have an agent take it; the future may raise InstanceFailed or InstancesLost."""
+        """Queue this task; the future may raise InstanceFailed or InstancesLost."""
         self.columns = columns
         self._queue.enqueue(self)
         return self.done
@@ -53,16 +53,16 @@ class ExternalTask:
 
 
 class TaskQueue:
-    """The samples that wait for agents outside, in place of a pool of processes."""
+    """Samples that wait for agents outside of the run, in place of a `ForkPool`."""
 
     def __init__(self, run_dir: Path, timeout: float) -> None:
-        """An agent has `timeout` seconds for a task; so long a task waits while nobody asks."""
+        """`timeout` seconds limit an agent's time for a task, and a wait without any agent."""
         self._file, self._timeout = run_dir / FILE, timeout
         self._token = new_token()
         self._waiting: deque[ExternalTask] = deque()
         self._taken: dict[str, ExternalTask] = {}
         self._last_asked = 0.0
-        """When an agent last asked for a task or had one, or the first of the waiting ones came."""
+        """Time at which an agent last asked for a task or had one, or the first task came."""
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Return at once: agents come when they like."""
@@ -71,7 +71,7 @@ class TaskQueue:
         return ExternalTask(self)
 
     def close(self) -> None:
-        """Remove the file that tells agents where to ask."""
+        """Remove `agents.json`: agents end when it is gone."""
         self._file.unlink(missing_ok=True)
 
     def enqueue(self, task: ExternalTask) -> None:
@@ -90,10 +90,10 @@ class TaskQueue:
         application.cleanup_ctx.append(self._watching)
 
     def publish_address(self, url: str) -> None:
-        """Write the address and the token for agents of this user, and say where."""
+        """Write address and token to `agents.json`, readable by this user only; print its path."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         part = self._file.with_suffix(".part")
-        part.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)  # `os.open` would keep the permissions of an old file
         with open(os.open(part, os.O_CREAT | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
             json.dump({"url": url, "token": self._token}, file)
         part.replace(self._file)
@@ -127,8 +127,9 @@ class TaskQueue:
         if refusal := self._refusal(request):
             return refusal
         try:
-            body = await request.text()  # all of it before the task is: the agent may go away
-        except (ValueError, LookupError) as error:  # no text, or in an encoding that is none
+            # Read before the task is taken: an agent that disconnects here may report again.
+            body = await request.text()
+        except (ValueError, LookupError) as error:  # not text, or of an unknown encoding
             return _answer(400, f"the request cannot be read: {error!r}")
         task = self._taken.pop(request.match_info["key"], None)
         self._last_asked = running_time()
@@ -147,7 +148,7 @@ class TaskQueue:
         given = as_unicode(request.headers.get("Authorization", "")).encode()
         if hmac.compare_digest(given, bearer(self._token)["Authorization"].encode()):
             return None
-        return _answer(401, f"this is not the token of this run, which is in {FILE}")
+        return _answer(401, f"wrong token: the token of this run is in {FILE}")
 
     async def _watching(self, application: web.Application) -> AsyncIterator[None]:
         watch = asyncio.create_task(self._watch())
@@ -155,19 +156,19 @@ class TaskQueue:
         watch.cancel()
 
     async def _watch(self) -> None:
-        """End what is late."""
+        """Fail tasks of late agents, and all waiting ones when no agent has asked for too long."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = running_time()
             late = [task for task in self._taken.values() if task.deadline < now]
             for task in late:
                 del self._taken[task.columns["key"]]
-                self._last_asked = now  # its agent could not ask for another
+                self._last_asked = now  # a busy agent could not ask for another task
             lost = []
             if not self._taken and now - self._last_asked > self._timeout:
                 lost, self._waiting = [*self._waiting], deque()
             for task in late:
-                text = f"its agent has not ended it within agent.timeout {self._timeout:g} s"
+                text = f"no report of its agent within agent.timeout {self._timeout:g} s"
                 task.done.set_exception(InstanceFailed(text))
             for task in lost:
                 text = f"agent.listen: no agent has asked for a task for {self._timeout:g} s"
@@ -175,7 +176,7 @@ class TaskQueue:
 
 
 def _ending(body: str) -> dict[str, Any]:
-    """Reward and metrics; raises InstanceFailed, or ValueError for what is neither."""
+    """Parse a report: reward and metrics. Raises InstanceFailed for its error, else ValueError."""
     ending = json.loads(body)
     if isinstance(ending, dict) and ending.get("error"):
         raise InstanceFailed(str(ending["error"]))

@@ -1,8 +1,10 @@
-"""The tokens of a session: a tree, since an agent may go on from any point of what it had.
+"""Tokens of a session: a tree, since an agent may go on from any point of its history.
 
-Every path from the root is what the engine had as a prompt, or sampled. A branch begins where a
-path leaves another one; its own tokens are those from there on. So each sampled token belongs to
-exactly one branch, however many paths lead through it.
+Every path from the root is a prompt with its completion. A branch owns the tokens from where it
+leaves another path, so each sampled token belongs to exactly one branch:
+
+    prompt | turn 1 | tool result | turn 2      branch 0: first = len(prompt)
+                    + other text  | turn 3      branch 1: first = len(prompt) + len(turn 1)
 """
 
 from array import array
@@ -18,7 +20,7 @@ from megatron_grpo.engines.choice import Choice
 
 
 class Place(NamedTuple):
-    """A point of the tree: after the first `length` tokens of the path to the end of a branch."""
+    """Point of the tree: behind the first `length` tokens of the path to the end of `branch`."""
 
     branch: int
     length: int
@@ -26,28 +28,28 @@ class Place(NamedTuple):
 
 @dataclass
 class Sampled:
-    """One branch of the tree; `logprobs` and `loss_mask` are those of the path after `first`."""
+    """Branch of the tree; `logprobs` and `loss_mask` cover its own tokens, `path[first:]`."""
 
     root: Place | None
-    """Fork from another branch; None for the first."""
+    """Fork from another branch; None for the first branch."""
     first: int
-    """Length of the path before its own tokens: of the first branch, the prompt."""
+    """Number of tokens before its own; in the first branch, the length of the prompt."""
     path: "array[int]"
-    """The whole path, with the tokens before its own ones."""
+    """All tokens from the root of the tree to the end of the branch."""
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     loss_mask: "array[int]" = field(default_factory=lambda: array("b"))
     spans: list[tuple[int, int]] = field(default_factory=list)
-    """Version of the weights and number of tokens, of each part of its own ones."""
+    """(version of the weights, number of tokens) of each part of its own tokens."""
     ends: list[int] = field(default_factory=list)
-    """Lengths of the path at which its turns end."""
+    """Lengths of `path` at the ends of its turns."""
     text: str = ""
     routes: list[np.ndarray] = field(default_factory=list)
-    """Parts that end to end are those of the path's tokens, but for the last."""
+    """Routes of all tokens of `path` but the last, in parts."""
 
 
 @dataclass
 class TokenTree:
-    """The branches of a session, in the order in which they began."""
+    """Branches of a session, in the order in which they began."""
 
     branches: list[Sampled] = field(default_factory=list)
     prompt_text: str = ""
@@ -58,7 +60,7 @@ class TokenTree:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Version of the weights and number of tokens, of each part of all branches' own tokens."""
+        """(version of the weights, number of tokens) of each part of all branches' own tokens."""
         spans: list[tuple[int, int]] = []
         for branch in self.branches:
             for version, num_tokens in branch.spans:
@@ -69,7 +71,7 @@ class TokenTree:
         return self.branches[place.branch].path[: place.length]
 
     def shared(self, ids: Sequence[int]) -> Place | None:
-        """The end of the longest path that `ids` begin with; None if the tree is empty."""
+        """End of the longest path that `ids` begin with; None if the tree is empty."""
         wanted = np.asarray(ids, np.int32)
         places = []
         for number, branch in enumerate(self.branches):
@@ -80,14 +82,14 @@ class TokenTree:
         return max(places, key=lambda place: place.length, default=None)
 
     def num_routed(self, place: Place) -> int:
-        """How many tokens of the path to a place have known routes."""
+        """Number of tokens on the path to a place with known routes."""
         return min(place.length, sum(map(len, self.branches[place.branch].routes)))
 
     def add(
         self, place: Place | None, context: Sequence[int], context_text: str, choice: Choice
     ) -> Place:
-        """Append what was sampled after the path to `place` and the tokens `context`; returns the
-        place after it. The first turn has no place, and its context is the session's prompt."""
+        """Append `context` and a completion behind `place`; returns the new end. The first turn has
+        no place, and its context is the session's prompt."""
         number = self._branch_at(place, context)
         branch, num_context = self.branches[number], 0
         if place is None:
@@ -99,7 +101,7 @@ class TokenTree:
         branch.path.extend(choice.token_ids)
         branch.logprobs.extend([0.0] * num_context + choice.token_logprobs)
         branch.loss_mask.extend([0] * num_context + [1] * len(choice.token_ids))
-        # A context counts as of the turn before it, or of its own one.
+        # A context has the version of the turn before it; a new branch has none, so its own turn's.
         spans = choice.spans
         extend_spans(branch.spans, (branch.spans or spans)[-1][0], num_context)
         for version, num_tokens in spans:
@@ -109,24 +111,25 @@ class TokenTree:
         return Place(number, len(branch.path))
 
     def add_routes(self, place: Place, routes: np.ndarray) -> None:
-        """Add the routes of tokens before `place` that were not known; it is a branch's end."""
+        """Add routes of the tokens from `num_routed` on; `place` is the end of a branch."""
         self.branches[place.branch].routes.append(routes)
 
     def sequences(self) -> tuple[Branch, ...]:
-        """Every branch as a part of all branches' own tokens, end to end after the prompt."""
+        """Branches as parts of a completion: all branches' own tokens, end to end."""
         starts = [*accumulate((len(each.logprobs) for each in self.branches), initial=0)]
         found = []
         for number, branch in enumerate(self.branches):
             start, end = starts[number], starts[number + 1]
             context = self._bounds(Place(number, branch.first), starts)
-            if not context:  # nothing would predict its first token
+            # A branch that shares no token: nothing predicts its first token, which is the context.
+            if not context:
                 first = self.branches[0].first + start
                 context, start = ((first, first + 1),), start + 1
             found.append(Branch(context, start, end))
         return tuple(found)
 
     def _bounds(self, place: Place, starts: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Ranges of the path to a place, in the prompt and all branches' own tokens end to end."""
+        """(start, end) parts of the path to a place, in the prompt and all branches' own tokens."""
         branch = self.branches[place.branch]
         if branch.root is None:
             return ((0, place.length),) if place.length else ()
@@ -136,7 +139,7 @@ class TokenTree:
         return (*before, (own, own + num_own)) if num_own else before
 
     def _branch_at(self, place: Place | None, context: Sequence[int]) -> int:
-        """The number of the branch that ends at a place: a new one, if none does."""
+        """Number of the branch that ends at `place`, or of a new branch from there."""
         if place is None:
             assert not self.branches
             self.branches.append(Sampled(None, len(context), array("i", context)))
@@ -147,7 +150,8 @@ class TokenTree:
         return self._leave(place)
 
     def _leave(self, place: Place) -> int:
-        """Begin a branch at a place; where it lies before a branch, at that one's root."""
+        """Begin a branch at a place; returns its number."""
+        # A place before the own tokens of its branch belongs to the branch that owns these tokens.
         while (branch := self.branches[place.branch]).root and place.length < branch.first:
             place = Place(branch.root.branch, place.length)
         known, path = self.num_routed(place), self.tokens(place)

@@ -1,4 +1,4 @@
-"""Tools: `python`, functions of a user's file, and those of MCP servers."""
+"""Tools: `python`, functions of a user's file, and tools of MCP servers."""
 
 import asyncio
 import inspect
@@ -24,8 +24,8 @@ Call = Callable[..., Awaitable[Any]]
 
 @cache
 def load_tool(name: str) -> tuple[Callable[..., Any], Json]:
-    """The function of `file.py:function`, and how the model is told of it. Raises ValueError if
-    there is none, or if it does not say what its arguments are."""
+    """Load `file.py:function`; returns the function and its schema. Raises ValueError if there is
+    no such function, or if its arguments are not documented."""
     path, _, function_name = name.rpartition(":")
     if not path:
         raise ValueError(f"agent.tools: {name!r} is no tool: use {PYTHON}, or file.py:function")
@@ -33,13 +33,13 @@ def load_tool(name: str) -> tuple[Callable[..., Any], Json]:
     if not callable(found):
         raise ValueError(f"{path} has no function {function_name!r}")
     if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
-        raise ValueError(f"{name} is a generator: the model is told what a tool returns")
+        raise ValueError(f"{name} is a generator: the model gets the value that a tool returns")
     return found, schema_of(found, name)
 
 
 def schema_of(function: Callable[..., Any], name: str) -> Json:
-    """A function in OpenAI's form, from its signature and docstring; `name` is for messages."""
-    # Only agents with tools need this, and it takes seconds.
+    """Schema of a function in OpenAI's form, by signature and docstring; errors show `name`."""
+    # Imported here: it takes seconds, and only agents with tools need it.
     from transformers.utils.chat_template_utils import (  # noqa: PLC0415
         DocstringParsingException,
         TypeHintParsingException,
@@ -50,15 +50,15 @@ def schema_of(function: Callable[..., Any], name: str) -> Json:
         schema: Json = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise ValueError(
-            f"the model cannot be told of the tool {name}: {error}: it needs type hints, and a "
+            f"the tool {name} cannot be described to the model: {error}: use type hints, and a "
             "docstring with `Args:`, in Google's form"
         ) from None
-    schema["function"].pop("return", None)  # templates say nothing of it
+    schema["function"].pop("return", None)  # transformers' addition to OpenAI's form
     return schema
 
 
 class Tools:
-    """The tools of one sample, with the seconds that they took; MCP servers run while it is open.
+    """Tools of one sample, with their metrics; MCP servers run while it is open.
 
     >>> async with Tools(["tools.py:add"], [], most_characters=100) as tools:
     ...     await tools.call("add", '{"a": 1, "b": 2}')
@@ -78,7 +78,7 @@ class Tools:
         self.schemas: list[Json] = []
         """Schemas of all tools for the chat template, in OpenAI's form."""
         self.metrics: dict[str, float] = defaultdict(float)
-        """Calls, failed calls and seconds of each tool."""
+        """`tool/NAME/calls`, `tool/NAME/errors` and `tool/NAME/seconds` of each tool."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> "Tools":
@@ -88,6 +88,7 @@ class Tools:
             else:
                 function, schema = load_tool(name)
             self._add(schema, partial(_run, function))
+        # `async with` calls no `__aexit__` after an error of `__aenter__`.
         try:
             for server in self._servers:
                 await self._connect(server)
@@ -100,7 +101,7 @@ class Tools:
         await self._stack.aclose()
 
     async def call(self, name: str, arguments: str) -> str:
-        """The result of a call as text; of one that fails, what is wrong with it."""
+        """Call a tool; returns its result as text, or `Error: ...` for a call that fails."""
         began, known = time.monotonic(), name in self._calls
         try:
             if not known:
@@ -109,15 +110,15 @@ class Tools:
             if not isinstance(given, dict):
                 raise ValueError("arguments must be an object")
             text, is_good = _as_text(await self._calls[name](**given)), True
-        except BaseException as error:  # of any kind, sys.exit() too: the model is told
-            if _is_cancelled():
+        except BaseException as error:  # sys.exit() of a tool, too: the model gets the error
+            if _is_cancelled():  # the conversation ends, not only the call
                 raise
             text, is_good = f"Error: {type(error).__name__}: {_said(error)}", False
         if known:
             self.metrics[f"tool/{name}/calls"] += 1
             self.metrics[f"tool/{name}/errors"] += not is_good
             self.metrics[f"tool/{name}/seconds"] += time.monotonic() - began
-        else:  # whatever name the model has made up
+        else:  # one metric for all invented names: each would be a column of the logs
             self.metrics["tool/unknown/calls"] += 1
         text = as_unicode(text)
         if len(text) > self._most:
@@ -133,6 +134,7 @@ class Tools:
         self.schemas.append(as_unicode(schema))
 
     async def _connect(self, server: str) -> None:
+        # An own stack: a server that fails ends here, any other with `self._stack`.
         try:
             async with AsyncExitStack() as stack:
                 client = await _client_of(server, stack)
@@ -155,10 +157,10 @@ class Tools:
 
 
 async def converse(client: Any, messages: Sequence[Json], tools: Tools) -> Mapping[str, float]:
-    """Have the model answer `messages`, and call tools until it calls none; returns metrics.
+    """Have the model answer `messages` with tools, until a turn calls none; returns metrics.
 
-    Calls of one turn run at the same time. If a limit of the session ends it, that is no failure.
-    `client` is an AsyncOpenAI.
+    Calls of one turn run at the same time. A limit of the session ends the conversation without a
+    failure. `client` is an AsyncOpenAI.
     """
     from openai import BadRequestError  # noqa: PLC0415
 
@@ -185,8 +187,8 @@ async def converse(client: Any, messages: Sequence[Json], tools: Tools) -> Mappi
 
 
 async def _client_of(server: str, stack: AsyncExitStack) -> Any:
-    """A client of an MCP server, which ends with `stack`."""
-    # Only agents with MCP servers need this package.
+    """Connect to an MCP server, a command or a URL, until `stack` is closed."""
+    # Imported here: only agents with MCP servers need this package.
     from mcp import Client, StdioServerParameters, stdio_client  # noqa: PLC0415
 
     if not server.startswith(("http://", "https://")):
@@ -204,7 +206,7 @@ async def _client_of(server: str, stack: AsyncExitStack) -> Any:
 
 
 def _first_cause(error: BaseException) -> str:
-    """Name the first error inside the exception groups of tasks."""
+    """Text of the first error inside the exception groups of tasks."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"
@@ -213,6 +215,7 @@ def _first_cause(error: BaseException) -> str:
 async def _run(function: Callable[..., Any], /, **arguments: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
+    # In a thread: the calls of one turn run at the same time.
     result, raised = await asyncio.to_thread(_attempt, partial(function, **arguments))
     if raised:
         raise raised
@@ -220,7 +223,7 @@ async def _run(function: Callable[..., Any], /, **arguments: Any) -> Any:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return errors in a thread: a future's GeneratorExit would end the whole conversation."""
+    """Return errors of a thread: a GeneratorExit in its future would end the conversation."""
     try:
         return call(), None
     except BaseException as error:
@@ -228,12 +231,12 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def _as_text(result: Any) -> str:
-    """Write a tool's result as text or JSON; raises TypeError or ValueError if it has neither."""
+    """Write a tool's result as text or JSON; raises TypeError or ValueError if it cannot be."""
     return result if isinstance(result, str) else json.dumps(result, default=_plain)
 
 
 def _plain(value: Any) -> Any:
-    """Replace a value that JSON lacks: an array by its numbers, others by their text."""
+    """Replace a value that JSON lacks: an array by its numbers, any other value by its text."""
     if isinstance(value, Iterator | AsyncIterator):
         raise TypeError(f"a result with a {type(value).__name__}: return a list")
     return value.tolist() if hasattr(value, "tolist") else str(value)
@@ -242,12 +245,12 @@ def _plain(value: Any) -> Any:
 def _said(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException as other:  # an exception of the tool's file may do anything
+    except BaseException as other:  # `__str__` of an exception in the tool's file is user code
         return f"its text cannot be had ({type(other).__name__})"
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody has cancelled this task; a tool may raise CancelledError all by itself."""
+    """Whether this task was cancelled from outside; a tool may raise CancelledError by itself."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -267,7 +270,7 @@ def python_schema() -> Json:
 
 
 def python_tool(sandbox: Sandbox) -> Call:
-    """The tool `python`, whose programs run in `sandbox`."""
+    """The tool `python`: runs programs in `sandbox`."""
 
     async def python(code: str) -> str:
         """Runs a Python program and returns what it prints. Each program starts anew.

@@ -1,4 +1,4 @@
-"""Observations as tokens between the turns of the model."""
+"""Observations of environments as tokens between the turns of the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,22 +13,22 @@ from megatron_grpo.data.prompts import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Contents of the messages of a probe dialogue: they occur in no template, and have no spaces at
-# their ends that a template might strip.
+# Contents of a probe dialogue: no template contains them, and they have no spaces at their ends
+# that a template might strip.
 ASKED, SAID = "qxjvzk0", "qxjvzk1"
-# With characters that a template would escape if it wrote the content as JSON or HTML.
+# Contains characters that a template would escape if it wrote the content as JSON or HTML.
 OBSERVED = 'qxjvzk2 "\\\n<é&> qxjvzk3'
 
 
 @dataclass(frozen=True)
 class ObservationTemplate:
-    """How an observation is encoded, so that sampled tokens are never encoded again.
+    """Encodes observations between turns; sampled tokens are never encoded again.
 
-    A turn ends with the end token that was sampled. One that ended with a token of
-    `rollout.stop_token_ids` or a string of `rollout.stop` is then closed with the template's.
-    What follows is encoded on its own: the rest of the assistant's turn, the observation as a
-    message, and the start of the next turn, all as the chat template writes them. As in prompts,
-    names of special tokens in an observation become these tokens.
+    The text behind a turn is encoded on its own: the rest of the assistant's turn, the observation
+    as a message, and the start of the next turn, all as the chat template writes them. A turn that
+    ended with a token of `rollout.stop_token_ids` or a string of `rollout.stop` is closed with the
+    template's end token. As in prompts, names of special tokens in an observation become these
+    tokens.
     """
 
     data: DataConfig
@@ -43,8 +43,8 @@ class ObservationTemplate:
     def from_config(
         cls, cfg: Config, tokenizer: "PreTrainedTokenizerBase", end_tokens: Sequence[int]
     ) -> "ObservationTemplate":
-        """The turns of the chat template, or bare observations if none is applied. Raises
-        ValueError for a template with which a dialogue cannot be continued token by token."""
+        """Read the chat template with a probe dialogue; without a template, observations are bare.
+        Raises ValueError if the template's dialogues cannot be continued token by token."""
         if not cfg.data.apply_chat_template:
             return cls(cfg.data, tokenizer, end_tokens)
         role = cfg.environment.observation_role
@@ -52,11 +52,12 @@ class ObservationTemplate:
         before, after = _between(whole)
         turns = cls(cfg.data, tokenizer, end_tokens, before, after)
         end = turns._check(whole)
+        # After a sampled stop token the template still has to close the turn, unless it is `end`.
         closing = [t for t in end_tokens if t == end or t not in cfg.rollout.stop_token_ids]
         return replace(turns, end_tokens=closing)
 
     def encode_observation(self, observation: str, last_token: int) -> tuple[tuple[int, ...], str]:
-        """Tokens and text from after `last_token` of a turn to the start of the next turn."""
+        """Tokens and text between the `last_token` of a turn and the start of the next turn."""
         if not self.data.apply_chat_template:
             ids = self.tokenizer(observation, add_special_tokens=False)["input_ids"]
             return tuple(ids), observation
@@ -78,8 +79,8 @@ class ObservationTemplate:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _check(self, whole: str) -> int:
-        """The template's end token of a turn. Raises ValueError unless the separately encoded
-        pieces equal the end of the whole."""
+        """Return the template's end token of a turn. Raises ValueError unless the text behind the
+        turn has equal tokens, encoded alone and as a part of the whole dialogue."""
         pieces = self._encode(f"{self.before}{OBSERVED}{self.after}")
         end = pieces[0] if pieces else None
         if end is None or end not in self.end_tokens:
@@ -99,11 +100,8 @@ class ObservationTemplate:
 
 
 def end_of_turn(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """The special tokens that the chat template writes after the model's turn.
-
-    After the last turn of a dialogue: some templates end earlier ones in another way. None if the
-    template refuses a dialogue, which only prompts of another form show.
-    """
+    """Special tokens that the chat template writes after the last turn of a dialogue, where some
+    templates end earlier turns differently; empty if it refuses the probe dialogue."""
     messages = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
     if data.system_prompt is not None:
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
@@ -134,7 +132,7 @@ def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", role: str) -
 
 
 def _between(whole: str) -> tuple[str, str]:
-    """The text between the model's turn and the observation, and the text after that."""
+    """Text between the model's turn and the observation, and text behind the observation."""
     if any(whole.count(text) != 1 for text in (ASKED, SAID, OBSERVED)):
         raise ValueError(
             "the chat template does not show each message of a dialogue once:\n"

@@ -1,4 +1,4 @@
-"""Evaluates held-out sets: sampled with settings of their own, scored, and summarized as pass@k."""
+"""Evaluation of held-out sets: sampled with their own settings, scored, summarised as pass@k."""
 
 import asyncio
 import math
@@ -29,14 +29,17 @@ if TYPE_CHECKING:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """The unbiased estimate 1 - C(n - c, k) / C(n, k) from n samples of which c have passed.
+    """Unbiased estimate 1 - C(n - c, k) / C(n, k) from n samples, c of them passed.
 
-    Equation 1 of arXiv 2107.03374: the share of the subsets of k samples in which at least one has
-    passed. A product of k or c factors of at most 1, since binomials of hundreds overflow a float.
+    Equation 1 of arXiv 2107.03374: the share of subsets of k samples with at least one that passed.
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
     """
     n, c = num_samples, num_passed
     assert 0 <= c <= n and 1 <= k <= n, f"pass@{k} of {c} passed of {n}"
-    # C(n - c, k) / C(n, k) = C(n - k, c) / C(n, c)
+    # A product of factors of at most 1: binomials of hundreds overflow a float. There are min(c, k)
+    # factors, since C(n - c, k) / C(n, k) = C(n - k, c) / C(n, c).
     few, many = sorted((c, k))
     failed = 1.0
     for i in range(few):
@@ -45,18 +48,16 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 SERIES_OF_EVALUATION = -1
-"""In place of a generation's number: all evaluations have the same seeds, none of training's."""
+"""Number of the generation in seeds: all evaluations sample alike, and with no seed of training."""
 
 ROUNDING = 1e-9
-"""A weighted sum of rewards may miss `eval.pass_threshold` by this, as 0.7 + 0.2 + 0.1 does."""
+"""Tolerance of `eval.pass_threshold`: 0.7 + 0.2 + 0.1 is below 1 in floating point."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The result of one evaluation; lists are parallel, and samples of one prompt adjacent.
-
-    A failed score is NaN, and so is the total of its completion.
-    """
+    """Result of an evaluation: parallel lists, with samples of one prompt adjacent. A failed score
+    is NaN, and so is the total of its completion."""
 
     samples: list[Sample]
     rewards: list[dict[str, float]]
@@ -64,7 +65,7 @@ class Evaluated:
 
 
 def as_evaluated(cfg: Config, name: str = "") -> Config:
-    """`cfg` with the data, rewards, sampling and `eval` of the held-out set `name` alone."""
+    """View of `cfg` for the held-out set `name`: its data, rewards, sampling and `eval`."""
     own, rollout = cfg.eval.named_sets[name], cfg.rollout
     assert own.data is not None, "it has prompts"
     sampling: dict[str, Any] = {"top_p": own.top_p, "top_k": own.top_k}
@@ -91,7 +92,7 @@ def load_eval_prompts(
     *,
     warns: bool = True,
 ) -> list[Prompt]:
-    """The prompts of the set `name`; `view` is the run's config after `as_evaluated`."""
+    """Prompts of the held-out set `name`; `view` is `as_evaluated(cfg, name)`."""
     try:
         fault_of = reference_faults(view)
         prompts = load_prompts(
@@ -114,8 +115,8 @@ def due_steps(cfg: Config) -> frozenset[int]:
 
 
 class Evaluation:
-    """Evaluates the held-out prompts, any number of times; `view` is a config after `as_evaluated`.
-    Requests as many completions at once as a generation has: limits were chosen for that."""
+    """Evaluates one held-out set, any number of times; `view` is from `as_evaluated`. Requests as
+    many completions at a time as a generation has: the run's limits were chosen for that."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class Evaluation:
         self._samples: list[Sample] = []
         self._scores: list[dict[str, float]] = []
         self._sampling: list[asyncio.Task[list[Sample]]] = []
-        """Tasks of the next prompts, once they are asked for."""
+        """Tasks of the prompts that are being sampled; kept when the engines are lost."""
 
     def run(
         self, policy_version: int, timer: PhaseTimer, show: Callable[[int, int], None]
@@ -152,7 +153,8 @@ class Evaluation:
             with timer.phase("eval", "generate"):
                 samples = loop.call(self._sample(policy_version))
             with timer.phase("eval", "score"):
-                # Of the whole set: a share of these alone could be exceeded by one failure.
+                # The limit is a share of the whole set: in one chunk, a single failure could exceed
+                # it.
                 scores = self.rewards.score(samples, num_completions=size)
             self._scores += scores
             self._samples += samples
@@ -166,6 +168,7 @@ class Evaluation:
 
     async def _sample(self, policy_version: int) -> list[Sample]:
         own, router = self._view.eval, self._router
+        # After NoServingEngine, the tasks of the last call go on.
         if not self._sampling:
             first = len(self._samples) // own.num_generations
             prompts = self.prompts[first : first + self._num_prompts_at_once]
@@ -179,7 +182,7 @@ class Evaluation:
     async def _new_groups(
         self, prompts: Sequence[Prompt], first: int, policy_version: int
     ) -> list[Group]:
-        """The groups of prompts, of which the first is at place `first`."""
+        """Groups of `prompts`, which are at the positions from `first` on in the set."""
         rollout, own = self._view.rollout, self._view.eval
         params = SamplingParams(
             num_generations=own.num_generations,
@@ -208,8 +211,8 @@ class Evaluation:
 def eval_metrics(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> dict[str, float]:
     """pass@k and mean@n over prompts, rewards and lengths over completions.
 
-    A completion without a score is left out and counted in `eval/failed`; its prompt is left out of
-    pass@k if fewer than k remain. A metric without any values is omitted.
+    Completions without a score are left out and counted in `eval/failed`; a prompt with fewer than
+    k scored completions is left out of pass@k. Metrics without values are omitted.
     """
     n, totals = cfg.num_generations, evaluated.totals
     groups = [
@@ -252,7 +255,7 @@ def metric_prefix(name: str) -> str:
 
 
 def metrics_of(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of the set `name` among those of `eval_metrics`, without its name."""
+    """Metrics of the set `name` in the result of `eval_metrics`, without their prefix."""
     prefix = metric_prefix(name)
     return {
         metric.removeprefix(prefix): value
@@ -262,7 +265,7 @@ def metrics_of(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def eval_rows(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> list[dict[str, Any]]:
-    """One row per completion, for JSON; null stands for a failed score."""
+    """One row per completion, for JSON; a failed score is null."""
     prompt_column = cfg.data.prompt_column if cfg.data else ""
     columns = columns_by_prompt(evaluated.samples, prompt_column)
     return [
@@ -293,7 +296,7 @@ def _or_none(score: float) -> float | None:
 
 
 class Evaluations:
-    """Evaluates all held-out sets of a config, any number of times; each is independent."""
+    """Evaluates all held-out sets of a config, any number of times."""
 
     def __init__(
         self,
@@ -309,7 +312,7 @@ class Evaluations:
         self._evaluations: dict[str, Evaluation] = {}
         for name in cfg.eval.named_sets:
             view = as_evaluated(cfg, name)
-            # Whoever checked the config has warned already.
+            # Without warnings: the check of the config has printed them.
             prompts = load_eval_prompts(view, name, tokenizer, context, warns=False)
             rewards = RewardsBySource(view.by_source, pools)
             self._evaluations[name] = Evaluation(view, prompts, ends, router, rewards, partners)
@@ -318,7 +321,8 @@ class Evaluations:
     def run(
         self, policy_version: int, timer: PhaseTimer, show: Callable[[str, int, int], None]
     ) -> dict[str, Evaluated]:
-        """The results by the name of the set; otherwise like `Evaluation.run`."""
+        """Results by the name of the set; raises what `Evaluation.run` raises."""
+        # `_done` keeps finished sets: after NoServingEngine the caller runs all again.
         for name, evaluation in self._evaluations.items():
             if name not in self._done:
                 try:

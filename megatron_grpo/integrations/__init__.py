@@ -1,1 +1,1 @@
-"""Environments of other libraries for a run: commands that need those libraries and no torch."""
+"""Adapters to environment libraries: commands that import the library and no torch."""

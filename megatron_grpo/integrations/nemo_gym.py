@@ -1,13 +1,12 @@
-"""Environments of NeMo Gym as agents outside of a run, which has `agent.listen`.
+"""Environments of NeMo Gym as agents of a run with `agent.listen`.
 
     python -m megatron_grpo.integrations.nemo_gym rows DATASET.jsonl data.jsonl --most 1000
     python -m megatron_grpo.integrations.nemo_gym serve AGENT runs/web/agents.json --port 8701
 
-It runs where the package nemo-gym is installed (see `task_worker`), beside Gym's servers, of which
-AGENT is one. Their policy model is Gym's own `vllm_model`, and its `policy_base_url` is
-http://127.0.0.1:8701/v1: this process, which sends each request on to the session that it is of.
-It knows that by the request's metadata, where Gym's agents leave what a task has in its
-`responses_create_params`.
+Needs the package nemo-gym (see `task_worker`) and Gym's running servers; AGENT names one of them.
+Gym's policy model is its own `vllm_model`, with `policy_base_url` http://127.0.0.1:8701/v1: this
+process, which forwards each request to its session. The session's key is in the request's metadata,
+which Gym's agents copy from the task's `responses_create_params`.
 """
 
 import asyncio
@@ -25,12 +24,12 @@ LOOPBACK = "127.0.0.1"
 MAX_BODY = 64 << 20
 PARAMS = "responses_create_params"
 SESSION = "megatron_grpo_session"
-"""Name of the metadata that is the key of a session."""
-NO_SESSION = f"no task has this metadata.{SESSION}: the agent must send on what {PARAMS} has"
+"""Name of the metadata field with the key of a session."""
+NO_SESSION = f"no task has this metadata.{SESSION}: the agent must send the metadata of {PARAMS}"
 
 
 def rows_of(dataset: Path) -> Iterable[Json]:
-    """One row for each of a dataset of Gym; its prompt is for logs and limits."""
+    """One data row for each row of a Gym dataset; its prompt is for logs and limits only."""
     with dataset.open(encoding="utf-8") as lines:
         for line in lines:
             asked = json.loads(line)[PARAMS]["input"]
@@ -39,13 +38,14 @@ def rows_of(dataset: Path) -> Iterable[Json]:
 
 
 def url_of(agent: str, head: str) -> str:
-    """Ask Gym's head server for the address of an agent; ValueError if it has no such agent."""
+    """Ask Gym's head server for the address of an agent; raises ValueError if it has none."""
     import yaml  # noqa: PLC0415
 
     answer = httpx.get(f"{head}/global_config_dict_yaml", trust_env=not is_here(head))
     config = yaml.safe_load(answer.json())
     kind = "responses_api_agents"
-    agents = {name: of[kind] for name, of in config.items() if isinstance(of, dict) and kind in of}
+    tables = {name: table for name, table in config.items() if isinstance(table, dict)}
+    agents = {name: table[kind] for name, table in tables.items() if kind in table}
     if agent not in agents:
         raise ValueError(f"Gym at {head} has no agent {agent}, but {', '.join(sorted(agents))}")
     [server] = agents[agent].values()
@@ -53,12 +53,12 @@ def url_of(agent: str, head: str) -> str:
 
 
 class Episodes:
-    """Has an agent of Gym act on tasks, and answers its policy model."""
+    """Has a Gym agent act on tasks, and forwards the requests of its policy model to the run."""
 
     def __init__(self, agent_url: str) -> None:
         self._agent_url = agent_url
         self._urls: dict[str, str] = {}
-        """Address of the run, by the key of each open session."""
+        """Address of the run for each open session, by its key."""
 
     async def serve(self, file: Path, port: int, at_once: int) -> None:
         application = web.Application(client_max_size=MAX_BODY)
@@ -66,13 +66,14 @@ class Episodes:
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, LOOPBACK, port).start()
+        # aiohttp's defaults, 100 connections and 5 minutes, are too few for `at_once` episodes.
         connector, forever = TCPConnector(limit=0), ClientTimeout(total=None)
         async with ClientSession(connector=connector, timeout=forever) as self._http:
             await serve(file, self.act, at_once)
         await runner.cleanup()
 
     async def act(self, task: Json) -> Json:
-        """The reward of an episode, and the other numbers that the environment gives it."""
+        """Run an episode; returns its reward, and other numbers of the answer as metrics."""
         row, key = json.loads(task["row"]["task"]), task["key"]
         metadata = row[PARAMS].get("metadata") or {}
         row[PARAMS]["metadata"] = {**metadata, SESSION: key}

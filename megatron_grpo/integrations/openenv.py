@@ -1,13 +1,13 @@
-"""Environments of OpenEnv as agents outside of a run, which has `agent.listen`.
+"""Environments of OpenEnv as agents of a run with `agent.listen`.
 
     python -m megatron_grpo.integrations.openenv rows http://127.0.0.1:8000 data.jsonl --most 1000
     python -m megatron_grpo.integrations.openenv serve http://127.0.0.1:8000 runs/web/agents.json
 
-It runs where the package openenv is installed (see `task_worker`), beside the environment's server.
-The model gets each observation: as it is if that is one text, else in JSON. Its answer is the
-action if that needs one text and nothing else. Any other action is a call of a tool: of one of the
-environment's own (MCP), or of `act`, whose arguments are the fields of the action. The first
-command writes one row for each seed; the second acts until the run is over.
+Needs the package openenv (see `task_worker`) and the running server of the environment. The model
+gets each observation: as text if it is one text, else as JSON. If the environment's action is one
+text, the model's answer is the action. Other actions are tool calls: of the environment's own tools
+(MCP), or of `act`, with the fields of the action as arguments. `rows` writes one row for each seed;
+`serve` acts until the run is over.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ from megatron_grpo.workers.proxies import is_here
 
 ACT = "act"
 INVALID = "VALIDATION_ERROR"
-"""Code of a server's answer to a call with wrong arguments; the model gets the error."""
+"""Code of a server's answer to wrong arguments; the model gets the error."""
 NOT_SHOWN = ("done", "reward", "metadata")
-"""Fields of each observation that are not the environment's own."""
+"""Fields that OpenEnv adds to each observation."""
 
 
 class Episodes:
-    """Acts on tasks, each in a session with the server of an environment."""
+    """Acts on tasks, each in its own session with the environment's server."""
 
     def __init__(self, url: str, observe: str | None) -> None:
-        """`observe` is the field of observations for the model; None: all."""
+        """`observe` is the field of observations to show to the model; None: all fields."""
         self._url, self._observe = url, observe
         answer = httpx.get(f"{url}/schema", trust_env=not is_here(url))
         action = answer.raise_for_status().json()["action"]
-        fields = {name: of for name, of in action["properties"].items() if name != "metadata"}
+        fields = {name: field for name, field in action["properties"].items() if name != "metadata"}
         self._has_tools = fields.get("type", {}).get("const") == "call_tool"
         needed = action.get("required", [])
         texts = [name for name in needed if fields[name].get("type") == "string"]
@@ -46,7 +46,7 @@ class Episodes:
         self._act = _tool(ACT, described, {**action, "properties": fields})
 
     async def rows(self, most: int, arguments: Json) -> list[Json]:
-        """Rows of seeds with the arguments of `reset`; the prompt is the first observation."""
+        """Rows of seeds with arguments of `reset`; the first observation is the prompt."""
         rows = []
         async with self._session() as env:
             for seed in range(most):
@@ -56,7 +56,7 @@ class Episodes:
         return rows
 
     async def act(self, task: Json) -> Json:
-        """Play until the environment or the model is done, or at a limit; rewards add up."""
+        """Play until the environment or the model ends, or a limit; returns the sum of rewards."""
         from openai import (  # noqa: PLC0415
             AsyncOpenAI,
             BadRequestError,
@@ -64,7 +64,8 @@ class Episodes:
         )
 
         url, key = f"{task['url']}/v1", task["key"]
-        http = DefaultAsyncHttpxClient(trust_env=False)  # proxies are not for the run
+        http = DefaultAsyncHttpxClient(trust_env=False)  # no proxies: the run is reached directly
+        # No retries and no time-out: a retry would be one more turn of the session.
         model: Any = AsyncOpenAI(
             base_url=url, api_key=key, max_retries=0, timeout=None, http_client=http
         )
@@ -79,7 +80,7 @@ class Episodes:
                         model="policy", messages=messages, **tools
                     )
                 except BadRequestError as error:
-                    if error.code is None:  # the request is wrong; else a limit is reached
+                    if error.code is None:  # a wrong request; limits of the session have codes
                         raise
                     break
                 message = answer.choices[0].message
@@ -90,6 +91,7 @@ class Episodes:
                     try:
                         result = await env.step(action)
                     except RuntimeError as error:
+                        # Wrong arguments of a call go back to the model; a text action has none.
                         if INVALID not in str(error) or self._text_field:
                             raise
                         messages.append({**reply, "content": str(error)})
@@ -107,7 +109,7 @@ class Episodes:
         return GenericEnvClient(self._url)
 
     def _opening(self, task: Json, observation: Json) -> list[Json]:
-        """First messages: an observation that shows anything replaces the row's prompt."""
+        """First messages: a non-empty first observation replaces the row's prompt."""
         messages: Sequence[Json] = task["messages"]
         if not (text := self._shown(observation)):
             return [*messages]
@@ -121,7 +123,7 @@ class Episodes:
         return [_tool(each["name"], each["description"], each["input_schema"]) for each in listed]
 
     def _actions(self, message: Any) -> list[tuple[Json, Json]]:
-        """The actions that an answer is, each with the beginning of the message that replies."""
+        """(action, reply without content) for each action in the model's answer."""
         if self._text_field:
             return [({self._text_field: message.content or ""}, {"role": "user"})]
         found = []
@@ -133,7 +135,7 @@ class Episodes:
         return found
 
     def _shown(self, observation: Json) -> str:
-        """Text of an observation for the model; empty if it has nothing."""
+        """Text of an observation for the model; may be empty."""
         if self._observe:
             found = observation[self._observe]
         elif "tool_name" in observation:  # the result of an MCP tool
@@ -142,9 +144,9 @@ class Episodes:
             if isinstance(found, dict):
                 found = found.get("data", found)
         else:
-            shown = {name: of for name, of in observation.items() if name not in NOT_SHOWN}
-            shown = {name: of for name, of in shown.items() if of not in (None, "", [], {})}
-            texts = [of for of in shown.values() if isinstance(of, str)]
+            shown = {name: value for name, value in observation.items() if name not in NOT_SHOWN}
+            shown = {k: v for k, v in shown.items() if v not in (None, "", [], {})}
+            texts = [value for value in shown.values() if isinstance(value, str)]
             found = texts[0] if len(shown) == len(texts) == 1 else shown or None
         if found is None:
             return ""
@@ -152,7 +154,7 @@ class Episodes:
 
 
 def _parsed(arguments: str) -> Json:
-    """Arguments of a call. If they are no JSON object, the environment refuses them."""
+    """Parse the arguments of a call; the environment refuses arguments that are no JSON object."""
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -167,8 +169,8 @@ def _tool(name: str, description: str, parameters: Json) -> Json:
 
 def main() -> None:
     parser = parser_of(__doc__, "address of the environment's server", at_once=1)
-    parser.add_argument("--reset", default="{}", help="arguments of reset beside seed, in JSON")
-    parser.add_argument("--observe", help="field of observations that the model is told")
+    parser.add_argument("--reset", default="{}", help="arguments of reset but the seed, in JSON")
+    parser.add_argument("--observe", help="field of observations for the model")
     parser.set_defaults(most=1000)
     options = parse(parser)
     episodes = Episodes(options.source.rstrip("/"), options.observe)

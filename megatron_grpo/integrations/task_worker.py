@@ -1,8 +1,7 @@
-"""Takes tasks of a run that has `agent.listen`, for all adapters of environment libraries.
+"""Takes tasks of a run with `agent.listen`; shared by all adapters of environment libraries.
 
-Each adapter is a command that runs in its library's own environment of packages, where this
-project's folder is on PYTHONPATH and httpx is installed. It imports no more of the project than
-this file, `unicode.py` and `workers/proxies.py`.
+An adapter runs in its library's own virtual environment, with httpx, and with this project's folder
+on PYTHONPATH. It imports only this file, `unicode.py` and `workers/proxies.py` of the project.
 
     python -m megatron_grpo.integrations.ADAPTER rows SOURCE data.jsonl --most 1000
     python -m megatron_grpo.integrations.ADAPTER serve SOURCE runs/web/agents.json
@@ -23,30 +22,29 @@ import httpx
 from megatron_grpo.workers.proxies import direct
 
 WAIT_SECONDS = 60.0
-"""Time-out of a request; longer than the run takes to answer that it has no task."""
+"""Time-out of a request; the run answers after at most `task_queue.WAIT_SECONDS`."""
 AGAIN_SECONDS = 2.0
-"""Pause between attempts to reach a run, which may be starting again."""
+"""Pause between attempts to reach a run that may be restarting."""
 Json = dict[str, Any]
 Act = Callable[[Json], Awaitable[Json]]
-"""Acts on a task, and returns its report: `reward` and `metrics`, or `error`. An exception costs
-this task alone."""
+"""Task -> report: `reward` and `metrics`, or `error`. An exception fails this task alone."""
 
 
 def parser_of(doc: str | None, source: str, at_once: int) -> argparse.ArgumentParser:
-    """Arguments of every adapter; `source` is the help of its argument SOURCE."""
+    """Parser with the arguments of every adapter; `source` is the help of the argument SOURCE."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("action", choices=["rows", "serve"])
     parser.add_argument("source", help=source)
-    parser.add_argument("file", type=Path, help="of the rows to write, or the run's agents.json")
-    parser.add_argument("--most", type=int, help="rows")
+    parser.add_argument("file", type=Path, help="rows to write, or the run's agents.json")
+    parser.add_argument("--most", type=int, help="most rows to write")
     parser.add_argument("--at-once", type=int, default=at_once, help="episodes at a time")
     return parser
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments of this process, which ends if there is no run to serve."""
+    """Parse the command line; exits if there is no run to serve."""
     options = parser.parse_args()
     reach_directly()
     if options.action == "serve" and not options.file.exists():
@@ -55,12 +53,12 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def reach_directly(*urls: str) -> None:
-    """Keep proxies of the environment away from this host and `urls`, for clients of libraries."""
+    """Set NO_PROXY for this host and `urls`, for HTTP clients of the libraries."""
     os.environ |= direct(os.environ, *(urlsplit(url).hostname or "" for url in urls))
 
 
 def write_rows(file: Path, rows: Iterable[Json], most: int | None) -> None:
-    """Write rows of the data, `most` of them or all."""
+    """Write at most `most` rows as JSON lines."""
     with file.open("w", encoding="utf-8") as opened:
         opened.writelines(json.dumps(row) + "\n" for row in islice(rows, most))
 
@@ -72,7 +70,7 @@ async def serve(file: Path, act: Act, at_once: int) -> None:
 
 
 async def _take_tasks(file: Path, act: Act, http: httpx.AsyncClient) -> None:
-    while run := run_at(file):
+    while run := run_at(file):  # read for each task: a restarted run has another address and token
         url, headers = run["url"], {"Authorization": f"Bearer {run['token']}"}
         reach_directly(url)
         try:
@@ -87,15 +85,15 @@ async def _take_tasks(file: Path, act: Act, http: httpx.AsyncClient) -> None:
 
 
 async def _end_of(task: Json, act: Act) -> str:
-    """Report of a task in JSON; the run refuses a reward that is not finite."""
+    """Act on a task; returns its report in JSON. The run checks that the reward is finite."""
     try:
         return json.dumps(await act(task))
-    except Exception as error:  # of any kind: an environment is somebody else's code
+    except Exception as error:  # any: environments are user code
         return json.dumps({"error": repr(error)})
 
 
 def run_at(file: Path) -> Json | None:
-    """The address and the token of the run; None when it is over."""
+    """Address and token of the run; None when it is over."""
     try:
         run: Json = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

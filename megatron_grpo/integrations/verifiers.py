@@ -1,11 +1,11 @@
-"""Environments of the package verifiers as agents outside of a run, which has `agent.listen`.
+"""Environments of the package verifiers as agents of a run with `agent.listen`.
 
     python -m megatron_grpo.integrations.verifiers rows TASKSET data.jsonl --most 1000
     python -m megatron_grpo.integrations.verifiers serve TASKSET runs/web/agents.json
 
-It runs where verifiers 0.4 is installed (see `task_worker`). `--env` is verifiers' config of the
-environment, in JSON, beside the name of its taskset. The first command writes the tasks as rows of
-the data; the second acts on what the run asks for, unchanged, until the run is over.
+Needs verifiers 0.4 (see `task_worker`). `--env` is verifiers' config of the environment in JSON,
+without the id of the taskset. `rows` writes the tasks as data rows; `serve` runs episodes of tasks
+that the run asks for, until it is over.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from megatron_grpo.integrations.task_worker import Json, parse, parser_of, serve
 
 
 def load(taskset: str, config: str) -> Any:
-    """The environment."""
+    """Load the environment of a taskset, with verifiers' config in JSON."""
     from verifiers.v1.utils import loaders  # noqa: PLC0415
 
     options = json.loads(config)
@@ -28,7 +28,7 @@ def load(taskset: str, config: str) -> Any:
 
 
 def rows_of(env: Any) -> Iterable[Json]:
-    """One row for each task; its prompt is for logs and limits, as the environment asks itself."""
+    """One row for each task; its prompt is for logs and limits: the environment asks by itself."""
     for task in env.taskset:
         data = task.data.model_dump(mode="json")
         prompt = data.get("prompt")
@@ -37,7 +37,7 @@ def rows_of(env: Any) -> Iterable[Json]:
 
 
 class Episodes:
-    """Acts on tasks, each in an episode of the environment."""
+    """Runs an episode of the environment for each task."""
 
     def __init__(self, env: Any) -> None:
         self._env, self._task_type = env, type(env.taskset).task_type()
@@ -47,14 +47,15 @@ class Episodes:
             await serve(file, self.act, at_once)
 
     async def act(self, task: Json) -> Json:
-        """The reward of the traces that the policy has sampled, or why the episode failed."""
+        """Run an episode; returns its report (`ending`)."""
         from verifiers.v1.clients import ModelContext  # noqa: PLC0415
         from verifiers.v1.configs.client import EvalClientConfig  # noqa: PLC0415
         from verifiers.v1.types import SamplingConfig  # noqa: PLC0415
 
         data = self._task_type.data_type().model_validate_json(task["row"]["task"])
         own = self._task_type(data, self._env.config.taskset.task)
-        # The key is in the path: verifiers reads keys from the environment of its process.
+        # The key is in the path: verifiers reads API keys from the process's environment, where all
+        # episodes would share one.
         client = EvalClientConfig(
             base_url=f"{task['url']}/{task['key']}/v1", api_key_var="MEGATRON_GRPO_NO_KEY"
         )
@@ -64,7 +65,7 @@ class Episodes:
 
 
 def ending(episode: Any) -> Json:
-    """Report of an episode to the run: its reward and metrics, or its errors."""
+    """Report of an episode: mean reward over the policy's traces, with metrics, or its errors."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         return {

@@ -1,4 +1,4 @@
-"""The completions of an optimizer step, and their tokens, as rows for JSON."""
+"""Completions of an optimizer step, and their tokens, as rows for JSON."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DIGITS = 5
-"""Significant digits of values of tokens: a value takes 9 bytes, and rounding stays invisible."""
+"""Significant digits of token values: 9 bytes for each, and no visible rounding."""
 
 
 def completion_rows(
@@ -28,10 +28,10 @@ def completion_rows(
     prompt_column: str,
     tokenizer: "PreTrainedTokenizerBase",
 ) -> list[dict[str, Any]]:
-    """One row for each completion in `indices`, the ones that `report` covers.
+    """One row for each completion in `indices`, which `report` covers.
 
-    `prompt_index` is the row of the data, and `columns` are its others; `turns` are of dialogues.
-    Null are scores and sums of a reward that failed, and entropy and gap without counted tokens.
+    `prompt_index` is the data row, `columns` its other columns; dialogues have `turns`. Failed
+    scores and their sums are null, as are entropy and gap without tokens in the loss.
     """
     columns = columns_by_prompt([experience.samples[i] for i in indices], prompt_column)
     return [
@@ -51,7 +51,7 @@ def completion_rows(
 def sample_row(
     sample: Sample, scores: Mapping[str, float], total: float, columns: Columns
 ) -> dict[str, Any]:
-    """Row of a scored sample, before any training on it."""
+    """Row of a scored sample, without values of training."""
     return {
         "prompt_index": sample.prompt.index,
         "sample_index": sample.sample_index,
@@ -68,11 +68,11 @@ def sample_row(
 
 
 def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[str, Any]]:
-    """Turns of a dialogue, special tokens included, or steps that a process reward model scored.
+    """Turns of a dialogue, special tokens included, or scored steps of a process reward model.
 
-    `role` is `assistant`, or of an observation `environment` or the roles of an agent's messages,
-    such as `tool`. `reward` is that of the step, null for observations; `calls` are the tools that
-    a turn called, and `branch` counts the sequences of an agent from 0, where there are several.
+    `role` is `assistant`, or for observations `environment` or the roles of an agent's messages,
+    such as `tool`. `reward` is the reward of the step, null for observations; `calls` names the
+    tools that a turn called; `branch` numbers the sequences of an agent with several, from 0.
     """
     rewards, mask = dict(sample.step_rewards), sample.loss_mask
     ends = [token for token, _ in sample.step_rewards]
@@ -102,8 +102,9 @@ def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[
 
 
 def _first_token(branch: Branch, num_prompt_tokens: int) -> int:
-    """Index of the branch's own first token in the completion. In a branch that shares none with
-    earlier ones, the first token is its context, which is never empty."""
+    """Index of a branch's first own token in the completion."""
+    # A branch that shares no token with earlier ones has its first own token as context
+    # (`TokenTree.sequences`), so it begins one token before `start`.
     (first, end), *others = branch.context
     if branch.start and not others and (first, end) == (end - 1, num_prompt_tokens + branch.start):
         return first - num_prompt_tokens
@@ -117,11 +118,11 @@ def token_rows(
     values: Tensor,
     tokenizer: "PreTrainedTokenizerBase",
 ) -> list[dict[str, Any]]:
-    """One row for each completion of the optimizer batch, `indices`, with `values` in its log.
+    """One row for each completion of the optimizer batch `indices` with values in the `TokenLog`.
 
-    Lists have an entry per token of the completion, or of the beginning that the log had room for.
-    `mask` is 1 for tokens that enter the loss; values of others, such as observations, and those
-    that are not finite are null. `policy_version` is one number if all tokens have the same.
+    Lists have an entry per token of the completion, or of its beginning if the log had no more
+    room. `mask` is 1 for tokens in the loss; other tokens' values, and NaN or infinity, are null.
+    `policy_version` is a list if tokens have several versions, else a number.
     """
     samples = [experience.samples[i] for i in indices]
     firsts = first_rows([len(sample.completion_ids) for sample in samples], len(values))
@@ -150,9 +151,9 @@ def token_rows(
                 **{
                     name: [
                         _known(x, DIGITS) if counts else None
-                        for x, counts in zip(of, mask, strict=True)
+                        for x, counts in zip(column, mask, strict=True)
                     ]
-                    for name, of in found.items()
+                    for name, column in found.items()
                 },
             }
         )
@@ -160,14 +161,15 @@ def token_rows(
 
 
 def token_texts(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """The text of each token; a character of several tokens is at the last of them."""
-    if not tokenizer.is_fast:  # of a SentencePiece model: its pieces are whole characters
+    """Text of each token; a character of several tokens belongs to the last one."""
+    if not tokenizer.is_fast:  # SentencePiece, where pieces are whole characters
         return [tokenizer.decode([token]) for token in ids]
     stream, texts = DecodeStream(skip_special_tokens=False), []
     for token in ids:
         try:
             text = stream.step(tokenizer.backend_tokenizer, token)
-        except Exception:  # of no class of its own, where bytes are no character: begin anew
+        # tokenizers raises a bare Exception for bytes that are no character: start a new stream.
+        except Exception:
             stream = DecodeStream(skip_special_tokens=False)
             text = stream.step(tokenizer.backend_tokenizer, token)
         texts.append(text or "")

@@ -1,4 +1,4 @@
-"""Metrics of a step, which do not depend on how its tokens are distributed over ranks."""
+"""Metrics of a step; they do not depend on the distribution of tokens over ranks."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -34,30 +34,32 @@ _TOTALS = (
     "high_entropy",
     "stale_gap",
 )
+# Minima are maxima of negated values, so that one all-reduce is enough.
 _MAXIMA = ("ratio", "rollout_gap", "rollout_weight", "negative_weight", "negative_threshold")
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """Metrics of an optimizer step, and per-sequence means over the tokens."""
+    """Metrics of an optimizer step, and means over tokens for each sequence."""
 
     metrics: dict[str, float]
     entropy: list[float]
-    """For each sequence of the optimizer batch; NaN if none of its tokens counts."""
+    """Mean entropy of each sequence of the optimizer batch; NaN without tokens in the loss."""
     rollout_gap: list[float]
-    """Likewise the absolute difference of the log-probabilities of trainer and engine."""
+    """Mean |trainer - engine| of log-probabilities of each sequence; NaN without tokens in the
+    loss."""
     tokens: Tensor
     """[`train.log_tokens`, `token_log.VALUES`] on the CPU; see `TokenLog`."""
     logprobs: list[Tensor] = field(default_factory=list)
-    """[T] of each microbatch, those that this rank computed, 0 elsewhere; only of batches that had
-    no old log-probabilities and will be trained on again."""
+    """[T] of each microbatch, 0 where another rank computed them; only for batches without old
+    log-probabilities that will be trained on again."""
 
 
 class TrainMetrics:
     """Token statistics of one optimizer batch: sums and maxima over microbatches and ranks.
 
-    Sums are by sequence where their extremes over sequences are reported, because context
-    parallelism splits a sequence over ranks. A rank without tokens changes nothing.
+    Metrics with extremes over sequences need sums by sequence, because context parallelism splits a
+    sequence over ranks. A rank without tokens changes nothing.
     """
 
     def __init__(
@@ -81,11 +83,11 @@ class TrainMetrics:
         """For the `StepReport`."""
 
     def add(self, tokens: LossTokens, loss: GRPOLoss) -> None:
-        """Add the statistics of the response tokens that this rank predicted.
+        """Add the statistics of response tokens that this rank predicted.
 
-        Engine and trainer are compared under the policy that generated, where the two should agree,
-        and `stale_gap` compares the trainer's under the generating and the current policy. If the
-        old log-probabilities are the engine's own, the current policy stands in, and the gap is 0.
+        `rollout_*` compare engine and trainer under the generating policy, where both should agree;
+        `stale_gap` compares the trainer's generating and current policy. With the engine's own old
+        log-probabilities, the current policy stands for the generating one, and `stale_gap` is 0.
         """
         self.losses.append(loss.total.detach())
         if not len(tokens.logprobs):
@@ -127,7 +129,7 @@ class TrainMetrics:
             "rollout_gap": tokens.sequences.local_sums(gap),
             "rollout_masked": tokens.sequences.local_sums((weights == 0).double()),
         }
-        # Padding and shared prompts have index -1 and only zeros, so they may be added to any row.
+        # Padding and shared prompts have index -1 and only zeros: adding them to row 0 is harmless.
         rows = tokens.sequence_index.clamp(min=0) % len(self._by_sequence)
         found = torch.stack([sums[name] for name in _BY_SEQUENCE], dim=1)
         self._by_sequence.index_add_(0, rows, found)
@@ -142,10 +144,10 @@ class TrainMetrics:
         self.maxima = torch.maximum(self.maxima, torch.stack([largest[name] for name in _MAXIMA]))
 
     def reduce(self, all_reduce: AllReduce, grpo: GRPOConfig) -> StepReport:
-        """The metrics of the whole optimizer batch, by their final names; all zero without tokens.
+        """Metrics of the whole optimizer batch by their final names; all zero without tokens.
 
-        `all_reduce` covers the data, context and pipeline ranks of one tensor coordinate, because
-        tensor ranks hold the same numbers. Metrics of features that `grpo` disables are left out.
+        `all_reduce` covers the data, context and pipeline ranks of one tensor coordinate: tensor
+        ranks hold equal numbers. Metrics of features that `grpo` disables are left out.
         """
         all_reduce(self.sums, dist.ReduceOp.SUM)
         all_reduce(self.maxima, dist.ReduceOp.MAX)
@@ -155,11 +157,12 @@ class TrainMetrics:
         found = self.maxima.masked_fill(self.maxima.isneginf(), 0.0)
         maxima = dict(zip(_MAXIMA, found.tolist(), strict=True))
         totals = dict(zip(_TOTALS, self._totals.tolist(), strict=True))
-        totals |= {name: float(of.sum()) for name, of in sums.items()}
-        by_sequence = {name: of / sums["tokens"] for name, of in sums.items()}
+        totals |= {name: float(values.sum()) for name, values in sums.items()}
+        by_sequence = {name: values / sums["tokens"] for name, values in sums.items()}
         has_tokens, none = sums["tokens"] > 0, torch.zeros(1)
         counted = {
-            name: of[has_tokens] if has_tokens.any() else none for name, of in by_sequence.items()
+            name: values[has_tokens] if has_tokens.any() else none
+            for name, values in by_sequence.items()
         }
         return StepReport(
             _token_metrics(totals, maxima, counted, grpo),
@@ -176,13 +179,13 @@ def _token_metrics(
     counted: Mapping[str, Tensor],
     grpo: GRPOConfig,
 ) -> dict[str, float]:
-    """Metrics of sums and maxima over tokens, and of means of each sequence that has some.
+    """Metrics from sums and maxima over tokens, and from means of sequences with tokens.
 
-    `clip_ratio` are shares of tokens: of all, and the least and largest of a completion. `rollout/`
-    is the mismatch of engine and trainer by cause: `logprob_gap` and `kl` under the same weights,
-    `stale_gap` by the updates since the generation. `ratio_mean`, the trainer's probability over
-    the engine's, is near 1 whatever the numerics, if tokens were drawn from the probabilities that
-    the engine reports; a sampling transform unknown to the trainer (top-p, penalties) moves it.
+    `clip_ratio` are shares of clipped tokens, over all tokens and as extremes over completions.
+    `rollout/` is the mismatch of engine and trainer by cause: `logprob_gap` and `kl` under equal
+    weights, `stale_gap` by the updates since the generation. `ratio_mean` is trainer over engine
+    probability: near 1 whatever the numerics, if tokens were drawn from the probabilities that the
+    engine reports. A sampling transform unknown to the trainer (top-p, penalties) moves it.
     """
     mean = {name: total / max(totals["tokens"], 1.0) for name, total in totals.items()}
     metrics = {
@@ -227,9 +230,9 @@ def _token_metrics(
 def _weight_metrics(
     mean: Mapping[str, float], maxima: Mapping[str, float], masked: Tensor
 ) -> dict[str, float]:
-    """Importance weights of trainer over engine, after truncating or masking; `masked` is the share
-    of tokens of each sequence whose weight is 0. The effective sample size is a share of the
-    tokens: 1 if all weights are equal, near 0 if a few outweigh the others."""
+    """Metrics of importance weights (trainer over engine, truncated or masked); `masked` is each
+    sequence's share of tokens with weight 0. `eff_sample_size` is E[w]^2 / E[w^2]: 1 if all weights
+    are equal, near 0 if a few outweigh the others."""
     square = mean["squared_weight"]
     return {
         "rollout/weight_mean": mean["rollout_weight"],
@@ -248,10 +251,10 @@ def reward_metrics(
     advantages: Tensor,
     labels: Sequence[str],
 ) -> dict[str, float]:
-    """Reward metrics of one generation of N completions, with sample standard deviations.
+    """Reward metrics of a generation of N completions, with sample standard deviations.
 
-    `totals`, `group_ids` and `advantages` are [N]. `reward_std` is the standard deviation over all
-    completions, `reward_group_std` that within a group, averaged. Failed scores, NaN, are excluded.
+    `totals`, `group_ids` and `advantages` are [N]. `reward_std` is over all completions,
+    `reward_group_std` the mean over groups. Failed scores (NaN) are excluded.
     """
     scored = ~totals.isnan()
     metrics = {
@@ -284,8 +287,8 @@ def _std(values: Tensor) -> float:
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Peaks of torch's allocator on CUDA since the last call, allocated and reserved, in GB (1e9
-    bytes): the maximum over all ranks. Collective."""
+    """Peaks of torch's CUDA allocator since the last call, in GB (1e9 bytes), as maxima over all
+    ranks; collective."""
     taken = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
     torch.cuda.reset_peak_memory_stats(device)
     peaks = torch.tensor(taken, dtype=torch.float64)
@@ -297,12 +300,12 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 def staleness_metrics(
     generation: int, samples: Sequence[Sample], updates: int, rollout: RolloutConfig
 ) -> dict[str, float]:
-    """Mean and largest staleness of the tokens of `generation`, in generations: how many were
-    begun to be trained on between the weights that sampled a token and its own generation.
+    """Mean and largest staleness of tokens: `generation` minus the generation that training with
+    the sampling weights began, so from 0 to `rollout.max_staleness`.
 
-    It is at most `rollout.max_staleness`. A generation is trained on in `updates` optimizer steps.
-    If weights are pushed in flight, also the share of tokens of each staleness, that of completions
-    of more than one version, and that of tokens which follow some of an older version in theirs.
+    A generation is trained on in `updates` optimizer steps. With in-flight updates also the share
+    of tokens of each staleness, of completions with several versions, and of tokens behind the
+    first version of their completion.
     """
     counts = Counter[int]()
     for sample in samples:
@@ -329,13 +332,13 @@ def staleness_metrics(
 def gap_metrics(
     compared_version: int, samples: Sequence[Sample], values: Tensor, rollout: RolloutConfig
 ) -> dict[str, float]:
-    """The mean gap between trainer and engine, by what differs between them.
+    """Mean log-probability gap between trainer and engine, by cause.
 
-    `values` is the `TokenLog` of the optimizer batch `samples`, against the trainer's weights
-    `compared_version`. Tokens are `current` if those sampled them, else `stale`; with
-    `rollout.recompute_kv_cache` false, tokens behind some of other weights in their turn are
-    `current_kept_cache` or `stale_kept_cache`. So `current` is numerics, `stale` - `current` what
-    the weights changed, and `current_kept_cache` - `current` what kept keys and values changed.
+    `values` is the `TokenLog` of the optimizer batch `samples`, computed with the trainer's weights
+    `compared_version`. A token is `current` if these weights sampled it, else `stale`. With
+    `rollout.recompute_kv_cache` false, a token behind tokens of other weights in its turn is
+    `current_kept_cache` or `stale_kept_cache`. So `current` measures numerics, `stale` - `current`
+    the change of weights, and `current_kept_cache` - `current` outdated keys and values.
     """
     gaps = values[:, VALUES.index("gap")].abs().double().numpy()
     sums, counts = Counter[str](), Counter[str]()
@@ -343,6 +346,7 @@ def gap_metrics(
     for sample, first in zip(samples, firsts, strict=True):
         if first is None:
             continue
+        # May be shorter than the completion: the log ends within the last one that it has room for.
         own = gaps[first : first + len(sample.completion_ids)]
         versions, lengths = zip(*sample.spans, strict=True)
         version = np.repeat(versions, lengths)[: len(own)]
@@ -365,9 +369,10 @@ def gap_metrics(
 
 
 def _follows_other_versions(sample: Sample, version: np.ndarray) -> np.ndarray:
-    """Whether each of the first tokens follows one of another version in its turn; the prompt of a
-    turn is computed by the weights that sample its first token."""
+    """[len(version)] bool: whether a token follows one of another version in its turn. The prompt
+    of a turn counts as of the weights that sample its first token."""
     mask = np.asarray(sample.loss_mask[: len(version)])
     begins = np.diff(mask, prepend=0) == 1
+    # Index of the first token of each token's turn.
     starts = np.maximum.accumulate(np.where(begins, np.arange(len(version)), 0))
     return version != version[starts]

@@ -1,4 +1,4 @@
-"""Live output of a run: one line per step and, on a terminal, a progress bar below."""
+"""Live output of a run: one line per step, and a progress bar on a terminal."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,18 +15,18 @@ from megatron_grpo.evaluation.evaluation import metrics_of
 from megatron_grpo.timing import is_beside
 
 SHOWN_SECONDS = 0.05
-"""Shorter phases would print as 0.0 and are left out."""
+"""Shorter phases are left out: they would print as 0.0."""
 
 
 class EvaluationBar:
-    """Progress of an evaluation: a task in the bar, or occasional lines if the bar is disabled."""
+    """Progress of an evaluation: a task in the bar, or occasional lines without a bar."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
         self._wait: Wait | None = None
 
     def show(self, name: str, num_done: int, num_prompts: int) -> None:
-        """Show the finished prompts of the set `name`: none in the first call, all in the last."""
+        """Show the number of finished prompts of the set `name`; the last call has all."""
         self._wait = self._wait or Wait(self._bar, evaluation_title(name), "prompts")
         self._wait.show(num_done, num_prompts)
         if num_done == num_prompts:
@@ -35,7 +35,7 @@ class EvaluationBar:
 
 
 class ProgressBar:
-    """Rank 0's view of the run. If stdout is not a terminal, plain lines without a bar."""
+    """Rank 0's terminal output; without a terminal, plain lines and no bar."""
 
     def __init__(self, first_step: int, num_steps: int, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -52,7 +52,7 @@ class ProgressBar:
             self.tell(line, soft_wrap=False)
             self._bar.update(self._task, completed=step)
         else:
-            # For log files and grep: everything in one line, whatever its width.
+            # One line of any width, for log files and grep.
             self.tell(f"{line}: {phases}")
 
     def show_evaluation(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
@@ -63,16 +63,16 @@ class ProgressBar:
         self._console.print(completions_table(rows))
 
     def tell(self, line: str, *, soft_wrap: bool = True) -> None:
-        # No markup: paths and names may have brackets and colons.
+        # Without markup and emoji: paths and names may contain brackets and colons.
         self._console.print(line, soft_wrap=soft_wrap, markup=False, emoji=False)
 
     def enter(self, phase: str) -> None:
-        """Show that the run is in `phase`, and for how long, until the next call."""
+        """Show `phase` and its duration until the next call."""
         self._bar.update(self._task, description=phase, since=time.monotonic() if phase else None)
 
     @contextmanager
     def waiting(self, what: str, unit: str) -> Iterator[Show]:
-        """Show what is waited for and, of `unit`, how much is there; print how long it took."""
+        """Show the progress of a wait for `what`, counted in `unit`; print its duration."""
         began, wait = time.monotonic(), Wait(self._bar, what, unit)
         if not self._console.is_terminal:
             self.tell(f"{what} ...")
@@ -85,8 +85,8 @@ class ProgressBar:
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """The key metrics of a step in one line; the parts of the reward if there are several, and the
-    shares of groups with equal rewards and of completions that were cut, if any are."""
+    """Key metrics of a step in one line. Parts of the reward are shown if there are several, shares
+    of groups with equal rewards and of cut completions unless they are 0."""
     shortest, longest = metrics["completions/min_length"], metrics["completions/max_length"]
     parts = {
         name.removeprefix("reward/").removesuffix("/mean"): value
@@ -130,14 +130,14 @@ def completions_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _shown(score: float | str | None) -> str:
-    """A score, or nothing where the completion's source does not have it."""
+    """Text of a score; empty for reward functions of other sources."""
     if isinstance(score, str):
         return score
     return "failed" if score is None else f"{score:.3f}"
 
 
 def _as_it_is(text: str) -> Text:
-    """Text without effect on the terminal: neither markup nor an escape sequence of a model's."""
+    """Text of a model without effect on the terminal: no markup and no escape sequences."""
     return Text(text.replace("\x1b", "␛"))
 
 
@@ -146,7 +146,7 @@ def evaluation_title(name: str) -> str:
 
 
 def evaluation_line(name: str, metrics: Mapping[str, float]) -> str:
-    """pass@k, mean@n and the number of prompts of the set `name`, of `eval_metrics`."""
+    """Line with pass@k, mean@n and the number of prompts of the set `name`."""
     own = metrics_of(name, metrics)
     failed = own["failed"]
     return "  ".join(
@@ -160,7 +160,7 @@ def evaluation_line(name: str, metrics: Mapping[str, float]) -> str:
 
 
 def phase_line(metrics: Mapping[str, float]) -> str:
-    """Seconds per phase, in execution order, without phases that ran concurrently with the step."""
+    """Seconds per phase in execution order; phases that ran beside the step are left out."""
     phases = [
         f"{name.removeprefix('time/')} {seconds:.1f}"
         for name, seconds in metrics.items()

@@ -1,4 +1,4 @@
-"""Plots of a run: `curves.png`, drawn from `metrics.jsonl`."""
+"""Plots of a run: draws `curves.png` from `metrics.jsonl`."""
 
 import json
 from collections.abc import Sequence
@@ -39,16 +39,14 @@ PHASES = {
     "save": "#4fa9c4",
     "log": "#a8792f",
 }
-"""The colour of each phase of a step, the same in every picture."""
+"""Colour of each phase of a step, equal in all pictures."""
 SMOOTHED_STEPS = 60
-"""From this many steps on, a moving average is drawn over the values."""
+"""Curves with at least so many steps get a moving average."""
 
 
 def draw_curves(run_dir: Path) -> Path:
-    """Draw reward, lengths, entropy, shares, KL, gap, gradient norm and time; returns the PNG.
-
-    Raises ValueError without a `metrics.jsonl`, or if it has no steps yet.
-    """
+    """Draw reward, lengths, entropy, shares, KL, gap, gradient norm and time; returns the PNG's
+    path. Raises ValueError without a `metrics.jsonl`, or without steps in it."""
     if not (run_dir / METRICS_FILE).is_file():
         raise ValueError(
             f"{run_dir} has no {METRICS_FILE}: give the folder of a run (its train.run_dir)"
@@ -83,7 +81,7 @@ def draw_curves(run_dir: Path) -> Path:
 
 
 def save_picture(figure: Figure, path: Path, dpi: int) -> None:
-    """Write `figure` to a PNG file, which stays as it was if the disk is full."""
+    """Write `figure` to a PNG file; on a full disk an earlier file stays whole."""
     picture = BytesIO()
     figure.savefig(picture, dpi=dpi)
     write_whole(path, picture.getvalue())
@@ -104,7 +102,7 @@ def _read_records(path: Path) -> list[Record]:
 
 
 def draw_reward(axis: Axes, records: Sequence[Record]) -> None:
-    """Mean reward, in all and per function if there are several, and its spread within groups; with
+    """Mean reward in total and per function (if several), and its spread within groups; with
     evaluations also pass@k and mean@n of the held-out prompts, or mean@n of each named set."""
     _name(axis, "Reward")
     _line(axis, *_curve(records, "reward"), BLUE, "mean")
@@ -128,11 +126,11 @@ def draw_reward(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_kl(axis: Axes, records: Sequence[Record]) -> None:
-    """KL to the reference per response token, by `grpo.kl_estimator`."""
+    """KL to the reference per response token, estimated by `grpo.kl_estimator`."""
     _name(axis, "KL to the reference (nats per token)")
     steps, kl = _curve(records, "kl")
     _line(axis, steps, kl, PURPLE)
-    if kl.min() >= 0:  # k1 can be negative
+    if kl.min() >= 0:  # the estimator k1 may be negative
         axis.set_ylim(bottom=0)
 
 
@@ -162,7 +160,7 @@ def draw_entropy(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_gap(axis: Axes, records: Sequence[Record]) -> None:
-    """|log-probability of the engine - that of the trainer| for the sampled tokens."""
+    """|engine - trainer| of log-probabilities of sampled tokens."""
     _name(axis, "Log-probability gap, engine to trainer")
     steps, largest = _curve(records, "rollout/logprob_gap_max")
     if len(steps):
@@ -173,7 +171,7 @@ def draw_gap(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def log_scale(axis: Axes) -> None:
-    """Make the vertical axis logarithmic if a value is above 0: without any, it has no range."""
+    """Make the vertical axis logarithmic if a value is above 0: else it would have no range."""
     values = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axis.get_lines()])
     if not (values > 0).any():
         axis.set_ylim(bottom=0)
@@ -185,7 +183,7 @@ def log_scale(axis: Axes) -> None:
 
 
 def draw_grad_norm(axis: Axes, records: Sequence[Record]) -> None:
-    """Global gradient norm before clipping, and the steps that were skipped without one."""
+    """Global gradient norm before clipping; marks skipped steps, which have none."""
     _name(axis, "Gradient norm before clipping")
     _line(axis, *_curve(records, "grad_norm"), ORANGE)
     axis.set_ylim(bottom=0)
@@ -196,8 +194,8 @@ def draw_grad_norm(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_time(axis: Axes, records: Sequence[Record]) -> None:
-    """Seconds of each step, stacked by phase in execution order; of a generation beside training,
-    only the time that the step waited for it."""
+    """Seconds of each step, stacked by phase in execution order; a generation made beside training
+    counts with the time that the step waited for it."""
     _name(axis, "Seconds per step")
     records = _of_steps(records)
     found = {n: None for r in records for n in r if n.startswith("time/") and not is_beside(n, r)}
@@ -220,7 +218,7 @@ def draw_time(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def _evaluation_label(name: str) -> str | None:
-    """The legend's text for a metric of an evaluation; None if it has no curve."""
+    """Legend text of an evaluation's metric; None for metrics without a curve."""
     match name.split("/"):
         case ["eval", metric] if "@" in metric:
             return name
@@ -230,7 +228,7 @@ def _evaluation_label(name: str) -> str | None:
 
 
 def _of_steps(records: Sequence[Record]) -> Sequence[Record]:
-    """Without evaluation-only records, from before the first step or after resuming a run."""
+    """Records without evaluation-only ones (before the first step, or after a resume)."""
     return [record for record in records if "time/step" in record]
 
 
@@ -243,13 +241,13 @@ def _curve(records: Sequence[Record], name: str) -> tuple[Curve, Curve]:
 def _line(axis: Axes, steps: Curve, values: Curve, color: str, label: str | None = None) -> None:
     if len(values) < SMOOTHED_STEPS:
         (line,) = axis.plot(steps, values, color=color, lw=2, marker="o", ms=3.5, label=label)
-        line.set_clip_on(False)  # a point at an edge is drawn whole, such as a norm of 0
-        line.set_in_layout(False)
+        line.set_clip_on(False)  # draws a point on an edge whole, such as a norm of 0
+        line.set_in_layout(False)  # without clipping, the layout would make room for points
         return
     axis.plot(steps, values, color=color, lw=0.8, alpha=0.35)
     width = len(values) // 20
     smooth = np.convolve(values, np.ones(width) / width, mode="valid")
-    middle = steps[width // 2 :][: len(smooth)]
+    middle = steps[width // 2 :][: len(smooth)]  # "valid" has len(values) - width + 1 averages
     axis.plot(middle, smooth, color=color, lw=2, label=label)
 
 

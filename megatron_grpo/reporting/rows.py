@@ -1,8 +1,8 @@
-"""Rows of a step in files of gigabytes, found without reading the rest.
+"""Rows of a step in files of gigabytes, without reading the whole file.
 
-Every line is a JSON object with its `step` near the start, in ascending order: the first of a step
-is found by bisection over byte offsets, in about 20 reads. A line without a newline is still being
-written. Of steps that a resumed run repeats in a timeline, one of the repetitions is found.
+Every line is a JSON object with its `step` near the start, in ascending order: bisection over byte
+offsets finds the first line of a step in about 20 reads. A line without a newline is still being
+written. A timeline may repeat steps after a resume; then one of the repetitions is found.
 """
 
 import os
@@ -13,16 +13,16 @@ from typing import BinaryIO, NamedTuple
 
 STEP = re.compile(rb'"step": (\d+)')
 IDENTITY = re.compile(rb'\{"step": (\d+), "prompt_index": (\d+), "sample_index": (\d+)')
-"""Beginning of rows of completions and of tokens."""
+"""Matches the beginning of rows of completions and tokens."""
 HEAD_BYTES = 400
-"""Within which a line has its step; a line of the timeline is shorter as a whole."""
+"""A line's step is within its first bytes; whole lines of the timeline are shorter."""
 NEAR = 2**16
-"""Bytes that are sooner read than bisected."""
+"""Number of bytes that are read faster than bisected."""
 NO_LIMIT = 2**63
 
 
 class Row(NamedTuple):
-    """A line with a step: its byte offset, the offset behind it, and the step."""
+    """A line with a step, at byte offsets `start` to `end`."""
 
     start: int
     end: int
@@ -30,8 +30,8 @@ class Row(NamedTuple):
 
 
 def rows_of(path: Path, first: int, last: int) -> Iterator[bytes]:
-    """The JSON objects of the steps `first` to `last`, undecoded; one without a step, as some of
-    the timeline, belongs to the step before it, at first 0."""
+    """JSON lines of the steps `first` to `last`, undecoded. A line without a step (of a timeline)
+    belongs to the step before it, or to step 0."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -42,30 +42,32 @@ def rows_of(path: Path, first: int, last: int) -> Iterator[bytes]:
             step = step if own is None else own
             if not line.endswith(b"\n") or step > last:
                 return
-            if step >= first and line.startswith(b"{"):  # not zeros from the crash of a host
+            # `{`: a crash of the host may leave zeros. `,`: a timeline is one JSON array.
+            if step >= first and line.startswith(b"{"):
                 yield line.rstrip(b",\n")
 
 
 def newest_rows(path: Path, num_bytes: int) -> list[bytes]:
-    """The rows of the newest steps that take `num_bytes` at most; at least those of one step."""
+    """Rows of the newest steps within `num_bytes`; at least the rows of one step."""
     if not path.exists():
         return []
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         while num_bytes < size:
             cut = _row_from(file, size - num_bytes)
-            if cut:  # perhaps not the first of its step
+            if cut:  # its step may begin before the cut, so only later steps are whole
                 newer = list(rows_of(path, cut.step + 1, NO_LIMIT))
                 return newer or list(rows_of(path, cut.step, NO_LIMIT))
-            num_bytes *= 2  # the last row is longer
+            num_bytes *= 2  # the last row is longer than `num_bytes`
     return list(rows_of(path, 0, NO_LIMIT))
 
 
 def rows_since(path: Path, offset: int, step: int) -> tuple[int, list[bytes], bool]:
-    """The rows from `offset` on, the offset of the last of them, and whether they are all rows.
+    """New rows: (offset of the last row, rows from `offset` on, whether these are all rows).
 
-    The last known row, of `step`, is among them, since metrics may be added to it. If another is
-    there, a resumed run has written the file: then all rows are new.
+    `offset` and `step` are the last row that the caller knows; it is returned again, since metrics
+    may be added to it. If another row is there, a resumed run has rewritten the file: then all rows
+    are returned.
     """
     with path.open("rb") as file:
         known = _row_from(file, offset)
@@ -82,7 +84,7 @@ def row_with(path: Path, identity: Sequence[int]) -> bytes | None:
 
 
 def steps_of_prompt(path: Path, prompt_index: int) -> list[int]:
-    """The steps in which a prompt occurs. This reads the whole file, a line at a time."""
+    """Steps in which a prompt occurs; reads the whole file."""
     if not path.exists():
         return []
     steps = set()
@@ -94,16 +96,14 @@ def steps_of_prompt(path: Path, prompt_index: int) -> list[int]:
 
 
 def identity_of(line: bytes) -> tuple[int, ...] | None:
-    """Step, prompt and sample of a row of completions or tokens; None of another line."""
+    """(step, prompt index, sample index) of a row of completions or tokens; else None."""
     match = IDENTITY.match(line)
     return tuple(map(int, match.groups())) if match else None
 
 
 def _seek(file: BinaryIO, step: int) -> None:
-    """Move to the first line of a step of at least `step`, or less than `NEAR` and a line before.
-
-    The first row from `high` on, if any, is of `step` at least; the last one before `low` is not.
-    """
+    """Move to the first row with at least `step`, or at most `NEAR` bytes and a line before it."""
+    # Invariant: rows from `high` on have at least `step`, rows before `low` have less.
     low, high = 0, file.seek(0, os.SEEK_END)
     while high - low > NEAR:
         middle = (low + high) // 2
@@ -116,7 +116,9 @@ def _seek(file: BinaryIO, step: int) -> None:
 
 
 def _row_from(file: BinaryIO, offset: int) -> Row | None:
-    """The first complete row that begins at `offset` or later."""
+    """First complete row that begins at `offset` or later."""
+    # One byte before: if it is a newline, `readline` skips only this byte, and the row at `offset`
+    # is found; else `readline` skips the rest of a line.
     file.seek(max(offset - 1, 0))
     start = offset - 1 + len(file.readline()) if offset else 0
     while (line := file.readline()).endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""The log of a run on rank 0, step by step: terminal and files; warns of docs/symptoms.md."""
+"""Log of a run on rank 0: terminal, files, and warnings of symptoms (docs/symptoms.md)."""
 
 import sys
 from collections import defaultdict, deque
@@ -45,7 +45,7 @@ class RunLog:
         self._batches = BatchSchedule.of(cfg.grpo)
         self._reward_labels, self._has_dialogues = cfg.reward_labels, cfg.has_dialogues
         self._recent = deque[tuple[float, float]](maxlen=self._batches.updates_per_generation)
-        """Tokens and seconds of each of the last steps, as many as train on a generation."""
+        """(tokens, seconds) of the last steps, one generation long."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(self.run_dir / "config.yaml", dump_config(cfg))
         self.tracking = Tracking(self.run_dir, first_step, open_trackers(cfg, first_step))
@@ -63,13 +63,13 @@ class RunLog:
         experience: Experience,
         timer: PhaseTimer,
     ) -> None:
-        """Log optimizer step `step`, counted from 1, and the completions that it uses first."""
+        """Log optimizer step `step` (from 1), and its completions if no step has used them yet."""
         cfg, samples, cursor = self._cfg, experience.samples, self._batches.cursor(step - 1)
         indices = self._batches.minibatches(cursor.generation, cfg.train.seed)[cursor.minibatch]
         updates, times = self._batches.updates_per_generation, timer.metrics()
         compared_version = step - 1
         if cfg.grpo.old_logprobs != "rollout":
-            # With the policy that training on the generation began with.
+            # Old log-probabilities come from the weights at the generation's first step.
             compared_version -= compared_version % updates
         metrics = {
             **metrics,
@@ -99,7 +99,9 @@ class RunLog:
             metrics |= source_metrics(experience)
         rows = []
         pass_before = step - 1 - cfg.grpo.steps_per_generation
-        if cursor.iteration == 0 or pass_before < self._first_step:  # a generation made anew
+        # In the first pass, or in the first one of this process: a resumed run may have sampled the
+        # generation again, with other completions.
+        if cursor.iteration == 0 or pass_before < self._first_step:
             rows = completion_rows(
                 step, experience, indices, report, cfg.data.prompt_column, self._tokenizer
             )
@@ -111,7 +113,7 @@ class RunLog:
         self.symptoms.check(step, metrics)
 
     def replaced(self, step: int, scored: Sequence[tuple[Sample, dict[str, float], float]]) -> None:
-        """Log samples, with their scores and the sums, that are not trained on in `step`."""
+        """Log (sample, scores, total) of samples that dynamic sampling replaced before `step`."""
         samples = [sample for sample, _, _ in scored]
         columns = columns_by_prompt(samples, self._cfg.data.prompt_column)
         self.tracking.log_replaced(
@@ -119,8 +121,8 @@ class RunLog:
         )
 
     def _tokens_per_second(self, num_tokens: int, seconds: float) -> float:
-        """Throughput of as many steps as train on a generation, of `num_tokens`: exactly one of
-        them waits for one, so that the figure does not jump from step to step."""
+        """Throughput over the last steps, one generation long; `num_tokens` is a generation's. Only
+        one step of a generation waits for it, so a single step's throughput would jump."""
         self._recent.append((num_tokens / self._batches.updates_per_generation, seconds))
         tokens, times = zip(*self._recent, strict=True)
         return sum(tokens) / sum(times)
@@ -130,7 +132,8 @@ class RunLog:
         return self.tracking.has_metrics(step, names)
 
     def evaluation(self, step: int, evaluated: Mapping[str, Evaluated], seconds: float) -> None:
-        """Show and log the results of the held-out sets, by name, with the metrics of `step`."""
+        """Show and log results of held-out sets by name; metrics are added to the record of
+        `step`."""
         rows: list[dict[str, Any]] = []
         metrics: dict[str, float] = {}
         for name, result in evaluated.items():
@@ -149,27 +152,27 @@ class RunLog:
         )
 
     def finish(self, step: int) -> None:
-        """Print where the model is; warn if the last step has no evaluation."""
+        """Print the model's path; warn if the last step has no evaluation."""
         model = self.run_dir / "hf"
         look = f"look into the run with `megatron-grpo view {self.run_dir}`"
         self.bar.tell(f"done: the model is {model}; {look}")
         self.warn_if_not_evaluated(step, f"use `megatron-grpo eval CONFIG model.path={model}`")
 
     def warn_if_not_evaluated(self, step: int, advice: str) -> None:
-        """Warn of an evaluation that no resumed run will make."""
+        """Warn if `step` lacks its evaluation, which no resumed run would make."""
         if not self.has_evaluation(step):
             text = f"step {step} was not evaluated, as the run or its engines ended: {advice}"
             print(text, file=sys.stderr)
 
     def close(self) -> None:
-        """Finish the records and draw the curves; print failures: every step is on disk already,
-        and the run may be ending for a reason that determines its exit code."""
+        """Finish the records and draw the curves. Failures are printed, not raised: all steps are
+        on disk, and another error may be about to set the exit code."""
         self.bar.close()
         with print_failure(f"{TIMELINE_FILE} could not be finished"):
             self.timeline.close()
         with print_failure("the records of the run could not be finished"):
             self.tracking.close()
-        # Imported here because matplotlib takes a second, which no other rank needs.
+        # Imported here: matplotlib takes a second, and other ranks do not draw.
         from megatron_grpo.reporting.report import CURVES_FILE, draw_curves  # noqa: PLC0415
 
         with print_failure(f"{CURVES_FILE} could not be drawn"):
@@ -179,7 +182,7 @@ class RunLog:
 
 @contextmanager
 def print_failure(what: str) -> Iterator[None]:
-    """Print `what` and the error instead of raising it, if the block fails."""
+    """Print `what` and the error of the block instead of raising it."""
     try:
         yield
     except Exception as error:
@@ -188,18 +191,18 @@ def print_failure(what: str) -> Iterator[None]:
 
 
 WINDOW = 3
-"""Steps in a row over which a metric is averaged, and of which the first ones are remembered."""
+"""Steps of the two averages of a metric: the first steps of this process, and the last ones."""
 
 
 @dataclass(frozen=True)
 class Symptom:
-    """A pattern of one metric, and what it mostly means."""
+    """Warning about a pattern of one metric."""
 
     metric: str
     heading: str
     """Anchor in docs/symptoms.md."""
     shows: Callable[[float, float], bool]
-    """Given the mean over the first `WINDOW` steps and over the last."""
+    """Test of (mean over the first `WINDOW` steps, mean over the last ones)."""
     message: str
     """Text with the two means as {first} and {last}."""
 
@@ -245,18 +248,18 @@ SYMPTOMS = (
 
 
 class Symptoms:
-    """Looks at the metrics of each step of this process; prints one line per symptom, once."""
+    """Checks the metrics of each step of this process; prints each symptom once."""
 
     def __init__(self) -> None:
         self._first: dict[str, list[float]] = defaultdict(list)
         self._last: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        self._told: set[str] = set()
+        self._shown: set[str] = set()
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note the metrics of `step`, and warn of what they show for the first time."""
+        """Record the metrics of `step`, and print symptoms that they show for the first time."""
         for symptom in SYMPTOMS:
             name = symptom.metric
-            if name not in metrics or name in self._told:
+            if name not in metrics or name in self._shown:
                 continue
             begun, recent = self._first[name], self._last[name]
             if len(begun) < WINDOW:
@@ -264,7 +267,7 @@ class Symptoms:
             recent.append(metrics[name])
             first, last = mean(begun), mean(recent)
             if len(recent) == WINDOW and symptom.shows(first, last):
-                self._told.add(name)
+                self._shown.add(name)
                 message = symptom.message.format(first=first, last=last)
                 where = f"docs/symptoms.md#{symptom.heading}"
                 print(f"step {step}: {message}; see {where}", file=sys.stderr)

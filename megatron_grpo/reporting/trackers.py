@@ -1,4 +1,4 @@
-"""Trackers that metrics go to besides the run directory: wandb, TensorBoard, trackio, SwanLab."""
+"""Trackers for metrics and tables of completions: wandb, TensorBoard, trackio, SwanLab."""
 
 import os
 import re
@@ -16,18 +16,17 @@ from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.reporting.tracking import Tracker
 
 WANDB_ID_FILE = "wandb_id"
-"""Holds the id of the run at wandb and SwanLab."""
+"""File with the id of the run at wandb and SwanLab."""
 TENSORBOARD_DIR = "tensorboard"
 SWANLAB_DIR = "swanlog"
 REFUSAL = re.compile(r"\berror 4\d\d\b")
-"""Matches errors of wandb when it was reached but refuses the key or the project."""
+"""Matches wandb's errors for a refused key or project, in contrast to a lost connection."""
 FINISH_SECONDS = 300.0
-"""Time for wandb to send the rest at the end of a run, while the job still holds its GPUs; it
-reports what it could not send."""
+"""Limit for wandb's upload at the end of a run: the job still holds its GPUs."""
 
 
 def open_trackers(cfg: Config, first_step: int) -> list[Tracker]:
-    """The trackers that `cfg` asks for, of a run that continues after `first_step` steps."""
+    """Open the trackers of `cfg`; the run continues after `first_step` steps."""
     run_dir, config = cfg.train.run_dir, cfg.model_dump(mode="json")
     opening: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoardRun(run_dir, first_step),
@@ -39,7 +38,7 @@ def open_trackers(cfg: Config, first_step: int) -> list[Tracker]:
 
 
 class _Run:
-    """A run of a tracker's package, which gets the first completions of a step as a table."""
+    """Run of a tracker's package; the first completions of a step are sent as a table."""
 
     _run: Any
     _num_completions: int
@@ -65,11 +64,8 @@ class _Run:
 
 
 class WandbRun(_Run):
-    """A wandb run in the run directory; a resumed run continues it by its id.
-
-    It is offline without an API key, and, with a message, if wandb cannot be reached. Curves are
-    over our own `step`: wandb's counter would reject the steps that a resumed run repeats.
-    """
+    """A wandb run in the run directory; a resumed run continues it by its id. Without an API key,
+    or when wandb cannot be reached, it is offline, with a message."""
 
     def __init__(self, run_dir: Path, cfg: WandbConfig, config: dict[str, Any]) -> None:
         import wandb  # noqa: PLC0415 - an extra that only runs with wandb.project need
@@ -109,8 +105,9 @@ class WandbRun(_Run):
                 f"the run continues offline; `wandb sync` uploads {run_dir / 'wandb'} later",
                 file=sys.stderr,
             )
-            wandb.teardown()  # otherwise wandb takes the id to be in use
+            wandb.teardown()  # else the second `init` would find the id in use
             self._run = init(mode="offline")
+        # Curves over our own `step`: wandb's counter rejects steps that a resumed run repeats.
         self._run.define_metric("*", step_metric="step")
 
     def _made_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
@@ -121,8 +118,8 @@ class WandbRun(_Run):
 
 
 class TensorBoardRun:
-    """Metrics as TensorBoard's event files in the run directory; that of a resumed run hides the
-    steps that it repeats."""
+    """Metrics as TensorBoard's event files in the run directory. The file of a resumed run hides
+    earlier values of the steps that it repeats."""
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, like wandb
@@ -133,7 +130,7 @@ class TensorBoardRun:
     def log(
         self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Write the metrics of one step, which are on disk when this returns."""
+        """Write the metrics of a step to disk; TensorBoard gets no completions."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -143,10 +140,8 @@ class TensorBoardRun:
 
 
 class TrackioRun(_Run):
-    """A run in trackio's database, or on the server that its environment variables name.
-
-    A resumed run continues the last one of its name, where the steps that it repeats stand twice.
-    """
+    """A run in trackio's database, or on the server in its environment variables. A resumed run
+    continues the last run of its name; steps that it repeats appear twice."""
 
     def __init__(
         self, run_dir: Path, first_step: int, cfg: TrackioConfig, config: dict[str, Any]
@@ -166,10 +161,8 @@ class TrackioRun(_Run):
 
 
 class SwanlabRun(_Run):
-    """A SwanLab run in the run directory; a resumed run continues it by its id.
-
-    It is offline without an API key, and ends with SwanLab's error if it cannot be reached.
-    """
+    """A SwanLab run in the run directory; a resumed run continues it by its id. Without an API key
+    it is offline; if SwanLab cannot be reached, its error ends the run."""
 
     def __init__(self, run_dir: Path, cfg: SwanlabConfig, config: dict[str, Any]) -> None:
         import swanlab  # noqa: PLC0415 - only runs with swanlab.project need it
@@ -195,7 +188,7 @@ class SwanlabRun(_Run):
                 interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none")
             ),
         )
-        # Its own handler would end the run at SwanLab before the trainer ends.
+        # `init` installs a handler that would end the run at SwanLab before the trainer ends.
         signal.signal(signal.SIGINT, on_interrupt)
 
     def _made_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
@@ -210,7 +203,7 @@ def _run_id(run_dir: Path) -> str:
 
 
 def _table(completions: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows: one column per reward function, None for those of other sources."""
+    """(columns, rows) of a table; reward functions of other sources are None in a row."""
     flat = [
         {name: value for name, value in row.items() if not isinstance(value, dict | list)}
         | {f"reward/{name}": value for name, value in row["rewards"].items()}

@@ -1,4 +1,4 @@
-"""The records of a run, in files of JSON lines; `trackers.py` sends them elsewhere."""
+"""Records of a run in files of JSON lines; `trackers.py` sends them elsewhere."""
 
 import json
 import math
@@ -17,33 +17,34 @@ REPLACED_FILE = "replaced_completions.jsonl"
 RECORDS = (METRICS_FILE, COMPLETIONS_FILE, TOKENS_FILE, EVAL_COMPLETIONS_FILE, REPLACED_FILE)
 """Files of JSON lines with ascending steps."""
 UNKNOWN = {"kl": None, "loss": None, "grad_norm": None}
-"""Keys that scripts may rely on: without a reference model there is no KL, and a skipped step has
-no gradient norm and perhaps no loss."""
+"""Keys that every record has, for scripts. Runs without a reference model have no KL; a skipped
+step has no gradient norm and perhaps no loss."""
 BLOCK_BYTES = 2**20
 
 
 class Tracker(Protocol):
-    """Destination of metrics besides the run directory, perhaps with completions in a table."""
+    """Destination of metrics, and perhaps of a table of completions."""
 
     def log(
         self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Send metrics of a step, and rows of `completion_rows`; some of a step come later."""
+        """Send metrics of a step, and rows of `completion_rows`. Called again for metrics of an
+        evaluation after the step."""
 
     def close(self) -> None:
-        """Send what is left, and end the run."""
+        """Send the rest, and end the run."""
 
 
 class Tracking:
-    """The records of one run; those after `first_step`, that of the loaded checkpoint, come from
-    lost work and are dropped, all without a checkpoint."""
+    """Records of a run. Records after `first_step`, the step of the loaded checkpoint, belong to
+    lost work and are dropped; without a checkpoint, all are."""
 
     def __init__(self, run_dir: Path, first_step: int, trackers: Sequence[Tracker] = ()) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in RECORDS:
             drop_records_after(run_dir / name, first_step or -1)
         for name in (METRICS_FILE, COMPLETIONS_FILE, TOKENS_FILE):
-            (run_dir / name).touch()  # for those who look into a run before its first step
+            (run_dir / name).touch()  # viewers may open a run before its first step
         self._run_dir = run_dir
         self._trackers = trackers
 
@@ -55,8 +56,9 @@ class Tracking:
         tokens: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Record a finished optimizer step (counted from 1), with rows of `completion_rows` and
-        `token_rows`. Raises ValueError naming the metrics that are not finite."""
+        `token_rows`. Raises ValueError with the names of metrics that are not finite."""
         _check_finite(step, metrics)
+        # Metrics last: a step with a record has its completions and tokens, wherever a run dies.
         append_rows(self._run_dir / COMPLETIONS_FILE, completions)
         append_rows(self._run_dir / TOKENS_FILE, tokens)
         append_rows(self._run_dir / METRICS_FILE, [{"step": step, **UNKNOWN, **metrics}])
@@ -64,11 +66,11 @@ class Tracking:
             tracker.log(step, metrics, completions)
 
     def log_replaced(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Record completions that dynamic sampling replaced, before the step that is in `rows`."""
+        """Record completions that dynamic sampling replaced."""
         append_rows(self._run_dir / REPLACED_FILE, rows)
 
     def log_evaluated(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Record the completions of the evaluation after `step`, replacing earlier ones of it."""
+        """Record the completions of the evaluation after `step`, in place of earlier ones."""
         file = self._run_dir / EVAL_COMPLETIONS_FILE
         drop_records_after(file, step - 1)
         append_rows(file, [{"step": step, **row} for row in rows])
@@ -87,6 +89,7 @@ class Tracking:
         is_there = bool(lines) and json.loads(lines[-1])["step"] == step
         record = json.loads(lines.pop()) if is_there else {"step": step, **UNKNOWN}
         lines.append(json.dumps({**record, **metrics}))
+        # Not in place: the record gets longer, and a death must leave the old file or the new one.
         write_whole(path, "".join(f"{line}\n" for line in lines))
         for tracker in self._trackers:
             tracker.log(step, metrics, [])
@@ -97,7 +100,7 @@ class Tracking:
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append lines of JSON; raises OSError that names the file, as that of a write does not."""
+    """Append lines of JSON. Raises OSError with the path, which a write's error lacks."""
     try:
         with path.open("ab") as file:
             for row in rows:
@@ -113,7 +116,7 @@ def _check_finite(step: int, metrics: Mapping[str, float]) -> None:
 
 
 def last_step(run_dir: Path) -> int:
-    """The step of the last complete record of a run; 0 if there is none."""
+    """Step of the last complete record of a run; 0 without records."""
     path = run_dir / METRICS_FILE
     if not path.exists():
         return 0
@@ -123,11 +126,8 @@ def last_step(run_dir: Path) -> int:
 
 
 def drop_records_after(path: Path, step: int) -> None:
-    """Truncate a JSON-lines file with ascending steps after its last complete record up to `step`.
-
-    Lines that a death has cut or a host's crash damaged go, too. Only the part to drop is read:
-    after weeks, a run has gigabytes of completions.
-    """
+    """Truncate a file behind its last complete record of at most `step`; cut or damaged lines are
+    dropped, too. Reads only the part to drop: completions may be gigabytes."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -137,7 +137,7 @@ def drop_records_after(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a record; infinity if the line is damaged, such as the zeros of a lost block."""
+    """Step of a record; infinity for a damaged line, such as the zeros of a lost block."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
@@ -145,7 +145,7 @@ def _step_of(line: bytes) -> float:
 
 
 def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The complete lines of a file, last one first, each with the offset of its end."""
+    """(end offset, line) of the complete lines of a file, last line first."""
     start, unread = file.seek(0, os.SEEK_END), b""
     while start:
         end = start + len(unread)

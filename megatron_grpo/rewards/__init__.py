@@ -7,23 +7,23 @@ A reward function is called once per prompt with all its completions, by keyword
 `columns` are the columns of the data row, one value per completion, with the reference answer as
 `answer`; also `completion_ids` (lists of token ids, including the end token) and `finish_reasons`
 (`stop`, or `length` if cut off by the limit; with an environment also `max_turns` and `failed`). A
-function may name only the parameters that it uses; what it does not take, `**_` included, is not
-sent to it. If it names `reward_timeout`, it gets the number of seconds it may take.
+function may name only the parameters that it uses: others are not sent (`**_` counts as none). If
+it names `reward_timeout`, it gets its time limit in seconds.
 
 It returns a list (or an array) with one number per completion. A score that is None, NaN, infinite
-or an exception has failed, and so have all scores of a call that raises, times out, uses too much
-memory or kills its process, which is then replaced. The trainer sees a failed score as NaN, never
-as zero: such completions are masked, and the run stops when they are more than
-`reward.max_failed_fraction` of a generation or evaluation. It stops at once for what cannot be
-masked: a list of another length, a result that is not a list, or a score that is not a number.
-(Unlike in TRL, None does not mean that a function does not apply to a completion: return 0 then.)
+or an exception has failed; all scores of a call fail if it raises, times out, uses too much memory
+or kills its process, which is then replaced. The trainer sees a failed score as NaN, never as zero:
+such completions are masked, and the run stops when they are more than `reward.max_failed_fraction`
+of a generation or evaluation. It stops at once for results that cannot be masked: not a list, a
+list of another length, or a score that is not a number. (None does not mean "does not apply" as in
+TRL: return 0 then.)
 
 An `async def` is awaited: up to `reward.max_concurrent_calls` calls run concurrently in the event
 loop of one process. A late call is cancelled. A call that blocks the loop blocks all of them.
 
-Functions run in processes of their own, with the rights of the user who trains: these are no
-sandbox. Of the built-in functions only `unit_tests` runs code from completions, under bubblewrap.
-If your function does, it must provide the sandbox (`workers.sandbox`).
+Functions run in separate processes, with the rights of the user who trains: this is no sandbox. Of
+the built-in functions only `unit_tests` runs code from completions, under bubblewrap. A function
+that does so must provide the sandbox itself (`workers.sandbox`).
 
-Nothing is imported here: every process of functions would take as long to start.
+Nothing is imported here: it would slow the start of every process of reward functions.
 """

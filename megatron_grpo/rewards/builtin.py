@@ -1,4 +1,4 @@
-"""The built-in reward functions that read text alone."""
+"""Built-in reward functions on text and lengths."""
 
 import math
 import re
@@ -20,7 +20,7 @@ ACCURACY = ("exact", "math_answer")
 def _accuracy(name: str) -> Callable[..., Sequence[float | Exception]]:
     if name == "exact":
         return exact
-    # Imported here because SymPy takes a second to import, and other functions do not need it.
+    # Imported here: SymPy takes a second to import, and other functions do not need it.
     from megatron_grpo.rewards.math import math_answer  # noqa: PLC0415
 
     return math_answer
@@ -43,13 +43,13 @@ def cosine(
     reward_timeout: float = math.inf,
     **_: Any,
 ) -> list[float | Exception]:
-    """Half a cosine from the value at length 0 to the value at L = `cosine_max_len` tokens.
+    """Half a cosine from the value v_0 at length 0 to the value v_L at L = `cosine_max_len` tokens.
 
-    v_L + (v_0 - v_L) * (1 + cos(pi * length / L)) / 2, with separate values for correct and wrong
-    completions: CosFn of the cosine length-scaling reward of arXiv 2502.03373, which favours short
-    right answers and gives wrong ones room to think. Names and defaults are ms-swift's, which also
-    leaves out the paper's r_e for length L; there `cosine_max_len` defaults to what is
-    `rollout.max_completion_length` here. Beyond L the value stays at that of L. A completion is
+    v_L + (v_0 - v_L) * (1 + cos(pi * length / L)) / 2, and v_L beyond L, with separate values for
+    correct and wrong completions: CosFn of the cosine length-scaling reward of arXiv 2502.03373,
+    which favours short right answers and gives wrong ones room to think. The paper's r_e for length
+    L is left out, as in ms-swift, from which names and defaults are taken; there `cosine_max_len`
+    defaults to the limit of completions, here `rollout.max_completion_length`. A completion is
     correct if the reward `accuracy`, `math_answer` or `exact`, gives it 1; `boxed` and
     `only_finished` are arguments of math_answer.
     """
@@ -136,9 +136,9 @@ def soft_overlong(
 ) -> list[float]:
     """0 up to L_max - L_cache tokens, then linearly down to -1 at L_max, and -1 beyond.
 
-    Equation 13 of DAPO (arXiv 2503.14476), where L_max is `soft_max_length` and L_cache is
-    `soft_cache_length`, the names of ms-swift; there `soft_max_length` defaults to what is
-    `rollout.max_completion_length` here.
+    Equation 13 of DAPO (arXiv 2503.14476), with ms-swift's names for L_max (`soft_max_length`) and
+    L_cache (`soft_cache_length`). In ms-swift `soft_max_length` defaults to the limit of
+    completions, here `rollout.max_completion_length`.
     """
     if not 0 < soft_cache_length < soft_max_length:
         raise ValueError(

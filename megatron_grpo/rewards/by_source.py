@@ -1,4 +1,4 @@
-"""Scores the samples of a run by the rewards of their source; see `config/sources.py`."""
+"""Scores samples by the reward functions of their source; see `config/sources.py`."""
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,8 @@ from megatron_grpo.rewards.unit_tests import can_be_run
 
 
 class RewardsBySource:
-    """The reward functions of each source, and what its environment or agent gives.
-
-    `views` is the run as it is for each source: `Config.by_source`.
-    """
+    """Reward functions of each source, and rewards of its environment or agent. `views` is
+    `Config.by_source`."""
 
     def __init__(self, views: Mapping[str, Config], pools: RewardPools) -> None:
         self._all_pools = pools
@@ -27,7 +25,7 @@ class RewardsBySource:
         self._terms = {
             name: (view.reward_terms, view.reward.clip_range) for name, view in views.items()
         }
-        """The terms of the total reward and its bounds, by source."""
+        """(terms of the total reward, bounds of the total) by source."""
 
     def wait_loaded(self) -> None:
         """Wait until the functions are loaded. Raises what `RewardPool.wait_ready` raises."""
@@ -49,8 +47,8 @@ class RewardsBySource:
         return trials
 
     def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[Scores]:
-        """The scores of every sample by label: those of its source's functions, and `environment`
-        or `agent` of a dialogue. Raises what `RewardPool.score` raises."""
+        """Scores of every sample by label: one for each function of its source, and `environment`
+        or `agent` for a dialogue. Raises what `RewardPool.score` raises."""
         scores: dict[int, Scores] = {}
         with self._all_pools.lock:
             for name, pool in self._pools.items():
@@ -78,17 +76,18 @@ class RewardsBySource:
 
 
 def reference_faults(cfg: Config) -> Callable[[Row], Fault | None]:
-    """Return a check of rows: the fault if the functions of a row's source cannot read it."""
+    """Make a check of rows: it returns the fault if functions of the row's source cannot read a
+    row."""
     faults = {name: reference_fault(view.reward) for name, view in cfg.by_source.items()}
     return lambda row: faults[cfg.sources.of(row)](row)
 
 
 def reference_fault(cfg: RewardConfig) -> Callable[[Row], Fault | None]:
-    """Return a check of rows: the fault if `cfg`'s functions cannot read `answer` or `tests`."""
+    """Make a check of rows: it returns the fault if functions cannot read `answer` or `tests`."""
     checks: list[tuple[str, str, Callable[[Any], bool]]] = []
     mathematics = [function.name for function in cfg.functions if _reads_mathematics(function)]
     if mathematics:
-        # Imported here: see `builtin.py`.
+        # Imported here: SymPy takes a second to import.
         from megatron_grpo.rewards.math import can_read  # noqa: PLC0415
 
         checks.append((mathematics[0], "answer", can_read))

@@ -1,4 +1,4 @@
-"""Finding and calling reward functions: built-in by name, or `file.py:function`."""
+"""Loading and calling reward functions: built-in by name, or `file.py:function`."""
 
 import asyncio
 import inspect
@@ -30,46 +30,47 @@ BUILT_IN = {
     "soft_overlong": "builtin",
     "unit_tests": "unit_tests",
 }
-"""The file of this package with each built-in function, whose keyword-only parameters are arguments
-of the config, not columns."""
+"""Module of this package with each built-in function. Keyword-only parameters of these functions
+are arguments of the config, not columns."""
 
 GIVEN_COLUMNS = ("completions", "prompts", "completion_ids", "finish_reasons", "prompt_messages")
-"""Passed to every call besides the data's columns, and preferred to columns of the same name."""
+"""Columns that the run provides; they win over the data's columns of equal names."""
 GIVEN_TIMEOUT = "reward_timeout"
-"""`reward.timeout`, passed only to a function that names it; not a column, nor in `**columns`."""
+"""Parameter for `reward.timeout`; passed only to a function that names it, never in `**columns`."""
 
 LOAD = -1
-"""Number of the answer that says what was loaded, in place of a call's."""
+"""Number of the answer about loading, in place of a call's number."""
 MAX_REASON = 1000
-"""Most characters quoted of an exception that is returned as a score."""
+"""Most characters quoted of an exception in place of a score."""
 
 
 @dataclass(frozen=True)
 class StepScores:
-    """Scores of the steps of a completion, which as a whole has the lowest of them."""
+    """Scores of a completion's steps; the lowest is the score of the completion."""
 
     ends: list[int]
-    """For each step the index of the character after it."""
+    """Index of the character behind each step."""
     scores: list[float]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A worker's answer to a call: scores, NaN where one failed; None if the whole call failed."""
+    """A worker's answer to a call."""
 
     scores: list[float] | None
+    """One per completion, NaN for a failed score; None if the whole call failed."""
     error: str = ""
-    """Why the first failed score failed; empty when none failed."""
+    """Reason of the first failed score; empty without one."""
     is_misuse: bool = False
-    """Whether the return value is not a score per completion, so that nothing can be masked."""
+    """Whether the result is not one score per completion: no completion can be masked then."""
     is_out_of_memory: bool = False
     """Whether the process has reached its memory limit and must be replaced."""
     steps: list[list[tuple[int, float]]] | None = None
-    """For each completion the end and the score of each step, if the function scores steps."""
+    """(end, score) of each step of each completion, if the function scores steps."""
 
 
 class NoScores(ValueError):
-    """A function did not return one score per completion, so that none can be masked."""
+    """A function did not return one score per completion: no completion can be masked then."""
 
 
 @dataclass(frozen=True)
@@ -90,29 +91,27 @@ class LoadedFunction:
 
     @property
     def wanted_columns(self) -> list[str]:
-        """Parameters without a default that neither the call nor the config provides."""
+        """Parameters without a default that only columns of the data can provide."""
         given = {*GIVEN_COLUMNS, GIVEN_TIMEOUT, *self.arguments}
         return [name for name in required_parameters(self._parameters) if name not in given]
 
     @property
     def accepted_columns(self) -> list[str] | None:
-        """The columns that it takes if they are there; None: all."""
+        """Columns that the function takes if the data has them; None: all."""
         return accepted_columns(self._parameters)
 
     def __call__(self, columns: Mapping[str, Any], timeout: float) -> Answer:
-        """Score `columns["completions"]`; the others are GIVEN_COLUMNS and the data's, if accepted.
-
-        Raises NoScores if the result is not a list of one score or failure per completion, and
-        whatever the function raises.
-        """
+        """Score `columns["completions"]`; raises NoScores if the result is not a list of one score
+        or failure per completion, and whatever the function raises."""
         return _answer(self._call(columns, timeout), len(columns["completions"]))
 
     async def call_async(self, columns: Mapping[str, Any], timeout: float) -> Answer:
-        """Score by an asynchronous function, as `__call__` does by an ordinary one."""
+        """`__call__` for an asynchronous function."""
         return _answer(await self._call(columns, timeout), len(columns["completions"]))
 
     def _call(self, columns: Mapping[str, Any], timeout: float) -> Any:
-        # The call's and the config's values take precedence over a column of the same name.
+        # In this order, values of the call and of the config win over equally named columns; a
+        # column cannot set what only the config may set (`settings`).
         data = {name: column for name, column in columns.items() if name not in self.settings}
         first = {name: columns[name] for name in GIVEN_COLUMNS if name in columns}
         given = select_accepted({**data, **self.arguments, **first}, self._parameters)
@@ -126,8 +125,8 @@ class LoadedFunction:
 
 
 def load_function(spec: RewardFunction) -> LoadedFunction:
-    """Import the function that a config names; ValueError if there is none, if it does not take the
-    config's arguments or, if it is built in, refuses their values."""
+    """Import the function of `spec`; raises ValueError if there is none or if it does not take the
+    config's arguments. Built-in functions also check their values."""
     path, colon, name = spec.name.rpartition(":")
     module = (
         load_user_file(Path(path), "file of reward functions")
@@ -145,7 +144,7 @@ def load_function(spec: RewardFunction) -> LoadedFunction:
 
 
 def _built_in(spec: RewardFunction, function: Callable[..., Any]) -> LoadedFunction:
-    """Check a built-in function's arguments by calling it without completions."""
+    """Check a built-in function's arguments by a call without completions."""
     parameters = inspect.signature(function).parameters
     settings = frozenset(p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY)
     for name in spec.arguments:

@@ -1,4 +1,4 @@
-"""Requests of rewards that ask a model behind an HTTP address."""
+"""HTTP requests of rewards that ask a model."""
 
 import asyncio
 import os
@@ -16,11 +16,11 @@ from parallel.clock import running_time
 
 DEFAULT_KEY = "OPENAI_API_KEY"
 SHARE_OF_TIME = 0.9
-"""Share of `reward.timeout` after which unanswered requests fail, so that other scores count."""
+"""Share of `reward.timeout` after which open requests fail; the scores of answered ones count."""
 FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.5, 8.0
 """Exponential backoff before a request is sent again."""
 RETRIED_STATUS_CODES = (408, 409, 429)
-"""Status codes that, like 5xx, may be transient; the same as in OpenAI's own client."""
+"""Status codes that may be transient, like 5xx; OpenAI's own client retries these."""
 MAX_TEXT = 300
 
 
@@ -35,7 +35,7 @@ def check_base_url(base_url: str) -> None:
 
 
 def key_from(api_key_env: str) -> str | None:
-    """The key in this environment variable; only the default one may be missing."""
+    """Key in this environment variable; only the default variable may be missing."""
     key = os.environ.get(api_key_env)
     if key is None and api_key_env != DEFAULT_KEY:
         raise ValueError(f"api_key_env: the environment has no variable {api_key_env}: set it")
@@ -43,7 +43,7 @@ def key_from(api_key_env: str) -> str | None:
 
 
 def http_client(base_url: str, key: str | None) -> aiohttp.ClientSession:
-    """A session without a limit of time: each request gets the time that is left."""
+    """Session without a time-out: `post` limits each request to the time that is left."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return http_session(base_url, headers, proxy=proxy_of(base_url))
 
@@ -51,10 +51,8 @@ def http_client(base_url: str, key: str | None) -> aiohttp.ClientSession:
 async def post(
     client: aiohttp.ClientSession, base_url: str, route: str, body: dict[str, Any], deadline: float
 ) -> str:
-    """The answer to `body`; raises Unscored if there is none before `deadline` (`running_time`).
-
-    408, 409, 429, 5xx and lost connections are retried until then.
-    """
+    """Post `body` and return the answer, with retries (408, 409, 429, 5xx, lost connections) until
+    `deadline` (of `running_time`); then raises Unscored."""
     pause, last = FIRST_BACKOFF_SECONDS, "no answer"
     hint = proxy_hint(base_url) if proxy_of(base_url) else ""
     content = msgspec.json.encode(as_unicode(body))
@@ -68,7 +66,8 @@ async def post(
             if is_success(response.status):
                 return text
             last = f"status {response.status}: {text[:MAX_TEXT]}"
-            if "json" not in response.content_type:  # what a server would send
+            # OpenAI-compatible servers answer in JSON: this page may be a proxy's.
+            if "json" not in response.content_type:
                 last += hint
             if response.status not in RETRIED_STATUS_CODES and response.status < 500:
                 raise Unscored(f"{base_url} answered {last}")

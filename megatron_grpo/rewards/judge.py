@@ -1,4 +1,4 @@
-"""Reward `judge`: a score from a language model behind an OpenAI-compatible endpoint."""
+"""Reward `judge`: a score by a language model behind an OpenAI-compatible endpoint."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ async def judge(
     extra_body: dict[str, Any] | None = None,
     **_: Any,
 ) -> list[float | Unscored]:
-    """The number in `model`'s answer to `prompt`, divided by `max_score`; an Unscored without one.
+    """The number in `model`'s answer to `prompt`, over `max_score`; Unscored without a number.
 
     A generative reward model (arXiv 2306.05685, 2408.15240). `prompt` is a template in which
     {prompt} (as the model reads it), {completion} and {answer} are filled in; the score is the
@@ -91,7 +91,8 @@ def _checked(base_url: str, prompt: str, max_score: float, pattern: str) -> re.P
 
 
 def _fill(template: str, values: dict[str, Any]) -> str:
-    """Fill in all fields in one pass, so that all other braces, also of completions, stay text."""
+    """Fill in the fields of a template. In one pass, since a completion may contain `{answer}`; not
+    by `str.format`, since other braces stay as they are."""
     return TEMPLATE_FIELD.sub(lambda field: str(values[field[1]]), template)
 
 

@@ -1,4 +1,4 @@
-"""Reward `math_answer`: the same mathematical value, however it is written."""
+"""Reward `math_answer`: equal mathematical values, however they are written."""
 
 import math
 import re
@@ -11,24 +11,25 @@ from math_verify import parse, verify
 
 from parallel.clock import running_time, stopped_time
 
-# Per expression. math-verify enforces it by SIGALRM, which works only in the main thread, where the
-# reward worker calls functions.
+# For each expression. math-verify enforces it by SIGALRM, which works in the main thread only:
+# there the reward worker calls functions.
 TIMEOUT_SECONDS = 1
 SHARE_OF_TIME = 0.8
 """Share of `reward.timeout` after which no further completion is started."""
-LATE = TimeoutError("those before it took the time of the call: raise reward.timeout")
+LATE = TimeoutError("earlier completions took the time of the call: raise reward.timeout")
 MARKER = re.compile(r"(?<!#)####(?!#)")
 # A line that begins with a word, numbered or not: `Step 2: solve`, `2. Solve`, not `72 dollars`.
 HEADING = re.compile(r"[^\w\\]*(?:\w+[.):]\s+)?[^\W\d_]{2}")
 # LaTeX commands that take words as arguments; such words do not make a text prose.
 TEXT = re.compile(r"\\(?:begin|end|text\w*|math\w+|mbox|operatorname)(?:\s*\{[^{}]*\})+")
-# Two letters may be a product, but after a number they are a unit.
+# Three letters are a word. Two may be a product (`ab`), but behind a number and a space a unit.
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}|\d\s[A-Za-z]{2}")
 DELIMITER = re.compile(r"(?<!\\)(?:\$|\\\(|\\\[)")
-# What may surround a marked answer: spaces, Markdown, a sign of currency.
+# Surroundings of a marked answer: spaces, Markdown, a currency sign.
 EDGES = re.compile(r"^[\s*_`€£¥]+|[\s*_`]+$")
 BRACE = re.compile(r"(?<!\\)[{}]")
-# math-verify finds an answer whenever there is a letter or digit between dollars, or in a box.
+# Shortcut of `can_read`: math-verify always finds an answer in a letter or digit between dollars,
+# or in a box.
 FORMULA = re.compile(
     r"(?<![\\\d])\$(?:\\\$|[^\n$])*[^\W_](?:\\\$|[^\n$])*(?<!\\)\$|\\boxed\{.*[^\W_].*\}"
 )
@@ -44,18 +45,20 @@ def math_answer(
     reward_timeout: float = math.inf,
     **_: Any,
 ) -> list[float | Exception]:
-    """1 when the completion's final answer equals the reference answer, else 0.
+    """1 if the completion's final answer equals the reference answer, else 0.
 
-    The final answer is the text after the last `####` (GSM8K), unless that is the heading of more
-    text or a box follows it; otherwise what math-verify extracts: a box, a formula or the last
-    number. Several boxes in a row are the members of a set. With `boxed` it is otherwise the last
-    box or boxes, or there is none: reasoning that stops at the right number is no answer. With
-    `only_finished` a completion that reached the length limit has none. A completion without a
-    final answer, or with one too hard to evaluate in time, is wrong.
-    If so many are slow that the call runs out of time, the remaining ones get no score. Raises
-    ValueError for a reference answer that cannot be parsed.
+    The final answer is the text after the last `####` (GSM8K), unless this text is a heading or a
+    box follows. Without `####` math-verify extracts a box, a formula or the last number; several
+    boxes in a row are the members of a set. With `boxed` only boxes count, the last one or several
+    in a row: reasoning that stops at the right number is no answer. With `only_finished` a
+    completion cut at the length limit has no answer.
+
+    A completion is wrong if it has no final answer, or one that takes too long to evaluate. When
+    the call runs out of time, the remaining completions get no score. Raises ValueError for a
+    reference answer that cannot be parsed.
     """
     deadline = running_time() + SHARE_OF_TIME * reward_timeout
+    # Once per distinct reference: all completions of a prompt share one.
     references = {wanted: _reference(wanted) for wanted in set(map(str, answer))}
 
     def is_equal(completion: str, wanted: str) -> bool:
@@ -74,13 +77,13 @@ def math_answer(
 
 
 def can_read(answer: Any) -> bool:
-    """Whether a reference answer contains anything to compare with; usually needs no parsing."""
+    """Whether a reference answer can be compared with; most are recognised without parsing."""
     readings = _readings(str(answer))
     return any(map(FORMULA.search, readings)) or any(map(parse, readings))
 
 
 def _found(completion: str, *, boxed: bool) -> list[Any]:
-    """Parse the final answer by math-verify; a marked one is read like a reference."""
+    """Parse the final answer by math-verify; an answer after `####` is read like a reference."""
     marked = _marked_answer(completion)
     if marked is not None:
         readings = _readings(EDGES.sub("", marked))
@@ -98,25 +101,26 @@ def _reference(answer: str) -> list[Any]:
 
 
 def _undisturbed[T](call: Callable[[], T]) -> T:
-    """The result of `call`, which has a time-out of the kernel: the second, if stopped in it."""
+    """Result of `call`, which has a time-out; it is called again if the process was stopped."""
+    # SIGALRM counts the time in which the job was suspended, so the first call may have timed out.
     stopped, result = stopped_time(), call()
     return call() if stopped_time() > stopped else result
 
 
 def _readings(answer: str) -> tuple[str, ...]:
-    """The texts in which math-verify looks for the reference, in order."""
+    """Texts in which to look for the reference answer, in order of preference."""
     marked = _marked_answer(answer)
     final = (answer if marked is None else marked).strip()
     if DELIMITER.search(final):
         return (final,)
-    # It looks for formulas between dollars: in a bare x^2 + 1 it would find only a 1, and in prose
-    # between dollars it would multiply the letters.
+    # math-verify looks for formulas between dollars: in a bare x^2 + 1 it finds only the 1, and in
+    # prose between dollars it multiplies the letters.
     formula = f"${final}$"
     return (final, formula) if WORD.search(TEXT.sub("", final)) else (formula, final)
 
 
 def _marked_answer(text: str) -> str | None:
-    """Text after the last `####`; None if there is none, or if it is a heading."""
+    """First line after the last `####`; None without one, or if the line is a heading."""
     *before, tail = MARKER.split(text)
     line, _, below = tail.strip().partition("\n")
     is_heading = "\\boxed" in below or (below and HEADING.match(line))
@@ -124,10 +128,10 @@ def _marked_answer(text: str) -> str | None:
 
 
 def _last_boxes(text: str) -> str:
-    """A box of what math-verify reads in the last ones; empty without any, or if it is not closed.
+    """The last box, or the last boxes in a row as one box; empty without a box, or if it is open.
 
-    It joins boxes less than 10 characters apart, or 70 with an "and", "or", comma or semicolon
-    between them, and takes a `\\fbox` for one.
+    math-verify joins boxes less than 10 characters apart, or 70 with an "and", "or", comma or
+    semicolon between them. It would take a `\\fbox` for a box.
     """
     start, command, content = text.rpartition("\\boxed{")
     if not command:

@@ -1,5 +1,5 @@
-"""Scores completions in worker processes, with time and memory limits. A worker that fails or is
-late is killed and replaced."""
+"""Scores completions in worker processes with time and memory limits. Workers that fail or are late
+are killed and replaced."""
 
 import math
 import sys
@@ -28,7 +28,7 @@ MADE_UP_COMPLETIONS = (("The answer is 42.", "stop"), ("", "length"))
 
 
 class RewardWorkerProcess(SupervisedWorker):
-    """One process that runs the config's reward functions; it starts loading them at once."""
+    """Process that runs the config's reward functions; loading begins in the constructor."""
 
     def __init__(self, cfg: RewardConfig) -> None:
         super().__init__(
@@ -40,18 +40,18 @@ class RewardWorkerProcess(SupervisedWorker):
         self.connection.send((cfg.functions, cfg.timeout))
         self.cfg = cfg
         self.deadlines = {LOAD: running_time() + load_seconds(cfg.timeout)}
-        """Deadline of each open call, by number; loading is the call `LOAD`."""
+        """Deadline of each open call by number; loading is the call `LOAD`."""
         self.is_retired = False
-        """Whether it gets no more calls, and is replaced once its open calls are answered."""
+        """Whether the worker gets no more calls and is replaced after its open ones."""
         self.failure = ""
-        """Why it has failed; empty while it works."""
+        """Reason of the worker's failure; empty while it works."""
 
     @property
     def is_loading(self) -> bool:
         return LOAD in self.deadlines
 
     def send_call(self, number: int, call: tuple[Any, ...], seconds: float) -> None:
-        """Send call `number`: the function's index and its columns; due within `seconds`."""
+        """Send call `number`, (index of the function, columns), with a deadline in `seconds`."""
         self.deadlines[number] = running_time() + seconds
         try:
             self.connection.send((number, *call))
@@ -61,7 +61,7 @@ class RewardWorkerProcess(SupervisedWorker):
             self.failure = f"its process did not read the call in {self.cfg.timeout} s: killed"
 
     def receive_answer(self) -> tuple[int, Any] | None:
-        """The number of a call and its answer; None if the worker has died (see `failure`)."""
+        """Number of a call and its answer; None if the worker has died, with `failure` set."""
         try:
             number, answer = self.receive_json()
         except (EOFError, ConnectionError):
@@ -71,49 +71,49 @@ class RewardWorkerProcess(SupervisedWorker):
         return number, answer
 
     def finish_kill(self) -> None:
-        """Also close the connection, which no other thread reads."""
+        """Wait until all processes have ended, and close the connection."""
         super().finish_kill()
         self.connection.close()
 
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks at the servers of reward models."""
+"""Seconds between two checks of the servers of reward models."""
 CANCEL_SECONDS = 3.0
-"""Seconds after `reward.timeout` within which a worker must cancel an asynchronous call."""
+"""Time for a worker to cancel an asynchronous call that has reached `reward.timeout`."""
 
 
 class ScoringCancelled(Exception):
-    """`RewardPool.cancel` was called; nothing has failed."""
+    """`RewardPool.cancel` was called; no function has failed."""
 
 
 class ModelServers(Protocol):
-    """The servers of reward models that a run starts: `engines.reward_models.RewardModels`."""
+    """Servers of reward models that the run starts: `engines.reward_models.RewardModels`."""
 
     @property
     def awaited(self) -> str:
-        """Text for the first wait of `restart_dead`; empty if there is no server."""
+        """Text for the progress of the first `restart_dead`; empty without servers."""
 
     def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
-        """The functions, with an address in place of the path of each model."""
+        """Replace the path of each served model by the server's address."""
 
     def restart_dead(self, show: Show) -> bool:
-        """Start those again that have died, and return when all answer; whether any had died.
-        Raises EngineError or TimeoutError if they do not."""
+        """Wake the servers, restart dead ones, and wait until all answer; returns whether any had
+        died. Raises EngineError or TimeoutError if a server does not answer."""
 
     def end_round(self) -> None:
-        """Record that completions were scored."""
+        """Mark the end of a round of scoring; servers that share GPUs may sleep."""
 
     def close(self) -> None:
         """End the servers."""
 
 
 class RewardPool:
-    """Processes that run the config's reward functions, one call per prompt and function.
+    """Worker processes for the config's reward functions, with one call per prompt and function.
 
-    They start at once, load in the background, and die with this process, as do their descendants.
-    The first one runs all calls of asynchronous functions, up to `reward.max_concurrent_calls` at
-    once; each runs calls of ordinary functions one after the other. Reward models that the run
-    serves itself are asked in `servers`.
+    Workers load the functions in the background, and die with this process and their descendants.
+    The first worker runs all calls of asynchronous functions, up to `reward.max_concurrent_calls`
+    at a time; every worker runs calls of ordinary functions, one after the other. `servers` are
+    the reward models that the run serves itself.
     """
 
     def __init__(self, cfg: RewardConfig, servers: ModelServers | None = None) -> None:
@@ -128,19 +128,20 @@ class RewardPool:
         self._accepted: list[list[str] | None] = []
         self._is_async: list[bool] = []
         self._calls: dict[int, Call] = {}
-        """The calls in progress, by number."""
+        """Calls in progress by number."""
         self._interrupted: list[Call] = []
         """Calls that were in progress when the server of a reward model died."""
         self._numbers = count()
         self._reported: set[int] = set()
-        """Functions of which a failure was printed, by index."""
+        """Indices of functions with a printed failure: only the first one is shown."""
+        # A pipe, since `multiprocessing.connection.wait` cannot wait for a threading.Event.
         self._cancelled, self._cancel = Pipe(duplex=False)
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Wait until the functions are loaded, and check that all rows have the columns they need.
+        """Wait until the functions are loaded, and check that `rows` have their columns.
 
-        Raises RewardError, and closes the pool, if not; EngineError or TimeoutError if the server
-        of a reward model does not start.
+        Raises RewardError, and closes the pool, if functions cannot be loaded or columns are
+        missing; EngineError or TimeoutError if the server of a reward model does not start.
         """
         try:
             while any(worker.is_loading for worker in self._workers):
@@ -163,8 +164,8 @@ class RewardPool:
         """Completions of `prompt` that show a broken function before a run, each with its scores:
         the row's `answer` if it is text, a made-up one, and an empty one that was cut off.
 
-        Raises RewardError, and closes the pool, for what is not one score per completion; prints
-        other failures, which are masked in training.
+        Raises RewardError, and closes the pool, if a result is not one score per completion; prints
+        other failures, which training masks.
         """
         answer = prompt.row.get("answer")
         answers = [(answer, "stop")] if isinstance(answer, str) else []
@@ -183,9 +184,8 @@ class RewardPool:
         scores = self.score(samples, num_completions=math.inf)
         if any(math.isnan(score) for by_function in scores for score in by_function.values()):
             print(
-                "This was a trial on made-up completions of the first prompt, which does not hold "
-                "up a run. If more than reward.max_failed_fraction of the model's fail, too, the "
-                "run stops.",
+                "This was a trial with made-up completions of the first prompt. The run goes on, "
+                "and stops if more than reward.max_failed_fraction of its completions fail.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -195,10 +195,10 @@ class RewardPool:
         """Scores of every sample by function label; NaN for a failed score (see `rewards`).
 
         Samples of one prompt must be adjacent. Raises RewardError, and closes the pool, when more
-        completions than `reward.max_failed_fraction` of `num_completions` have a failed score, and
-        for a call that returns anything but one score per completion. Raises ScoringCancelled once
-        `cancel` was called: the pool can then only be closed. Raises what `wait_ready` raises if
-        the server of a reward model dies twice; once, it is started again, its calls repeated.
+        completions than `reward.max_failed_fraction` of `num_completions` have a failed score, or a
+        call does not return one score per completion. Raises ScoringCancelled after `cancel`: the
+        pool can then only be closed. If the server of a reward model dies, it is restarted once and
+        its calls are repeated; a second death raises what `wait_ready` raises.
         """
         assert self._workers, "the pool is closed"
         self.wait_ready([sample.prompt.row for sample in samples])
@@ -210,7 +210,7 @@ class RewardPool:
             while self._calls or calls[False] or calls[True]:
                 self._send_calls(calls)
                 for call, answer in self._advance():
-                    # The failure may be the server's death and not the completion's: repeat it.
+                    # The server's death may have caused the failure: repeat the call.
                     if self._interrupted and self._was_interrupted(call) and answer.error:
                         calls[self._is_async[call.function]].appendleft(call)
                     else:
@@ -223,14 +223,14 @@ class RewardPool:
         return scoring.scores
 
     def _restart_dead(self, servers: ModelServers) -> None:
-        """Start dead servers of reward models again, and note which calls that has interrupted."""
+        """Restart dead servers of reward models, and note the calls that were interrupted."""
         if servers.restart_dead(lambda done, total: self._check_cancelled()):
             functions = self.cfg.functions
             served = [c for c in self._calls.values() if functions[c.function].is_served_here]
             self._interrupted += served
 
     def _was_interrupted(self, call: Call) -> bool:
-        """Whether a server has died since the call was sent; it no longer counts as interrupted."""
+        """Whether a server has died since the call was sent; forgets the interruption."""
         # By identity: equality would compare the tokens of all samples.
         others = [each for each in self._interrupted if each is not call]
         was_interrupted = len(others) < len(self._interrupted)
@@ -238,11 +238,12 @@ class RewardPool:
         return was_interrupted
 
     def cancel(self) -> None:
-        """Soon end a running `score`; safe from any thread."""
+        """End a running `score` soon, with ScoringCancelled; safe from any thread."""
         self._cancel.send_bytes(b"!")
 
     def close(self) -> None:
-        """Kill the workers; none of their processes is left when this returns."""
+        """Kill the workers; none of their processes is left on return."""
+        # All at the same time: a supervisor may take seconds to kill its descendants.
         for worker in self._workers:
             worker.begin_kill()
         for worker in self._workers:
@@ -250,9 +251,9 @@ class RewardPool:
         self._workers.clear()
 
     def _send_calls(self, calls: Mapping[bool, deque[Call]]) -> None:
-        """Send the workers as many ordinary and asynchronous calls as they can take."""
-        # The worker cancels an asynchronous call by itself at the timeout. If it does not, it is
-        # killed, which fails all its open calls: hence the seconds in addition.
+        """Send waiting calls (by whether they are asynchronous) to workers with room."""
+        # The worker cancels an asynchronous call by itself at the timeout. A worker that does not
+        # is killed, which fails all its open calls: hence CANCEL_SECONDS more.
         limits = {
             True: (self.cfg.max_concurrent_calls, self.cfg.timeout + CANCEL_SECONDS),
             False: (1, self.cfg.timeout),
@@ -260,6 +261,8 @@ class RewardPool:
         for worker in self._workers:
             if worker.is_loading or worker.is_retired:
                 continue
+            # Asynchronous calls first: then the worker never has calls of both kinds, since an
+            # ordinary one is sent only when no call is open.
             for is_async in [True, False] if worker is self._workers[0] else [False]:
                 (most, seconds), waiting = limits[is_async], calls[is_async]
                 while waiting and len(worker.deadlines) < most and not worker.failure:
@@ -269,8 +272,10 @@ class RewardPool:
                     worker.send_call(number, (call.function, columns), seconds)
 
     def _advance(self) -> Iterator[tuple[Call, Answer]]:
-        """Wait until a worker has loaded, answered, failed or is late; replace failed workers."""
+        """Wait until a worker has loaded, answered, failed or is late; yields answers, and replaces
+        failed workers."""
         busy = [worker for worker in self._workers if worker.deadlines]
+        # 0.0: a worker that failed in `send_call` is replaced without a wait.
         dues = [0.0 if w.failure else min(w.deadlines.values()) for w in busy]
         seconds = max(0.0, min(dues) - running_time())
         if self._servers:
@@ -300,7 +305,7 @@ class RewardPool:
             raise ScoringCancelled("the scoring was cancelled")
 
     def _read(self, worker: RewardWorkerProcess) -> Iterator[tuple[Call, Answer]]:
-        """An answer, if the worker has sent one to a call."""
+        """Read a message of a worker; yields the answer if it belongs to a call."""
         was_loading, received = worker.is_loading, worker.receive_answer()
         if was_loading:
             loaded = worker.failure if received is None else received[1]
@@ -321,20 +326,18 @@ class RewardPool:
 
 
 class RewardPools:
-    """One pool per distinct config, shared by training and the held-out sets scored alike.
-
-    `servers` are those of the reward models, and end with the pools.
-    """
+    """One pool per distinct config; training and held-out sets with equal rewards share one.
+    `servers` of reward models end with the pools."""
 
     def __init__(self, servers: ModelServers | None = None) -> None:
         self.servers = servers
         self._pools: list[RewardPool] = []
         self.lock = Lock()
-        """Held while completions are scored: pools serve one thread at a time, and an evaluation
-        may begin while a generation that is made ahead is scored."""
+        """Held during scoring: pools serve one thread at a time, and an evaluation may begin while
+        a generation that is made ahead is scored."""
 
     def pool_for(self, cfg: RewardConfig) -> RewardPool:
-        """The pool of `cfg`, which starts at the first call."""
+        """Pool of `cfg`; the first call starts it."""
         for pool in self._pools:
             if pool.cfg == cfg:
                 return pool

@@ -1,4 +1,4 @@
-"""Reward `reward_model`: the logit of a classification model that vLLM's pooling runner serves."""
+"""Reward `reward_model`: the logit of a classification model, served by vLLM's pooling runner."""
 
 import asyncio
 import json
@@ -23,10 +23,10 @@ from parallel.clock import running_time
 
 TEXT_ARCHITECTURES = ("ForSequenceClassification",)
 STEP_ARCHITECTURES = ("ForProcessRewardModel",)
-"""Ends of the architectures of models that score a text, and the steps in it."""
+"""Endings of architecture names, for models that score texts and models that score steps."""
 WEIGHTS = ("*.safetensors", "*.bin")
 DEFAULT_LABELS = range(2)
-"""Labels that transformers assumes where config.json has none."""
+"""transformers' default labels for a config.json without labels."""
 STEP_SEPARATOR = "\n\n"
 
 Chat = str | list[dict[str, str]]
@@ -48,17 +48,16 @@ async def reward_model(
     reward_timeout: float,
     **_: Any,
 ) -> list[float | StepScores | Unscored]:
-    """The logit that a model gives the prompt with the completion; an Unscored without one.
+    """The logit that a model gives the prompt with the completion; Unscored without a logit.
 
-    The model is the folder `path`, which the run serves itself with `tensor_parallel_size` GPUs,
-    its own or those of the ranks (`share_gpus`), and the engine arguments `vllm`, or the one that a
-    vLLM serves at `base_url`. It reads the prompt's messages and the completion as the assistant's,
-    by its own chat template and tokenizer; without a chat template of the policy, the text of both.
+    The model is a folder `path`, served by the run itself on `tensor_parallel_size` GPUs of its own
+    or shared with the ranks (`share_gpus`), with the engine arguments `vllm`; or a vLLM server at
+    `base_url`. Its chat template and tokenizer encode the prompt's messages and the completion as
+    the assistant's; if the policy has no chat template, the model reads the text of both.
 
-    With `step_tag`, a token of the model, it is a process reward model: the text between
-    `step_separator` is a step, and the tag is put at the end of each step in place of it, where the
-    model says how good the step is (arXiv 2501.07301): by the probability of the second of two
-    labels, or the logit of one.
+    With `step_tag`, a token of the model, it is a process reward model (arXiv 2501.07301). Steps
+    are the text between `step_separator`, which the tag replaces; the model scores a step at its
+    tag, by the probability of the second of two labels, or by the logit of a single label.
     """
     _check(path, base_url, api_key, step_separator)
     _check_server(base_url, tensor_parallel_size, share_gpus, vllm)
@@ -118,7 +117,7 @@ def _check_server(
 
 
 def check_folder(path: Path, *, of_steps: bool) -> None:
-    """Raise ValueError unless `path` holds a model that scores texts, or the steps in them."""
+    """Raise ValueError unless `path` holds a model that scores texts, or with `of_steps`, steps."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -142,7 +141,7 @@ def check_folder(path: Path, *, of_steps: bool) -> None:
 
 
 def request_of(chat: Chat, completion: str) -> dict[str, Any]:
-    """The request that lets the model read `completion` as the answer to `chat`."""
+    """Request to score `completion` as the answer to `chat`."""
     # vLLM's default would turn the logit into a probability.
     body: dict[str, Any] = {"use_activation": False}
     if isinstance(chat, str):
@@ -151,8 +150,12 @@ def request_of(chat: Chat, completion: str) -> dict[str, Any]:
 
 
 def steps_of(text: str, separator: str) -> list[tuple[int, str]]:
-    """The steps of a text that are not blank, each with the index of the character after it and
-    its separator; a text without any is one."""
+    """(end, text) of each step that is not blank; `end` is the index behind the step's separator. A
+    text without a step is a single one.
+
+    >>> steps_of("a\\n\\nb", "\\n\\n")
+    [(3, 'a'), (4, 'b')]
+    """
     steps: list[tuple[int, str]] = []
     position = 0
     for piece in text.split(separator):

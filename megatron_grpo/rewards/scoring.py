@@ -1,4 +1,4 @@
-"""The scores of one generation as they come in, and their weighted sum."""
+"""Scores of a generation as answers of workers arrive, and weighted sums."""
 
 import reprlib
 import sys
@@ -20,28 +20,28 @@ GIVEN: dict[str, Callable[[Sample], Any]] = {
     "finish_reasons": lambda sample: sample.finish_reason,
     "prompt_messages": lambda sample: sample.prompt.messages,
 }
-"""For each column that every reward function may take, its value for a sample."""
+"""Columns that the run provides, as functions of a sample."""
 ONLY_BY_NAME = "prompt_messages"
-"""Column that `**columns` does not get: `prompts` says the same."""
+"""Column left out of `**columns`: it repeats `prompts`."""
 SHORTENED = reprlib.Repr()
 SHORTENED.maxstring = 200
 SHORTENED.maxlist = 4
 
 
 class RewardError(ValueError):
-    """A reward function failed (the text names it and the prompt), or it cannot be used."""
+    """A reward function has failed (the text names it and the prompt), or cannot be used."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call: the index of a function, and the indices of a prompt's samples in `samples`."""
+    """Call of a function (by index) for one prompt; `places` are its indices in `samples`."""
 
     function: int
     places: Sequence[int]
     samples: Sequence[Sample]
 
     def columns(self, accepted: Collection[str] | None) -> dict[str, list[Any]]:
-        """The completions and the `accepted` arguments, None: all; one value per completion. Others
+        """`completions` and the `accepted` columns (None: all), one value per completion. Others
         are not sent: token ids are most of a generation's bytes."""
         group = [self.samples[place] for place in self.places]
 
@@ -49,21 +49,21 @@ class Call:
             return accepted is None or name == "completions" or name in accepted
 
         row = {name: [value] * len(group) for name, value in group[0].prompt.row.items()}
-        given = {name: of for name, of in GIVEN.items() if accepted or name != ONLY_BY_NAME}
+        given = {name: get for name, get in GIVEN.items() if accepted or name != ONLY_BY_NAME}
         return {name: column for name, column in row.items() if is_sent(name)} | {
-            name: [of(sample) for sample in group] for name, of in given.items() if is_sent(name)
+            name: [get(sample) for sample in group] for name, get in given.items() if is_sent(name)
         }
 
 
 class Scores(dict[str, float]):
-    """The scores of a completion by function label, NaN for one that failed."""
+    """Scores of a completion by function label; NaN for a failed score."""
 
     steps: Sequence[tuple[int, float]] = ()
-    """The end of each step in the text, and its score, if a function scores steps."""
+    """(end in the text, score) of each step, if a function scores steps."""
 
 
 def check_failed(num_failed: int, num_completions: float, cfg: RewardConfig) -> None:
-    """Raise RewardError if too large a share of the completions could not be scored."""
+    """Raise RewardError if more than `cfg.max_failed_fraction` of the completions have no score."""
     share, limit = num_failed / num_completions, cfg.max_failed_fraction
     if share <= limit:
         return
@@ -75,8 +75,8 @@ def check_failed(num_failed: int, num_completions: float, cfg: RewardConfig) -> 
 
 
 class Scoring:
-    """The scores of `samples` so far; samples of one prompt must be adjacent. `reported` holds the
-    indices of functions of which a failure was printed."""
+    """Collects the scores of `samples`; samples of one prompt must be adjacent. `reported` are the
+    indices of functions with a printed failure."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Scoring:
         self._reported = reported
         self._failed: set[int] = set()
         self._first_error = ""
-        # In the order of the config, and not of the answers.
+        # Filled with NaN at once, so that labels are in the order of the config, not of answers.
         self.scores = [Scores({each.label: nan for each in cfg.functions}) for _ in samples]
         groups = groupby(range(len(samples)), key=lambda place: samples[place].prompt.index)
         self.calls = [
@@ -100,8 +100,8 @@ class Scoring:
         ]
 
     def record(self, call: Call, answer: Answer) -> None:
-        """Enter the answer to a call into `scores`; RewardError for a result that cannot be masked,
-        and once more scores have failed than `reward.max_failed_fraction` allows."""
+        """Enter the answer to a call into `scores`. Raises RewardError for a result that cannot be
+        masked, and when more scores have failed than `reward.max_failed_fraction` allows."""
         label = self._cfg.functions[call.function].label
         prompt = call.samples[call.places[0]].prompt
         error = (
@@ -141,8 +141,9 @@ def total_rewards(
     functions: Sequence[RewardFunction],
     clip_range: tuple[float, float] | None = None,
 ) -> list[float]:
-    """Weighted sum over the functions, clipped to `clip_range` if given, one per completion; NaN if
-    any function's score is, whatever its weight: the completion counts as unscored."""
+    """Weighted sum over the functions for each completion, clipped to `clip_range` if given; NaN if
+    any score is NaN: the completion counts as unscored."""
+    # A function of weight 0 counts, too: 0 * NaN is NaN.
     totals = [sum(each.weight * score[each.label] for each in functions) for score in scores]
     if clip_range is None:
         return totals
@@ -153,14 +154,14 @@ def total_rewards(
 Decode = Callable[[Sequence[int]], str]
 
 CONTEXT = 4
-"""Tokens decoded before those that are measured: a decoder may drop the space of its first one."""
+"""Tokens decoded before the measured ones: a decoder may drop the space of its first token."""
 FIRST_WINDOW = 64
 
 
 def with_steps(
     samples: Sequence[Sample], scores: Sequence[Scores], decode: Decode
 ) -> Sequence[Sample]:
-    """The samples, with the scores of their steps as rewards of the tokens that end these; `decode`
+    """Samples with the scores of steps as `step_rewards`, at the last token of each step. `decode`
     leaves out special tokens, as engines do."""
     if not any(score.steps for score in scores):
         return samples
@@ -176,7 +177,7 @@ def _at_tokens(sample: Sample, scores: Scores, decode: Decode) -> Sequence[tuple
     if not sample.completion_ids:
         return ()
     ends = token_ends(sample.completion_ids, [end for end, _ in scores.steps[:-1]], decode)
-    last = len(sample.completion_ids) - 1  # with the end token
+    last = len(sample.completion_ids) - 1  # not searched: the last step includes the end token
     return [*zip([*ends, last], [score for _, score in scores.steps], strict=True)]
 
 
@@ -193,11 +194,12 @@ def token_ends(token_ids: Sequence[int], ends: Sequence[int], decode: Decode) ->
         def length_with(token: int, first: int = first, known: int = known) -> int:
             return known + len(decode(token_ids[first : token + 1]))
 
-        # Windows that grow, so that the rest of a long completion is not decoded for each step.
+        # Doubled until it reaches `end`: decoding to the completion's end for each step would be
+        # quadratic.
         window, last = FIRST_WINDOW, len(token_ids) - 1
         while start + window < last and length_with(start + window) < end:
             window *= 2
         token = bisect_left(range(last), end, start, min(start + window, last), key=length_with)
         found.append(token)
-        start, length = token, length_with(token - 1)  # another step may end with it, too
+        start, length = token, length_with(token - 1)  # one token may end several steps
     return found

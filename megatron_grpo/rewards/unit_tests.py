@@ -1,4 +1,4 @@
-"""Reward `unit_tests`: whether the Python program in a completion passes the tests of its row."""
+"""Reward `unit_tests`: runs the Python program in a completion against the tests of its row."""
 
 import asyncio
 import json
@@ -15,19 +15,19 @@ from megatron_grpo.workers.sandbox import Kind, Sandbox, SandboxError
 BLOCK = re.compile(
     r"^[ \t]*```[ \t]*([^\s`]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
 )
-"""A block of code in Markdown with its language; the last one may be cut off."""
+"""Matches a Markdown code block and its language; the last block may be unclosed."""
 LANGUAGES = ("py", "python", "python3")
 CALL = """
 import json, sys
 found = globals().get({name!r}) or getattr(Solution(), {name!r})
 print({mark!r} + json.dumps(found(*json.load(sys.stdin))))
 """
-"""Ending of a program: calls its function, or the method of its class."""
+"""Appended to a program: calls its function, or the method of its class `Solution`."""
 
 
 @dataclass(frozen=True)
 class UnitTest:
-    """Code that runs behind a program, its stdin, and a check of its stdout."""
+    """Code to append to a program, its stdin, and a check of its stdout."""
 
     ending: str
     stdin: str
@@ -46,24 +46,24 @@ async def unit_tests(
     sandbox: Kind = "bubblewrap",
     **_: Any,
 ) -> list[float | Exception]:
-    """1 if the program passes all tests, else 0; with `partial`, the share that it passes.
+    """1 if the program passes all tests, else 0; with `partial`, the share of passed tests.
 
     The program is the last block of Python in the completion; without one, the score is 0. The
-    `tests` of a row are, also as JSON in a string,
+    `tests` of a row, as values or as JSON in a string, have one of three forms:
 
-    - a list of statements: each is run behind the program (MBPP's `test_list`);
-    - `{"inputs": [...], "outputs": [...]}`: what the program reads from stdin and what it has to
-      print, spaces and line breaks aside (APPS, TACO, LiveCodeBench);
-    - the same with `"fn_name"`, a function of the program or a method of its class `Solution`: an
-      input is the list of arguments, an output what is returned, in JSON.
+    - a list of statements: each is run after the program (MBPP's `test_list`);
+    - `{"inputs": [...], "outputs": [...]}`: stdin and the expected stdout, spaces and line breaks
+      aside (APPS, TACO, LiveCodeBench);
+    - `{"fn_name": ..., "inputs": [...], "outputs": [...]}`: lists of arguments and the expected
+      result, in JSON, of a function of the program or a method of its class `Solution`.
 
-    Only the first `max_tests` are run. Other arguments are those of `Sandbox`.
+    Only the first `max_tests` are run. Other arguments are for `Sandbox`.
     """
     if max_tests is not None and max_tests < 1:
         raise ValueError(f"max_tests {max_tests} must be at least 1")
     given = {} if python is None else {"python": python}
     box = Sandbox(sandbox=sandbox, timeout=timeout, memory_megabytes=memory_megabytes, **given)
-    if not completions:  # when it is loaded
+    if not completions:  # the trial call at load time
         await box.check()
 
     async def score(completion: str, payload: Any) -> float | Exception:
@@ -79,7 +79,7 @@ async def unit_tests(
 
 
 def program_in(completion: str) -> str | None:
-    """The last block of Python in it, or of no language if none is said to be Python.
+    """The last code block marked as Python, or the last unmarked one if none is.
 
     >>> program_in("So:\\n```python\\nprint(1)\\n```")
     'print(1)\\n'
@@ -93,7 +93,7 @@ def program_in(completion: str) -> str | None:
 async def share_passed(
     box: Sandbox, program: str, tests: Sequence[UnitTest], partial: bool
 ) -> float:
-    """Share of the tests that a program passes; unless `partial`, 0 after the first that fails."""
+    """Share of the tests that a program passes; unless `partial`, 0 after the first failure."""
 
     async def passes(test: UnitTest) -> bool:
         async with _free_core(asyncio.get_running_loop()):
@@ -110,12 +110,12 @@ async def share_passed(
 
 @cache
 def _free_core(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
-    """Programs of all completions run at once on as many cores as there are."""
+    """Semaphore for the programs of all completions: at most one per core at a time."""
     return asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
 
 def read_tests(payload: Any) -> list[UnitTest]:
-    """The tests of a row; raises ValueError if they have none of the forms of `unit_tests`."""
+    """Parse the tests of a row; raises ValueError for a form that `unit_tests` does not have."""
     tests = json.loads(payload) if isinstance(payload, str) else payload
     if isinstance(tests, Mapping):
         found = _read_pairs(tests)
@@ -157,26 +157,27 @@ def _printed(stdin: str, expected: str) -> UnitTest:
 
 
 def _statement(statement: str) -> UnitTest:
-    # A program that ends itself, even with exit code 0, does not come to the end.
+    # A program that calls exit(0) before the statement would pass by its exit code; the mark shows
+    # that the statement has run.
     mark = secrets.token_hex(8)
     return UnitTest(f"{statement}\nprint({mark!r})", "", lambda text: text.endswith(f"{mark}\n"))
 
 
 def _call(name: str, arguments: Any, expected: Any) -> UnitTest:
     mark = secrets.token_hex(8)
-    # LiveCodeBench has a line of JSON for each argument.
+    # A text is LiveCodeBench's form: a line of JSON for each argument.
     is_text = isinstance(arguments, str)
     values = [json.loads(line) for line in arguments.splitlines()] if is_text else arguments
     value = json.loads(expected) if is_text else expected
 
     def is_right(stdout: str) -> bool:
-        # The mark is random, so that what the program prints itself does not pass for the result.
+        # The mark is random: the program cannot print it, and with it a result, by itself.
         _, found, rest = stdout.rpartition(mark)
         try:
             returned = json.loads(rest.partition("\n")[0])
-            # APPS and TACO put an output into a list of its own.
+            # APPS and TACO wrap an output in a list.
             return bool(found) and returned in (value, *_alone(value))
-        except (ValueError, RecursionError):  # the program has changed what prints it
+        except (ValueError, RecursionError):  # the program has replaced `print` or `json`
             return False
 
     return UnitTest(CALL.format(name=name, mark=mark), json.dumps(values), is_right)

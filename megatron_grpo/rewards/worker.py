@@ -1,10 +1,10 @@
-"""The process that runs reward functions: `python -m megatron_grpo.rewards.worker FD MEGABYTES`.
+"""Process that runs reward functions: `python -m megatron_grpo.rewards.worker FD MEGABYTES`.
 
-It reads the config's functions and `reward.timeout` from the socket FD, answers with the columns
-that each requires and accepts and whether it is asynchronous, or with why they cannot be loaded,
-and then every call by its number, in JSON, until the socket closes. Calls of ordinary functions run
-one after the other in the main thread, those of asynchronous ones concurrently in one loop. The
-trainer sends calls of one kind only when all calls of the other kind are answered.
+It reads the config's functions and `reward.timeout` from the socket FD, and answers in JSON with
+(required columns, accepted columns, is asynchronous) of each function, or with the reason why they
+cannot be loaded. Then it answers calls by their number, until the socket closes. Calls of ordinary
+functions run one after the other in the main thread, calls of asynchronous functions concurrently
+in one event loop. The trainer sends calls of one kind only when no call of the other is open.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from megatron_grpo.workers.user_file import error_text
 from parallel.clock import RunningLoop
 
 STRING_ERRORS = re.compile(r"string indices must be integers|'str' object has no attribute 'get'")
-"""Errors of Python at `completion[0]["content"]`, as functions for TRL's chats have it."""
+"""Python's errors for `completion[0]["content"]`, which functions for TRL's chats contain."""
 COMPLETIONS_ARE_STRINGS = (
     "completions are strings here, where TRL has lists of messages: see docs/rewards.md"
 )
 
 
 class RewardWorker:
-    """Loads the functions, and scores until the trainer closes the socket."""
+    """Loads the functions and answers calls until the trainer closes the socket."""
 
     def __init__(self, trainer: Connection, memory_megabytes: int) -> None:
         self._trainer = trainer
@@ -58,19 +58,19 @@ class RewardWorker:
         try:
             with forks_end_here():
                 return self._functions[index](columns, self._timeout)
-        except BaseException as error:  # report sys.exit() in a user's function, too
+        except BaseException as error:  # sys.exit() in a user's function fails the call only
             return self._failed(error)
 
     async def _answer_concurrently(self, first: Any) -> Any:
-        """Run `first` and the asynchronous calls that arrive meanwhile, until none is left; return
-        the ordinary call that arrives once all are answered, perhaps before their tasks end."""
+        """Run `first` and asynchronous calls that arrive meanwhile, until none is open. Returns the
+        next ordinary call if it arrives before the last task has ended, else None."""
         loop = asyncio.get_running_loop()
         tasks = set[asyncio.Task[None]]()
         ordinary: list[Any] = []
         sending = asyncio.Lock()
 
         def begin(call: Any) -> None:
-            # The trainer has closed the socket: nobody waits for the calls in progress.
+            # The trainer has closed the socket: nobody waits for open calls, so they need no end.
             if call is None:
                 sys.exit()
             _, index, _ = call
@@ -91,7 +91,8 @@ class RewardWorker:
     async def _answer(self, call: Any, sending: asyncio.Lock) -> None:
         number, index, columns = call
         answer = await self._score_async(index, columns)
-        # In a thread: a loop blocked until the trainer reads could not read what the trainer sends.
+        # In a thread: if the loop waited for the trainer to read, and the trainer for the loop,
+        # with full buffers on both sides, neither would go on.
         async with sending:
             await asyncio.to_thread(self._send, [number, asdict(answer)])
 

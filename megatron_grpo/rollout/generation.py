@@ -1,8 +1,8 @@
-"""A generation: its groups, with their scores, and what is counted while they are made.
+"""Generation: groups with their scores, and counters while they are made.
 
-Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) replaces groups whose rewards are all equal,
-and so have advantage 0. DAPO compares accuracies, not total rewards: a length penalty would give
-most all-wrong groups different totals. ``grpo.dynamic_sample_reward`` names the term to compare.
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) replaces groups with equal rewards: their
+advantages are 0. DAPO compares accuracies, not total rewards: a length penalty would give most
+all-wrong groups different totals. `grpo.dynamic_sample_reward` names the term to compare.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ from megatron_grpo.timing import IDLE, PhaseTimer, Record
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """The samples of one prompt, their score by each reward function, and the weighted sums."""
+    """Samples of one prompt, with scores by reward function and weighted sums."""
 
     samples: Sequence[Sample]
     rewards: Sequence[dict[str, float]]
     totals: Sequence[float]
 
     def has_reward_variance(self, term: str | None) -> bool:
-        """Whether any two samples that could be scored differ in this term; None: in the total."""
+        """Whether scored samples differ in `term`, or for None in their totals."""
         values = self.totals if term is None else [reward[term] for reward in self.rewards]
         scored = torch.tensor(values, dtype=torch.float64)
         scored = scored[~torch.tensor(self.totals, dtype=torch.float64).isnan()]
@@ -46,18 +46,18 @@ class ScoredGroup:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A finished generation, as it came from engines and rewards."""
+    """A finished generation, before training."""
 
     experience: Experience
     metrics: dict[str, float]
-    """Metrics of how it was made, logged by the first step that trains on it."""
+    """Metrics of sampling and scoring, logged by the first step on this generation."""
     replaced: Sequence[ScoredGroup] = ()
-    """The groups that dynamic sampling replaced; not known of a generation from a checkpoint."""
+    """Groups that dynamic sampling replaced; empty for a generation from a checkpoint."""
 
 
 @dataclass(eq=False)
 class Attempt:
-    """A group on its way through engines and rewards."""
+    """A group in progress: sampled, then scored."""
 
     group: Group
     task: "asyncio.Task[None] | None" = None
@@ -72,24 +72,23 @@ class Generation:
 
     policy_version: int
     record: Record | None = None
-    """Called with each phase that is over, if it is made in the background."""
+    """Callback for each finished phase, if the generation is made beside training."""
     failure: Exception | None = None
-    """The first error of a group; it ends the run when the generation is to be taken."""
+    """First error of a group; it ends the run when the generation is taken."""
     num_sampling: int = 0
     """Groups that wait for samples."""
     num_scoring: int = 0
-    """Groups that have all samples, and wait for scores."""
+    """Groups that have all samples and wait for scores."""
     sampled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while no group waits for samples."""
     phase: str = IDLE
-    """`generate` while groups are sampled, then `score` while some have no scores."""
+    """`generate` while groups wait for samples, then `score` while some wait for scores."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of each phase that is over."""
+    """Seconds of each finished phase."""
     totals: list[float] = field(default_factory=list)
-    """Rewards of all samples that were scored, NaN for those that could not be; also of groups that
-    no generation takes."""
+    """Rewards of all samples, NaN for failed ones; groups that no generation takes included."""
     num_failed: int = 0
-    """Samples that could not be scored."""
+    """Samples with a failed score."""
     num_groups: int = 0
     num_equal: int = 0
     """Groups without `has_reward_variance`."""
@@ -98,7 +97,8 @@ class Generation:
     _since: float = field(default_factory=time.time)
 
     def enter_phase(self) -> None:
-        """Enter the phase that the numbers of groups make it."""
+        """Update `phase`, `sampled` and `seconds` after a change of `num_sampling` or
+        `num_scoring`."""
         phase = "generate" if self.num_sampling else "score" if self.num_scoring else IDLE
         if phase == self.phase:
             return
@@ -123,7 +123,7 @@ class Generation:
         return cfg.dynamic_sample and is_equal
 
     def metrics(self, num_replaced: int, cfg: GRPOConfig) -> dict[str, float]:
-        """Metrics of the generation, for which `num_replaced` other prompts were tried."""
+        """Metrics of the generation; `num_replaced` prompts were replaced by others."""
         metrics: dict[str, float] = {"reward/failed": self.num_failed}
         if cfg.dynamic_sample and self.num_groups:
             metrics["rollout/num_resampled_prompts"] = num_replaced
@@ -134,49 +134,47 @@ class Generation:
 
 
 class Runner:
-    """Makes the generations of a run, on rank 0; `RolloutScheduler` knows when. A
-    `GenerationRunner` has engines make them, and a `Replay` reads those of another run."""
+    """Makes the generations of a run on rank 0, when `RolloutScheduler` calls it: by engines
+    (`GenerationRunner`), or from the files of another run (`Replay`)."""
 
     def begin(self, generation: int, policy_version: int) -> None:
-        """Begin a generation with weights of that version; continue one that lost its engines."""
+        """Begin a generation with weights of this version, or continue it after lost engines."""
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
-        """Wait for a generation.
-
-        Raises NoServingEngine if engines may come back, RolloutAborted for any other failure, so
-        that the run saves before it ends, and Preempted instead if the job is preempted.
-        """
+        """Wait for a generation. Raises NoServingEngine if engines may come back, RolloutAborted
+        for any other failure, so that the run saves before it ends, and Preempted if the job is
+        preempted."""
         raise NotImplementedError
 
     def pause(self, next_version: int) -> None:
-        """Return when a push of that version may begin, through which engines keep requests."""
+        """Return when a push of `next_version` may begin; engines keep their requests."""
 
     def abort(self) -> None:
-        """Return when no engine has a request; they are asked again at `resume`."""
+        """Return when no engine has a request; `resume` requests the rest again."""
 
     def resume(self, policy_version: int) -> None:
-        """Continue with weights of that version."""
+        """Continue with weights of this version."""
 
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
-        """For a checkpoint: groups of unfinished generations, their samples so far, and finished
-        generations; nothing if the checkpoint waits for generations (`may_be_saved`)."""
+        """State for a checkpoint: groups of unfinished generations, their samples so far, and
+        finished generations; nothing unless `may_be_saved`."""
         return None, None, {}
 
     def restore(self, saved: OpenGroups, samples: Experience) -> None:
-        """Restore the groups of a checkpoint, before anything is begun or resumed."""
+        """Restore the groups of a checkpoint, before the first `begin` or `resume`."""
 
     def close(self) -> None:
-        """Cancel the generations in progress."""
+        """Cancel generations in progress."""
 
 
 @contextmanager
 def as_rollout_aborted(what: str, is_preempted: Callable[[], bool]) -> Iterator[None]:
-    """Turn a failure of `what` in the block into RolloutAborted, so that all ranks save and stop,
-    and any exception into Preempted if the run was told to stop."""
+    """Turn failures in the block into RolloutAborted, so that all ranks save and stop, and any
+    exception of a preempted job into Preempted. `what` is for messages."""
     try:
         yield
     except Exception as error:
-        # Slurm signals engines and processes of rewards at the same moment, so these fail, too.
+        # First: Slurm also signals engines and reward processes, so their failures come with it.
         if is_preempted():
             raise Preempted(str(error)) from error
         if isinstance(error, NoServingEngine | RolloutAborted):

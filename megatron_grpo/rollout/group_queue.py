@@ -1,16 +1,15 @@
-"""Queue of groups: opens them for the engines, and takes generations from the complete ones.
+"""Queue of groups: decides which groups to open, and which complete ones form a generation.
 
-In order (without `rollout.over_sampling`), a generation is made of the groups of its own prompts.
-Those that dynamic sampling rejects are replaced in rounds, each as soon as all groups of the last
-one are scored: so the prompts that are tried depend on nothing but the generation's number and the
-rewards.
+In order (without `rollout.over_sampling`), a generation has the groups of its own prompts. Dynamic
+sampling replaces rejected groups in rounds; a round is opened when all groups of the last one are
+scored, so that the prompts depend only on the generation's number and the rewards, never on timing.
 
-With over-sampling, more groups are at the engines than a generation needs. A generation is made of
-the first groups that are complete; the others continue into the next one, until they would be too
-old for any. Another group is opened for each one that is rejected, at once.
+With over-sampling, more groups are open than a generation needs. The first complete ones form a
+generation; the others continue into the next, until they are too old. Each rejected group is
+replaced at once.
 
-There are no engines, threads or clocks here: the queue only counts, so a test can drive it through
-any order of events.
+The queue only counts: without engines, threads or clocks, a test can drive it through any order of
+events.
 """
 
 import math
@@ -21,12 +20,11 @@ from typing import NamedTuple
 
 
 class GroupKey(NamedTuple):
-    """Names a group: by its place in a generation, or in a round that replaces prompts of it. Keys
-    sort in the order in which groups are opened."""
+    """Name of a group; keys sort in the order in which groups are opened."""
 
     generation: int
     round: int
-    """0: the prompts that the stream has for the generation."""
+    """0: the generation's own prompts; 1, 2, ...: replacements."""
     position: int
 
 
@@ -34,38 +32,39 @@ class GroupKey(NamedTuple):
 class GroupQueue:
     """Groups by key: open, complete, or to be opened.
 
-    `now` is the generation that the engines' weights are about to be trained on. A group that was
-    opened at one generation may be trained on in that one and in the next `max_staleness`.
+    `now` is the number of the generation that training with the engines' weights begins. A group
+    opened at generation g may be trained on in generations g to g + `max_staleness`.
     """
 
     size: int
     """Groups in a generation; no two of them have the same prompt."""
     max_staleness: int
     row_of: Callable[[GroupKey], int]
-    """The row of the data that a group's prompt comes from."""
+    """Data row of a group's prompt."""
     num_wanted: int | None = None
-    """Groups that are open or complete at a time: `over_sampling` times `size`, at least that.
-    None: generations are made in order."""
+    """Least number of open or complete groups with over-sampling, `over_sampling` * `size`; None:
+    in order."""
     most_rounds: int = 0
-    """Rounds that replace groups; with over-sampling, so many times `size` groups are replaced."""
+    """Limit of a generation's rounds; with over-sampling, it replaces `most_rounds` * `size` groups
+    at most."""
     widening: float = 1.0
-    """Groups that a round opens for each one that is missing."""
+    """Groups that a round opens for each missing one."""
     next_number: int = 0
-    """The place in the stream of the first group that was never opened."""
+    """Position in the stream of the first group that was never opened."""
     reopened: list[GroupKey] = field(default_factory=list)
-    """Groups to open before any new one: dropped as too old, or open when a run was saved."""
+    """Groups to open before new ones: dropped as too old, or open when the run was saved."""
 
     def __post_init__(self) -> None:
         self.opened_at: dict[GroupKey, int] = {}
-        """The generation at which each open or complete group was opened."""
+        """Generation at which each open or complete group was opened."""
         self.rounds: dict[int, int] = defaultdict(int)
-        """Rounds that each generation has had so far; in order only."""
+        """Number of rounds of each generation; in order only."""
         self._complete: set[GroupKey] = set()
         self._rejected: dict[int, list[GroupKey]] = defaultdict(list)
-        """Rejected groups by generation, in order: they fill it up if no round finds enough."""
+        """Rejected groups by generation (in order) fill it up if the rounds find too few others."""
 
     def key_of(self, number: int) -> GroupKey:
-        """The group of round 0 at a place in the stream of prompts."""
+        """Group of round 0 at position `number` of the stream of prompts."""
         generation, position = divmod(number, self.size)
         return GroupKey(generation, 0, position)
 
@@ -75,19 +74,19 @@ class GroupQueue:
 
     @property
     def untaken(self) -> list[GroupKey]:
-        """Groups, opened or to be opened, that no generation has taken."""
+        """Groups, opened or in `reopened`, that no generation has taken."""
         return sorted([*self.opened_at, *self.reopened])
 
     def open_generation(self, generation: int, now: int) -> list[GroupKey]:
-        """Open the groups of a generation; in order only."""
+        """Open round 0 of a generation; in order only."""
         self.next_number = max(self.next_number, (generation + 1) * self.size)
         new = [GroupKey(generation, 0, position) for position in range(self.size)]
         self.opened_at |= dict.fromkeys(new, now)
         return new
 
     def num_missing(self, generation: int) -> int:
-        """Number of groups that a generation's next round is to open; 0 while the last one goes on,
-        and when the generation is complete. In order only."""
+        """Number of groups that the next round opens; 0 while groups are open, and for a complete
+        generation. In order only."""
         is_open, complete = self._groups_of(generation)
         missing = self.size - len(complete)
         if is_open or missing <= 0 or self.rounds[generation] >= self.most_rounds:
@@ -95,7 +94,8 @@ class GroupQueue:
         return math.ceil(missing * self.widening)
 
     def open_round(self, generation: int, count: int, now: int) -> list[GroupKey]:
-        """Open `count` groups of the next round; 0 if there are no other prompts to try."""
+        """Open `count` groups of the next round; 0: there are no other prompts to try."""
+        # Without other prompts, `most_rounds` ends the rounds: `num_missing` is 0 from now on.
         number = self.rounds[generation] + 1 if count else self.most_rounds
         self.rounds[generation] = number
         new = [GroupKey(generation, number, position) for position in range(count)]
@@ -103,11 +103,11 @@ class GroupQueue:
         return new
 
     def open_new(self, now: int, limit: int) -> list[GroupKey]:
-        """Open groups until `num_wanted`, at most `limit`, are open or complete, or more where
-        prompts repeat, so that a generation can always be filled; with over-sampling only. `limit`
-        is a multiple of `size`."""
+        """Open groups until `num_wanted`, at most `limit`, are open or complete; with over-sampling
+        only. `limit`, a multiple of `size`, is the number of groups that training still needs."""
         assert self.num_wanted is not None
         new = []
+        # Beyond `num_wanted` where prompts repeat, since a generation needs `size` distinct rows.
         rows = {self.row_of(key) for key in self.opened_at}
         most = min(limit, self.num_wanted)
         while limit and (len(self.opened_at) < most or len(rows) < self.size):
@@ -121,7 +121,7 @@ class GroupQueue:
         return new
 
     def restore(self, opened_at: Mapping[GroupKey, int]) -> None:
-        """Open the groups of a checkpoint that have samples, each at its generation."""
+        """Open groups of a checkpoint that have samples; they keep their age."""
         self.reopened = [key for key in self.reopened if key not in opened_at]
         self.opened_at |= opened_at
 
@@ -130,8 +130,8 @@ class GroupQueue:
         self._complete.add(key)
 
     def reject(self, key: GroupKey) -> bool:
-        """Have an open group replaced, or make it `complete` and return False if as many were
-        replaced as may be."""
+        """Reject an open group and return True, or at the limit of replacements complete it and
+        return False."""
         # -1: with over-sampling, groups belong to no generation until one takes them.
         generation = key.generation if self.num_wanted is None else -1
         if self.num_wanted and len(self._rejected[generation]) >= self.most_rounds * self.size:
@@ -142,8 +142,8 @@ class GroupQueue:
         return True
 
     def next_generation(self, generation: int) -> list[GroupKey] | None:
-        """The groups of a generation, which is the next one to be taken; None as long as there are
-        too few."""
+        """Groups that would form a generation; None while there are too few. With over-sampling,
+        it is the next generation to be taken."""
         if self.num_wanted is None:
             is_open, complete = self._groups_of(generation)
             if is_open or self.num_missing(generation):
@@ -151,14 +151,14 @@ class GroupQueue:
             found = [*complete, *sorted(self._rejected[generation])]
             return found[: self.size] if len(found) >= self.size else None
         taken: dict[int, GroupKey] = {}
-        # Oldest first: they would be the next to be dropped as too old.
+        # Oldest first: these groups would be dropped next as too old.
         for key in sorted(self._complete, key=lambda each: (self.opened_at[each], each)):
             taken.setdefault(self.row_of(key), key)
         return sorted([*taken.values()][: self.size]) if len(taken) >= self.size else None
 
     def pop_generation(self, generation: int) -> tuple[list[GroupKey], list[GroupKey]]:
-        """Remove the groups of the `next_generation`; returns them, and those that were replaced
-        since the last one."""
+        """Remove the groups of the `next_generation`; returns them, and the rejected or spare
+        groups that it leaves over."""
         keys = self.next_generation(generation)
         assert keys is not None, "it was looked at"
         rejected = self._rejected.pop(generation if self.num_wanted is None else -1, [])
@@ -171,17 +171,17 @@ class GroupQueue:
         return keys, sorted({*rejected, *spare} - {*keys})
 
     def drop_generation(self, generation: int) -> list[GroupKey]:
-        """Forget a generation that is to be made from other weights; returns its groups."""
+        """Remove a generation that will be made again from other weights; returns its groups."""
         dropped = [key for key in self.opened_at if key.generation == generation]
         dropped += self._rejected.pop(generation, [])
         self.rounds.pop(generation, None)
         for key in dropped:
-            self.opened_at.pop(key, None)  # a rejected one is no more there
+            self.opened_at.pop(key, None)  # `reject` has removed rejected groups
             self._complete.discard(key)
         return dropped
 
     def drop_stale(self, now: int) -> list[GroupKey]:
-        """Drop groups that are too old for generation `now`; they will be opened again."""
+        """Drop groups that are too old for generation `now`, to open them again; returns them."""
         dropped = sorted(
             key for key, then in self.opened_at.items() if then < now - self.max_staleness
         )
@@ -192,7 +192,7 @@ class GroupQueue:
         return dropped
 
     def _groups_of(self, generation: int) -> tuple[bool, list[GroupKey]]:
-        """Whether groups of a generation are open, and those that are complete, in order."""
+        """Whether a generation has open groups, and its complete groups in order."""
         own = [key for key in self.opened_at if key.generation == generation]
         complete = [key for key in own if key in self._complete]
         return len(complete) < len(own), sorted(complete)

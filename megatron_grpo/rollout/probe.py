@@ -1,9 +1,9 @@
-"""Checks once, before the first rollout, that engines and trainer compute the same model.
+"""Probe: checks before the first rollout that engines and trainer compute the same model.
 
-Checksums show that the weights are the same bytes. They cannot show that both sides rotate, scale
-and normalize alike: an engine given by address may have been started with another RoPE scaling or
-temperature rule, and a kernel may be wrong on some device. So a few tokens are sampled for the
-first prompts of the data, and compared with the trainer's log-probabilities of the same tokens.
+Checksums show equal weights. They cannot show that both sides rotate, scale and normalise alike: an
+engine given by address may have been started with another RoPE scaling or temperature rule, and a
+kernel may be wrong on some device. The probe samples a few tokens for the first prompts and
+compares their log-probabilities with the trainer's.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ another expert. The bounds leave a factor of ten over the average, for deeper mo
 flips. Wrong weights or positions differ by more: stale prefixes alone by 4 to 5.
 """
 QUANTIZED_BOUND = 0.6
-"""Bound for quantised engines, with the trainer's weights quantised alike. With 8-bit weights
-more tokens change their experts: 0.22 on average with random routers and FP8 per row, where other
-weights differ by 3 (tests/megatron_grpo/engines/test_vllm_worker.py)."""
+"""Bound for quantised engines, with the trainer's weights quantised alike. 8-bit weights send more
+tokens to other experts: 0.22 on average with random routers and FP8 per row, while wrong weights
+differ by 3 (tests/megatron_grpo/engines/test_vllm_worker.py)."""
 
 PROBE_LENGTH = 8
-"""Most tokens per sample of the probe."""
+"""Most sampled tokens of each sample."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Gap:
 
 
 def sample_probe(services: RolloutServices, policy_version: int) -> Experience:
-    """Short, unscored samples of the first prompts; the same in every run of this config."""
+    """Sample a few tokens for the first prompts, without scores; equal in all runs of a config."""
     samples = services.loop.call(_sample(services, policy_version))
     nothing = torch.zeros(len(samples), dtype=torch.float64)
     return Experience(samples, [], nothing, nothing.long(), nothing)
@@ -75,25 +75,26 @@ async def _sample(services: RolloutServices, policy_version: int) -> list[Sample
     finally:
         for task in sampling:
             task.cancel()
-    # Cut short on purpose: overlong_filter must not mask them.
+    # "length" would let grpo.overlong_filter mask the samples, which are short on purpose.
     return [replace(sample, finish_reason="stop") for sample in samples]
 
 
 def probe_logprobs(experience: Experience | None, preparation: Preparation) -> dict[str, float]:
-    """The differences between engines and trainer as metrics, on every rank.
+    """Metrics of the differences between engines and trainer, on every rank; collective.
 
-    Collective; rank 0 holds the `experience` of the probe. For quantised engines, the difference is
-    also measured with the trainer's weights quantised alike: what remains has another cause.
+    Rank 0 holds the `experience` of the probe. For quantised engines the difference is also
+    measured with the trainer's weights quantised alike: the rest has another cause.
 
-    Only rank 0 raises ValueError when the mean is beyond `BOUNDS`, or that of quantised engines
-    beyond what may stay uncorrected; the other ranks continue and then wait for it.
+    Rank 0 raises ValueError if the mean difference is beyond `BOUNDS`, or with quantised engines
+    beyond `rollout.max_quantization_gap` without a correction. The other ranks continue, and then
+    wait for rank 0.
     """
     policy, cfg = preparation.policy, preparation.cfg
     minibatches = preparation.packed(experience, 0)
     gap = same = _gap(minibatches, preparation)
     metrics = {"probe/logprob_gap_mean": gap.mean, "probe/logprob_gap_max": gap.largest}
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
-    # A policy that is aware of quantization has computed with quantised weights already.
+    # With quantization_aware, the first `_gap` has already computed with quantised weights.
     if model and not cfg.rollout.quantization_aware:
         with quantized_weights(policy, model, preparation.groups):
             same = _gap(minibatches, preparation)
@@ -114,18 +115,19 @@ def _gap(minibatches: Minibatches, preparation: Preparation) -> Gap:
                 gaps = (logprobs - batch.rollout_logprobs).abs()[batch.loss_mask].double()
                 sums += torch.stack([gaps.sum(), torch.ones_like(gaps).sum()])
                 largest = torch.maximum(largest, gaps.max())
-    # Tensor ranks have all counted the same tokens, earlier stages none.
+    # A sum over tokens, not over all ranks: tensor ranks have counted equal tokens, pipeline stages
+    # before the last none.
     groups.reduce_over_tokens(sums)
     groups.reduce_over_tokens(largest, dist.ReduceOp.MAX)
     return Gap(float(sums[0] / sums[1]), float(largest))
 
 
 def _check(cfg: Config, gap: Gap, same: Gap, num_samples: int) -> None:
-    """Raise ValueError if engines compute something else, or differ by too much to ignore it."""
+    """Raise ValueError if `same`, or with quantised engines the uncorrected `gap`, is too large."""
     is_quantized = cfg.rollout.quantization != "none"
     bound = QUANTIZED_BOUND if is_quantized else BOUNDS[cfg.model.dtype]
     rounding = f"{cfg.rollout.quantization} and " if is_quantized else ""
-    if not same.mean <= bound:
+    if not same.mean <= bound:  # NaN, too
         raise ValueError(
             f"engines and trainer do not compute the same model: over {num_samples} samples their "
             f"log-probabilities differ by {same.mean:.3g} on average, and rounding in "
@@ -135,9 +137,9 @@ def _check(cfg: Config, gap: Gap, same: Gap, num_samples: int) -> None:
     most = cfg.rollout.max_quantization_gap
     if is_quantized and not cfg.grpo.corrects_rollouts and not gap.mean <= most:
         raise ValueError(
-            f"rollout.quantization {cfg.rollout.quantization}: log-probabilities of engines differ "
-            f"from those of the trainer by {gap.mean:.3g} on average, and by {same.mean:.3g} if "
-            f"its weights are quantised alike, where {most:g} may stay uncorrected: set "
+            f"rollout.quantization {cfg.rollout.quantization}: log-probabilities of engines and "
+            f"trainer differ by {gap.mean:.3g} on average ({same.mean:.3g} with the trainer's "
+            f"weights quantised alike), and at most {most:g} may stay uncorrected: set "
             "grpo.rollout_importance_sampling_mode=token_truncate, another quantization, or "
             "rollout.max_quantization_gap"
         )

@@ -1,8 +1,8 @@
-"""Generations on disk, and a run that trains on those of another one instead of making its own.
+"""Generations on disk, and a run that replays another run's generations.
 
-With `train.save_generations` every generation is written before it is trained on. With
-`train.replay` no engine is started and nothing is scored, so that the trainer alone is debugged, at
-any layout, on the completions, rewards and advantages of that run.
+With `train.save_generations` every generation is written before training on it. With `train.replay`
+no engine is started and nothing is scored: the trainer alone can be debugged, at any layout, on the
+completions, rewards and advantages of the other run.
 """
 
 import json
@@ -23,30 +23,31 @@ from megatron_grpo.rollout.services import load_stream
 from megatron_grpo.timing import PhaseTimer
 
 FACTS_FILE = "generation.json"
-"""Written last: without it, a generation is not complete."""
+"""File written last: a generation without it is incomplete."""
 
 
 def generation_folder(run_dir: Path, generation: int) -> Path:
-    """Folder in which the run in `run_dir` writes a generation, counted from 0."""
+    """Folder of a generation (counted from 0) of the run in `run_dir`."""
     return run_dir / "generations" / str(generation)
 
 
 def write_generation(cfg: Config, generation: int, batch: RolloutBatch, prompts: str) -> None:
     """Write a generation as engines and rewards made it, bit for bit. `prompts` is the fingerprint
-    of the prompts that it was drawn from."""
+    of the prompt stream."""
     folder = generation_folder(cfg.train.run_dir, generation)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FACTS_FILE).unlink(missing_ok=True)  # of a run that is resumed before it
+    # A resumed run may write the generation again: until it is whole, it must not look complete.
+    (folder / FACTS_FILE).unlink(missing_ok=True)
     try:
         write_experience(folder, batch.experience, READY)
-    except SafetensorError as error:  # as which safetensors tells of a full disk
+    except SafetensorError as error:  # safetensors' error for a full disk
         raise OSError(f"{folder} cannot be written: {error}") from error
     facts = {"prompts": prompts, "sizes": _sizes(cfg), "metrics": batch.metrics}
     write_whole(folder / FACTS_FILE, json.dumps(facts))
 
 
 def check_replay(cfg: Config) -> None:
-    """Raise ValueError if the generations in `train.replay` are too few or of other sizes."""
+    """Raise ValueError if `train.replay` has too few generations, or generations of other sizes."""
     if (run_dir := cfg.train.replay) is None:
         return
     updates = BatchSchedule.of(cfg.grpo).updates_per_generation
@@ -73,12 +74,12 @@ def check_replay(cfg: Config) -> None:
 def _sizes(cfg: Config) -> dict[str, int]:
     names = ("generation_batch_size", "num_generations")
     sizes = {f"grpo.{name}": getattr(cfg.grpo, name) for name in names}
-    # It says which columns of routes are tokens.
+    # indexer_replay adds columns to `Sample.routes`: the positions that indexers chose.
     return sizes | ({"rollout.indexer_replay": True} if cfg.rollout.indexer_replay else {})
 
 
 def _facts(folder: Path, stream: PromptStream) -> dict[str, Any]:
-    """Read a generation's facts; raises ValueError if it was drawn from other prompts."""
+    """Read a generation's `FACTS_FILE`; raises ValueError if its prompts are not `stream`'s."""
     facts: dict[str, Any] = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
     if facts["prompts"] != (now := stream.fingerprint):
         raise ValueError(
@@ -90,26 +91,26 @@ def _facts(folder: Path, stream: PromptStream) -> dict[str, Any]:
 
 class Replay(Runner):
     """Reads the generations of the run in `train.replay`, each when it is needed. Raises ValueError
-    if they were drawn from other prompts."""
+    if this run's data has other prompts."""
 
     def __init__(self, cfg: Config, shape: ModelShape, is_preempted: Callable[[], bool]) -> None:
-        # Imports transformers, which the other ranks make no use of.
+        # Imported here: it imports transformers, which only rank 0 needs.
         from checkpoint_convert.tokenizer import load_tokenizer  # noqa: PLC0415
 
         assert cfg.train.replay is not None, "there is a run to replay"
         self._run_dir, self._is_preempted = cfg.train.replay, is_preempted
         self.tokenizer = load_tokenizer(cfg.model.path)
         self.stream = load_stream(cfg, shape, self.tokenizer)
-        _facts(generation_folder(self._run_dir, 0), self.stream)  # before a model is loaded
+        # Other prompts fail here, before the minutes of loading a model.
+        _facts(generation_folder(self._run_dir, 0), self.stream)
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
-        """Read a generation."""
         folder = generation_folder(self._run_dir, generation)
         what = f"reading generation {generation}"
         with as_rollout_aborted(what, self._is_preempted), timer.phase("load"):
             facts = _facts(folder, self.stream)
             experience = read_experience(folder, self.stream.prompts, READY)
         assert experience is not None, "the preflight has found it"
-        # Its seconds are no part of this run's steps.
+        # Without the other run's seconds, which would be logged as phases of this run's steps.
         metrics = {k: v for k, v in facts["metrics"].items() if not k.startswith("time/")}
         return RolloutBatch(experience, metrics)

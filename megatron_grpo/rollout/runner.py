@@ -1,4 +1,4 @@
-"""Makes generations, of groups that are sampled and scored each by itself. Rank 0 only."""
+"""Makes generations from groups, each sampled and scored by a coroutine. Rank 0 only."""
 
 import asyncio
 import time
@@ -33,20 +33,20 @@ from megatron_grpo.timing import IDLE, WAIT, PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
 
 NUM_READ_AT_ONCE = 64
-"""Number of groups whose images are read together before they are requested, with over-sampling."""
+"""Groups whose images are read together before their requests begin, with over-sampling."""
 PRIORITIES = 1 << 32
 """Priorities of a generation: more than it has samples."""
 Taken = tuple[Generation, list[Attempt], list[Attempt]]
-"""A generation with its groups, and the groups that these have replaced."""
+"""(generation, its groups, replaced groups)."""
 
 
 class GenerationRunner(Runner):
-    """Has the engines make the groups that a `GroupQueue` opens.
+    """Has engines sample the groups that a `GroupQueue` opens.
 
-    Every group is a coroutine, `_make_group`: it asks for its samples, has them scored, and hands
-    them to the queue, which may then open others. Engines that are lost and pushes of weights do
-    not end it: its requests wait at the router meanwhile. All state belongs to the event loop; the
-    public methods are called by the main thread, which waits.
+    Each group is a coroutine, `_make_group`: it requests samples, has them scored, and reports to
+    the queue, which may open others. It lives on through pushes of weights and losses of engines:
+    its requests wait at the router meanwhile. All state belongs to the event loop; the main thread
+    calls the public methods and waits for them.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class GenerationRunner(Runner):
         self._schedule = schedule = BatchSchedule.of(cfg.grpo)
         self._batch_of = lru_cache(64)(services.stream.batch)
         self._replacements: dict[GroupKey, Prompt] = {}
-        """The prompts of groups that replace others in rounds."""
+        """Prompts of the groups that rounds of dynamic sampling open."""
         self._num_generations = -(-cfg.num_steps // schedule.updates_per_generation)
-        # Those that the checkpoint holds whole have been taken.
+        # Finished generations in the checkpoint count as taken.
         self._num_taken = state.step // schedule.updates_per_generation + len(state.ready)
         self._over_samples = cfg.rollout.over_sampling > 1
         self._is_ahead = cfg.rollout.max_staleness > 0
@@ -81,16 +81,16 @@ class GenerationRunner(Runner):
         if groups and self._over_samples:
             queue.reopened = [*map(queue.key_of, groups.untaken)]
         self._attempts: dict[GroupKey, Attempt] = {}
-        """The attempt at each group that no generation has taken."""
+        """Attempts at groups that no generation has taken, by key."""
         self._saved: dict[GroupKey, ScoredGroup | Unscored] = {}
         self._saved_engines: dict[GroupKey, tuple[str, ...]] = {}
-        """Engines of a checkpoint's groups, until these are opened."""
+        """Addresses of engines that sampled a checkpoint's groups, until the groups are opened."""
         self._restored: list[GroupKey] = []
-        """Groups of a checkpoint that the queue has opened; the first `resume` begins them."""
+        """Groups of a checkpoint that are open in the queue; the first `resume` begins them."""
         self._generations: dict[int, Generation] = {}
         """Generations in progress, by number; with over-sampling, the next one to be taken."""
         self._places: dict[int, count[int]] = defaultdict(count)
-        """Numbers of the groups that a generation opens; with over-sampling, all are of 0."""
+        """Counters of opened groups by generation, for priorities; only 0 with over-sampling."""
         self._policy_version = state.step
         if self._over_samples:
             self._generations[self._num_taken] = Generation(state.step)
@@ -103,7 +103,7 @@ class GenerationRunner(Runner):
         with as_rollout_aborted(f"generation {generation}", lambda: self._watchdog.is_preempted):
             with timer.phase(WAIT) if self._is_ahead else nullcontext():  # 0 s, if it is complete
                 phase = self._call(self._phase_after(generation, None))
-            while phase:  # the watchdog has limits for each
+            while phase:  # by phase, since the watchdog has a limit for each
                 name = (WAIT, phase) if self._is_ahead else (phase,)
                 with timer.phase(*name):
                     phase = self._call(self._phase_after(generation, phase))
@@ -116,7 +116,7 @@ class GenerationRunner(Runner):
         self._call(self._router.abort())
 
     def resume(self, policy_version: int) -> None:
-        """Continue with weights of that version, without the groups that are too old for it."""
+        """Continue with weights of this version; groups that are too old for it are dropped."""
         if self._cfg.rollout.in_flight_updates:
             self._call(self._resume(policy_version))
 
@@ -127,7 +127,7 @@ class GenerationRunner(Runner):
         return groups, samples, {n: self._batch(n, *each) for n, each in complete.items()}
 
     def restore(self, saved: OpenGroups, samples: Experience) -> None:
-        """Restore the groups of a checkpoint: they continue when they are opened."""
+        """Restore the groups of a checkpoint; each continues when it is opened."""
         key_of = self._queue.key_of
         self._saved = {key_of(number): group for number, group in groups_of(samples).items()}
         self._saved_engines = {key_of(number): urls for number, urls in saved.engines}
@@ -170,6 +170,7 @@ class GenerationRunner(Runner):
 
     async def _begin(self, number: int, version: int) -> None:
         found = self._generations.get(number)
+        # Called again after lost engines and a push: a generation has samples of one version here.
         if found and found.policy_version != version:
             self._drop(self._queue.drop_generation(number))
             found = None
@@ -202,13 +203,13 @@ class GenerationRunner(Runner):
             raise generation.failure
         if not self._cfg.rollout.in_flight_updates:
             await self._router.abort()
-            if self._router.failure:  # such as other weights than at the beginning
+            if self._router.failure:  # for example, an engine's weights changed meanwhile
                 raise self._router.failure
-        # Before a generation takes them: the checkpoint at the end of the run has the groups.
+        # Raise before the groups are taken: the checkpoint at the end of the run keeps them.
         check_failed(generation.num_failed, len(generation.totals) or 1, self._cfg.reward)
         keys, replaced = self._queue.pop_generation(number)
         taken = [self._attempts.pop(key) for key in keys]
-        # Their tasks may be about to open others.
+        # Not `_drop`, which cancels tasks: the task of a rejected group may be opening a new one.
         rejected = [self._attempts.pop(key) for key in replaced]
         for key in (*keys, *replaced):
             self._replacements.pop(key, None)
@@ -226,7 +227,7 @@ class GenerationRunner(Runner):
 
     @property
     def _now(self) -> int:
-        """Number of the generation that training with the engines' weights begins."""
+        """Number of the generation that training with the engines' weights would begin."""
         return self._schedule.cursor(self._policy_version).generation
 
     def _generation_of(self, key: GroupKey) -> Generation:
@@ -238,20 +239,21 @@ class GenerationRunner(Runner):
         return self._batch_of(key.generation)[key.position]
 
     async def _open_new(self) -> None:
-        """Open as many groups as there is room for, with over-sampling."""
+        """Open as many groups as the queue wants, with over-sampling."""
         limit = (self._num_generations - self._num_taken) * self._schedule.num_prompts
         await self._open(self._queue.open_new(self._now, limit))
 
     async def _open(self, keys: Sequence[GroupKey]) -> None:
-        """Begin groups that the queue has opened, in order all at the same time."""
-        # With over-sampling, the first need not wait until the images of all are read.
+        """Begin groups that the queue has opened."""
+        # In order, all at the same time: then an engine's batches are repeatable. With
+        # over-sampling, the first groups need not wait for the images of all.
         step = NUM_READ_AT_ONCE if self._over_samples else max(1, len(keys))
         for i in range(0, len(keys), step):
             own = {key: self._prompt(key) for key in keys[i : i + step]}
             unscored = [key for key in own if not isinstance(self._saved.get(key), ScoredGroup)]
             features = await features_of([own[key] for key in unscored])
             for key, prompt in own.items():
-                # While images were read, it may have become too old, and been opened again.
+                # During the await the group may have been dropped as too old, or opened again.
                 if key in self._attempts or key not in self._queue.opened_at:
                     continue
                 group = self._new_group(key, prompt, features.get(prompt.images))
@@ -265,7 +267,7 @@ class GenerationRunner(Runner):
     def _new_group(self, key: GroupKey, prompt: Prompt, features: Json | None) -> Group:
         first = self._services.params
         seed = first.seed
-        if key.round:  # no two rounds of a generation share seeds; no prompt has a position below 0
+        if key.round:  # other seeds than the prompt at this position; no other position is below 0
             seed = first_seed(seed, key.generation, -key.round)
         params = replace(
             first,
@@ -274,13 +276,13 @@ class GenerationRunner(Runner):
             series=key.generation,
             position=key.position,
         )
-        # Earlier generations go first; with over-sampling, whatever was opened before.
-        of = 0 if self._over_samples else key.generation
-        priority = of * PRIORITIES + next(self._places[of]) * params.num_generations
+        # Earlier generations go first; with over-sampling, groups that were opened earlier.
+        generation = 0 if self._over_samples else key.generation
+        priority = generation * PRIORITIES + next(self._places[generation]) * params.num_generations
         return self._services.groups[prompt.source](prompt, params, priority, features)
 
     def _is_restored(self, key: GroupKey, attempt: Attempt) -> bool:
-        """Let a group of a checkpoint continue; returns whether it was scored there."""
+        """Restore a group from the checkpoint; returns whether it is scored already."""
         saved, group = self._saved.pop(key), attempt.group
         assert isinstance(group, CompletionGroup), "a checkpoint holds no dialogues"
         group.engines.update(self._saved_engines.pop(key, ()))
@@ -288,13 +290,13 @@ class GenerationRunner(Runner):
             group.restore(saved)
             return False
         attempt.scored, attempt.ended = saved, time.time()
-        if not self._over_samples:  # else the first run has counted it
+        if not self._over_samples:  # with over-sampling, the run that was saved has counted it
             self._generation_of(key).add(saved, self._cfg.grpo)
         self._queue.complete(key)
         return True
 
     async def _make_group(self, key: GroupKey, attempt: Attempt) -> None:
-        """Have a group sampled and scored, and let the queue decide what becomes of it."""
+        """Have a group sampled and scored, then complete or reject it in the queue."""
         group, cfg = attempt.group, self._cfg
         try:
             samples = await group.sample(self._router)
@@ -302,12 +304,12 @@ class GenerationRunner(Runner):
             generation.num_sampling -= 1
             generation.num_scoring += 1
             generation.enter_phase()
-            self._router.changed.give()  # `finish` looks at the phase
-            if not self._is_ahead:  # as servers of reward models may sleep between two rounds
+            self._router.changed.give()  # wakes `finish`, which waits for another phase
+            if not self._is_ahead:  # score all at once: idle servers of reward models may sleep
                 await generation.sampled.wait()
             scored = attempt.scored = await self._services.scorer.score(samples, group.priority)
             attempt.ended = time.time()
-            generation = self._generation_of(key)  # over-sampling: maybe a later one than above
+            generation = self._generation_of(key)  # over-sampling: perhaps a later one by now
             generation.num_scoring -= 1
             if not generation.add(scored, cfg.grpo):
                 self._queue.complete(key)
@@ -315,13 +317,13 @@ class GenerationRunner(Runner):
                 await self._open_new()
             if not (self._over_samples or generation.num_sampling or generation.num_scoring):
                 await self._end_round(key.generation)
-        except Exception as error:  # of any kind: `finish` must raise it
+        except Exception as error:  # any: nobody awaits this task, so `finish` must raise it
             generation = self._generation_of(key)
             generation.failure = generation.failure or error
         self._router.changed.give()
 
     async def _end_round(self, number: int) -> None:
-        """Open the next round, if groups are missing; all groups of the last one are scored."""
+        """Open the next round if groups are missing; all groups of the last round are scored."""
         generation, stream = self._generations[number], self._services.stream
         last = self._queue.rounds[number]
         own = [key for key in self._attempts if (key.generation, key.round) == (number, last)]
@@ -329,13 +331,14 @@ class GenerationRunner(Runner):
         check_failed(generation.num_failed, len(generation.totals) or 1, self._cfg.reward)
         if missing := self._queue.num_missing(number):
             tried = {self._prompt(key).index for key in self._attempts if key.generation == number}
-            # A generator of its own: a resumed run must try the same prompts.
+            # Seeded by generation and round: a resumed run must try the same prompts.
             order = Random(f"resampled {stream.seed} {number} {last + 1}")
             prompts = stream.others(tried, missing, order)
             keys = self._queue.open_round(number, len(prompts), number)
             self._replacements |= zip(keys, prompts, strict=True)
             is_alone = bool(keys) and not self._cfg.rollout.in_flight_updates
-            if is_alone:  # engines begin each round paused: then its batches are repeatable
+            # Engines are empty when a synchronous round begins: then its batches are repeatable.
+            if is_alone:
                 await self._router.abort()
             await self._open(keys)
             if is_alone:
@@ -343,8 +346,8 @@ class GenerationRunner(Runner):
         generation.enter_phase()
 
     async def _phase_after(self, number: int, last: str | None) -> str:
-        """Wait until a generation is in another phase than the `last`; IDLE: it can be taken, or
-        has failed."""
+        """Wait for the end of phase `last`; returns the next phase, IDLE when the generation can be
+        taken or has failed."""
         await self._router.until(lambda: self._phase(number) != last)
         return self._phase(number)
 
@@ -352,14 +355,15 @@ class GenerationRunner(Runner):
         generation = self._generations[number]
         if generation.failure:
             return IDLE
-        if generation.phase and not self._over_samples:  # every group asks: do not walk over all
+        # `next_generation` walks over all groups, and this is called at every notice.
+        if generation.phase and not self._over_samples:
             return generation.phase
         if self._queue.next_generation(number) is not None:
             return IDLE
         return "generate" if self._over_samples else "score"
 
     def _drop(self, keys: Sequence[GroupKey]) -> None:
-        """Forget groups; what they have asked for is withdrawn."""
+        """Forget groups and cancel their requests."""
         for key in keys:
             self._replacements.pop(key, None)
             attempt = self._attempts.pop(key, None)
@@ -368,7 +372,7 @@ class GenerationRunner(Runner):
 
     async def _open_groups(self) -> tuple[OpenGroups, Experience | None, dict[int, Taken]]:
         was_running = self._router.is_running
-        await self._router.abort()
+        await self._router.abort()  # the engines then return the tokens sampled so far
         queue, attempts, opened_at = self._queue, self._attempts, self._queue.opened_at
         complete: dict[int, Taken] = {}  # generations that can be taken whole
         for number, generation in () if self._over_samples else sorted(self._generations.items()):

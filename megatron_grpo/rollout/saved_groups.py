@@ -1,13 +1,13 @@
 """Unfinished samples in a checkpoint, for runs that push weights in flight.
 
-With over-sampling, they are the samples of the groups that no generation has taken; otherwise,
-those of the generations that are not complete. They are stored as an `Experience` and may be cut:
-the run that continues requests the rest of their tokens.
+A checkpoint stores the samples of incomplete generations, or with over-sampling of groups that no
+generation has taken, as an `Experience`. Samples may be cut: the resumed run requests the rest of
+their tokens.
 
-Invariants of a checkpoint and the run that continues from it: a group has each sample at most once;
-a whole sample is never requested again. With over-sampling, every sample belongs to a group of
-`OpenGroups.untaken`; the age of a group counts from its first request; only a group that becomes
-too old, or that dynamic sampling rejects, loses its samples.
+Invariants of a checkpoint and the resumed run: a group has each sample at most once; a whole sample
+is never requested again. With over-sampling, every sample belongs to a group of
+`OpenGroups.untaken`; a group's age counts from its first request; only groups that become too old,
+or that dynamic sampling rejects, lose their samples.
 """
 
 import math
@@ -24,15 +24,16 @@ Unscored = Sequence[Sample]
 
 
 def may_be_saved(cfg: Config) -> bool:
-    """Whether a checkpoint holds unfinished samples, so that no save waits for them: no dialogues,
-    whose partners are processes, and no rounds of dynamic sampling."""
+    """Whether checkpoints hold unfinished samples, so that no save waits for generations: in-flight
+    updates without dialogues and without rounds of dynamic sampling."""
+    # Dialogues have processes as partners, which cannot be saved.
     one_round = cfg.rollout.over_sampling > 1 or not cfg.grpo.dynamic_sample
     return cfg.rollout.in_flight_updates and one_round and not cfg.has_dialogues
 
 
 def experience_of(groups: Mapping[int, ScoredGroup | Unscored]) -> Experience | None:
-    """The samples of groups, given by the number of their prompt; None if there are none. Samples
-    without scores have no rewards and the total NaN. There are no advantages yet."""
+    """Store groups, by the number of their prompt in the stream, as an `Experience`; None without
+    samples. Unscored samples get no rewards and the total NaN; advantages are 0."""
     scored = [
         each
         if isinstance(each, ScoredGroup)
@@ -53,8 +54,8 @@ def experience_of(groups: Mapping[int, ScoredGroup | Unscored]) -> Experience | 
 
 
 def groups_of(experience: Experience) -> dict[int, ScoredGroup | Unscored]:
-    """The inverse of `experience_of`. A group in which a sample could not be scored comes back
-    without scores, to be scored again."""
+    """Inverse of `experience_of`. A group with a failed score comes back without scores, to be
+    scored again."""
     groups: dict[int, ScoredGroup | Unscored] = {}
     for number in experience.group_ids.unique().tolist():
         [rows] = (experience.group_ids == number).nonzero(as_tuple=True)

@@ -2,13 +2,13 @@
 
 In a synchronous run a generation is requested when its first step begins, and all ranks wait. With
 `rollout.max_staleness` K, generations g + 1 to g + K are requested as soon as the engines serve the
-weights with which the training on g begins, and are made while the ranks train.
+weights with which training on g begins; they are made while the ranks train.
 
-K = 1 pushes no weights before the next generation is complete: all of its samples come from one
-version, the weights at the beginning of the training on the previous generation. With
-`rollout.in_flight_updates` completions go on under the new weights after a push. Training on a
-generation g + K begins after that on g, so no token comes from older weights than those with which
-the training on the K-th generation before began.
+K = 1 pushes no weights before the next generation is complete: all of its samples have one version,
+the weights at the beginning of training on the previous generation. With
+`rollout.in_flight_updates` completions go on under new weights after a push. Tokens of generation
+g + K are never older than the weights with which training on g began, because g + K is requested
+only then.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from megatron_grpo.timing import PhaseTimer
 from parallel.collectives import on_rank_0
 
 STOPS = (Preempted, NoServingEngine, RolloutAborted)
-"""Errors of rank 0 that all ranks raise together."""
+"""Errors of rank 0 that all ranks raise."""
 
 
 def ask_engines[Z, T](zero: Z | None, ask: Callable[[Z], T], push: Callable[[], None]) -> T | None:
-    """Return what `ask(zero)` returns on rank 0, which alone has `zero`, and None on the others.
+    """Return `ask(zero)` on rank 0, where alone `zero` is set, and None on other ranks.
 
-    If no engine serves any more, all ranks `push` the current weights, which waits for one to come
+    When no engine serves, all ranks `push` the current weights, which waits for an engine to come
     back, and rank 0 asks again. Collective; raises Preempted and RolloutAborted on all ranks.
     """
     while True:
@@ -40,21 +40,21 @@ def ask_engines[Z, T](zero: Z | None, ask: Callable[[Z], T], push: Callable[[], 
 
 
 class RolloutScheduler:
-    """The generations in progress, and those that are finished and await training.
+    """Generations in progress, and finished generations that await training.
 
-    All ranks call the same method at the same time, so that all know what is in progress; only rank
-    0 has a `runner`. `push(step)` pushes the weights after `step` optimizer steps.
+    All ranks call the same method at the same time, so that all know the generations in progress;
+    only rank 0 has a `runner`. `push(step)` pushes the weights after `step` optimizer steps.
     """
 
     def __init__(self, cfg: Config, runner: Runner | None, push: Callable[[int], None]) -> None:
         self.pending: dict[int, int] = {}
-        """The generations in progress, with the optimizer step of the weights at their request."""
+        """Generations in progress, each with the optimizer step of the weights at its request."""
         self.ready: dict[int, RolloutBatch | None] = {}
-        """The finished generations that training has not begun, by number; None but on rank 0."""
+        """Finished generations that training has not begun, by number; None except on rank 0."""
         rollout, self._max_staleness = cfg.rollout, cfg.rollout.max_staleness
         self._in_flight, self._saves_open = rollout.in_flight_updates, may_be_saved(cfg)
         # SGLang cannot return the experts of a completion that a push has just interrupted: before
-        # the push of a step that is saved, requests are aborted.
+        # the push of a saved step, all requests are aborted.
         replays = self._saves_open and rollout.router_replay
         self._abort_interval = cfg.train.save_interval if replays else 0
         self._schedule, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
@@ -70,17 +70,18 @@ class RolloutScheduler:
                 self._request(generation, step)
 
     def await_generation(self, generation: int, step: int, timer: PhaseTimer) -> None:
-        """Wait until a generation is ready, and request it if that was not done; collective."""
+        """Wait until a generation is ready, and request it if it is not in progress; collective."""
         if generation not in self.pending and generation not in self.ready:
             self._request(generation, step)
-        if self._in_flight:  # else the engines would be idle while its last completions are made
+        # Before the wait: engines would be idle while the last completions are made.
+        if self._in_flight:
             self.request_ahead(step)
         self._finish(generation, step, timer)
 
     def before_push(self, step: int, timer: PhaseTimer, *, aborts: bool = False) -> None:
-        """Wait until the weights after `step` steps may be pushed; with `aborts`, until the engines
-        have given up all requests. Raises Preempted or RolloutAborted on all ranks, and drops the
-        generation that failed."""
+        """Wait until the weights after `step` steps may be pushed; with `aborts`, engines give up
+        all requests before. Raises Preempted or RolloutAborted on all ranks, and drops the failed
+        generation."""
         if not self._in_flight:
             for generation in [*self.pending]:
                 self._finish(generation, step, timer)
@@ -99,16 +100,17 @@ class RolloutScheduler:
             self._runner.resume(step)
 
     def finish_for_save(self, step: int, timer: PhaseTimer) -> None:
-        """Before a checkpoint after `step` steps, wait for the generations that were requested from
-        earlier weights: a resumed run does not have these, and could not request them again."""
-        if self._saves_open or self._is_suspended:  # it has their samples, or none can finish
+        """Before a checkpoint after `step` steps, wait for generations of earlier weights: a
+        resumed run does not have these weights and could not request the generations again."""
+        # The checkpoint holds unfinished samples, or no engine works: the save is within a push.
+        if self._saves_open or self._is_suspended:
             return
         for generation, version in [*self.pending.items()]:
             if version != step:
                 self._finish(generation, step, timer)
 
     def give_up(self) -> None:
-        """Forget all generations in progress: a resumed run requests them again."""
+        """Forget generations in progress; the resumed run requests them again."""
         self.pending = {}
 
     def _request(self, generation: int, step: int) -> None:
@@ -117,11 +119,8 @@ class RolloutScheduler:
             self._runner.begin(generation, step)
 
     def _finish(self, generation: int, step: int, timer: PhaseTimer) -> None:
-        """Wait for a generation in progress.
-
-        If no engine is left, the current weights are pushed; the generation then continues with
-        them, or is requested again if its samples must have a single version.
-        """
+        """Wait for a generation in progress. When no engine is left, push the current weights; then
+        the generation continues, or is requested again if its samples must have one version."""
         if generation in self.ready:
             return
 
@@ -138,5 +137,5 @@ class RolloutScheduler:
             self.ready[generation] = ask_engines(
                 self._runner, lambda runner: runner.finish(generation, timer), push_and_request
             )
-        finally:
+        finally:  # after a failure, too: a save must not wait for the generation
             del self.pending[generation]

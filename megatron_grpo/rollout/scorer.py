@@ -1,4 +1,4 @@
-"""Scores groups as soon as each is complete, while the engines work on others. Rank 0 only."""
+"""Scores complete groups while the engines work on others. Rank 0 only."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from megatron_grpo.rewards.scoring import Decode, with_steps
 from megatron_grpo.rollout.generation import ScoredGroup
 
 GATHER_SECONDS = 0.01
-"""Groups that end in one step of an engine arrive within this time, and are scored together."""
+"""Wait for groups that end in the same step of an engine, to score them together."""
 
 
 class ScoreJob(NamedTuple):
-    """A group that waits for its scores; lower priorities go first."""
+    """A group that waits for its scores; lower priorities come first."""
 
     priority: int
     samples: Sequence[Sample]
@@ -24,23 +24,23 @@ class ScoreJob(NamedTuple):
 
 
 class GroupScorer:
-    """Scores all groups together that are complete by its next turn, as many as there can be calls
-    at a time. After a failure, all later groups fail with the same error."""
+    """Scores groups in batches: all that are complete when the last batch ends, up to a limit.
+    After a failure, later groups fail with the same error."""
 
     def __init__(self, cfg: Config, rewards: RewardsBySource, decode: Decode) -> None:
         self._cfg, self._rewards, self._decode = cfg, rewards, decode
         rewards_of = [view.reward for view in cfg.by_source.values()]
         most = max(max(each.max_concurrent_calls, each.num_workers) for each in rewards_of)
         self._most = most if cfg.rollout.max_staleness else cfg.grpo.generation_batch_size
-        """Most groups scored together: few, so that those of an earlier generation soon have their
-        turn, unless all of a synchronous generation come at the same time."""
+        """Most groups of a batch. With `max_staleness` as many as the calls that can run at a time:
+        groups of an earlier generation should not wait long for a batch."""
         self._jobs: list[ScoreJob] = []
         self._failure: Exception | None = None
         self._scoring: asyncio.Task[None] | None = None
 
     async def score(self, samples: Sequence[Sample], priority: int) -> ScoredGroup:
-        """Score the samples of a prompt, after those of a lower `priority`; not at all if the
-        caller is cancelled before."""
+        """Score the samples of a prompt, after groups of lower `priority`. A caller that is
+        cancelled before withdraws its group."""
         job = ScoreJob(priority, samples, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
         if self._scoring is None or self._scoring.done():
@@ -48,9 +48,9 @@ class GroupScorer:
         return await job.scored
 
     def score_now(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
-        """Score samples, ordered by prompt; blocks. Raises RewardError if too many cannot be."""
-        # The limit on failures is a share of a whole generation, also in a round that replaces a
-        # few prompts.
+        """Score samples, ordered by prompt; blocks. Raises RewardError if too many scores fail."""
+        # The limit of failures is a share of a generation: in a batch of a few groups, one failure
+        # could exceed it.
         size = max(self._cfg.grpo.generation_batch_size, len(samples))
         rewards = self._rewards.score(samples, num_completions=size)
         samples = with_steps(samples, rewards, self._decode)
@@ -72,7 +72,7 @@ class GroupScorer:
                     raise self._failure
                 groups = await asyncio.to_thread(self.score_now, samples)
                 pairs = [*zip(jobs, groups, strict=True)]
-            except Exception as error:  # of any kind: who waits must learn of it
+            except Exception as error:  # any: callers wait for their futures
                 self._failure = error
                 for job in jobs:
                     if not job.scored.done():
@@ -83,7 +83,7 @@ class GroupScorer:
                         job.scored.set_result(group)
 
     def _next_jobs(self) -> list[ScoreJob]:
-        """Take the groups to score next from the jobs, without those that nobody waits for."""
+        """Remove and return the jobs of the next batch; drops jobs with cancelled callers."""
         found: dict[int, ScoreJob] = {}
         left = []
         for job in sorted(self._jobs, key=attrgetter("priority")):

@@ -1,4 +1,4 @@
-"""Engines, prompts, partners and rewards of a run, which rank 0 makes generations with."""
+"""Services for rollouts on rank 0: engines, prompts, partners and rewards."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 def load_stream(
     cfg: Config, shape: ModelShape, tokenizer: "PreTrainedTokenizerBase"
 ) -> PromptStream:
-    """The prompts of a run; the preflight has warned of rows that are left out."""
+    """Load the prompts of a run, without warnings: the preflight has printed them."""
     context, fault_of = shape.max_position_embeddings, reference_faults(cfg)
     prompts = load_prompts(cfg, tokenizer, context, fault_of=fault_of, warns=False)
     return PromptStream.of(cfg, prompts)
 
 
 class RolloutServices:
-    """The rollout engines, the prompts, the model's partners and the rewards of a run. Engines that
-    it starts leave the first GPUs of this host to its `num_ranks` trainer ranks."""
+    """Engines, prompts, partners and rewards of a run. Engines started here leave the first
+    `num_ranks` GPUs of this host to its trainer ranks."""
 
     def __init__(self, cfg: Config, shape: ModelShape, token: str | None, num_ranks: int) -> None:
         # Imported here because transformers takes a second, which no other rank needs.
@@ -48,7 +48,7 @@ class RolloutServices:
 
         self.cfg, self.shape = cfg, shape
         self.loop = EventLoop()
-        # The engines load while the trainer builds its model.
+        # First: the engines load while the trainer builds its model.
         logs = cfg.train.run_dir / "logs"
         self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks, cfg.lora)
         served = served_here(cfg.rewards.values())
@@ -58,13 +58,14 @@ class RolloutServices:
         self.rewards = RewardsBySource(cfg.by_source, self.pools)
         tokenizer = load_tokenizer(cfg.model.path)
         pool = EnginePool(self.servers, cfg.rollout, JoinFolder.of_run(cfg))
-        # Workers of SGLang drop those of a tower that a push fills.
+        # A push that fills the vision tower outdates cached image features; SGLang's workers drop
+        # them by themselves.
         keeps_features = cfg.model.freeze_vision or cfg.rollout.engine != "vllm"
         self.engines = RolloutClient(
             pool, cfg.rollout, self.loop, cfg.lora, keeps_features=keeps_features
         )
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        # Streamed chunks do not have the experts of tokens.
+        # No streams with router_replay: chunks do not contain the experts of tokens.
         streams = cfg.rollout.in_flight_updates and not cfg.rollout.router_replay
         self.router = RequestRouter(self.engines, decode, streams=streams)
         self.scorer = GroupScorer(cfg, self.rewards, decode)
@@ -85,18 +86,18 @@ class RolloutServices:
             seed=cfg.train.seed,
             series=0,
         )
-        """Parameters of the first group; those of others differ in version, seed and place."""
+        """Parameters of the first group; others replace version, seed, series and position."""
         self.stream = load_stream(cfg, shape, tokenizer)
         self.eval_router = RequestRouter(self.engines, decode, streams=False)
-        """For the probe and held-out sets, which are sampled while the other one is aborted."""
+        """For the probe and evaluations, which sample while `router` is aborted."""
         self.evaluations = Evaluations(
             cfg, shape, tokenizer, self.eval_router, self.pools, self.partners
         )
 
     def wait_for_memory(self) -> None:
-        """Return when engines that share GPUs with trainer ranks have measured how much memory is
-        free, and taken it; in sleep mode they have given it back. Raises what `wait_ready` raises.
-        """
+        """Return when engines that share GPUs with trainer ranks have reserved their memory, or, in
+        sleep mode, given it back. Raises what `wait_ready` raises."""
+        # At their start engines measure the free memory: trainer ranks must not allocate meanwhile.
         with waiting(self.servers.awaited, "answer") as show:
             if self.cfg.rollout.enable_sleep_mode:
                 self.wait_ready(show)
@@ -105,8 +106,8 @@ class RolloutServices:
                 self.servers.wait_ready(self.cfg.rollout.startup_timeout, show)
 
     def wait_ready(self, show: Show) -> None:
-        """Return when every engine answers; raises when one is dead or late, and ValueError that
-        names the parameters of an engine that a push would not fill."""
+        """Return when every engine answers. Raises when one is dead or late, and ValueError with
+        the names of an engine's parameters that a push would not fill."""
         self.servers.wait_ready(self.cfg.rollout.startup_timeout, show)
         held = worker_shards(self.cfg, self.shape)
         for url, workers in self.engines.describe_parameters().items():
@@ -116,7 +117,7 @@ class RolloutServices:
                 raise ValueError(f"rollout engine {url}: {error}") from None
 
     def cancel(self) -> None:
-        """Soon end a running rollout, evaluation or wait for engines; safe from any thread."""
+        """End a running rollout, evaluation or wait for engines soon; safe from any thread."""
         self.engines.cancel()
         self.pools.cancel()
 
@@ -128,6 +129,6 @@ class RolloutServices:
             stack.callback(self.engines.close)
             stack.callback(self.pools.close)
             stack.callback(self.partners.close)
-            # First: they would start ended engines again.
+            # Last in, first out: routers close first, since they would restart ended engines.
             stack.callback(lambda: self.loop.call(self.eval_router.close()))
             stack.callback(lambda: self.loop.call(self.router.close()))

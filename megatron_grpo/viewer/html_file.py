@@ -1,4 +1,4 @@
-"""The files of the page, and all of them with their runs as one, which needs no network."""
+"""Files of the page, and a single HTML file with page and runs, which needs no network."""
 
 import json
 import re
@@ -23,15 +23,16 @@ CONTENT_TYPES = {
     ".json": "application/json",
 }
 BYTES = 8_000_000
-"""Limit, over all runs, of completions, of evaluated completions and of tokens, each."""
+"""Limit for each of completions, evaluated completions and tokens, over all runs."""
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
-"""The browser loads nothing else, whatever the file contains."""
+"""Content Security Policy: the browser loads nothing else, whatever the runs contain."""
 
 
 def plotly_file() -> Path:
-    """plotly.js of the installed package `plotly`, which is not imported; ValueError without it."""
+    """Path of plotly.js in the package `plotly`, which is not imported; raises ValueError if it is
+    not installed."""
     spec = find_spec("plotly")
     if spec is None or spec.origin is None:
         raise ValueError("the curves need plotly: pip install 'megatron-grpo[view]'")
@@ -39,13 +40,10 @@ def plotly_file() -> Path:
 
 
 def write_html(runs: dict[str, RunFiles], path: Path) -> None:
-    """Write the page of `runs`, by name, to one file.
-
-    It contains all metrics, the configs and the timelines, and as many of the newest steps'
-    completions and tokens as fit into `BYTES`, or at least one step of each.
-    """
+    """Write the page of `runs`, by name, to one file: all metrics, configs and timelines, and
+    completions and tokens of the newest steps within `BYTES`, at least of one step."""
     parts = [_embedded(name, run, BYTES // len(runs)) for name, run in runs.items()]
-    # JSON has < in strings only. Without it, no text can end the element.
+    # In JSON, `<` occurs in strings only. Escaped, no model's text can end the script element.
     data = array(parts).replace(b"<", rb"\u003c").decode()
     page = (PAGE / "index.html").read_text(encoding="utf-8")
     page = re.sub(r'<link rel="stylesheet" href="([\w.]+)">', _style, page)
@@ -76,5 +74,6 @@ def _style(link: re.Match[str]) -> str:
 
 def _script(element: re.Match[str]) -> str:
     file = plotly_file() if element[1] == plotly_file().name else PAGE / element[1]
+    # The HTML parser ends a script at this text, even within a JavaScript string.
     code = file.read_text(encoding="utf-8").replace("</script", r"<\/script")
     return f"<script>{code}</script>"

@@ -1,4 +1,4 @@
-"""Answers to the page about a run directory. Nothing is kept: each is read when asked for."""
+"""Answers to the page about a run directory; every answer is read from disk, nothing is cached."""
 
 import json
 from collections.abc import Iterable
@@ -51,7 +51,7 @@ class RunFiles:
         self.run_dir = run_dir
 
     def answer(self, question: str, arguments: dict[str, int]) -> bytes | None:
-        """The answer of the method `question`; None if there is none with these arguments."""
+        """Call the method `question`; None if there is no such question with these arguments."""
         if question not in self.QUESTIONS:
             return None
         method = getattr(self, question)
@@ -61,13 +61,13 @@ class RunFiles:
         return answer
 
     def config(self) -> bytes:
-        """The config as nested tables, with the values as they stand in the file."""
+        """The config as nested tables, with the values of the file."""
         path = self.run_dir / CONFIG_FILE
         table: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
         return json.dumps(table, default=str).encode()
 
     def metrics(self, offset: int, step: int) -> bytes:
-        """The records since the one at `offset`, of `step`; see `rows_since`."""
+        """Records from the last known one, at `offset` and of `step`; see `rows_since`."""
         offset, rows, starts_again = rows_since(self.run_dir / METRICS_FILE, offset, step)
         head = json.dumps({"offset": offset, "starts_again": starts_again})
         return head[:-1].encode() + b', "records": ' + array(rows) + b"}"
@@ -91,7 +91,8 @@ class RunFiles:
         return json.dumps(steps_of_prompt(self.run_dir / COMPLETIONS_FILE, prompt_index)).encode()
 
     def timeline(self, first: int, last: int) -> bytes:
-        """The events of the steps `first` to `last`, after those that name the rows."""
+        """Metadata events (`"ph": "M"`, the names of the timeline's rows), then the events of steps
+        `first` to `last`."""
         path = self.run_dir / TIMELINE_FILE
         names = takewhile(lambda event: b'"ph": "M"' in event, rows_of(path, 0, NO_LIMIT))
         events = rows_of(path, first, last)
@@ -99,11 +100,11 @@ class RunFiles:
 
 
 def array(objects: Iterable[bytes]) -> bytes:
-    """A JSON array of objects that are JSON already."""
+    """Join encoded JSON objects to a JSON array."""
     return b"[" + b",".join(objects) + b"]"
 
 
 def run_names(run_dirs: list[Path]) -> list[str]:
-    """How to call these runs: by the names of their folders, if no two have the same."""
+    """Names of runs for the page: folder names if they are distinct, else paths."""
     names = [run_dir.resolve().name for run_dir in run_dirs]
     return names if len(set(names)) == len(names) else [str(run_dir) for run_dir in run_dirs]

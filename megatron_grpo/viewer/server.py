@@ -1,7 +1,7 @@
-"""The server of the page, on this host alone.
+"""Server of the page, on this host alone.
 
-Python's own http.server suffices: it answers GET and nothing else, it never writes a file, and it
-listens on the loopback interface, for the one who looks at the page.
+Python's http.server is enough: it listens on the loopback interface for a single user, answers GET
+only, and never writes a file.
 """
 
 import json
@@ -21,7 +21,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
     "img-src data: blob:"
 )
-"""Content Security Policy of the page. plotly.js makes style elements."""
+"""Content Security Policy of the page; `unsafe-inline` is for the style elements of plotly.js."""
 
 
 class Server(ThreadingHTTPServer):
@@ -40,7 +40,7 @@ class Server(ThreadingHTTPServer):
             ) from None
 
     def answer(self, url: str) -> tuple[str, bytes] | None:
-        """Content type and body of what a URL names; None if there is no such thing."""
+        """(content type, body) for a URL; None if it is unknown."""
         parts = urlsplit(url)
         name = parts.path.removeprefix("/") or "index.html"
         if name == "api/runs":
@@ -61,7 +61,7 @@ class Server(ThreadingHTTPServer):
         return run.answer(question, arguments)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a page that was closed before it had its answer."""
+        """Print no error for a page that was closed before it had its answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -97,9 +97,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def is_ours(host: str) -> bool:
-    """Whether a Host header names this host.
-
-    Another name may be that of a page elsewhere, whose owner lets it resolve to 127.0.0.1 so that
-    its scripts can read ours. The port may differ: `ssh -L` has its own.
-    """
+    """Whether a Host header names this host, with any port: `ssh -L` has its own."""
+    # DNS rebinding: a foreign site may resolve its name to 127.0.0.1, and its scripts could then
+    # read this page. The browser still sends the foreign name.
     return host.rpartition(":")[0] in OUR_NAMES if ":" in host else host in OUR_NAMES

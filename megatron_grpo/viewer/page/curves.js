@@ -12,7 +12,7 @@ const runColour = (run) => RUN_COLOURS[run % RUN_COLOURS.length];
 
 const curves = { chosen: null, names: [] };
 
-/* Draw what has come in; new metrics are offered to be chosen. */
+/* Draw new records, and add new metrics to the chooser. */
 function drawCurves() {
   const names = metricNames();
   if (names.join() !== curves.names.join()) {
@@ -67,7 +67,7 @@ function drawCurve(figure) {
 
 const PLOT_OPTIONS = { displayModeBar: false, responsive: true };
 
-/* Plotly takes some HTML in names. */
+/* Plotly renders some HTML in names: escape it. */
 function escaped(text) {
   return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 }
@@ -109,7 +109,7 @@ function moveCursor() {
   }
 }
 
-/* The check boxes of all metrics, by what stands before the first / of their names. */
+/* Check boxes of all metrics, grouped by the part of their names before the first /. */
 function drawChooser() {
   const groups = Map.groupBy(curves.names, (name) => name.includes("/") ? name.split("/")[0] : "step");
   byId("metric-groups").replaceChildren(...[...groups].map(([prefix, names]) =>

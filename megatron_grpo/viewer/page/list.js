@@ -1,7 +1,7 @@
 "use strict";
 /* The completions of a step: by prompt, sorted and filtered. */
 
-/* By what completions are sorted: the least value comes first. */
+/* Sort keys of completions, least value first. */
 const SORTS = {
   prompt: ["by prompt", () => 0],
   worst: ["worst reward first", (row) => row.reward ?? Infinity],
@@ -20,7 +20,7 @@ const FILTERS = [
 const isStale = (row) => row.policy_version < row.step - 1;
 const groupKey = (row) => `${row.set ?? ""}/${row.prompt_index ?? row.prompt}`;
 
-/* In tokens; in characters where these were not counted. */
+/* Length in tokens, or in characters if a row has no number of tokens. */
 function lengthOf(row) {
   return row.num_tokens ?? row.completion.length;
 }
@@ -30,7 +30,7 @@ function numberIn(id) {
   return text === "" ? null : Number(text);
 }
 
-/* Which step has the completions that `step` trained on: it may repeat those of an earlier one. */
+/* Step with the rows of the completions of `step`: a repeated pass has none of its own. */
 function stepOfCompletions(step) {
   const { steps_per_generation: size = 1, num_iterations: iterations = 1 } =
     state.runs[state.run].config.grpo ?? {};
@@ -38,7 +38,7 @@ function stepOfCompletions(step) {
   return step - iteration * size;
 }
 
-/* Which evaluation is the newest at `step`. */
+/* Step of the newest evaluation at `step`. */
 function stepOfEvaluation(step) {
   const evaluated = state.runs[state.run].records.filter(isEvaluated).map((record) => record.step);
   return evaluated.findLast((each) => each <= step) ?? step;
@@ -76,7 +76,7 @@ function passesFilters(row) {
     && (row.completion.toLowerCase().includes(text) || row.prompt.toLowerCase().includes(text));
 }
 
-/* Show what passes the filters, and read the first of it unless what is read is still among it. */
+/* Show the rows that pass the filters, and open the first if the open one is filtered out. */
 async function showList() {
   const { rows } = state.shown;
   const key = SORTS[byId("sort").value][1];
@@ -134,7 +134,7 @@ function markSelected() {
   }
 }
 
-/* Read the completion before or behind the one that is read. */
+/* Open the completion before or behind the open one. */
 function readNext(direction) {
   const next = state.listed[state.listed.indexOf(state.row) + direction];
   if (!next) return;

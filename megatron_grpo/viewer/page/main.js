@@ -35,7 +35,7 @@ function fillSelect(id, options) {
   byId(id).replaceChildren(...options.map(([value, label]) => h("option", { value }, label)));
 }
 
-/* Ask every run for records that are new, and show them. */
+/* Fetch new records of every run, and show them. */
 async function poll() {
   const news = await Promise.all(state.runs.map(async (run, i) => {
     const last = run.records.at(-1);
@@ -51,7 +51,7 @@ async function poll() {
   drawEvaluations();
 }
 
-/* Add what has come in to a run's records; whether there was anything. */
+/* Add new records to a run; returns whether there were any. */
 function merge(run, { records, offset, starts_again }) {
   const last = run.records.at(-1);
   const isSame = records.length === (last ? 1 : 0) && JSON.stringify(records[0]) === JSON.stringify(last);
@@ -75,7 +75,7 @@ async function pollAgain() {
 
 const currentRun = () => state.runs[state.run];
 
-/* Show a step that the user has chosen, so no longer the newest. */
+/* Show a step that the user has chosen, and stop following the newest. */
 async function selectStep(step) {
   const steps = currentRun().records.map((record) => record.step);
   if (!steps.length) return;

@@ -1,7 +1,7 @@
 "use strict";
-/* One completion to read, and beside it one of the same prompt at another step. */
+/* Reading pane: a completion, and a second one of its prompt at another step. */
 
-/* Read a completion that the user has chosen: a step that comes in must not take it away. */
+/* Open a completion that the user has chosen: a new step must not replace it. */
 function choose(row) {
   byId("follow").checked = false;
   return read(row);
@@ -15,8 +15,8 @@ async function read(row) {
   await readOther();
 }
 
-/* The second pane, if a step to compare with is given: there the completion at the same position
-   among those of the prompt, or at the one that was chosen. */
+/* Second pane, if there is a step to compare with: its completion of this prompt at the equal
+   position, or at the chosen one. */
 async function readOther(position = groupOf(state.row, state.shown.rows).indexOf(state.row)) {
   const pane = byId("other-pane");
   const step = numberIn("other-step");
@@ -35,12 +35,12 @@ async function readOther(position = groupOf(state.row, state.shown.rows).indexOf
   await fillPane(pane, shown, group[position] ?? group[0], (_, chosen) => readOther(chosen));
 }
 
-/* The rows of the same prompt. */
+/* Rows of a row's prompt. */
 function groupOf(row, rows) {
   return row ? rows.filter((other) => groupKey(other) === groupKey(row)) : [];
 }
 
-/* What is known of a step besides its rows: which of them have tokens. */
+/* A kind of completions, a step, and the keys of its rows with tokens. */
 async function withTokens(kind, step) {
   const keys = kind === "completions" ? await source.tokenKeys(state.run, step) : [];
   return { kind, step, tokenKeys: new Set(keys.map((key) => key.join("/"))) };

@@ -1,5 +1,5 @@
 "use strict";
-/* Where the page has its data from: the server, or what is embedded in the file. */
+/* Source of data: the server, or the JSON embedded in the file. */
 
 const embedded = document.getElementById("embedded");
 const source = embedded ? fileSource(JSON.parse(embedded.textContent)) : serverSource();
@@ -44,13 +44,13 @@ function fileSource(runs) {
     timeline: async (run, first, last) => eventsOf(runs[run].timeline, first, last),
     heldSteps: (run, kind) => {
       const rows = runs[run][kind];
-      return rows.length ? `this file holds those of steps ${rows[0].step} to ${rows.at(-1).step}`
+      return rows.length ? `this file holds steps ${rows[0].step} to ${rows.at(-1).step}`
         : "this file holds none";
     },
   };
 }
 
-/* Events of the steps `first` to `last`; those without a step belong to the one before them. */
+/* Events of the steps `first` to `last`; an event without a step belongs to the step before it. */
 function eventsOf(events, first, last) {
   let step = -1;
   return events.filter((event) => {
@@ -73,7 +73,7 @@ function h(tag, attributes = {}, ...children) {
 const byId = (id) => document.getElementById(id);
 const cssColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/* A number in few characters; – for what is not known. */
+/* A number in few characters; – for a missing one. */
 function short(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   return typeof value === "number" ? String(Number(value.toPrecision(digits))) : String(value);

@@ -1,5 +1,5 @@
 "use strict";
-/* The other tabs: evaluations, what ran when, and the configs. */
+/* Other tabs: evaluations, timeline and configs. */
 
 const isEvaluated = (record) => Object.keys(record).some((name) => name.startsWith("eval/"));
 
@@ -39,15 +39,15 @@ async function showEvaluation(run, step) {
 
 const STEPS_AROUND = 2;
 
-/* What ran in the selected step and in those around it. */
+/* Timeline of the selected step and of the steps around it. */
 async function drawTimeline() {
   const [first, last] = [state.step - STEPS_AROUND, state.step + STEPS_AROUND];
   const events = await source.timeline(state.run, Math.max(first, 0), last);
   const names = events.filter((event) => event.ph === "M").map((event) => [event.tid, event.args.name]);
   const phases = events.filter((event) => event.ph === "X");
   byId("timeline").querySelector("p").textContent = phases.length
-    ? `step ${state.step}, and paler the ${STEPS_AROUND} before and after it: seconds on the clock, by what ran`
-    : `the timeline has nothing of step ${state.step}`;
+    ? `step ${state.step}, and paler ${STEPS_AROUND} steps before and after it: wall-clock seconds`
+    : `the timeline has no events of step ${state.step}`;
   const start = Math.min(...phases.map((event) => event.ts));
   const rows = new Map(names);
   const traces = [...Map.groupBy(phases, (event) => event.name)].map(([name, those]) => ({
@@ -69,7 +69,7 @@ async function drawTimeline() {
   }, PLOT_OPTIONS);
 }
 
-/* Tables in tables as one list of full names. */
+/* Flatten nested tables: full names with values. */
 function flat(config, prefix = "") {
   return Object.entries(config).flatMap(([key, value]) =>
     value !== null && typeof value === "object" && !Array.isArray(value) && Object.keys(value).length

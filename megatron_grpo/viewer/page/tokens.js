@@ -3,8 +3,8 @@
 
 const LOW = "47 127 214", HIGH = "214 69 60", AMOUNT = "224 138 44";
 
-/* What tokens are coloured by. With a centre, values below it are blue and those above red; without
-   one, more of it is a stronger colour. */
+/* Colourings of tokens. With a centre, values below it are blue and values above it red; without
+   one, a larger value has a stronger colour. */
 const COLOURINGS = {
   gap: { label: "log-probability gap", centre: 0 },
   ratio: { label: "ratio", centre: 1 },
@@ -15,13 +15,13 @@ const COLOURINGS = {
   policy_version: { label: "policy version (steps behind)" },
   none: { label: "nothing" },
 };
-/* What is told of a token, in this order. */
+/* Rows of a token's box, in this order. */
 const VALUES = [
   "logprob", "rollout_logprob", "gap", "ratio", "advantage", "entropy", "loss_weight",
   "policy_version", "clipped",
 ];
 
-/* The values of a row of tokens by which it is coloured; null where a token has none. */
+/* Values to colour the tokens of a row by; null where a token has none. */
 function coloured(row, colouring) {
   if (colouring === "policy_version") {
     return row.tokens.map((_, k) => row.step - 1 - valueAt(row, "policy_version", k));
@@ -58,8 +58,7 @@ function tokenBlocks(row, colouring, turns) {
   return [legend(row, colouring, range), ...elements];
 }
 
-/* The turn of each token. Runs of older versions do not say how many tokens a turn has: then it is
-   who spoke. */
+/* Turn of each token. Rows of older versions have no `num_tokens` of turns: then only the role. */
 function turnsByToken(row, turns) {
   if (turns[0].num_tokens !== undefined) {
     return turns.flatMap((each) => Array(each.num_tokens).fill(each));
@@ -84,8 +83,8 @@ function tokenElement(row, k, text, colour) {
   return token;
 }
 
-/* A turn of a dialogue: what the policy said, and which tools it called; or what it was told, by a
-   tool, a user or an environment. */
+/* Element of a turn: text and tool calls of the policy, or an observation by a tool, a user or an
+   environment. */
 function turnElement({ role, reward, calls, branch }, content) {
   const kind = role === "assistant" ? (calls ? "assistant calling" : "assistant")
     : role === "tool" ? "environment tool" : "environment";

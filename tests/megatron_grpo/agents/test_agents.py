@@ -131,7 +131,7 @@ def test_agents_have_every_sampled_token_trained_on_once(
         ("nothing", {}, "it gave no reward: set agent.weight=0"),
         ("greedy", {"max_turns": 2}, "agent.max_turns 2 is reached"),
         ("greedy", {"max_tokens": 5}, "agent.max_tokens 5 is reached"),
-        ("rewrite", {"on_rewrite": "drop"}, "none that it had before: the token at 6 is"),
+        ("rewrite", {"on_rewrite": "drop"}, "rewrite the history: the token at 6 is"),
         ("hang", {"timeout": 8}, "no answer after 8 s (agent.timeout): killed"),
     ],
 )

@@ -16,7 +16,7 @@ from megatron_grpo.agents.chat import (
     digests,
     messages_of,
 )
-from megatron_grpo.agents.openai_api import MOST_CHOICES, Answered, Asked
+from megatron_grpo.agents.openai_api import MOST_CHOICES, Answered, Options
 from megatron_grpo.agents.token_tree import Place
 
 HEAD = (
@@ -54,12 +54,12 @@ def call_of(arguments):
 
 def turn_after(template, history, message, text):
     """A turn of the model, whose message an engine's parser has made of its text."""
-    told = messages_of(history)
-    check_calls(told, [])
-    asked = template.render(told, None, is_asked=True)
-    start, end = (Place(0, len(template.encode(each))) for each in (asked, asked + text))
+    given = messages_of(history)
+    check_calls(given, [])
+    prompt = template.render(given, None, is_prompt=True)
+    start, end = (Place(0, len(template.encode(each))) for each in (prompt, prompt + text))
     [answer] = messages_of([message])
-    turn = Turn(digests(told, None), answer, Start.of(asked), text, start, end, EOS_ID)
+    turn = Turn(digests(given, None), answer, Start.of(prompt), text, start, end, EOS_ID)
     return replace(turn, end=Place(0, end.length + 1))
 
 
@@ -86,10 +86,10 @@ def test_find_goes_on_from_a_call_whatever_its_arguments_are(family, arguments):
             ([RESULT], "<start>tool\nError<eos>"),
             ([RESULT, again], "<start>tool\nError<eos><start>assistant\nagain"),
         ):
-            told = messages_of([*history, *more])
-            check_calls(told, [turn])
-            text = template.render(told, None, is_asked=True)
-            found = template.find([turn], told, None, text)
+            given = messages_of([*history, *more])
+            check_calls(given, [turn])
+            text = template.render(given, None, is_prompt=True)
+            found = template.find([turn], given, None, text)
             assert found.place == turn.end
             assert found.rest.startswith(rest + ("" if again in more else "<start>assistant\n"))
             assert "\ud83d" not in text
@@ -99,13 +99,13 @@ def test_find_goes_on_from_a_call_whatever_its_arguments_are(family, arguments):
 def test_check_calls_refuses_arguments_that_are_no_object_unless_the_model_wrote_them(arguments):
     template = template_of(CALLS["hermes"])
     made = [turn_after(template, ASKED, call_of(arguments), "x")]
-    told = messages_of([*ASKED, call_of(arguments), RESULT])
-    check_calls(told, made)  # also in a history that is otherwise another
+    given = messages_of([*ASKED, call_of(arguments), RESULT])
+    check_calls(given, made)  # also in a history that is otherwise another
     for turns in ([], [turn_after(template, ASKED, call_of("{]"), "x")]):
         with pytest.raises(
             BadRequest, match="arguments of a call of add must be an object in JSON"
         ):
-            check_calls(told, turns)
+            check_calls(given, turns)
 
 
 @pytest.mark.parametrize("given", [None, {}, "", "{}"])
@@ -123,13 +123,13 @@ def test_find_goes_on_from_a_turn_without_a_text(text):
         anthropics = {"messages": [{**message, "content": content or []}]}
         [as_chat] = anthropic_api.as_chat(anthropics)["messages"]
         for echo in (message, as_chat):
-            told = messages_of([*ASKED, echo, {"role": "user", "content": "and?"}])
-            found = template.find([turn], told, None, template.render(told, None, is_asked=True))
+            given = messages_of([*ASKED, echo, {"role": "user", "content": "and?"}])
+            found = template.find([turn], given, None, template.render(given, None, is_prompt=True))
             assert found.place == turn.end
             assert found.rest == "<start>user\nand?<eos><start>assistant\n"
 
 
 def test_a_request_for_more_choices_than_the_endpoint_has_room_for_is_refused():
-    assert Asked.of({"n": MOST_CHOICES}).num == MOST_CHOICES
+    assert Options.of({"n": MOST_CHOICES}).num == MOST_CHOICES
     with pytest.raises(BadRequest, match="n 1000000000 must be at most 128"):
-        Asked.of({"n": 1_000_000_000})
+        Options.of({"n": 1_000_000_000})

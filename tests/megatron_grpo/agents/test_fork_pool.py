@@ -156,7 +156,7 @@ def test_step_that_is_not_read_holds_up_no_other(tmp_path):
         os.kill(int(stopped.step("x").result(SECONDS)[0]), signal.SIGSTOP)
         assert wait_until(lambda: any(p.status() == "stopped" for p in processes_of(pool)), SECONDS)
         late, well = stopped.step(long), other.step(long)
-        with pytest.raises(InstanceFailed, match=r"did not take its turn within 1\.5 s"):
+        with pytest.raises(InstanceFailed, match=r"did not read the turn within 1\.5 s"):
             late.result(SECONDS)
         assert well.result(SECONDS) == ["go on", 0.0, False]
 

@@ -259,7 +259,7 @@ async def no_call(tools):
 
 @pytest.mark.parametrize(
     ("function", "told"),
-    [("bare", "it needs type hints, and a docstring"), ("words", "words is a generator")],
+    [("bare", "use type hints, and a docstring"), ("words", "words is a generator")],
 )
 def test_a_function_that_the_model_cannot_be_told_of_is_refused(function, told, file):
     with pytest.raises(ValueError, match=told):

@@ -90,7 +90,7 @@ def test_load_prompts_gives_the_date_to_the_template(tmp_path):
     assert cfg.data.date == DATE
     assert load_prompts(cfg, tokenizer, CONTEXT)[0].text.startswith("06 May 2024 07:08\n")
     template = ChatTemplate.of(tokenizer, cfg, [EOS_ID])
-    asked = template.render([{"role": "user", "content": "a"}], None, is_asked=True)
+    asked = template.render([{"role": "user", "content": "a"}], None, is_prompt=True)
     assert asked.startswith("06 May 2024 07:08\n")
 
 

@@ -107,7 +107,7 @@ def test_probe_logprobs_quantises_weights_as_engines(tmp_path):
     corrected, within, refused, of_another = found
     assert corrected == within
     assert within["probe/quantized_logprob_gap_mean"] < within["probe/logprob_gap_mean"] / 2
-    assert "differ from those of the trainer by 0.0" in refused
+    assert "log-probabilities of engines and trainer differ by 0.0" in refused
     assert "0.01 may stay uncorrected: set grpo.rollout_importance_sampling" in refused
     assert "and rounding in fp8_channel and bfloat16 explains at most 0.6" in of_another
 
