@@ -164,8 +164,8 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check that CONFIG can start, without starting it.
 
     Checks model, layout, data, rewards and an earlier run in train.run_dir, as train does; needs no
-    GPU. Encodes every row (minutes for a large data set), prints the first prompt with the scores of
-    trial completions, and starts its agent. Exit code 2 after a mistake.
+    GPU. Encodes every row (minutes for a large data set), prints the first prompt, scores trial
+    completions of it and starts its agent. Exit code 2 after a mistake.
 
     \b
     Example:

@@ -87,16 +87,17 @@ for override in overrides.split():
     except ValueError as error:
         print(error, "torch" in sys.modules, sep="; ")
 """
+HERE = Path.cwd()
 MISSING = {
     "data.path=/nowhere": "data.path /nowhere does not exist",
-    "data.path=rows.jsonl": "data.path rows.jsonl does not exist",
-    "eval.data.path=rows.jsonl": "eval: data.path rows.jsonl does not exist",
-    "reward.functions=[no.py:score]": "file of reward functions no.py does not exist",
-    "environment.name=no.py:Game": "file of an environment no.py does not exist",
+    "data.path=rows.jsonl": f"data.path rows.jsonl does not exist in {HERE}",
+    "eval.data.path=rows.jsonl": f"eval: data.path rows.jsonl does not exist in {HERE}",
+    "reward.functions=[no.py:score]": f"file of reward functions no.py does not exist in {HERE}",
+    "environment.name=no.py:Game": f"file of an environment no.py does not exist in {HERE}",
 }
 
 
-def test_files_that_do_not_exist_are_told_before_torch_is_imported(tied_model, sums):
+def test_files_that_do_not_exist_are_named_before_torch_is_imported(tied_model, sums):
     given = [str(TINY_CONFIG), f"model.path={tied_model}", f"data.path={sums}", " ".join(MISSING)]
     command = [sys.executable, "-c", REFUSALS, "train", *given]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
