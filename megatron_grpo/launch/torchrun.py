@@ -15,8 +15,10 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from types import FrameType
 
 from torch.distributed import DistError, TCPStore, run
@@ -40,6 +42,8 @@ RENDEZVOUS_SECONDS = 600
 """Time in which the torchruns of all hosts must connect."""
 POLL_SECONDS = 0.05
 """Polling interval while hosts are missing: a wait in torch's store would delay signals."""
+ORPHAN_SECONDS = 60
+"""Time that ranks have to end by themselves once the first host's launcher has ended."""
 NUM_LINES_SHOWN = 30
 VERDICT = re.compile(r"^megatron-grpo: .*", re.MULTILINE | re.DOTALL)
 """The verdict of the watchdog, at the end of a rank's log."""
@@ -57,11 +61,15 @@ def main() -> None:
         if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
     )
     forwarded = _forward_preemption()
+    orphaned: list[str] = []
     logging.disable(logging.ERROR)  # torchrun's own failure report; ours is below
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, START_SIGNALS)
         # torch's static rendezvous takes the store that this process already has at the port.
         store = _first_store(arguments) if arguments.node_rank == 0 else _further_store(arguments)
+        if arguments.node_rank > 0:
+            first = socket.create_connection((arguments.master_addr, store.port))
+            Thread(target=_end_orphans, args=(first, orphaned), daemon=True).start()
         arguments.master_port = store.port
         run.run(arguments)
     except ChildFailedError as error:
@@ -69,6 +77,8 @@ def main() -> None:
         codes = [failure.exitcode for failure in error.failures.values()]
         if all(code == EXIT_PREEMPTED or -code in forwarded for code in codes):
             sys.exit(EXIT_PREEMPTED)
+        if orphaned:
+            sys.exit(orphaned[0])
         if report := _failure_report(error.failures, Path(arguments.log_dir)):
             print(report, file=sys.stderr)
         sys.exit(next((code for code in codes if code > 0), 1))
@@ -141,6 +151,26 @@ def _further_store(arguments: Namespace) -> TCPStore:
         )
     store.set(f"host/{arguments.node_rank}", "")
     return store
+
+
+def _end_orphans(first: socket.socket, orphaned: list[str]) -> None:
+    """Kill the ranks here some time after the launcher at the other end of `first` has ended, and
+    put the reason into `orphaned`.
+
+    Ranks that have met rank 0 end by themselves, with its watchdog. If rank 0 found a mistake
+    before, they would try to reach it for an hour.
+    """
+    address = first.getpeername()[0]
+    with suppress(OSError):
+        # Not by torch's store, which would print a stack in C++ when the connection closes.
+        first.recv(1)
+    time.sleep(ORPHAN_SECONDS)
+    orphaned.append(
+        f"megatron-grpo: the first host, {address}, has ended before the ranks on "
+        f"{socket.gethostname()}: its log says why"
+    )
+    for rank in children(os.getpid()):
+        os.kill(rank, signal.SIGKILL)
 
 
 def _failure_report(failures: Mapping[int, ProcessFailure], log_dir: Path) -> str:

@@ -86,6 +86,7 @@ def _torchrun(
         resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard))
     sys.argv = ["torchrun", *arguments]
     torchrun.RENDEZVOUS_SECONDS = patience
+    torchrun.ORPHAN_SECONDS = 1
     torchrun.main()
 
 
@@ -218,6 +219,19 @@ def test_torchrun_shows_the_log_of_a_failure_elsewhere(two_hosts):
 
 
 VERDICT = "megatron-grpo: rank 0 died in phase train of step 3"
+
+
+def test_ranks_of_a_host_end_after_the_launcher_of_the_first_host(two_hosts):
+    first, second = two_hosts("[ $RANK = 0 ] && exit 2; sleep 600")
+    assert first.end(30)[0] == 2
+    code, message = second.end(30)
+    assert code == 1
+    assert message == (
+        f"megatron-grpo: the first host, 127.0.0.1, has ended before the ranks on {HERE}: "
+        "its log says why\n"
+    )
+
+
 REPORTS = {  # exit code, number on its host, and log of each rank; the report, with * for the log
     "of rank 0 is there": ({0: (2, 0, "told"), 1: (1, 1, "")}, ""),
     "before the watchdog begins": (
