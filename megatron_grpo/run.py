@@ -1,5 +1,6 @@
 """One process of a run: process groups, engines, models and pushes of weights."""
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.engine_weights.checksums import loaded_sums, pushed_sender
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.launch.launch import RankPlace
+from megatron_grpo.launch.network import choose_interface
 from megatron_grpo.launch.run_dir import run_lock
 from megatron_grpo.policy.chunks import describe
 from megatron_grpo.policy.model import Policy, unwrapped, weight_sender
@@ -107,6 +109,8 @@ def _beginning(cfg: Config) -> str:
 def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator[Groups]:
     """Open the process groups of all ranks, which rendezvous in `store`."""
     store.set_timeout(COLLECTIVE_TIMEOUT)  # NCCL communicators rendezvous there on first use
+    if place.num_hosts > 1:
+        choose_interface(os.environ)
     dist.init_process_group(
         communication_backend(),
         timeout=COLLECTIVE_TIMEOUT,

@@ -107,7 +107,7 @@ def start(tmp_path: Path):
 @pytest.fixture
 def two_ranks(start, tmp_path):
     """Starts a script as two ranks."""
-    options = [*ONE_HOST, "--nproc-per-node=2", "--redirects=1:3", f"--log-dir={tmp_path}"]
+    options = [*ONE_HOST, "--nproc-per-node=2", f"--log-dir={tmp_path}"]
     return lambda script: start(script, *options)
 
 
@@ -124,7 +124,7 @@ def two_hosts(start, port, tmp_path):
 
     def two_hosts(script: str) -> list[Torchrun]:
         options = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
-        options += ["--nproc-per-node=1", "--redirects=3"]
+        options += ["--nproc-per-node=1"]
         of_hosts = [[f"--node-rank={host}", f"--log-dir={tmp_path}/{host}"] for host in (0, 1)]
         return [start(script, *options, *of_host) for of_host in of_hosts]
 
