@@ -129,10 +129,11 @@ def _forward_preemption() -> set[int]:
 
 def _first_store(arguments: Namespace) -> TCPStore:
     """Serve the job's store on the first host; return it once all hosts have connected."""
-    try:
-        check_reachable(arguments.master_addr)
-    except (ValueError, OSError) as error:
-        sys.exit(f"megatron-grpo: {error}")
+    if int(arguments.nnodes) > 1:
+        try:
+            check_reachable(arguments.master_addr)
+        except (ValueError, OSError) as error:
+            sys.exit(f"megatron-grpo: {error}")
     # A listener of our own: TCPStore would listen on all interfaces.
     listener = socket.create_server((arguments.master_addr, arguments.master_port))
     store = TCPStore(
