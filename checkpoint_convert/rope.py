@@ -122,6 +122,8 @@ def _parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(path: Path, rope: Mapping[str, Any], required: Mapping[str, Any]) -> None:
+    """Raise ValueError for an unsupported type of scaling, or for another value than the supported
+    one: `required` has these for every type, `_REQUIRED_OF_TYPE` for the type."""
     rope_type = rope["rope_type"]
     if rope_type not in list(_REQUIRED_OF_TYPE):  # a list, as a JSON value may be unhashable
         raise ValueError(
@@ -135,6 +137,7 @@ def _check(path: Path, rope: Mapping[str, Any], required: Mapping[str, Any]) -> 
         if "factor" not in rope:
             raise ValueError(f"{path}: {rope_type} RoPE scaling has no factor")
         number(path, rope, "factor")
+    # Absent keys pass in `required`, and fail in `_REQUIRED_OF_TYPE`. Null, false and 0 are equal.
     given = {**required, **rope}
     for key, value in {**required, **_REQUIRED_OF_TYPE[rope_type]}.items():
         if given.get(key) != value and (given.get(key) or value):

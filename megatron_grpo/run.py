@@ -83,7 +83,8 @@ def open_run(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Run]:
 
 
 def as_rank_0_has_it(cfg: Config, rank: int, store: dist.Store) -> Config:
-    """Take the number of steps and the date from rank 0, which has read data and tokenizer."""
+    """Replace the number of steps and the date by rank 0's: only rank 0 has read the data so
+    far."""
     if rank == 0:
         store.set("num_steps", str(cfg.num_steps))
         store.set("date", cfg.data.date or "")

@@ -62,7 +62,7 @@ class PhaseTimer:
 
 
 def is_beside(name: str, metrics: Mapping[str, object]) -> bool:
-    """Whether a metric's phase ran in the background, while the step waited for it."""
+    """Whether the phase of a metric ran in the background: the step only waited for its end."""
     return name in ("time/generate", "time/score") and f"time/{WAIT}" in metrics
 
 

@@ -212,6 +212,7 @@ def _chunks_of(
 
 
 def _place_in_folder(key: str, place: dict[str, Any]) -> tuple[str, int, int]:
+    """(file, offset, bytes) of an entry. Raises ValueError for a file outside the folder."""
     if place.get("transform_descriptors"):
         raise ValueError(f"{key} is stored with transforms: {place['transform_descriptors']}")
     file = place["relative_path"]

@@ -152,6 +152,7 @@ class DialogueGroup(Group):
         turns: ObservationTemplate,
         max_turns: int,
     ) -> None:
+        # `_`: image features, as in every `NewGroup`; dialogues have no images.
         super().__init__(prompt, params, priority)
         self._environments, self._turns, self._max_turns = environments, turns, max_turns
 

@@ -133,9 +133,9 @@ def steps_taken(optimizer: Any) -> int:
 
 
 def set_steps_taken(optimizer: Any, num_steps: int) -> None:
-    """Restore `steps_taken`."""
-    # Not by `load_state_dict`: Transformer Engine's allocates new moments while the old ones are
-    # alive.
+    """Set the number of updates, on which Adam's bias correction depends: see `steps_taken`."""
+    # Not by `load_state_dict`: in Transformer Engine, it allocates new moments while the old ones
+    # are alive.
     for part in optimizer.chained_optimizers:
         for adam in inner_optimizers(part.optimizer):
             if isinstance(adam, TORCH_ADAM):

@@ -160,7 +160,7 @@ def evaluation_line(name: str, metrics: Mapping[str, float]) -> str:
 
 
 def phase_line(metrics: Mapping[str, float]) -> str:
-    """Seconds per phase in execution order; phases that ran beside the step are left out."""
+    """Seconds per phase in execution order, without phases in the background."""
     phases = [
         f"{name.removeprefix('time/')} {seconds:.1f}"
         for name, seconds in metrics.items()

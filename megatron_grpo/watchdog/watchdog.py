@@ -178,13 +178,15 @@ def server_host(place: RankPlace, store: Store) -> str:
 
 
 def _failure(error: BaseException, step: int) -> Failure:
-    """Report an exception in optimizer step `step`: its message if that is enough, or a traceback.
+    """Convert an exception in optimizer step `step` to the rank's report: message or traceback.
 
-    Before the first step (0), ValueError, OSError and ModuleNotFoundError mean that config, data,
-    files or packages need fixing, unless transient. Later the same command may succeed.
+    In step 0, a ValueError, OSError or ModuleNotFoundError points at the config, data, files or
+    packages: the user must fix these, unless the error is transient. In later steps the same
+    command may succeed.
     """
     trace = "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
     is_ours = isinstance(error, (ValueError, OSError, ModuleNotFoundError))
+    # A lost connection: another rank, or an engine, has failed first.
     is_consequence = (
         isinstance(error, ConnectionError)
         if is_ours

@@ -45,12 +45,13 @@ class WeightSender:
         device: torch.device,
         timeout: timedelta = TIMEOUT,
     ) -> None:
-        """Publish what `rank` sends to each worker, and open channels to the workers.
+        """Publish the copies that `rank` sends to each worker (`sends`), and open the channels.
 
-        `rendezvous` belongs to the init info. `shapes` has the parameters of each worker, `dtypes`
-        those of all: tensors on `device` are sent in these dtypes. No copy exceeds a bucket.
-        Raises ChannelError when a worker does not connect within `timeout`, and at once when any
-        process of the rendezvous has failed; publishes its own failure there.
+        `shapes` has the shapes of each worker's parameters, by worker. `dtypes` has the dtype of
+        every parameter name: tensors on `device` are sent in these dtypes. Each copy must fit into
+        a bucket of `init_info`. Raises ChannelError when a worker does not connect within
+        `timeout`, and at once when any process of the rendezvous has failed; publishes its own
+        failure there.
         """
         workers = [worker for worker, ranks in enumerate(init_info.senders) if rank in ranks]
         assert sorted(sends) == workers, f"rank {rank} sends to {sorted(sends)}, not {workers}"

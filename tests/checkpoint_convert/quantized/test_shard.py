@@ -54,7 +54,7 @@ CUTS = {
     ],
     "deepseek_v3": [ParallelDims(tensor=4, expert=2, data=2, expert_tensor=1)],
 }
-# Of NVFP4 weights that are fused in the files, or elsewhere in engines; see also below.
+# NVFP4 only for weights that files fuse (phi3) or engines fuse differently; see also below.
 CASES = [
     (family, scheme)
     for family in FAMILIES

@@ -31,7 +31,7 @@ from megatron_grpo.rollout.services import RolloutServices
 from parallel import ParallelDims
 
 MAX_LENGTH = 8
-"""Of completions of a `scripted_services`."""
+"""Tokens of a completion of `scripted_services`."""
 
 
 @dataclass

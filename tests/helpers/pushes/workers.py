@@ -169,7 +169,7 @@ def compare(process: WorkerProcess, exported: Path, kind: EngineDims, also: str)
     transfer = process.worker.push_worker
     pushed = transfer.weights()
     changed = differing(held, process.before)
-    # Of the workers that split an expert, the first has the bias of its output.
+    # Workers that split an expert: the first holds the output bias, the others hold zeros.
     zeros = {name for name, v in held.items() if name.endswith(".w2_bias") and not v.any()}
     bytes_received = transfer._receiver.bytes_received
     transfer.close()  # the next push may be into another worker of this process

@@ -535,7 +535,7 @@ def test_load_names_a_flipped_bit_in_any_file_and_goes_back(two):
 
 
 def load_without_descriptors(policy: Policy, model: Path, run: Path) -> str:
-    """The message if rank 1 cannot open files for a while, which is a transient error."""
+    """Load while rank 1 cannot open files, a transient error; returns the error's message."""
     save_checkpoint(run, 1, policy, model, PAIR)
     save_checkpoint(run, 2, policy, model, PAIR)
     checkpoints = checkpoints_of(run, policy, model, PAIR)

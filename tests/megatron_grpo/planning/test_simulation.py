@@ -69,7 +69,7 @@ def test_ranks_that_train_slow_an_engine_down_and_requests_hold_up_one_that_comp
     engine.run(0.95, trains=True)  # the start, and 50 passes
     engine.request(0.95, 1, [20, 20])
     assert engine.finish(0) == pytest.approx(0.95 + 2 * 0.1 + 0.5)
-    # Of a second of passes, a fifth is done in 0.4 s of training.
+    # Training takes 0.4 s and halves the engine's speed: a fifth of the 1 s of passes is done.
     assert simulate(loop(slowdown=2.0), AHEAD).seconds == pytest.approx(0.4 + 0.8 + 0.1)
 
 

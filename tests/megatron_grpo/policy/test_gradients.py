@@ -56,7 +56,7 @@ def own_weights(policy: Policy) -> dict[str, Tensor]:
 
 
 def fault(policy: Policy, groups: Groups, share: Sequence[PackedBatch]) -> str:
-    """Of which tensor a step says that its gradient is not finite; nothing is updated.
+    """Name of the tensor whose gradient a step reports as not finite; nothing is updated.
 
     How many of its values a rank has contributed itself depends on where shards lie.
     """
