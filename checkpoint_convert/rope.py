@@ -192,8 +192,8 @@ def _attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> flo
 def _latent_attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> float:
     """Factor of queries and keys in latent attention: 0.1 mscale_all_dim ln(factor) + 1.
 
-    It applies to both parts of a head. The rotated part has a further factor, the quotient of those
-    of `mscale` and `mscale_all_dim`, which must be 1.
+    It applies to both parts of a head. The rotated part has a further factor, which must be 1: the
+    same formula with `mscale`, divided by the formula with `mscale_all_dim`.
     """
     over, under = rope.get("mscale"), rope.get("mscale_all_dim")
     if over is None or over != under:

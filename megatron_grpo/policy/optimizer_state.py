@@ -54,7 +54,7 @@ class SplitFloats:
         return (self._upper() + self.rest).view(torch.float32)
 
     def copy_(self, values: Tensor) -> None:
-        """Set the rest for `values`; `weights` must already be the values, rounded."""
+        """Set `rest` for `values`; `weights` must already hold the rounded values."""
         rest = values.to(self.rest.device).view(torch.int32) - self._upper()
         # A value half-way between two weights may have been rounded down, to even. Its rest is
         # 2^15, one too large for int16: the clamp loses the value's last bit.

@@ -194,7 +194,7 @@ def draw_grad_norm(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_time(axis: Axes, records: Sequence[Record]) -> None:
-    """Seconds of each step, stacked by phase in execution order; a generation made beside training
+    """Seconds of each step, stacked by phase in execution order; a generation in the background
     counts with the time that the step waited for it."""
     _name(axis, "Seconds per step")
     records = _of_steps(records)

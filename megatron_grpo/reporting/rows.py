@@ -2,7 +2,7 @@
 
 Every line is a JSON object with its `step` near the start, in ascending order: bisection over byte
 offsets finds the first line of a step in about 20 reads. A line without a newline is still being
-written. A timeline may repeat steps after a resume; then one of the repetitions is found.
+written. A timeline may repeat steps after a resume; a search then finds any of the repetitions.
 """
 
 import os
