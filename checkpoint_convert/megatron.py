@@ -81,8 +81,7 @@ def megatron_layout(
     Local names are ``{chunk}.{parameter}`` with the model chunk (virtual pipeline stage) of the
     rank and Megatron-Core's parameter name, e.g. ``0.decoder.layers.3.mlp.linear_fc1.weight``. Data
     and context ranks above 0 hold only replicas, except of experts, which are split over them.
-    `transformer_engine`: norms have the names, and experts the groups, of Transformer Engine's
-    modules.
+    `transformer_engine`: names of norms and groups of experts as in its modules.
     """
     shapes, pieces, zeros = {}, [], []
     for local, parameter in local_parameters(

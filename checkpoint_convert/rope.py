@@ -122,8 +122,7 @@ def _parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(path: Path, rope: Mapping[str, Any], required: Mapping[str, Any]) -> None:
-    """Raise ValueError for an unsupported type of scaling, or for another value than the supported
-    one: `required` has these for every type, `_REQUIRED_OF_TYPE` for the type."""
+    """Raise ValueError for an unsupported type or value; `required` are values for every type."""
     rope_type = rope["rope_type"]
     if rope_type not in list(_REQUIRED_OF_TYPE):  # a list, as a JSON value may be unhashable
         raise ValueError(

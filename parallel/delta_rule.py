@@ -280,9 +280,8 @@ def read_memories(
     bias: Tensor | None = None,
     convolution: Convolution = activated_convolution,
 ) -> Tensor:
-    """Convolve packed tokens `x` [T, channels] and apply `rule`, stage by stage; returns its
-    outputs [T, ...] in packed order. A run starts from the memory and the last tokens of the run
-    that it continues."""
+    """Convolve `x` [T, channels] and apply `rule`, stage by stage; returns the outputs [T, ...]. A
+    run starts from the memory and the last tokens of the run that it continues."""
     # By run number: memories, and last tokens for the convolution of the run that follows.
     outputs, memories, lasts = [], x.new_zeros(0), x.new_zeros(0)
     for stage in stages:

@@ -35,8 +35,7 @@ def fake_rank(dims: ParallelDims, rank: int) -> Iterator[Groups]:
 def _fake_group(
     ranks: Sequence[int], timeout: Any = None, backend: Any = None, **options: Any
 ) -> Any:
-    """Creates only groups that contain this rank: thousands of other groups would take 1 ms
-    each."""
+    """Creates only groups with this rank: thousands of other groups would take 1 ms each."""
     if dist.get_rank() not in ranks:
         return dist.GroupMember.NON_GROUP_MEMBER
     return distributed_c10d.new_group(ranks, backend="fake")

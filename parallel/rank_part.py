@@ -109,8 +109,7 @@ class SecondTokens:
     def of(
         cls, cu_seqlens: Tensor, select: Tensor, local: Tensor, num_parts: int
     ) -> "SecondTokens":
-        """Second tokens for `local`, the context rank's positions; arguments as in
-        `RankPart.of`."""
+        """Second tokens for `local`, positions of the rank; arguments as in `RankPart.of`."""
         following = prediction_targets(cu_seqlens, local)
         # `prediction_targets` of -1 (no next token) gives 0, a valid position: mask it.
         second = prediction_targets(cu_seqlens, following).masked_fill(following < 0, -1)

@@ -218,8 +218,7 @@ class InVllm:
     name: str = ""
     """Empty: the name of the only source."""
     parts: tuple[tuple[str, int], ...] = ()
-    """(name, number of sources) of each engine parameter, if vLLM has several for this
-    parameter."""
+    """(name, number of sources) of each engine parameter, if vLLM has several for this one."""
     rows: tuple[int, int] | None = None
     """(first row, rows of the whole), if this is a part of an engine parameter."""
     split: int | None = None

@@ -214,11 +214,10 @@ def _upper(parameter: Parameter) -> Iterator[tuple[str, Shape]]:
 def quantized_layout(
     layout: Layout, model: QuantizedModel, tensor_rank: int, expert_tensor_rank: int
 ) -> Layout:
-    """Layout of a rank of the quantised model, from the rank's `layout` before quantisation: with
-    each part of a weight come the agreed scales of all weights fused with it.
+    """Layout of a rank of the quantised model, from the rank's `layout` before quantisation.
 
-    The first tensor rank with a part of a weight owns its agreed scales. Raises ValueError, naming
-    a weight, if the rank holds parts of blocks that must be whole.
+    With a part of a weight, a rank holds the agreed scales of all weights fused with it; the first
+    such tensor rank owns them. Raises ValueError, naming a weight, for a part of a block.
     """
     shapes, pieces, scales = {**layout.shapes}, [], {}
     for piece in layout.pieces:

@@ -102,8 +102,7 @@ class CompletionGroup(Group):
                 del self._requests[sample.sample_index]
 
     def _take(self, index: int, answer: "asyncio.Future[tuple[Choice, str]]") -> None:
-        """Replace an answer by its sample at once: an answer takes over a hundred bytes per
-        token."""
+        """Replace an answer by its sample at once: it takes over a hundred bytes per token."""
         if answer.cancelled():
             return
         choice, url = answer.result()

@@ -34,8 +34,7 @@ from parallel import Shape
 CONTEXT_BYTES = 600 * 10**6
 """CUDA context, kernels and cuBLAS workspaces of a process."""
 COMMUNICATOR_BYTES = 500 * 10**6
-"""NCCL's buffers of one communicator. Published figures: 7 to 10 GB for idle engines of large
-jobs."""
+"""NCCL's buffers of one communicator. Published figures: 7 to 10 GB for idle ones of large jobs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,8 +60,7 @@ class Buffer:
 def rank_buffers(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Iterator[Buffer]:
     """Gradient buffers of the rank at `at`.
 
-    One layer of each kind and one expert of a layer are laid out; equal layers and experts repeat
-    them.
+    One layer of each kind and one expert per layer are laid out, and repeated for equal ones.
     """
     kinds = layer_kinds(shape)
     kind_of = kind_of_layers(kinds)

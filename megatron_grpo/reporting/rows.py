@@ -102,8 +102,7 @@ def identity_of(line: bytes) -> tuple[int, ...] | None:
 
 
 def _seek(file: BinaryIO, step: int) -> None:
-    """Move to the first row of `step` or later, or to a line at most `NEAR` bytes and a line
-    before."""
+    """Move to the first row of `step` or later, or at most `NEAR` bytes and one line before it."""
     # Invariant: rows from `high` on have at least `step`, rows before `low` have less.
     low, high = 0, file.seek(0, os.SEEK_END)
     while high - low > NEAR:

@@ -180,9 +180,8 @@ def server_host(place: RankPlace, store: Store) -> str:
 def _failure(error: BaseException, step: int) -> Failure:
     """Convert an exception in optimizer step `step` to the rank's report: message or traceback.
 
-    In step 0, a ValueError, OSError or ModuleNotFoundError points at the config, data, files or
-    packages: the user must fix these, unless the error is transient. In later steps the same
-    command may succeed.
+    In step 0, a ValueError, OSError or ModuleNotFoundError is the user's to fix (config, data,
+    files or packages), unless it is transient. In later steps the same command may succeed.
     """
     trace = "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
     is_ours = isinstance(error, (ValueError, OSError, ModuleNotFoundError))

@@ -47,11 +47,10 @@ class WeightSender:
     ) -> None:
         """Publish the copies that `rank` sends to each worker (`sends`), and open the channels.
 
-        `shapes` has the shapes of each worker's parameters, by worker. `dtypes` has the dtype of
-        every parameter name: tensors on `device` are sent in these dtypes. Each copy must fit into
-        a bucket of `init_info`. Raises ChannelError when a worker does not connect within
-        `timeout`, and at once when any process of the rendezvous has failed; publishes its own
-        failure there.
+        `shapes` are of each worker's parameters, `dtypes` of all workers' parameters; tensors on
+        `device` are sent in these dtypes. A copy must fit into a bucket. Raises ChannelError when a
+        worker does not connect within `timeout`, and at once when any process of the rendezvous has
+        failed; publishes its own failure there.
         """
         workers = [worker for worker, ranks in enumerate(init_info.senders) if rank in ranks]
         assert sorted(sends) == workers, f"rank {rank} sends to {sorted(sends)}, not {workers}"
