@@ -272,7 +272,7 @@ def activated_convolution(
     return silu(causal_convolution(x, weight, stage.cu_seqlens, before, bias))
 
 
-def read_memories(
+def run_stages(
     x: Tensor,
     weight: Tensor,
     rule: Rule,

@@ -184,17 +184,17 @@ def _failure(error: BaseException, step: int) -> Failure:
     files or packages), unless it is transient. In later steps the same command may succeed.
     """
     trace = "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
-    is_ours = isinstance(error, (ValueError, OSError, ModuleNotFoundError))
+    may_be_input = isinstance(error, (ValueError, OSError, ModuleNotFoundError))
     # A lost connection: another rank, or an engine, has failed first.
     is_consequence = (
         isinstance(error, ConnectionError)
-        if is_ours
+        if may_be_input
         else isinstance(error, DistError) or "gloo" in trace
     )
-    is_early = is_ours and step == 0
+    is_early = may_be_input and step == 0
     is_for_user = is_early and is_user_error(error)
     # System errors (with errno) say neither what was tried nor where.
-    is_whole = isinstance(error, OSError) and error.errno is None
-    if str(error) and (is_early or is_whole or isinstance(error, RewardError)):
+    has_own_message = isinstance(error, OSError) and error.errno is None
+    if str(error) and (is_early or has_own_message or isinstance(error, RewardError)):
         return Failure(str(error), trace, is_for_user, is_consequence)
     return Failure(trace, "", is_for_user, is_consequence)

@@ -48,7 +48,7 @@ class Recorded(Completions):
             prompts,
             params,
             new_group=partial(
-                DialogueGroup, environments=environments, turns=turns(), max_turns=max_turns
+                DialogueGroup, environments=environments, template=turns(), max_turns=max_turns
             ),
         )
 

@@ -39,7 +39,7 @@ from megatron_grpo.rollout.runner import PRIORITIES, GenerationRunner
 from megatron_grpo.rollout.saved_groups import groups_of
 from megatron_grpo.rollout.schedule import RolloutScheduler
 from megatron_grpo.rollout.services import RolloutServices
-from megatron_grpo.timing import PhaseTimer, is_beside
+from megatron_grpo.timing import PhaseTimer, is_in_background
 from parallel import ParallelDims
 from parallel.images import PromptImages
 
@@ -189,7 +189,7 @@ def test_finish_of_a_generation_that_is_there_waits_0_seconds(services):
         wait_for(lambda: runner._queue.next_generation(0) is not None)
         metrics = runner.finish(0, timer).metrics | timer.metrics()
     assert metrics["time/wait_rollout"] < metrics["time/generate"]
-    assert is_beside("time/generate", metrics)  # not shown as a part of the step
+    assert is_in_background("time/generate", metrics)  # not shown as a part of the step
 
 
 @pytest.mark.parametrize(
