@@ -332,7 +332,7 @@ OF_WINDOWS = [
     {"model_type": "gemma3_text", "sliding_window_pattern": 2},
     {"model_type": "gemma3_text", "rope_local_base_freq": 5e3, "rope_scaling": LINEAR_ROPE},
 ]
-# Published with YaRN, of which test_rope.py says what it means.
+# Published with YaRN, whose values test_rope.py checks.
 WITH_YARN = (
     *("DeepSeek-V3", "DeepSeek-V3.2", "Kimi-K2", "Ministral-3-8B", "OLMo-3-7B"),
     *("gpt-oss-20b", "gpt-oss-120b"),

@@ -118,7 +118,7 @@ class Row:
 
 @dataclass
 class Worlds:
-    """What ranks have found for rows, and oracles, each computed when it is first needed."""
+    """Results of ranks by row, and oracles; each is computed when first needed."""
 
     make: Callable[[str], Path]
     """The folder of a model of the table."""

@@ -52,7 +52,7 @@ class Case:
     """Other weights of the same shapes, with which the engines start."""
     engines: Sequence[EngineDims]
     also: str = ""
-    """What is trained beside the model, and pushed: see `vllm_workers.OPTIONS`."""
+    """Part that is trained and pushed with the model (mtp, vision): see `vllm_workers.OPTIONS`."""
 
     @property
     def options(self) -> list[str]:

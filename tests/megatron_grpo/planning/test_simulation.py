@@ -33,7 +33,7 @@ def loop(**given) -> Loop:
 
 
 def heavy_tail(**given) -> Loop:
-    """Lengths of which few take most of the time, and a trainer as busy as the engines."""
+    """Few long completions take most of the time; the trainer is as busy as the engines."""
     source = random.Random(0)
     lengths = [min(1024, 1 + int(source.lognormvariate(3.5, 1.2))) for _ in range(1000)]
     rates = {"pass_seconds": lambda running: 0.002 + 0.0002 * running, "train_seconds": 0.8}

@@ -78,7 +78,8 @@ def take_steps(
     saved: Path,
     *overrides: str,
 ) -> Steps:
-    """What steps of several lengths see, whether the weights were whole after each; and these."""
+    """Results of steps with different numbers of microbatches, whether the weights were whole after
+    each step, and the weights."""
     with in_buckets(size):
         policy, groups = start_policy(rank, folder, dims, *STEPS, *overrides)
     share = own_share(pack_all(LENGTHS * 2, dims), groups)
