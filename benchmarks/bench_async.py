@@ -76,9 +76,9 @@ class Costs:
     """What was measured before the runs."""
 
     token_seconds: float
-    """Of the engine to compute a token of a prompt."""
+    """Engine time to compute one prompt token."""
     receive_seconds: float
-    """Of the engine to take a request."""
+    """Engine time to take a request."""
     slowdown: float
     """Seconds of the engine for a generation while the ranks train, over those without."""
 
@@ -102,15 +102,15 @@ class Measured:
     idle: float
     """Share of the time in which the engine had nothing to do."""
     requests: float
-    """Of the ranks' core for what is neither training nor a push: requests, and their answers."""
+    """Seconds of the ranks' core for requests and their answers: neither training nor a push."""
     looks: list[Look]
     lengths: list[int]
     prompt_tokens: float
-    """Of a completion's prompt, in the mean."""
+    """Mean tokens of a prompt."""
 
     @property
     def start(self) -> float:
-        """Of a synchronous step: the ranks did not train, and no completion had a token yet."""
+        """Seconds of a synchronous step before the first token, in which the ranks do not train."""
         return max(0.0, self.idle * self.step - self.train - self.push)
 
     @property

@@ -50,7 +50,7 @@ def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def logprobs(folder: str, kind: str | None, kernel: str) -> Tensor:
-    """Those of the tokens of TEXT but the first, [tokens - 1]."""
+    """Log-probabilities [tokens - 1] of the tokens of TEXT after the first."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation=kernel
     )

@@ -84,7 +84,7 @@ class Mutant:
     before: str
     after: str
     source: str
-    """Of the whole module."""
+    """Source text of the whole module."""
 
 
 def main() -> None:

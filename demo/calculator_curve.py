@@ -20,7 +20,7 @@ CONFIG = Path(__file__).parents[1] / "configs" / "learn_tool.yaml"
 
 
 def curves(run_dir: Path) -> dict[str, list[float]]:
-    """Of every step, the mean reward and the share of completions with a call."""
+    """Mean reward and share of completions with a call, step by step."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return {

@@ -160,7 +160,7 @@ def shape_by_transformers(config):
             "mtp_num_hidden_layers" if family in QWEN3_5 else "num_nextn_predict_layers",
             int(family in (*MULTI_TOKEN, "qwen3_next")),
         ),
-        # Of no layer in a mixture that has none.
+        # Without the key, no layer of a mixture is dense: the default is unused.
         "intermediate_size": getattr(config, "intermediate_size", 512),
         "rms_norm_eps": getattr(config, "layer_norm_epsilon", None) or config.rms_norm_eps,
     }
@@ -332,7 +332,7 @@ OF_WINDOWS = [
     {"model_type": "gemma3_text", "sliding_window_pattern": 2},
     {"model_type": "gemma3_text", "rope_local_base_freq": 5e3, "rope_scaling": LINEAR_ROPE},
 ]
-# Published with YaRN, of which test_rope.py says what it means.
+# Published with YaRN, whose values test_rope.py checks.
 WITH_YARN = (
     *("DeepSeek-V3", "DeepSeek-V3.2", "Kimi-K2", "Ministral-3-8B", "OLMo-3-7B"),
     *("gpt-oss-20b", "gpt-oss-120b"),
@@ -412,7 +412,7 @@ HARMLESS_IN = {
         *("mtp_layers_block_type", "num_hidden_layers", "rope_parameters"),
         *("get_nemotron_h_config_for_layer", "get_text_config", "rms_norm_eps"),
     },
-    # Of scalings that its RoPE cannot have here.
+    # Keys of RoPE scalings that are refused for Phi-3.
     "phi3": {"original_max_position_embeddings"},
     "qwen3_5_text": OF_QWEN3_5 | OF_EXPERTS,
     "qwen3_5_moe_text": OF_QWEN3_5,
@@ -493,7 +493,7 @@ def names_that_are_read(config):
     named = set(re.findall(entry, (models / "registry.py").read_text()))
     files = {*named, *VLLM_FILES.get(config.model_type, ())}
     assert files, f"vLLM's registry has no {architecture}: name its files in VLLM_FILES"
-    # That of others it runs on transformers' own code.
+    # vLLM runs architectures without a file of their own on transformers' code.
     sources += [models / f"{name}.py" for name in files - {"transformers"}]
     asked = set().union(*(asked_for(path.read_text()) for path in sources))
     names = {field.name for field in fields(config)} | set(config.to_dict()) | set(read) | asked

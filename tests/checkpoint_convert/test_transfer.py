@@ -23,7 +23,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def alive(folder):
-    """Those of the workers that wrote their ids into `folder` which have not ended."""
+    """Process ids that workers wrote into `folder`, without workers that have ended."""
     pids = [file.read_text() for file in folder.iterdir()]
     return [pid for pid in pids if pid and psutil.pid_exists(int(pid))]
 

@@ -33,7 +33,8 @@ def attend_by_torch() -> None:
 
 
 def rotary_embedding(*arguments: Any) -> RotaryEmbedding:
-    """That of all other models; the last argument is the device."""
+    """SGLang's embedding of all other models (`get_rope`); the last argument, the device, is
+    dropped."""
     return get_rope(*arguments[:-1])
 
 

@@ -54,8 +54,8 @@ def experts_of_worker(
     """Compute what vLLM's kernels for packed weights do, into `output` [T, hidden size].
 
     `w1` [experts, 2 * size, hidden size], `w2` [experts, hidden size, size]; `topk_weights` and
-    `topk_ids` [T, experts per token]. Of the experts that other workers have, which are -1 in
-    `expert_map`, vLLM's would read whatever is in memory.
+    `topk_ids` [T, experts per token]. Experts of other workers are -1 in `expert_map`: there vLLM's
+    kernels would read arbitrary memory.
     """
     gated = _GATES[activation]
     ids = topk_ids if expert_map is None else expert_map[topk_ids]

@@ -69,7 +69,7 @@ def linear_attention(
 
 
 def _read_runs(layer: Any, batch: GDNAttentionMetadata, read: Any) -> None:
-    """Those of requests without drafts."""
+    """Compute the runs of requests without drafts."""
     num_requests = batch.num_decodes + batch.num_prefills
     tokens = batch.non_spec_token_indx if batch.num_spec_decodes else slice(batch.num_actual_tokens)
     slots = batch.non_spec_state_indices_tensor[:num_requests]
@@ -87,7 +87,7 @@ def _read_runs(layer: Any, batch: GDNAttentionMetadata, read: Any) -> None:
 
 
 def _read_drafts(layer: Any, batch: GDNAttentionMetadata, read: Any) -> None:
-    """Those of requests with drafts, a token of each at a time.
+    """Compute the tokens of requests with drafts, one token of each request at a time.
 
     Which of these tokens will be taken is known before the next ones only: vLLM has a memory for
     each, and room for the tokens before the convolution of all, of which the last one's follow.

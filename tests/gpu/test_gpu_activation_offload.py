@@ -38,7 +38,8 @@ def offloaded(modules: list[str], *further: str) -> list[str]:
 
 
 def gradients(rank: int, folder: Path, dims: ParallelDims, overrides: list[str]) -> list[Tensor]:
-    """Of schedules of different numbers of microbatches, each after one without gradients."""
+    """Gradients after schedules of different lengths, each preceded by a forward without
+    gradients."""
     policy, groups = start_policy(rank, folder, dims, "model.dtype=bfloat16", *overrides)
     shared = "grpo.shared_prompts=true" in overrides
     share = [

@@ -106,7 +106,8 @@ def test_fp8_is_near_bfloat16(folder, recipe):
 
 
 def test_with_scales_of_blocks_a_sequence_has_the_same_numbers_wherever_it_lies(tmp_path):
-    """Its activations have scales of their own, of 128 numbers of one token."""
+    """Every 128 activations of a token have a scale, so neighbours in the microbatch change
+    nothing."""
     folder = tiny_model(tmp_path, "qwen3", hidden_size=256, intermediate_size=512, head_dim=64)
     beside, _, _ = run(folder, [[(5, 90), (3, 60), (20, 44)]], *in_fp8("blockwise"))
     alone, _, _ = run(folder, [[(5, 90)], [(3, 60)], [(20, 44)]], *in_fp8("blockwise"))

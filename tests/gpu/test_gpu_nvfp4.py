@@ -10,7 +10,7 @@ from helpers.models.tiny import tiny_model
 from parallel import ParallelDims
 
 MOST_GAP = 0.02
-"""Of bfloat16, in nats: weights are the same numbers."""
+"""Largest gap in nats: weights are equal, so only bfloat16 rounds."""
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

@@ -31,8 +31,8 @@ from megatron_grpo.prompt_checks import what_was_tried
 
 TOKEN = "0123456789abcdef"
 MILLIONS = 200
-"""Of numbers, in whose CPU time a mistake must be told: some 14 s. Most of it are imports, of
-Megatron-Core where it is the data that cannot be used."""
+"""A mistake must be reported within the CPU time of so many million numbers, some 14 s. Imports
+take most of it; with a mistake in the data, also of Megatron-Core."""
 
 
 @pytest.fixture

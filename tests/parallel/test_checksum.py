@@ -113,7 +113,7 @@ def test_a_copy_may_change_the_dtype(shape, dtypes):
 
 
 HALVES = [Box((expert, half, 4), (1, 3, 8)) for expert in range(4) for half in (0, 3)]
-"""Of each of four experts: all columns behind the fourth, of its first and of its second rows."""
+"""For each of four experts: columns from 4 on, of its first and of its second three rows."""
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ def test_where_nothing_fails_nothing_is_told():
 
 
 def ask_rank_0(rank: int) -> list[object]:
-    """What a rank gets of three calls: a result, an error for all, and a subclass of one."""
+    """Outcomes of three calls on a rank: a result, an error for all ranks, and a subclass of an
+    error."""
     zero = ["zero"] if rank == 0 else None
     found: list[object] = [on_rank_0(zero, len, (OSError,))]
     for kind in (KeyError, ConnectionError):

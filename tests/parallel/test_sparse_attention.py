@@ -47,7 +47,7 @@ def all_queries():
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_token_attends_to_the_best_of_its_sequence_up_to_itself(size):
     torch.manual_seed(0)
-    # Of two heads, a quarter of the scores are zero: the earlier tokens are taken.
+    # With two heads, a quarter of the scores are zero: ties go to the earlier tokens.
     query, key, weights = random(2, DIM), random(DIM), random(2)
     expected = chosen_by_token(query, key, weights)
     for rank in range(size):

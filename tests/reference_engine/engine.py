@@ -50,7 +50,7 @@ class _Request:
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in `folder`; with dequantised weights, if they are quantised there."""
+    """The model in `folder`; quantised weights are dequantised."""
     if read_scheme(folder) is None:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     config = AutoConfig.from_pretrained(folder)
@@ -63,9 +63,10 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 class ModelWorker(PushWorker):
-    """The weights of a model of transformers, held in the layout of the one worker of an engine."""
+    """The only worker of an engine: holds the weights of a transformers model in that layout."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, dtype: str, engine: str) -> None:
+        """Hold the weights in `folder` as a worker of `engine` would; `model` generates."""
         super().__init__(0, model.device)
         shape, rollout = read_shape(folder), RolloutConfig(engine=engine, max_completion_length=1)
         self.model = model

@@ -1,4 +1,4 @@
-"""The experts that SGLang tells of each token, against the routers of transformers."""
+"""The experts that SGLang reports for each token, against the routers of transformers."""
 
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -35,7 +35,7 @@ def reference(folder: Path) -> AutoModelForCausalLM:
 
 
 def bounds(sample: Sample) -> list[tuple[int, int]]:
-    """Where the part of each version begins and ends."""
+    """Begin and end of each version's part of the completion."""
     return [*pairwise([0, *accumulate(count for _, count in sample.spans)])]
 
 
@@ -100,7 +100,7 @@ def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(
     assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
     samples = asked.samples()[::4]
     assert all(len(sample.spans) == 3 for sample in samples)
-    # Of each token those that the weights of its version choose, after what these have read anew.
+    # Every token has the experts that its version's weights choose, given all tokens before it.
     for sample in samples:
         ends = [len(sample.prompt.token_ids) - 1 + end for _, end in bounds(sample)]
         routes = np.sort(sample.routes)
@@ -116,7 +116,8 @@ def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(
     for sample, old, new, by_choice in zip(samples, before, after[:4], after[4:], strict=True):
         (first, last), (start, end), _ = bounds(sample)
         assert old[first:last].max() < 1e-3
-        # Behind the push, what is replayed of the tokens before it is not what the engine has
-        # computed anew: with that, the trainer has its log-probabilities, too.
+        # The push made the engine recompute earlier tokens with other experts than the samples
+        # record. Replaying the recomputed choice gives the engine's log-probabilities after the
+        # push.
         assert by_choice[start:end].max() < 1e-3 < new[start:end].mean() < 0.3
         assert new[first:last].mean() > 0.6  # by the weights of another version

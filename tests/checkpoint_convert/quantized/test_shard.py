@@ -36,8 +36,8 @@ from helpers.models.quantized import NVFP4, is_quantized, nvfp4_copies, nvfp4_we
 from helpers.models.tiny import tiny_model
 from parallel import ParallelDims
 
-# Sizes of which blocks of 128 are parts, but not of what a tensor rank of 4 or 8 holds, which may
-# have no keys at all. In the latents' down-projections the last blocks are partial.
+# Blocks of 128 divide these sizes, but not the shards of 4 or 8 tensor ranks, some of which hold no
+# keys. In the latents' down-projections the last blocks are partial.
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 FAMILIES = {
     "qwen3": {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
@@ -54,7 +54,7 @@ CUTS = {
     ],
     "deepseek_v3": [ParallelDims(tensor=4, expert=2, data=2, expert_tensor=1)],
 }
-# Of NVFP4 weights that are fused in the files, or elsewhere in engines; see also below.
+# NVFP4 only for weights that files fuse (phi3) or engines fuse differently; see also below.
 CASES = [
     (family, scheme)
     for family in FAMILIES
@@ -171,7 +171,7 @@ def test_export_keeps_ignored_modules(checkpoints, tmp_path, scheme):
     assert_same(weights_of(tmp_path / "out"), quantized_at_once(weights, scheme, names))
     table = config_of(tmp_path / "out")["quantization_config"]
     assert {name.removesuffix(".weight") for name in names} < {*ignored_modules(table)}
-    # What an engine is told by this config, it quantises alike.
+    # An engine with this config quantises the same weights.
     again = dict(quantized_tensors(plain, scheme, ignored_modules(table)))
     assert_same(again, weights_of(tmp_path / "out"))
 

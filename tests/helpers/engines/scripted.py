@@ -31,7 +31,7 @@ from megatron_grpo.rollout.services import RolloutServices
 from parallel import ParallelDims
 
 MAX_LENGTH = 8
-"""Of completions of a `scripted_services`."""
+"""Tokens of a completion of `scripted_services`."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class ScriptedEngine:
     """Tokens of each completion that it streams, one by one, before it ends in mid-chunk when it is
     broken; 0: it does not stream."""
     num_read: int = 0
-    """Requests of which these tokens have been read."""
+    """Requests whose streamed tokens have been read."""
     version: int = 7
     push: str = ""
     """The push that it says it holds, if not the one of its version."""
@@ -125,7 +125,8 @@ class ScriptedEngine:
         routed = request["sampling_params"].get(ROUTES_START, first + count - 1)
         routes = np.full((first + count - 1 - routed, 1, 1), self.version, np.uint8)
         choice = {
-            # As SGLang's of a completion that waits, after a push, for being computed anew.
+            # None, as from SGLang for a completion that still waits for its recomputation after a
+            # push.
             "routed_experts": b64encode(npy_of(routes)).decode()
             if reason != "abort" or version == self.version
             else None,

@@ -15,7 +15,7 @@ from megatron_grpo.launch.run_dir import bearer
 from parallel import ParallelDims
 
 OF_POSITIONS = ".rotary_emb.axis_map"
-"""A constant of M-RoPE, of which SGLang tells a checksum, too."""
+"""A constant of M-RoPE; SGLang reports its checksum, too."""
 
 
 def pose_as(patch: pytest.MonkeyPatch, *poses: str) -> None:
@@ -26,7 +26,7 @@ def pose_as(patch: pytest.MonkeyPatch, *poses: str) -> None:
 
 
 def own_checksums(engine: TestEngine) -> list[dict[str, str]]:
-    """SGLang's own checksum of every parameter of each worker; each group tells those of all."""
+    """SGLang's own checksums by worker and parameter; each group reports them for all workers."""
     [url] = engine.servers.base_urls
     answer = httpx.post(
         f"{url}/weights_checker",

@@ -64,7 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Arguments of a worker by what pushes fill, too: the layer that it drafts with, or its tower."""
 VARIABLES = {"mtp": DRAFTER_VARIABLE, "vision": VISION_VARIABLE}
 NUM_ENGINES = 2
-"""Of those that take a push: the first feeds the second."""
+"""Engines that take a push: the first feeds the second."""
 
 
 def loaded_parameters(

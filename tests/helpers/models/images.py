@@ -109,7 +109,7 @@ def normalized(patches: Tensor, family: str = FAMILY) -> Tensor:
 
 
 def logits(model: Any, tokens: Tensor, images: PromptImages | None) -> Tensor:
-    """Those of transformers' model for `tokens` [1, L] that begin with a prompt with `images`.
+    """Logits of transformers' model for `tokens` [1, L], which begin with a prompt with `images`.
 
     By `pixel_values` it would put features in the places of sampled tokens of images, too.
     """

@@ -217,10 +217,10 @@ def nvfp4_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def nvfp4_copies(model: Path, folder: Path) -> dict[str, tuple[Path, Path]]:
-    """By form, a copy of the model in NVFP4 and what it is read as, both in bfloat16.
+    """(copy of the model in NVFP4, its dequantised copy) by format, both in bfloat16.
 
-    Of compressed-tensors, dequantised by it; and by ModelOpt's names, whose weights are
-    number * (scale * scale_2).
+    Formats: compressed-tensors, dequantised by that library; and ModelOpt's names, where a weight
+    is number * (scale * scale_2).
     """
     plain = {name: value.bfloat16() for name, value in weights_of(model).items()}
     stored, read, renamed, product = nvfp4_weights(plain), {**plain}, {**plain}, {**plain}

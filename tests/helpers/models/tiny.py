@@ -51,8 +51,8 @@ LINEAR: dict[str, Any] = {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
-    # Of what a token reads with a query that is nearly orthogonal to its key, the norm magnifies
-    # the rounding errors: 4e-5 in transformers' own log-probabilities in float32, with 1e-6.
+    # Where a query is nearly orthogonal to its key, the norm magnifies the rounding errors of the
+    # output: with 1e-6, to 4e-5 in transformers' own float32 log-probabilities.
     "rms_norm_eps": 1e-3,
     "rope_parameters": {
         "rope_type": "default",
@@ -205,17 +205,17 @@ def tiny_model(
         "bos_token_id": None,
         "eos_token_id": EOS_ID,
     }
-    # Qwen2's heads are hidden_size / num_heads wide, and those of latents have named parts.
+    # Qwen2's heads are hidden_size / num_heads wide; latent attention sizes the parts of a head.
     if family not in ("qwen2", *LATENTS):
         shape["head_dim"] = 16
     shape |= no_dropout(family) | OWN_FIELDS.get(family, {}) | overrides
-    if family in LATENTS:  # they have keys and values for every head
+    if family in LATENTS:  # every head has its own keys and values
         shape["num_key_value_heads"] = shape["num_attention_heads"]
     if family == "minimax_m2":
         shape["rotary_dim"] = shape["head_dim"] // 2
     if (blocks := shape.get("layers_block_type")) and "num_hidden_layers" in overrides:
         shape["layers_block_type"] = [*islice(cycle(blocks), shape["num_hidden_layers"])]
-    config = CONFIGS[family](**deepcopy(shape))  # they write into what they are given
+    config = CONFIGS[family](**deepcopy(shape))  # configs change their arguments
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -269,7 +269,7 @@ def renamed(folder: Path, family: str) -> Path:
 def servable_model(folder: Path, family: str, **overrides: Any) -> Path:
     """A model with head size 32, the least that vLLM serves on CPUs (Qwen2: by its hidden size).
 
-    Of latents vLLM serves a single size on CPUs.
+    Latent attention has the only sizes that vLLM serves on CPUs.
     """
     heads = {"qwen2": {"hidden_size": 128}}.get(family, {"head_dim": 32})
     if family == "gpt_oss":  # a multiple of 32 for each of four workers

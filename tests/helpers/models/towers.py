@@ -161,11 +161,12 @@ def tiny_multimodal(
 
 
 def as_published(weights: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
-    """Those of a multimodal model as transformers saves them, with what publishers do otherwise.
+    """Change the weights of a multimodal model from the form that transformers saves to the
+    published form.
 
-    Of a Qwen3-VL with experts transformers saves the matrices of these as it computes with them,
-    and vLLM only reads the transposes, which were published. Of a Kimi-K2.5 it gives layers of the
-    text, and two modules of the tower, the names that other parts have there.
+    Qwen3-VL with experts: published expert matrices, the only ones that vLLM reads, are the
+    transposes of those that transformers saves. Kimi-K2.5: transformers names the text layers and
+    two modules of the tower differently.
     """
     if model_type == "qwen3_vl_moe":
         return {

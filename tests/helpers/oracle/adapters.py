@@ -77,13 +77,13 @@ def b_values(name: str, shape: tuple[int, ...]) -> Tensor:
 Answer = tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]
 """Log-probabilities with and without adapters, gradients, and merged weights."""
 SCALE = 2.0
-"""Of `options`."""
+"""The scale of adapters that `options` sets."""
 
 
 def oracle(
     folder: Path, values: dict[str, Tensor], scale: float, rounded: Mapping[str, Tensor] = NOTHING
 ) -> Answer:
-    """The same in float64 on a model of transformers.
+    """The answer in float64 by a model of transformers.
 
     Some merged weights are `rounded` to these, through which gradients go straight.
     """

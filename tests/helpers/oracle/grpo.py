@@ -310,8 +310,8 @@ class _Sequence:
         return w**k * math.exp(lam * (1 - w)) * a * self.new[t]
 
     def rollout_weight(self, t: int) -> float:
-        """The ratio of trainer over engine for the weights that generated, truncated or masked; 0
-        for a token that is rejected for another ratio."""
+        """Importance weight of a token: the ratio of trainer over engine, truncated or masked; 0 if
+        `rollout_rs` rejects the token."""
         cfg = self.cfg
         if cfg.rollout_rs is not None:
             ratio = self.rollout_ratio(t, cfg.rollout_rs)
@@ -390,7 +390,7 @@ def oracle_logprobs_and_entropies(
 
 
 class _NoFloat32(TorchFunctionMode):
-    """Makes float64 of what torch is asked to make float32."""
+    """Replaces float32 by float64 in the arguments of torch's functions."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -409,9 +409,9 @@ def _in_float64(value: Any) -> Any:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Here nothing is float32, also what transformers and Megatron-Core have in float32 whatever
-    the dtype of the weights: routers, norms, RoPE's angles, linear attention. But for backwards of
-    functions that have their own, which torch calls outside of a mode."""
+    """Compute in float64 wherever transformers and Megatron-Core ask for float32: routers, norms,
+    RoPE's angles, linear attention. Backwards of custom autograd functions are excepted: torch
+    calls them outside of a mode."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -73,7 +73,8 @@ class MtpOracle:
         return rms_norm(x, self.size, weight + 1 if self.is_apart else weight, self.eps)
 
     def logprobs(self, sequence: TokenSequence) -> Tensor:
-        """Of the tokens of the response, but for one that is the second token of all."""
+        """Log-probabilities of the response tokens; none for a token at position 1 of the
+        sequence."""
         with torch.no_grad():
             hidden = self.model.model(sequence.tokens[None]).last_hidden_state[:, :-1]
             embedded = self.model.model.embed_tokens(sequence.tokens[None, 1:])

@@ -257,7 +257,7 @@ def changes(folder: Path, dims: ParallelDims, kind: str, cuda: bool = False) -> 
 
 
 def largest_error(found: Whole, expected: Whole) -> float:
-    """Of any tensor, as a fraction of its norm."""
+    """Largest error of a tensor, as a fraction of its norm."""
     assert found.keys() == expected.keys() and found
     return max(
         float((found[key] - values).norm() / values.norm()) for key, values in expected.items()
@@ -300,7 +300,7 @@ def assert_same(found: Whole, expected: Whole, last_bits: int = 0) -> None:
 
 
 def bytes_kept(rank: int, folder: Path, dims: ParallelDims, kind: str) -> tuple[int, int, int]:
-    """Of this rank's optimizer after a step, on the GPU and on the host; and of gradients."""
+    """Bytes of this rank after a step: optimizer on the GPU, optimizer on the host, gradients."""
     policy, groups = start_kind(rank, folder, dims, kind)
     take_step(policy, groups)
     policy.optimizer.zero_grad()

@@ -152,7 +152,7 @@ def accumulate(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> No
 
 
 def add_gradient(model: Model, groups: Groups, batches: list[PackedBatch]) -> None:
-    """The same without zeroing it before."""
+    """Add the gradient of the weighted negative log-likelihood, without `zero_grad` before."""
 
     def loss_fn(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
         chosen = response_logprobs(model, hidden, batch, 1.0, groups)
@@ -171,7 +171,7 @@ def boxes_of(model: Model, tensors: Mapping[str, Tensor], *, replicas: bool = Fa
 
 
 def whole(ranks: Sequence[Boxes]) -> dict[str, Tensor]:
-    """Tensors from the boxes of all ranks; NaN where none is."""
+    """Assemble whole tensors from the boxes of all ranks; NaN where no box lies."""
     boxes = [box for of_rank in ranks for box in of_rank]
     ends: dict[str, list[tuple[int, ...]]] = {}
     for name, box, _ in boxes:
@@ -346,7 +346,7 @@ class OracleCase:
     folder: Path
     logprobs: list[Tensor]
     gradients: dict[str, Tensor]
-    """By the names of `hf_tensors`."""
+    """Gradients by the names of `hf_tensors`."""
 
     @classmethod
     def of(

@@ -118,7 +118,7 @@ class Row:
 
 @dataclass
 class Worlds:
-    """What ranks have found for rows, and oracles, each computed when it is first needed."""
+    """Results of ranks by row, and oracles; each is computed when first needed."""
 
     make: Callable[[str], Path]
     """The folder of a model of the table."""
@@ -204,7 +204,7 @@ class Overlapped(Kind):
     name, overrides = "overlapped", OVERLAP
 
     def found(self, row: Row, folder: Path, groups: Groups) -> tuple[Numbers, float]:
-        """Those of a second step: in a first one Megatron learns which gradients there are."""
+        """Numbers of the second step: in the first, Megatron learns which gradients there are."""
         cfg = self.config(row, folder, groups.dims)
         with in_buckets(SMALL):
             policy = self.policy(cfg, groups)

@@ -197,7 +197,7 @@ class Case:
     ) -> tuple[float, Gradients]:
         """The oracle's loss and gradients, when no other than the `scored` samples have a reward.
 
-        Of a sample without one no token counts, and so it is to the oracle as an empty one.
+        Samples without a reward are empty for the oracle: none of their tokens counts.
         """
 
         def counted(values: list[Any]) -> list[Any]:

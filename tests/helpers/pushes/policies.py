@@ -37,7 +37,7 @@ from parallel.weight_transfer.network_channels import NetworkChannel
 from parallel.weight_transfer.streams import OutStream, Packing
 
 BUCKET_BYTES = 1 << 14
-"""Of the pushes without a channel; several for each worker."""
+"""Bytes of a bucket in pushes without a channel: small, so that each worker gets several."""
 
 
 def client_of(base_urls: Sequence[str], token: str, **rollout: Any) -> RolloutClient:

@@ -50,14 +50,14 @@ class Held:
     loaded: list[str]
     """Parameters that differed, before any push, from what vLLM loads from an export."""
     differing: list[str]
-    """Those that differ after a push."""
+    """Parameters that differ after a push."""
     bytes_received: int
     share: float
     """Bytes of 8-bit weights and their scales, as a part of those in bfloat16."""
     bytes_held: int
-    """Of all parameters, without vLLM's padding."""
+    """Bytes of all parameters, without vLLM's padding."""
     error: float
-    """Of a product by vLLM's layer, relative to the largest element of that by the weights."""
+    """Error of a product by vLLM's layer, relative to the largest element of the exact product."""
 
 
 def config_of(case: Case, dims: ParallelDims, client: WorkerClient) -> Config:

@@ -52,7 +52,7 @@ class Case:
     """Other weights of the same shapes, with which the engines start."""
     engines: Sequence[EngineDims]
     also: str = ""
-    """What is trained beside the model, and pushed: see `vllm_workers.OPTIONS`."""
+    """Part that is trained and pushed with the model (mtp, vision): see `vllm_workers.OPTIONS`."""
 
     @property
     def options(self) -> list[str]:
@@ -169,7 +169,7 @@ def compare(process: WorkerProcess, exported: Path, kind: EngineDims, also: str)
     transfer = process.worker.push_worker
     pushed = transfer.weights()
     changed = differing(held, process.before)
-    # Of the workers that split an expert, the first has the bias of its output.
+    # Workers that split an expert: the first holds the output bias, the others hold zeros.
     zeros = {name for name, v in held.items() if name.endswith(".w2_bias") and not v.any()}
     bytes_received = transfer._receiver.bytes_received
     transfer.close()  # the next push may be into another worker of this process

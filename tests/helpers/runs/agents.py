@@ -131,7 +131,7 @@ class Recorded(Completions):
 
     @property
     def record(self) -> list[list[tuple[list[int], list[int], list[float]]]]:
-        """By session, in the order of the samples."""
+        """(request, answer, log-probabilities) by session, in the order of the samples."""
         order = sorted(self.sessions, key=lambda each: (each.prompt.index, each.sample_index))
         return [self._record[session] for session in order]
 

@@ -17,7 +17,7 @@ NUM_PROMPTS, NUM_GENERATIONS = 4, 4
 """Completions of a step: four of each of four prompts, which recur after three steps."""
 PERIOD = 3
 MAX_TOKENS = 32
-"""Of a completion, whose values are recorded."""
+"""Most tokens of a completion; the values of all tokens are recorded."""
 
 
 def write_run(run_dir: Path, num_steps: int = 12, lr: float = 1e-6, seed: int = 0) -> Path:

@@ -55,7 +55,7 @@ class Torchrun:
         os.kill(self.pid, number)
 
     def end(self, timeout: float) -> tuple[int, str]:
-        """Its exit code, and what it has told on stderr."""
+        """Wait for the end; returns the exit code and the text on stderr."""
         self._process.join(timeout)
         assert self._process.exitcode is not None, "it has not ended in time"
         return self._process.exitcode, self._told.read_text()
