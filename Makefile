@@ -33,7 +33,8 @@ $(STAMP): requirements/torch.txt requirements/lock.txt pyproject.toml
 	$(PIP) install -c requirements/lock.txt -r requirements/torch.txt
 	$(PIP) install --no-deps -r requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
-	touch $@
+	@touch $@
+	@echo '$(VENV) is ready: `. $(BIN)/activate` puts megatron-grpo on your PATH'
 
 # SGLang, in an environment of its own: some minutes more.
 setup-sglang: $(SGLANG)/setup.stamp

@@ -133,10 +133,10 @@ def run_check(*overrides: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("settings", "scores", "tried"),
     [
-        ([], {"f": 0.0}, "; rewards were tried"),
+        ([], {"f": 1.0}, "; rewards were tried"),
         (["reward.functions=[]", "environment.name=a.py:B"], {}, ""),
         (["reward.functions=[]", "agent.command=a"], {}, "; the agent was started"),
-        (["agent.listen=0.0.0.0:0"], {"f": 0.0}, "; rewards were tried"),
+        (["agent.listen=0.0.0.0:0"], {"f": 1.0}, "; rewards were tried"),
     ],
 )
 def test_check_says_which_code_of_the_user_it_has_tried(settings, scores, tried):
