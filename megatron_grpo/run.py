@@ -17,7 +17,7 @@ from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.engine_weights.checksums import loaded_sums, pushed_sender
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.launch.launch import RankPlace
-from megatron_grpo.launch.network import choose_interface
+from megatron_grpo.launch.network import choose_interface, serve_store
 from megatron_grpo.launch.run_dir import run_lock
 from megatron_grpo.policy.chunks import describe
 from megatron_grpo.policy.model import Policy, unwrapped, weight_sender
@@ -67,8 +67,12 @@ def open_run(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Run]:
     timeout = PREFLIGHT_TIMEOUT
     if place.rank == 0:
         timeout = timedelta(seconds=cfg.rollout.startup_timeout)
+    served = None
+    if place.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:  # `srun` started it
+        served = serve_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     # Not left to `init_process_group`: rank 0's config and the watchdog need the store before.
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+    del served  # now `store` keeps it
     cfg = with_rank_0_values(cfg, place.rank, store)
     limits = Limits.from_config(cfg, on_gpu=torch.cuda.is_available())
     watchdog = Watchdog(place, store, limits, cfg.train.run_dir)

@@ -41,6 +41,7 @@ from megatron_grpo.engines.vllm.args import (
     vllm_command,
     vllm_environment,
 )
+from megatron_grpo.launch.network import GLOO_VARIABLE
 from megatron_grpo.launch.placement import check_engine_size, check_shared
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, check_token, new_token
 from megatron_grpo.workers.proxies import direct
@@ -172,6 +173,9 @@ def engine_command(
     """Command line and environment of one engine on `host`:`port`, or of one `node` of it."""
     environment = engine_environment(os.environ, devices, host) | {TOKEN_VARIABLE: token}
     on_gpu = devices is not None
+    if node.nnodes == 1:
+        # Gloo has no authentication; by itself it listens at the address of the host's name.
+        environment[GLOO_VARIABLE] = "lo"
     if rollout.engine == "sglang":
         environment |= sglang_environment(model, rollout, on_gpu)
         environment["SGLANG_HOST_IP"] = host  # as VLLM_HOST_IP below

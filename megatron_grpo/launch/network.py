@@ -4,6 +4,10 @@ import ipaddress
 import socket
 from collections.abc import MutableMapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -29,6 +33,25 @@ def interface_towards(address: str, routes: Path = Path("/proc/net/route")) -> s
             if target & int(mask, 16) == int(destination, 16):
                 found.append((int(mask, 16).bit_count(), name))
     return max(found, key=lambda route: route[0] + (route[1] != "lo"))[1]
+
+
+def serve_store(host: str, port: int) -> "TCPStore":
+    """The store of a job, at `host` alone and at `port`, or any free one if that is 0.
+
+    torch's own rendezvous in this process takes it, where it would listen on all interfaces.
+    """
+    from torch.distributed import TCPStore  # torch: seconds, see cli.py
+
+    family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(place, family=family)
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def check_reachable(name: str) -> None:

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from checkpoint_convert.utf8_mode import enter_utf8_mode
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, OWN_LOGS_VARIABLE
-from megatron_grpo.launch.network import check_reachable
+from megatron_grpo.launch.network import check_reachable, serve_store
 from megatron_grpo.launch.parent_death import children
 from megatron_grpo.launch.process import (
     EXIT_INTERRUPTED,
@@ -134,16 +134,7 @@ def _first_store(arguments: Namespace) -> TCPStore:
             check_reachable(arguments.master_addr)
         except (ValueError, OSError) as error:
             sys.exit(f"megatron-grpo: {error}")
-    # A listener of our own: TCPStore would listen on all interfaces.
-    listener = socket.create_server((arguments.master_addr, arguments.master_port))
-    store = TCPStore(
-        arguments.master_addr,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
+    store = serve_store(arguments.master_addr, arguments.master_port)
     hosts, deadline = range(1, int(arguments.nnodes)), running_time() + RENDEZVOUS_SECONDS
     while missing := [host for host in hosts if not store.check([f"host/{host}"])]:
         if running_time() > deadline:

@@ -89,6 +89,19 @@ def test_a_run_over_hosts_has_the_bits_of_one_host(
     assert_same_run(tmp_path / "run", one_host(*axes))
 
 
+def test_connections_are_accepted_at_documented_places_only(hosts, given, tmp_path):
+    """Stores and gloo of ranks at their host's own address; of an engine only its port."""
+    places = set()
+    with start(given, tmp_path / "run", hosts[:2], axes=["data"]) as job:
+        while job.is_running:
+            places |= {(host.name, *place) for host in hosts for place in host.listeners()}
+            time.sleep(0.2)
+    of_ranks = {address for name, address, _ in places if name in ("alpha", "beta")}
+    assert of_ranks == {hosts[0].address, hosts[1].address}
+    of_engine = {(address, port) for name, address, port in places if name == "engine"}
+    assert {at for at in of_engine if at[0] != "127.0.0.1"} == {(hosts[-1].address, 8000)}
+
+
 def test_a_cable_that_is_out_for_five_seconds_changes_no_bit(hosts, given, one_host, tmp_path):
     run_dir, beta = tmp_path / "run", hosts[1]
     with start(given, run_dir, hosts[:4]) as job:
