@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python docs/make_compatibility.py
 
-Each row is what `CONFLICTS` has for a feature, for what it needs, and for what it is a kind of.
+A row has the conflicts of a feature, of the features that it needs, and of its kinds.
 """
 
 from collections.abc import Iterator
