@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python docs/make_compatibility.py
 
-Each row is what `CONFLICTS` has for a feature, for what it needs, and for what it is a kind of.
+A row has the conflicts of a feature, of the features that it needs, and of its kinds.
 """
 
 from collections.abc import Iterator
@@ -68,13 +68,27 @@ def exclude(feature: str, other: str) -> bool:
     return any((a, b) in CONFLICTS or (b, a) in CONFLICTS for a, b in pairs)
 
 
+def shortened(features: list[str]) -> list[str]:
+    """The features without those that imply another one, and with a kind in place of its members.
+
+    With `rollout.quantization` refused, so is `rollout.quantization_aware`, which needs it.
+    """
+    names = [name for name in features if not {*implied(name)} & {*features} - {name}]
+    for kind in ("lora.r", "train.offload"):
+        members = [name for name, kinds in FEATURES.items() if kind in kinds]
+        if {*members} <= {*names}:
+            names[names.index(members[0])] = kind
+            names = [name for name in names if name not in members]
+    return names
+
+
 def table() -> str:
     """A row for each feature that excludes others."""
     excluded = {
-        feature: [f"`{other}`" for other in FEATURES if exclude(feature, other)]
+        feature: shortened([other for other in FEATURES if exclude(feature, other)])
         for feature in FEATURES
     }
-    rows = [f"| `{name}` | {', '.join(others)} |\n" for name, others in excluded.items() if others]
+    rows = [f"| `{name}` | `{'`, `'.join(all_)}` |\n" for name, all_ in excluded.items() if all_]
     return BEGIN + "".join(rows)
 
 
