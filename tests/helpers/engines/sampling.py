@@ -1,4 +1,4 @@
-"""Completions that a test asks engines for, as rank 0 does, from a thread of the test's."""
+"""Completions requested from engines by a test's thread, as rank 0 requests them."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +23,12 @@ NewGroup = Callable[[Prompt, SamplingParams, int], Group]
 
 @cache
 def event_loop() -> EventLoop:
-    """The one loop of all tests in this process."""
+    """The event loop that all tests of this process share."""
     return EventLoop()
 
 
 class Completions:
-    """The groups of some prompts, in a generation of this number, by `params`."""
+    """One group of completions for each prompt, in the generation `number`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Completions:
         self.sampling: list[asyncio.Task[list[Sample]]] = []
 
     async def begin(self, router: RequestRouter) -> None:
-        """Ask for all groups, if that was not done."""
+        """Submit all groups, unless they are submitted already."""
         if self.sampling:
             return
         features = await features_of(self.prompts)
@@ -59,25 +59,25 @@ class Completions:
 
     @property
     def num_open(self) -> int:
-        """Samples that are not complete."""
+        """Number of samples that are not complete."""
         return sum(group.num_open for group in self.groups)
 
     @property
     def engines(self) -> set[str]:
-        """Addresses of the engines that have answered."""
+        """URLs of the engines that have answered."""
         return set().union(*(group.engines for group in self.groups))
 
     def so_far(self) -> list[Sample]:
-        """All samples that are complete or begun."""
+        """All samples, complete or partial."""
         return [sample for group in self.groups for sample in group.so_far()]
 
     def samples(self) -> list[Sample]:
-        """All samples, when all are complete."""
+        """All samples; every one must be complete."""
         return [sample for task in self.sampling for sample in task.result()]
 
 
 class Router:
-    """A `RequestRouter`, whose methods are called by a thread of the test's."""
+    """A `RequestRouter` with methods that a test's thread can call."""
 
     def __init__(self, client: RolloutClient, decode: Any, *, streams: bool = True) -> None:
         self.client, self.loop = client, client.loop
@@ -85,19 +85,19 @@ class Router:
         self._asked: list[Completions] = []
 
     def submit(self, asked: Completions) -> Future[None]:
-        """Ask for completions; done when all are complete, or with what the router fails by."""
+        """A future that is done once all completions are, or has the router's error."""
         self.loop.call(asked.begin(self.router))
         self._asked.append(asked)
         return asyncio.run_coroutine_threadsafe(self._until(asked), self.loop._loop)
 
     def generate(self, asked: Completions) -> list[Sample]:
-        """All samples; the router must have been resumed."""
+        """Samples of all completions; the router must be running."""
         self.submit(asked).result()
         return asked.samples()
 
     def generate_alone(self, asked: Completions) -> list[Sample]:
-        """All samples, made while the engines do nothing else, as for an evaluation; may be called
-        again after NoServingEngine."""
+        """Sample while the engines do nothing else, as in an evaluation; may be called again after
+        NoServingEngine."""
 
         async def sample() -> list[Sample]:
             await asked.begin(self.router)
@@ -116,7 +116,7 @@ class Router:
 
     @contextmanager
     def aborted(self) -> Iterator[None]:
-        """As for a checkpoint."""
+        """Abort requests for the block, as a checkpoint does."""
         was_running = self.router.is_running
         self.abort()
         yield
@@ -139,7 +139,7 @@ class Router:
 
 @contextmanager
 def routing(client: RolloutClient, decode: Any = str, *, streams: bool = True) -> Iterator[Router]:
-    """A router of the client, which ends with the block."""
+    """A router of the client, closed at the end of the block."""
     router = Router(client, decode, streams=streams)
     try:
         yield router
@@ -148,7 +148,7 @@ def routing(client: RolloutClient, decode: Any = str, *, streams: bool = True) -
 
 
 def generate(client: RolloutClient, asked: Completions) -> list[Sample]:
-    """`Router.generate_alone`, by the same router for all calls of a client."""
+    """`Router.generate_alone` with one router per client."""
     router = _ROUTERS.setdefault(client, Router(client, str, streams=False))
     return router.generate_alone(asked)
 

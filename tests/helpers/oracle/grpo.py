@@ -209,7 +209,7 @@ def divergence(new: Tensor, ref: Tensor, estimator: str) -> Tensor:
 
 
 def oracle_sequence_kl(old_logprobs: list[Tensor], ref_logprobs: list[Tensor]) -> list[float]:
-    """The KL subtracted from the reward of each completion, before beta: a sum over its tokens."""
+    """The KL of each completion that its reward loses, before beta: a sum over its tokens."""
     return [
         math.fsum(float(divergence(o, r, "k1")) for o, r in zip(old, ref, strict=True))
         for old, ref in zip(old_logprobs, ref_logprobs, strict=True)
@@ -217,7 +217,7 @@ def oracle_sequence_kl(old_logprobs: list[Tensor], ref_logprobs: list[Tensor]) -
 
 
 def _entropy_threshold(entropies: list[Tensor] | None, cfg: OracleLoss) -> float | None:
-    """Tokens at or above this entropy are the highest `top_entropy_quantile` of all tokens; it is
+    """The entropy from which tokens belong to the top `top_entropy_quantile` of all tokens,
     interpolated between two tokens."""
     if cfg.top_entropy_quantile == 1:
         return None
@@ -310,8 +310,8 @@ class _Sequence:
         return w**k * math.exp(lam * (1 - w)) * a * self.new[t]
 
     def rollout_weight(self, t: int) -> float:
-        """The ratio of trainer over engine for the weights that generated, truncated or masked; 0
-        for a token that is rejected for another ratio."""
+        """Probability by the trainer over that by the engine, both with the generating weights,
+        truncated or masked; 0 for a token that `rollout_rs` rejects."""
         cfg = self.cfg
         if cfg.rollout_rs is not None:
             ratio = self.rollout_ratio(t, cfg.rollout_rs)
@@ -338,8 +338,8 @@ class _Sequence:
         }[level]
 
     def stays(self, t: int) -> float:
-        """DeepSeek-V3.2, arXiv 2512.02556: 0 for a token of negative advantage in a sequence that
-        has become too unlikely under the policy, 1 otherwise."""
+        """DeepSeek-V3.2's off-policy mask, arXiv 2512.02556: 0 for a token of negative advantage in
+        a sequence that has become too unlikely under the policy, 1 otherwise."""
         if self.cfg.off_policy_mask_threshold is None or self.advantages[t] >= 0:
             return 1.0
         gaps = [(b - a).item() for a, b in zip(self.new, self.rollout, strict=True)]
@@ -368,8 +368,8 @@ def oracle_logprobs_and_entropies(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Log-probability of each response token, and entropy of the distribution it was drawn from.
 
-    Runs one right-padded batch in the dtype of the weights; of a model that was loaded
-    `in_float64`, all of it.
+    Runs one right-padded batch in the dtype of the weights; a model loaded `in_float64` computes
+    all of it in float64.
     """
     sequences = [
         prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
@@ -390,13 +390,13 @@ def oracle_logprobs_and_entropies(
 
 
 class _NoFloat32(TorchFunctionMode):
-    """Makes float64 of what torch is asked to make float32."""
+    """Turns every conversion to float32 into one to float64."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         named = kwargs or {}
-        if func is torch.empty:  # a file may be read into it
+        if func is torch.empty:  # files are read into such tensors
             return func(*args, **named)
         func = Tensor.double if func is Tensor.float else func
         named = {name: _in_float64(value) for name, value in named.items()}
@@ -409,9 +409,9 @@ def _in_float64(value: Any) -> Any:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Here nothing is float32, also what transformers and Megatron-Core have in float32 whatever
-    the dtype of the weights: routers, norms, RoPE's angles, linear attention. But for backwards of
-    functions that have their own, which torch calls outside of a mode."""
+    """Compute everything in float64, even routers, norms, RoPE's angles and linear attention, which
+    transformers and Megatron-Core keep in float32. Backwards of custom autograd functions stay as
+    they are: torch calls them outside of a mode."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
