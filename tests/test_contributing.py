@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md shows a family as it is, and what it says of the cost of adding holds."""
+"""CONTRIBUTING.md shows a family's file as it is, and its costs of additions hold."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from checkpoint_convert.families.multimodal import MULTIMODAL
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("megatron_grpo", "checkpoint_convert", "parallel")
 MOST_FILES = {"mamba": 13, "muon": 6}
-"""In how many files code may name a kind of layer, and an optimizer: they may only fall."""
+"""Most files in which code may name a kind of layer, and an optimizer; they may only fall."""
 
 
 def code(*folders: str) -> list[Path]:
@@ -41,7 +41,7 @@ def test_what_is_added_is_named_in_few_files_of_the_product(name):
 
 
 def words(tree: ast.AST) -> str:
-    """Names and strings of the code, in lower case, without docstrings."""
+    """Names and strings in the code, in lower case, without docstrings."""
     docs = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found = [node for node in ast.walk(tree) if node not in docs]
     names = (

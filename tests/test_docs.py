@@ -32,7 +32,7 @@ DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{f.name}" for f in ROOT.gl
 
 
 def headings(file: Path) -> set[str]:
-    """How links name the headings of a page."""
+    """Anchors of a page's headings."""
     found = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in found}
 
@@ -78,7 +78,7 @@ def test_the_sections_that_a_page_shows_are_legal(page, number, shown):
 def test_the_table_of_faults_names_tests_that_are_there():
     text = (ROOT / "docs/faults.md").read_text()
     named = re.findall(r"`([a-z_/]*test_[a-z_]+\.py)`((?:[:,] `[a-z_0-9]+`)*)", text)
-    # In the table of Slurm, the file is named above it.
+    # Above Slurm's table stands the name of its file.
     last_column = re.findall(r"\| ((?:`[a-z_0-9]+`(?:, )?)+) \|$", text, re.MULTILINE)
     named += [("slurm/test_slurm.py", parts) for parts in last_column]
     assert len(named) > 100
@@ -129,7 +129,7 @@ def test_the_options_for_generations_ahead_stand_together():
 
 
 def metrics_of_the_page() -> set[str]:
-    """The names in the first columns of docs/metrics.md; a placeholder as `{name}` is `*`."""
+    """Names in the first columns of docs/metrics.md; a placeholder like `{name}` becomes `*`."""
     text = (ROOT / "docs" / "metrics.md").read_text()
     cells = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
     names = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
@@ -137,7 +137,7 @@ def metrics_of_the_page() -> set[str]:
 
 
 def text_of(node: ast.AST | None) -> str:
-    """The text of a literal, with `*` for what an f-string inserts."""
+    """The text of a literal, with `*` for each value of an f-string."""
     match node:
         case ast.Constant(value=str(value)):
             return value
@@ -149,7 +149,7 @@ def text_of(node: ast.AST | None) -> str:
 def tables_of_the_code() -> Iterator[set[str]]:
     """The keys of each table of a run, and the names of phases as metrics."""
     for file in sorted((ROOT / "megatron_grpo").rglob("*.py")):
-        if file.parent.name == "doctor":  # its names with slashes are files
+        if file.parent.name == "doctor":  # its names with slashes are file names
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
@@ -220,7 +220,7 @@ def test_the_formula_for_parameters_counts_what_a_rank_holds(arithmetic, tmp_pat
 
 
 def formula_rows() -> list[tuple[str, str, str]]:
-    """Heading of the value's column, formula and value of each row that has both."""
+    """(heading of the value's column, formula, value) of each row with both."""
     found, head, before = [], [], []
     for line in FORMULAS.read_text().partition("## Memory of one rank")[2].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -278,7 +278,7 @@ def test_the_functions_that_formulas_names_exist():
     ],
 )
 def test_the_formula_for_activations_is_that_of_the_plan(tmp_path, name, module, sizes):
-    """But for a float32 of each row of a norm, and of each head."""
+    """Up to a float32 for each row of a norm, and for each head."""
     shape = read_shape(write_config(tmp_path, name))
     cfg = load_config(ROOT / "configs" / "grpo_8b.yaml", ["parallel.tensor_parallel_size=1"])
     kernels = kernels_of(cfg, precision(cfg))

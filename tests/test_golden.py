@@ -1,4 +1,4 @@
-"""The code computes what it computed when the golden values were recorded (golden/record.py)."""
+"""Results equal the recorded golden values (golden/record.py)."""
 
 from collections.abc import Iterator
 
@@ -21,8 +21,8 @@ from parallel import ParallelDims
 
 pytestmark = pytest.mark.fast
 
-# On a machine that rounds otherwise. AVX2 and SSE differ from AVX-512 by up to 2e-6 of the norm of
-# a gradient. In a run that becomes 1e-5 of a metric, and 5e-7 of one that is rounding alone, such
+# For machines that round differently. AVX2 and SSE differ from AVX-512 by up to 2e-6 of a
+# gradient's norm; in a run, by 1e-5 of a metric, and by 5e-7 in a metric of rounding errors such
 # as rollout/logprob_gap_max.
 STEP = {"rel": 1e-5, "abs": 1e-9}
 RUN = {"rel": 1e-4, "abs": 5e-6}
@@ -47,7 +47,7 @@ def test_loss_gradients_and_logprobs_are_those_recorded(cases, family, dims, rec
 
 @pytest.fixture(scope="module")
 def recorded_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEngine]:
-    """An engine of the model that the runs were recorded with."""
+    """An engine of the model of the recorded runs."""
     folder = tmp_path_factory.mktemp("recorded")
     model = served_model(folder / "model", "qwen3", tied=True, intermediate_size=96)
     with running_engine("reference", model, folder / "logs") as engine:

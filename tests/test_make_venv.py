@@ -1,4 +1,4 @@
-"""Which Python `make setup` takes: real interpreters, in folders and under names of the test's."""
+"""The Python that `make setup` takes, from real interpreters in folders of a test."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ RUNNING = platform.python_version()
 
 
 def interpreters() -> dict[str, Path]:
-    """A Python of each version that can be had here, by its version: this one, and pyenv's."""
+    """Available interpreters by version: this one, and pyenv's."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = {path.name: path / "bin" / "python3" for path in pyenv.glob("3.*")}
     return {**found, RUNNING: Path(sys.executable).resolve()}
@@ -25,14 +25,14 @@ def machine(tmp_path: Path) -> "Machine":
 
 
 class Machine:
-    """A machine whose PATH and home are folders of the test."""
+    """A machine with the test's folders as PATH and home."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path: list[Path] = []
 
     def add(self, place: str, python: Path, on_path: bool = True) -> Path:
-        """Put a link to `python` at `place`, whose folder comes next on PATH."""
+        """Put a link to `python` at `place`, and its folder next on PATH."""
         link = self.folder / place
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(python)
@@ -41,7 +41,7 @@ class Machine:
         return link
 
     def shim(self) -> Path:
-        """What a version manager leaves for a version that is not selected."""
+        """The shim of a version manager for a version that is not selected."""
         shim = self.folder / "shim"
         shim.write_text("#!/bin/sh\necho manager: python3.13: command not found >&2\nexit 127\n")
         shim.chmod(0o755)

@@ -1,6 +1,6 @@
-"""The command line as a user sees it: a round trip, sizes, and mistakes: exit code 2, one message
-that names the culprit, and nothing written. Imports interrupted in mid-copy leave no process, and
-nothing that looks finished."""
+"""The command line as a user sees it: a round trip, sizes, and mistakes, which end with exit code
+2, one message that names the culprit, and nothing written. Imports interrupted in mid-copy leave
+no process and no output that looks finished."""
 
 import errno
 import json
@@ -132,7 +132,7 @@ def truncated(model, tmp_path_factory):
     return variant(model, folder, {"model.norm.weight": None})
 
 
-# The message, after what is refused. FOLDER is that of the test: its file `taken` exists.
+# Refused arguments and the message. FOLDER is the test's folder, with an existing file `taken`.
 REFUSED = {
     ("import", "--hf", "TRUNCATED"): r"TRUNCATED do not fit its config\.json:\n  model\.norm\.",
     ("import", "--hf", "MODEL", "--out", "FOLDER/taken"): "^FOLDER/taken exists: remove it, or",
@@ -199,7 +199,7 @@ def large(tmp_path_factory):
 
 @pytest.fixture
 def command(large, tmp_path):
-    """An import whose workers have just started and are suspended."""
+    """An import with workers that are suspended right after their start."""
     out = ("--out", tmp_path / "out", "--workers", str(NUM_WORKERS))
     arguments = ("import", "--hf", large, *out)
     running = Command(*arguments, logs=tmp_path / "logs", run=run_and_stop_workers)

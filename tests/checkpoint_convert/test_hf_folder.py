@@ -1,4 +1,4 @@
-"""Finding weights from headers: all faults of a folder are reported, no file outside is read."""
+"""Finding weights by headers: all faults of a folder are reported, no file outside is read."""
 
 import json
 import re
@@ -63,7 +63,7 @@ def edit_weights(folder, edit):
 
 
 def place_norm_in(folder, file):
-    """Change the index."""
+    """Let the index place a norm in `file`."""
     (path,) = folder.glob("*.index.json")
     weight_map = json.loads(path.read_text())["weight_map"]
     path.write_text(json.dumps({"weight_map": weight_map | {NORM: file}}))

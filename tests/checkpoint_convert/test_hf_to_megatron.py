@@ -1,4 +1,4 @@
-"""Imports: Megatron-Core loads them at any layout, bit for bit; chunks, dtypes and sidecar."""
+"""Imports: Megatron-Core loads them bit for bit at any layout; chunks, dtypes and sidecar files."""
 
 import json
 from functools import partial
@@ -49,10 +49,8 @@ def qwen3(models):
 
 
 def load_imports(rank, models, imported, dims):
-    """Load each model's import with Megatron-Core; (number of parameters, those that differ).
-
-    They are compared with what the trainer reads from the Hugging Face folder.
-    """
+    """Load each model's import with Megatron-Core; returns (number of parameters, those that
+    differ from the parameters that the trainer reads from the Hugging Face folder)."""
     from megatron.core import dist_checkpointing
 
     from helpers.oracle.policies import tiny_config
@@ -90,7 +88,7 @@ def test_import_is_loaded_by_megatron_bitwise(models, imported, dims, families):
 
 
 def test_import_has_the_chunks_of_its_ranks(qwen3, tmp_path):
-    """No rank reads a chunk of which it needs only a part."""
+    """No rank reads a chunk and uses only a part of it."""
     dims, shape = ParallelDims(tensor=2, pipeline=2), read_shape(qwen3)
     import_checkpoint(qwen3, tmp_path / "out", dims)
     stored = read_chunks(tmp_path / "out")

@@ -98,7 +98,7 @@ def expected_attention(weights: Tensors, shape: ModelShape, rank: int, size: int
 
 
 def expected_linear(weights: Tensors, linear: LinearShape, rank: int, size: int) -> Tensors:
-    """Every rank has some heads of keys, and of each of them all rows together."""
+    """Every rank has whole key heads, with all rows of a head together."""
     groups, keys, values = linear.num_key_heads, linear.key_dim, linear.num_value_heads
     sizes = [groups * keys, groups * keys, values * linear.value_dim]
 
@@ -122,7 +122,7 @@ def expected_linear(weights: Tensors, linear: LinearShape, rank: int, size: int)
 
 
 def expected_latents(weights: Tensors, rank: int, size: int, transformer_engine: bool) -> Tensors:
-    """Every rank has whole projections down to latents, and its heads of the projections up."""
+    """Every rank has the whole down-projections, and its own heads of the up-projections."""
     norm = "linear_{}_up_proj.layer_norm_weight" if transformer_engine else "{}_layernorm.weight"
     up = {
         "q_proj": "linear_q_proj.weight",
@@ -223,7 +223,7 @@ def expected_rank(
 
 
 def expected_checkpoint(weights: Tensors, shape: ModelShape, padded_vocab: int) -> Tensors:
-    """The tensors of a checkpoint: not split over ranks, with equal layers and experts stacked."""
+    """Tensors of a checkpoint: not split over ranks, equal layers and experts stacked."""
     rows = padded_vocab - shape.vocab_size
     tensors = {
         "embedding.word_embeddings.weight": pad(
@@ -264,7 +264,7 @@ def weights_and_files(shape: ModelShape) -> tuple[Tensors, Layout]:
 
 
 def received(layout: Layout, source: Layout, tensors: Mapping[str, Tensor]) -> Tensors:
-    """The local tensors of `layout`, filled from those of `source`; NaN where nothing is copied."""
+    """Local tensors of `layout`, filled from `tensors` of `source`; NaN where nothing is copied."""
     filled = {name: torch.full(size, torch.nan) for name, size in layout.shapes.items()}
     for copy in intersect(source, layout):
         values = as_whole(tensors[copy.source][copy.source_box.slices], copy.source_axes)

@@ -1,4 +1,4 @@
-"""Adapters of PEFT's, merged into the weights of their base."""
+"""PEFT adapters merged into the weights of their base."""
 
 import json
 import re
@@ -22,7 +22,7 @@ MODULES = ["q_proj", "k_proj", "o_proj", "down_proj"]
 
 
 def adapter_of(base: Path, folder: Path, **config: Any) -> Any:
-    """Save a random adapter by PEFT; returns its model."""
+    """Save a random adapter by PEFT; returns PEFT's model."""
     torch.manual_seed(1)
     settings = RS5 | {"target_modules": MODULES, "init_lora_weights": False} | config
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**settings))
@@ -68,7 +68,7 @@ def test_merge_adapter_rounds_once_from_float64(base, adapter, tmp_path):
             continue
         a, b = (values[f"{prefix}.lora_{x}.weight"].double() for x in "AB")
         exact = weight.double() + scale * (b @ a)
-        step = exact.abs().clamp(min=1e-3) * 2**-8  # half of the distance between two numbers
+        step = exact.abs().clamp(min=1e-3) * 2**-8  # half the distance between two bfloat16 numbers
         assert ((ours[name].double() - exact).abs() <= step * 1.001).all()
 
 

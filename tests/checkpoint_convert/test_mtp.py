@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction, which are draft models: exports keep those of the source."""
+"""MTP layers: exports copy them from the source or write trained ones."""
 
 import json
 import re
@@ -33,13 +33,13 @@ LAYER, FUSED = "model.layers.3.", "eh_proj.weight"
 
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory):
-    """A model with such a layer."""
+    """A model with an MTP layer."""
     return add_mtp_layer(tiny_model(tmp_path_factory.mktemp("model") / "glm4_moe", "glm4_moe"))
 
 
 @pytest.fixture(scope="module")
 def checkpoint(glm, tmp_path_factory):
-    """An import of it."""
+    """An import of `glm`."""
     out = tmp_path_factory.mktemp("imported") / "checkpoint"
     import_checkpoint(glm, out, ParallelDims())
     return out
@@ -110,8 +110,8 @@ def test_check_weights_names_what_cannot_be_read(glm, tmp_path):
 
 
 def with_layer(checkpoint, out, folder, further=()):
-    """A copy of the checkpoint with the layer of the model in `folder` as it is trained, and with
-    `further` tensors. Returns it and the keys of the layer."""
+    """Copy the checkpoint and add the MTP layer of `folder`, in the form of a trained one, and
+    `further` tensors; returns the copy and the keys of the layer."""
     shape = replace(read_shape(folder), num_mtp_layers=1, trains_mtp=True)
     shapes = checkpoint_layout(shape, shape.vocab_size).shapes
     layer = {key: torch.randn(size) for key, size in shapes.items() if key.startswith(MTP_LAYER)}
@@ -125,7 +125,7 @@ def test_export_of_a_quantised_layer_is_as_it_is_read(glm, tmp_path, form):
     found = weights_of(round_trip(folder, tmp_path, ParallelDims(pipeline=2), hf_config=folder))
     expected = weights_of(dequantized_copy(folder, tmp_path / "plain", FORMATS[form]))
     assert_same(found, {name: each.to(found[name].dtype) for name, each in expected.items()})
-    # One that was trained takes its place, and that of its scales.
+    # A trained layer replaces it and its scales.
     trained, layer = with_layer(tmp_path / "checkpoint", tmp_path / "trained", folder)
     export_checkpoint(trained, tmp_path / "again", hf_config=folder)
     found = weights_of(tmp_path / "again")

@@ -46,7 +46,7 @@ def test_room_is_asked_for_before_anything_is_written(tmp_path):
 
 @pytest.mark.parametrize("num_bytes", [500, 5000, 20_000, 200_000])
 def test_a_disk_that_fills_is_told_with_the_place_whatever_is_written(model, tmp_path, num_bytes):
-    """The limits fall in sidecar, in checkpoint files that have no values yet, or in weights."""
+    """The disk fills in sidecar files, in checkpoint files without values yet, or in weights."""
     checkpoint = tmp_path / "checkpoint"
     import_checkpoint(model, checkpoint, ParallelDims())
     for convert in (

@@ -1,4 +1,4 @@
-"""YaRN in config.json: what it means, and what is refused."""
+"""YaRN in config.json: its meaning, and refused forms."""
 
 import json
 from math import log
@@ -33,7 +33,7 @@ DEEPSEEK_V3 = QWEN3 | {
     "max_position_embeddings": 163840,
     "rope_theta": 10000,
 }
-# As DeepSeek-V3 says it.
+# YaRN as in DeepSeek-V3's config.
 OF_LATENTS = {
     "type": "yarn",
     "factor": 40,
@@ -128,7 +128,7 @@ def test_the_attention_factor_is_that_of_transformers(tmp_path, change):
     ids=str,
 )
 def test_the_attention_factor_of_latents_is_for_whole_heads_as_in_transformers(tmp_path, change):
-    """There the softmax has a scale of its own, and the rotated part of a head no factor."""
+    """In transformers the factor scales the softmax, not the rotated part of a head."""
     rope = OF_LATENTS | change
     length = int(rope["factor"] * 4096)
     shape = shape_of_yarn(tmp_path, rope, config=DEEPSEEK_V3, max_position_embeddings=length)
@@ -168,14 +168,14 @@ def test_what_changes_the_numbers_makes_another_model(tmp_path, change):
 
 OF_QWEN3 = [
     ({"type": "yarn"}, "yarn RoPE scaling has no factor"),
-    # transformers takes 131,072 positions for the trained length, which makes another model.
+    # transformers takes 131,072 positions as the trained length, which is another model.
     ({"type": "yarn", "factor": 4.0}, "original_max_position_embeddings is None; it must be an"),
     (
         YARN | {"factor": 3.5},
         "max_position_embeddings(131072) is more than factor(3.5) * "
         "original_max_position_embeddings(32768) of yarn RoPE scaling: set it to at most 114688",
     ),
-    (YARN | {"factor": None}, "factor is None"),  # the two disagree about it
+    (YARN | {"factor": None}, "factor is None"),  # transformers and vLLM disagree about it
     (YARN | {"beta_fast": None}, "beta_fast is None; it must be a finite number above 0"),
     (YARN | {"beta_slow": 0}, "beta_slow is 0"),
     (YARN | {"truncate": None}, "truncate is None; it must be true or false"),

@@ -1,4 +1,4 @@
-"""Which shapes a mesh can split, and the message when it cannot."""
+"""Shapes that a mesh can split, and the message where it cannot."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The files that accompany weights, and the config with which weights are read."""
+"""Files that accompany weights, and the config by which weights are read."""
 
 import shutil
 
@@ -76,10 +76,9 @@ DTYPE, TORCH_DTYPE = {"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}
         ("qwen3", {"dtype": None}, DTYPE),
         ("qwen3", {"dtype": None, "torch_dtype": "float32"}, {"dtype": None} | TORCH_DTYPE),
         ("qwen3", {"torch_dtype": "float32"}, DTYPE | TORCH_DTYPE),
-        # Layers to predict further tokens are left out, as of the weights.
+        # MTP layers are left out of the config, as of the weights.
         ("glm4_moe", {"num_nextn_predict_layers": 1}, DTYPE | {"num_nextn_predict_layers": 0}),
-        # No code is carried that `--trust-remote-code` would look for, with which DeepSeek-V3 is
-        # served.
+        # DeepSeek-V3 is served with `--trust-remote-code`, which must find no reference to code.
         ("qwen3", {"auto_map": {"AutoConfig": "own.Config"}}, DTYPE | {"auto_map": None}),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""The text tower of a multimodal folder: read as a model of text, exported beside the others."""
+"""The text tower of a multimodal folder: read as a text model, exported with the other towers."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def folders(tmp_path_factory):
 
 
 def edited(folder, copy, edit):
-    """A copy of a model, whose config.json is edited in place."""
+    """Copy a model, with its config.json edited in place."""
     shutil.copytree(folder, copy)
     config = config_of(copy)
     edit(config)
@@ -48,7 +48,7 @@ def edited(folder, copy, edit):
 
 
 def with_text(folder, copy, **keys):
-    """A copy of a model with these keys of its text_config; None removes one."""
+    """Copy a model with these keys of its text_config; None removes one."""
     text = config_of(folder)["text_config"] | keys
     text = {key: value for key, value in text.items() if value is not None}
     return variant(folder, copy, text_config=text)
@@ -186,7 +186,7 @@ def test_read_shape_assumes_what_the_family_does(folders, tmp_path):
             "weights are quantised by quantization_config inside of text_config",
         ),
         ({"tie_word_embeddings": True}, "tie_word_embeddings must be given, with one value inside"),
-        # Beside rope_parameters
+        # Next to rope_parameters
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
             "has no rope_theta, nor has its",
@@ -200,7 +200,7 @@ def test_read_shape_refuses_what_is_not_carried_over(folders, tmp_path, edit, me
         read_shape(folder)
 
 
-# The text of a Kimi-K2.5 has no tied head.
+# Kimi-K2.5's text tower has no tied head.
 @pytest.mark.parametrize("model_type", [kind for kind in CONFIGS if kind != "kimi_k25"])
 def test_read_shape_ties_a_head_as_transformers(folders, tmp_path, model_type):
     def tie_inside(config):

@@ -1,4 +1,4 @@
-"""There is one way to load a tokenizer, and its ids are those of its source file."""
+"""The one way to load a tokenizer; its ids equal those of its source file."""
 
 import io
 import json
@@ -57,7 +57,7 @@ def folder_of(model, folder, *, config=None):
 
 
 def both(model, folder=None, **config):
-    """Our tokenizer of a SentencePiece model, with this tokenizer_config.json, and the original."""
+    """Our tokenizer of a SentencePiece model with this tokenizer_config.json, and the original."""
     if folder is not None:
         folder = folder_of(model, folder, config=LLAMA2 | config)
     return load_tokenizer(folder or model.parent), SentencePieceProcessor(model_file=str(model))
@@ -221,7 +221,7 @@ def test_load_tokenizer_runs_no_code(file, bpe, tmp_path, monkeypatch):
     auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
     config = {"tokenizer_class": "Evil", "auto_map": auto_map}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))  # in case anything asks
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))  # answers a prompt for trust
     if file == "vocab.json":
         with pytest.raises(ValueError, match=f"^{folder / file} cannot be loaded as a tokenizer: "):
             load_tokenizer(folder)

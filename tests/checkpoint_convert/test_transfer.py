@@ -1,4 +1,4 @@
-"""Values copied by worker processes: each read once, the first failure, no worker left behind."""
+"""Copies by worker processes: one read per value, the first failure, no worker left behind."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def alive(folder):
-    """Those of the workers that wrote their ids into `folder` which have not ended."""
+    """Running workers among those that wrote their process ids into `folder`."""
     pids = [file.read_text() for file in folder.iterdir()]
     return [pid for pid in pids if pid and psutil.pid_exists(int(pid))]
 
@@ -145,8 +145,8 @@ def lose_a_worker_that_waits(folder):
 
 
 def test_run_tasks_ignores_handlers_of_the_caller(tmp_path):
-    """Otherwise a worker that is told to end, since another was killed, would run the caller's
-    handler and report a failed task."""
+    """Otherwise a worker that gets SIGTERM after another was killed would run the caller's handler
+    and report a failed task."""
     process = FORK.Process(target=lose_a_worker_that_waits, args=(tmp_path,))
     process.start()
     process.join(60)

@@ -1,4 +1,4 @@
-"""Are two models the same? Byte by byte or within a tolerance, whatever their formats."""
+"""Comparing two models byte by byte or within a tolerance, in any formats."""
 
 import math
 import re
@@ -26,7 +26,7 @@ def imported(model, tmp_path_factory):
 
 @pytest.fixture
 def nameless(imported, tmp_path):
-    """A checkpoint without a config, which does not say which model it is."""
+    """A checkpoint without a config."""
     folder = shutil.copytree(imported, tmp_path / "nameless")
     shutil.rmtree(folder / "hf_config")
     return folder

@@ -36,9 +36,9 @@ from parallel import cover_exactly
 
 MIXTURES = {name for name, family in FAMILIES.items() if family.experts is not None}
 UNTIED = ("gpt_oss", "minimax_m2")
-"""Families of which vLLM ties no head, nor is one published so: such an engine is refused."""
+"""Families that vLLM never serves with a tied head, and that nobody publishes so: refused."""
 OF_IMAGES = {"qwen3_5_text", "qwen3_5_moe_text"}
-"""Families whose model is in a file with one of images, in vLLM; that needs torchvision."""
+"""Families in a vLLM file that also has a vision model, which needs torchvision."""
 FAMILIES_HERE = {*FAMILIES} - (OF_IMAGES if find_spec("torchvision") is None else set())
 
 
@@ -47,7 +47,7 @@ def name_of(dtype):
 
 
 def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32, also=""):
-    """`cases` are (model folder, EngineDims), all with as many workers."""
+    """`cases` are (model folder, EngineDims), all with the same number of workers."""
     name = name_of(dtype)
     for (model, dims), workers in zip(cases, loaded_parameters(cases, name, also), strict=True):
         shape = read_shape(model)
@@ -103,7 +103,7 @@ def vision_towers(folder):
 
 
 def shared_experts(folder):
-    """Groups of workers share the experts, or each group has them all."""
+    """Groups of workers share the experts, or each group has all of them."""
     return [
         (model, EngineDims(tensor=2, data=2, expert_parallel=expert_parallel))
         for family in sorted(MIXTURES - {"kimi_k2"})  # as deepseek_v3
@@ -113,7 +113,7 @@ def shared_experts(folder):
 
 
 def mxfp4(folder):
-    """Workers hold numbers as they are read."""
+    """Workers hold MXFP4 codes as they are read."""
     quantized, _ = mxfp4_copies(servable_model(folder / "model", "gpt_oss"), folder)
     return [(quantized, EngineDims(tensor=2, expert_parallel=each)) for each in (False, True)]
 

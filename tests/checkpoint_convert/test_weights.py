@@ -1,4 +1,4 @@
-"""Reading weights: only the requested boxes, converted, and never a partly filled parameter."""
+"""Reading weights: only the requested boxes, converted; no parameter is filled in part."""
 
 import json
 

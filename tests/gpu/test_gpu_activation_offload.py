@@ -1,4 +1,4 @@
-"""Activations that wait on the host, on CUDA: the same gradients, and less memory of the GPU."""
+"""Activations offloaded to the host, on CUDA: the same gradients, and less GPU memory."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def offloaded(modules: list[str], *further: str) -> list[str]:
 
 
 def gradients(rank: int, folder: Path, dims: ParallelDims, overrides: list[str]) -> list[Tensor]:
-    """Of schedules of different numbers of microbatches, each after one without gradients."""
+    """Gradients by schedules of several numbers of microbatches, each after a forward-only one."""
     policy, groups = start_policy(rank, folder, dims, "model.dtype=bfloat16", *overrides)
     shared = "grpo.shared_prompts=true" in overrides
     share = [
@@ -66,7 +66,7 @@ def gradients(rank: int, folder: Path, dims: ParallelDims, overrides: list[str])
     ids=str,
 )
 def test_gradients_are_the_same_but_for_the_order_of_sums(family, dims, shared, tmp_path):
-    """Attention's backward adds to the gradient of queries in whatever order its blocks end."""
+    """Attention's backward sums the gradient of queries in the order in which its blocks end."""
     if torch.cuda.device_count() < dims.world_size:
         pytest.skip(f"needs {dims.world_size} GPUs")
     experts = {"moe_intermediate_size": 128} if "moe" in family else {}
@@ -93,7 +93,7 @@ WIDE = {
 
 
 def peak_bytes(rank: int, folder: Path, overrides: list[str]) -> int:
-    """The most that tensors take in a schedule, beyond what is there before it."""
+    """Peak bytes of a schedule's tensors above the memory in use before."""
     dims = ParallelDims()
     policy, groups = start_policy(rank, folder, dims, "model.dtype=bfloat16", *overrides)
     batches = [batch.to("cuda:0") for batch in pack_all(LONG, dims)]
@@ -112,5 +112,5 @@ def test_what_leaves_is_free_as_the_plan_says(tmp_path):
     [kind] = layer_kinds(read_shape(folder))
     of_layer = TOKENS * layer_bytes(cfg, kind).offloaded
     print(f"peak {plain / 1e9:.2f} GB, with offload {moved / 1e9:.2f}, layer {of_layer / 1e9:.3f}")
-    # Two layers' are there, one that is leaving and one that has left last.
+    # Two layers' activations are there: one that is leaving and the last that has left.
     assert plain - moved > 0.8 * (WIDE["num_hidden_layers"] - 2) * of_layer

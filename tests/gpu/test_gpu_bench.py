@@ -1,4 +1,4 @@
-"""The benchmarks run to their ends: `tests/test_bench_step.py` has a small model."""
+"""The benchmarks run to their ends; `tests/test_bench_step.py` uses a small model."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def lines(name: str, *arguments: str) -> list[str]:
-    """What the benchmark of this name prints."""
+    """Lines that the benchmark prints."""
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name(name)), *arguments],

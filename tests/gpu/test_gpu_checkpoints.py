@@ -1,4 +1,4 @@
-"""What a save copies from a GPU to host memory."""
+"""Copies from a GPU to host memory for a save."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Kernels of flash-linear-attention compute what the references in torch do, at Qwen3-Next's sizes
-and those of Nemotron 3 Nano."""
+"""Kernels of flash-linear-attention against the references in torch, at the sizes of Qwen3-Next
+and Nemotron 3 Nano."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def random(*size, dtype=torch.bfloat16):
 
 
 def run(rule, parts):
-    """Outputs of a rule, which gets the inputs of a stage, it and memories."""
+    """Outputs of a rule, called as rule(inputs of a stage, stage, memories)."""
     outputs, memories = [], None
     for stage in parts:
         before = None if stage.follows is None else memories[stage.follows]
@@ -39,7 +39,7 @@ def run(rule, parts):
 
 
 def compare(inputs, kernel, reference, parts):
-    """Outputs and gradients of a kernel, and of a reference that gets the same in float32."""
+    """Compare outputs and gradients of a kernel with those of a reference in float32."""
     exact = [each.detach().float().requires_grad_() for each in inputs]
     found = run(lambda stage, memory: kernel(inputs, stage, memory), parts)
     wanted = run(lambda stage, memory: reference(exact, stage, memory), parts)
@@ -48,7 +48,7 @@ def compare(inputs, kernel, reference, parts):
         (outputs.float() * probe).sum().backward()
         assert all(each.grad is not None for each in own)
     pairs = [(found, wanted), *((a.grad, b.grad) for a, b in zip(inputs, exact, strict=True))]
-    for got, want in pairs:  # rounded to bfloat16, whose numbers are 0.4% apart
+    for got, want in pairs:  # bfloat16 numbers are 0.4% apart
         assert (got.float() - want).norm() < 0.02 * want.norm()
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities on CUDA, where fused kernels process the logit tiles, against the CPU's."""
+"""Log-probabilities on CUDA, by fused kernels for logit tiles, against those on the CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a vLLM on a GPU computes of a folder in NVFP4."""
+"""vLLM on a GPU with a folder in NVFP4."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from helpers.models.tiny import tiny_model
 from parallel import ParallelDims
 
 MOST_GAP = 0.02
-"""Of bfloat16, in nats: weights are the same numbers."""
+"""Gap from bfloat16's rounding, in nats; the weights are equal numbers."""
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

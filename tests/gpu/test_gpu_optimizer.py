@@ -35,8 +35,8 @@ def folder(tmp_path_factory):
 def test_master_weights_are_updated_as_by_default(folder, kind):
     like = "short gradients" if "short" in kind and kind != "short gradients" else "float32"
     expected = changes(folder, ONE, like, cuda=True)
-    # Kernels add up gradients in an order of their own (0.00102 was seen on an H200); bfloat16 sums
-    # and moments are rounded.
+    # Kernels sum gradients in their own order (0.00102 was seen on an H200); bfloat16 sums and
+    # moments are rounded.
     bound = 2**-7 if "moments" in kind or kind == "short gradients" else 2e-3
     assert largest_error(changes(folder, ONE, kind, cuda=True), expected) < bound
 

@@ -1,4 +1,4 @@
-"""Training state that leaves a GPU: its memory is free, and what comes back is the same."""
+"""Training state offloaded from a GPU: its memory is free, and the same bits come back."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ SIZE = 256 << 20
 
 @dataclass
 class State:
-    """A part that is copied, and one that is freed."""
+    """A part of the state that is copied, and one that is freed."""
 
     optimizer: torch.Tensor = field(
         default_factory=lambda: torch.randint(0, 256, (SIZE,), dtype=torch.uint8, device="cuda")

@@ -1,4 +1,4 @@
-"""A reward model that shares a GPU: the memory that it gives back, and its scores after that."""
+"""A reward model that shares a GPU: the memory that it returns, and its scores afterwards."""
 
 from contextlib import closing
 

@@ -27,10 +27,8 @@ SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "
 def test_output_and_gradients_are_those_of_the_loops(
     segments, has_sinks, window, size, head_dim, value_dim
 ):
-    """Lengths change from one microbatch to the next, but the kernel stays the same.
-
-    The second sizes of heads are DeepSeek-V3's.
-    """
+    """Lengths change between microbatches, but the kernel stays the same. The second head sizes are
+    DeepSeek-V3's."""
     prefix = segments[0] - 3
     none, shared = (0, 0), (0, prefix)
     branch = segments[0] + segments[1], sum(segments[:3]) - 3  # the last parts from the third

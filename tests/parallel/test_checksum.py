@@ -1,4 +1,4 @@
-"""Checksums that are summed up box by box."""
+"""Checksums of tensors as sums over boxes."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def random_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 
 
 
 def written_out(tensor: torch.Tensor) -> int:
-    """The formula in the module's docstring, word by word, with unbounded integers."""
+    """The formula of parallel.checksum's docstring, with Python's unbounded integers."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     per_word = 8 // tensor.element_size()
     rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % per_word))
@@ -113,7 +113,7 @@ def test_a_copy_may_change_the_dtype(shape, dtypes):
 
 
 HALVES = [Box((expert, half, 4), (1, 3, 8)) for expert in range(4) for half in (0, 3)]
-"""Of each of four experts: all columns behind the fourth, of its first and of its second rows."""
+"""Columns from the fourth on of the upper and of the lower three rows of four experts."""
 
 
 @pytest.mark.parametrize(

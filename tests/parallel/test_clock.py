@@ -1,4 +1,4 @@
-"""What a process that was stopped says of its time, in processes that are stopped."""
+"""Clocks of processes that are stopped and continued."""
 
 import signal
 import subprocess
@@ -18,7 +18,7 @@ IDLE = """
 print("ready", flush=True)
 time.sleep(1)
 """
-# Holds the GIL, so that no other thread can look at the time.
+# Holds the GIL, so that no other thread can read the clock.
 BUSY = """
 print("ready", flush=True)
 9 ** 6_000_000
@@ -43,7 +43,7 @@ time.sleep(1)
 
 
 def times_of(program: str, *, stop: bool) -> list[float]:
-    """The seconds that a process left out, that passed, and that it computed in `program`."""
+    """Seconds of `program`: counted as stopped, passed, and of CPU time."""
     begin = (
         "import asyncio, os, time\nfrom parallel.clock import *\nfrom parallel.clock import run\n"
     )
@@ -86,7 +86,7 @@ def test_other_threads_that_computed_before_a_stop_do_not_make_it_count():
 
     clock, thread = RunningClock(), Thread(target=compute)
     thread.start()
-    thread.join()  # nobody looks meanwhile, as if all were stopped
+    thread.join()  # nobody reads the clock meanwhile, as in a stop
     assert clock.now() < MOST + 0.5
 
 

@@ -19,7 +19,7 @@ def fail_on_rank_1(number: int) -> None:
 
 
 def hear(rank: int) -> list[tuple[str, int | None, bool]]:
-    """For each errno of a failure on rank 1, the error raised here and whether it is a mistake."""
+    """(message, errno, whether it is a user's error) raised here, for each errno on rank 1."""
     told = []
     for number in NUMBERS:
         with pytest.raises(OSError) as raised:
@@ -58,7 +58,7 @@ def test_where_nothing_fails_nothing_is_told():
 
 
 def ask_rank_0(rank: int) -> list[object]:
-    """What a rank gets of three calls: a result, an error for all, and a subclass of one."""
+    """A rank's outcome of three calls: a result, a listed error, and a subclass of a listed one."""
     zero = ["zero"] if rank == 0 else None
     found: list[object] = [on_rank_0(zero, len, (OSError,))]
     for kind in (KeyError, ConnectionError):

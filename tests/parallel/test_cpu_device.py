@@ -101,7 +101,7 @@ def test_a_rank_runs_on_those_of_its_cores_that_are_at_its_gpu(monkeypatch):
         run_near(torch.device("cuda"))
         assert os.sched_getaffinity(0) == {one}
         os.sched_setaffinity(0, before)
-        found["0000:1b:00.0"] = {4095}  # none of them is this job's
+        found["0000:1b:00.0"] = {4095}  # a core that the job may not use
         run_near(torch.device("cuda"))
         assert os.sched_getaffinity(0) == before
     finally:

@@ -14,7 +14,7 @@ from parallel.delta_rule import (
 )
 
 LENGTHS = (5, 130, 64, 1, 65)
-"""Shorter than a chunk, of several, and of whole ones."""
+"""Shorter than a chunk, longer than a chunk, and whole chunks."""
 HEADS, KEY_DIM, VALUE_DIM = 3, 8, 12
 
 
@@ -28,7 +28,7 @@ def chunks(lengths):
 
 @pytest.fixture
 def inputs():
-    """Queries, keys, values, decays and strengths."""
+    """Queries, keys, values, decays and strengths, [tokens, heads, ...]."""
     generator, num_tokens = torch.Generator().manual_seed(0), sum(LENGTHS)
 
     def random(*size):
@@ -88,7 +88,7 @@ def test_sequences_in_two_parts_are_those_in_one(inputs):
 
 
 def test_what_continues_others_has_the_outputs_of_whole_sequences():
-    """A prompt of 6 tokens with two completions, and a branch from the midst of the first."""
+    """A prompt of 6 tokens with two completions, and a branch of the first at its third token."""
     cu_seqlens = cumulative((6, 5, 4, 3, 7))  # the last is a sequence of its own
     prefixes = torch.tensor(
         [[[0, 0], [0, 0]], [[0, 6], [0, 0]], [[0, 6], [0, 0]], [[0, 6], [6, 8]], [[0, 0], [0, 0]]]

@@ -1,4 +1,4 @@
-"""Layouts: copies between any two equal direct slicing, and every fault of a cover is found."""
+"""Layouts: copies between any two equal direct slicing, and gaps and overlaps are found."""
 
 import time
 from dataclasses import replace
@@ -73,7 +73,7 @@ def systems(draw, num_ranks=3):
 
 
 def numbered(shapes: dict[str, Shape] = SHAPES) -> dict[str, np.ndarray]:
-    """Whole tensors whose elements are all different and nonzero."""
+    """Whole tensors with distinct, nonzero elements."""
     sizes = np.cumsum([0, *map(np.prod, shapes.values())])
     return {
         name: np.arange(1 + start, 1 + end).reshape(shape)
@@ -82,7 +82,7 @@ def numbered(shapes: dict[str, Shape] = SHAPES) -> dict[str, np.ndarray]:
 
 
 def direct_slices(layout: Layout, wholes: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The local tensors: slices of whole ones, 0 in the layout's zeros, -1 elsewhere."""
+    """Local tensors: slices of `wholes`, 0 in the layout's zeros, -1 elsewhere."""
     tensors = {name: np.full(shape, -1) for name, shape in layout.shapes.items()}
     for piece in layout.pieces:
         target = as_whole(tensors[piece.local][piece.local_box.slices], piece.axes)

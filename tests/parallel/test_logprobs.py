@@ -19,7 +19,7 @@ def whole_targets():
 
 
 class Case:
-    """Hidden states, a padded head, tokens of which some are selected, and output gradients."""
+    """Hidden states, a padded head, tokens with a random selection, and output gradients."""
 
     def __init__(self, vocab_size, padded_size, dtype=torch.float64, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -202,7 +202,7 @@ def tensor_parallel_rank(rank, world_size, vocab_size, sequence_parallel, num_se
 def test_tensor_parallel_ranks_all_get_the_dense_values_and_their_part_of_the_gradient(
     world_size, vocab_size, num_selected, sequence_parallel
 ):
-    """With 9 tokens only the first rank's slice has selected rows; with 0, no slice has."""
+    """With 9 selected tokens only the first rank's slice has rows; with 0, no slice has."""
     results = run_ranks(
         world_size, tensor_parallel_rank, world_size, vocab_size, sequence_parallel, num_selected
     )

@@ -228,7 +228,7 @@ def test_transformer_cost_is_half_attention_where_length_is_twelve_times_the_hid
     cost = CostModel.transformer(hidden_size=128)
     length = 12 * 128
     assert cost.quadratic * length**2 == pytest.approx(cost.linear * length)
-    # And four times as long where one layer of four attends.
+    # Only one layer of four attends, so lengths are four times as large.
     hybrid = CostModel.transformer(hidden_size=128, attending=1 / 4)
     assert (hybrid.linear, 4 * hybrid.quadratic) == (cost.linear, cost.quadratic)
 

@@ -1,4 +1,4 @@
-"""The order in which ranks come to the communicators that they share."""
+"""The order in which ranks reach their communicators, and NCCL's errors."""
 
 import ctypes
 from graphlib import TopologicalSorter
@@ -15,11 +15,11 @@ from parallel.nccl import SUSPEND_MEM, Communicators, call_nccl, created_groups
 
 
 def names_of_groups(rank: int, dims: ParallelDims) -> list[str]:
-    """The names of this rank's groups, in order; a group has the same on all of its ranks."""
+    """Names of this rank's groups in order; a group has the same name on all of its ranks."""
     setup_device(rank)
     init_groups(dims, dynamic_context=dims.context > 1)
     communicators = Communicators()
-    for _ in range(2):  # of no communicator, on CPUs
+    for _ in range(2):  # CPU groups have no communicator
         communicators.suspend()
         communicators.resume()
         communicators.resume()
@@ -43,7 +43,7 @@ def test_ranks_never_wait_for_each_other_in_a_circle(dims):
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL")
 def test_what_nccl_refuses_is_told_in_its_words():
-    """It needs no GPU to see that a communicator is missing."""
+    """NCCL refuses a null communicator even without a GPU."""
     for name, options in (("ncclCommSuspend", [SUSPEND_MEM]), ("ncclCommResume", [])):
         with pytest.raises(dist.DistBackendError, match=f"{name}: invalid argument.*{name}.*NULL"):
             call_nccl(name, ctypes.c_void_p(), *options)

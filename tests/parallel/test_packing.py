@@ -184,7 +184,7 @@ def test_what_parts_from_a_response_beside_it_has_only_its_own_tokens():
         [[0, 3], [3, 5], [10, 11], none],
     ]
     assert batch.completion_mask.nonzero().flatten().tolist() == [4, 5, 6, 7, 9, 11, 12, 14]
-    alone = pack(sequences, [2, 3], Alignment(), share_prompts=True)  # the root is elsewhere
+    alone = pack(sequences, [2, 3], Alignment(), share_prompts=True)  # without their root
     assert alone.tokens.tolist() == [1, 2, 3, 4, 10, 11, 30, 31, 30, 40]
 
 

@@ -13,7 +13,7 @@ SIZES = [(1, 4, 1), (2, 1, 1), (4, 2, 1), (4, 9, 1), (2, 4, 2), (4, 4, 2), (4, 1
 
 
 def event_by_event(costs, pipeline, virtual):
-    """Every stage runs its next operation as soon as its input is there; returns the total time."""
+    """Total time if every stage runs its next operation as soon as its input is there."""
     queues = [stage_operations(s, len(costs), pipeline, virtual) for s in range(pipeline)]
     last, clock, ends = pipeline * virtual - 1, [0.0] * pipeline, {}
     while any(queues):

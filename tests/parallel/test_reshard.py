@@ -1,4 +1,4 @@
-"""Plans of what trainer ranks send to engine workers, carried out on tensors in one process."""
+"""Plans of pushes from trainer ranks to engine workers, executed on tensors in one process."""
 
 from collections import Counter
 from dataclasses import replace
@@ -42,7 +42,7 @@ def num_bytes(copies, itemsizes):
 
 
 def numbered_weights(shape):
-    """Weights whose elements are all different integers."""
+    """Weights with distinct integers as elements."""
     weights, start = {}, 1
     for name, size in hf_tensors(shape).items():
         count = torch.Size(size).numel()
@@ -52,10 +52,9 @@ def numbered_weights(shape):
 
 
 def filled(layout, weights):
-    """The local tensors of a layout, 0 where there is no weight."""
+    """Local tensors of a layout, 0 outside of its pieces."""
     tensors = {name: torch.zeros(size, dtype=torch.int64) for name, size in layout.shapes.items()}
     files = Layout.of_whole_tensors({name: tuple(value.shape) for name, value in weights.items()})
-    # Replicas are filled like other pieces.
     for copy in intersect(files, layout):
         move(copy, weights, tensors)
     return tensors
@@ -234,7 +233,7 @@ def test_experts_are_sent_by_the_ranks_that_hold_them():
 
 
 def test_what_a_worker_gets_is_sent_in_the_order_of_its_rows():
-    """Gate and up of an expert, then of the next: so a GPU sums all of them at once."""
+    """Gate and up of an expert, then of the next, so that a GPU sums all of them at once."""
     dims = ParallelDims(data=4, expert=4, expert_tensor=1)
     shape = replace(QWEN3_30B, num_layers=2)
     workers = engine_layouts(shape, EngineDims(tensor=2))

@@ -7,7 +7,7 @@ from parallel.sequences import SequenceMeans, counted_lengths
 
 CU_SEQLENS = torch.tensor([0, 5, 6, 12, 16], dtype=torch.int32)
 NUM_TOKENS = 16
-# No token of the second sequence counts, and the last tokens are padding.
+# No token of the second sequence counts; the last tokens are padding.
 COUNTED = [0, 1, 3, 4, 6, 7, 8, 10, 11, 12]
 
 
@@ -20,7 +20,7 @@ def case():
 
 
 def owner(world_size):
-    """The rank that counts each token: uneven; the last rank has all of the last sequence."""
+    """The rank of each token: uneven shares; the last rank has all of the last sequence."""
     ranks = torch.arange(NUM_TOKENS) * 7 % world_size
     ranks[12:] = world_size - 1
     return ranks.clamp(min=int(world_size == 4))  # with four ranks, rank 0 has no tokens

@@ -1,4 +1,4 @@
-"""Which completions of a prompt are packed together."""
+"""Plans that pack completions with their shared prompt."""
 
 import pytest
 
@@ -74,18 +74,19 @@ def test_branches_that_do_not_fit_are_together_where_they_part():
     branches = {0: {i: Branched(0, 10_500, 200) for i in range(1, 9)}}
     group = PromptGroup(num_prompt_tokens=1000, responses={0: 10_000}, branches=branches)
     ((*microbatches,),) = plan_shared_prompts([group], 12_200, ParallelDims(), Alignment(), COST)
-    assert sorted(map(len, microbatches)) == [3, 6]  # five are with what they part from
+    assert sorted(map(len, microbatches)) == [3, 6]  # five are with their root
 
 
 def test_ranks_without_a_group_of_their_own_share_one():
-    """If the group stayed together, one rank would be idle and the other take twice as long."""
+    """A whole group on one rank would leave the other idle and take twice as long."""
     groups = groups_of([(100, [1000] * 8)])
     plan = plan_shared_prompts(groups, 9000, ParallelDims(data=2), Alignment(), COST)
     assert [sum(map(len, rank)) for rank in plan] == [4, 4]
 
 
 def test_no_completion_is_refused_that_would_fit_alone():
-    """Alone, prompt and completion are one aligned sequence; a shared prompt is aligned itself."""
+    """Unshared, prompt and completion are one aligned sequence; a shared prompt has its own
+    padding."""
     groups = groups_of([(9, [7]), (9, [7, 7])])
     plan = plan_shared_prompts(groups, 16, ParallelDims(), Alignment(sequence=16, total=16), COST)
     assert sorted(plan[0]) == [[0], [1], [2]]

@@ -8,7 +8,7 @@ from parallel.delta_rule import Chunks, causal_convolution, read_memories, stage
 from parallel.state_space import state_space
 
 LENGTHS = (5, 130, 64, 1, 65)
-"""Shorter than a chunk, of several, and of whole ones."""
+"""Shorter than a chunk, longer than a chunk, and whole chunks."""
 GROUPS, HEADS, KEY_DIM, VALUE_DIM = 2, 6, 8, 12
 
 
@@ -22,7 +22,7 @@ def chunks(lengths):
 
 @pytest.fixture
 def inputs():
-    """Queries, keys, values and decays."""
+    """Queries, keys, values and decays, [tokens, ...]."""
     generator, num_tokens = torch.Generator().manual_seed(0), sum(LENGTHS)
 
     def random(*size):

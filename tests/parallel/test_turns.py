@@ -1,4 +1,4 @@
-"""Turns: which context ranks split which sequences."""
+"""Turns: the context ranks that split each sequence."""
 
 import numpy as np
 from hypothesis import given, settings

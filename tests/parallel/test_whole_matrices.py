@@ -39,7 +39,7 @@ def cubed(matrix: Tensor) -> Tensor:
 
 
 def replaced(rank: int, max_elements: int) -> tuple[list[Tensor], list[int]]:
-    """The parts of a rank, and how many elements it received at a time."""
+    """A rank's parts, and the number of elements in each of its receives."""
     parts = PARTS[rank]
     values = [whole(name)[box.slices].clone() for name, box in parts]
     group, cpu = dist.group.WORLD, torch.device("cpu")

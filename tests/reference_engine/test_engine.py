@@ -28,7 +28,7 @@ from reference_engine.engine import TransformersEngine, load_model
 @pytest.mark.parametrize(
     "family",
     [
-        # Theirs are stacked as those of the last one.
+        # The stacks of these families have the form of the last one's.
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("qwen3_moe", "glm4_moe", "deepseek_v3")
@@ -96,12 +96,12 @@ def test_samples_tell_the_tokens_that_indexers_chose(tmp_path):
     for sample in samples:
         found, wanted = sample.routes, chosen_tokens(folder, sample)
         assert found.shape == wanted.shape and len(found) > topk
-        # Of the tokens before, all are seen.
+        # Earlier tokens see all positions.
         np.testing.assert_array_equal(np.sort(found[topk:]), np.sort(wanted[topk:]))
 
 
 def chosen_experts(folder: Path, sample: Sample) -> np.ndarray:
-    """What the routers of `transformers` choose for all tokens but the last, in one pass."""
+    """Experts that `transformers` chooses for all tokens except the last, in one pass."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids[:-1]]])
     with torch.inference_mode():
@@ -119,7 +119,7 @@ def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path, num_exp
     folder = tiny_model(tmp_path, "mixtral", **sizes)
     with running_engine("reference", folder, tmp_path, router_replay=True) as engine:
         engine.push(folder)
-        # Some end early: the others go on as a smaller batch.
+        # Some completions end early; the others continue as a smaller batch.
         samples = engine.generate(
             random_prompts(2), stop_token_ids=[*range(20, 60)], router_replay=True
         )

@@ -1,4 +1,4 @@
-"""The experts that SGLang tells of each token, against the routers of transformers."""
+"""SGLang's experts of each token against the routers of transformers."""
 
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -35,12 +35,12 @@ def reference(folder: Path) -> AutoModelForCausalLM:
 
 
 def bounds(sample: Sample) -> list[tuple[int, int]]:
-    """Where the part of each version begins and ends."""
+    """(start, end) of the tokens of each weight version."""
     return [*pairwise([0, *accumulate(count for _, count in sample.spans)])]
 
 
 def chosen_by(folder: Path, sample: Sample) -> np.ndarray:
-    """The experts that the routers of these weights choose for all tokens but the last."""
+    """Experts that the routers in `folder` choose for all tokens except the last."""
     model = reference(folder)
     tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids[:-1]]])
     with torch.inference_mode():
@@ -53,7 +53,7 @@ def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path):
     folder = mixture(tmp_path)
     with running_engine("sglang", folder, tmp_path, **ENGINE) as engine:
         engine.push(folder)
-        # The second time, the prompts are in its cache.
+        # The second time, the prompts are in the engine's cache.
         made = [engine.generate(random_prompts(2), router_replay=True) for _ in range(2)]
     for sample in (*made[0], *made[1]):
         np.testing.assert_array_equal(np.sort(sample.routes), chosen_by(folder, sample))
@@ -62,7 +62,7 @@ def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path):
 def gaps_on_rank(
     rank: int, folder: Path, samples: list[Sample], routes: list[np.ndarray]
 ) -> list[torch.Tensor]:
-    """How far the trainer's log-probabilities are from those of the samples, with these routes."""
+    """Gaps between the trainer's log-probabilities with `routes` and those of the samples."""
     dims = ParallelDims()
     policy, groups = start_policy(rank, folder, dims, "rollout.router_replay=true")
     found = []
@@ -100,7 +100,7 @@ def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(
     assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
     samples = asked.samples()[::4]
     assert all(len(sample.spans) == 3 for sample in samples)
-    # Of each token those that the weights of its version choose, after what these have read anew.
+    # Each token's experts are those of its version's weights, over recomputed earlier tokens.
     for sample in samples:
         ends = [len(sample.prompt.token_ids) - 1 + end for _, end in bounds(sample)]
         routes = np.sort(sample.routes)

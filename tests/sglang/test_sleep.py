@@ -1,5 +1,5 @@
-"""An SGLang that sleeps and loses its memory: tests/megatron_grpo/engines/test_sleep.py has the
-requests, of engines on CPUs, which keep theirs."""
+"""An SGLang that loses its memory asleep; in tests/megatron_grpo/engines/test_sleep.py engines keep
+it, as on CPUs."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ for server.reset_prefix_cache in (busy, pushed):
     except HTTPException as error:
         print(error.status_code, error.detail)
 """
-"""Nothing releases memory here: without a refusal it ends by an AttributeError."""
+"""Nothing releases memory here: an accepted request would end in an AttributeError."""
 
 
 @pytest.mark.long  # SGLang is imported

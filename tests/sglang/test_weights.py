@@ -1,4 +1,4 @@
-"""Pushes into a real SGLang: what its workers then hold is what SGLang loads itself."""
+"""Pushes into a real SGLang: its workers must hold the parameters that SGLang loads itself."""
 
 import json
 from dataclasses import replace
@@ -84,18 +84,18 @@ OF_SGLANG: dict[str, dict[str, Any]] = {
         "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ONE_ROPE),
     },
 }
-"""What models must have that SGLang serves, and whose layers it does not pad on CPUs."""
+"""Fields of models that SGLang serves without padding layers on CPUs."""
 DENSE = ("gemma3_text", "gpt_oss", "llama", "olmo3", "qwen2", "qwen3", "qwen3_5_text")
 WHOLE_QUERIES = "deepseek_v3 without q_lora_rank"
 TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
 EP2 = ParallelDims(data=2, expert=2)
 MOST_GAP = 0.05
-"""Between ranks and engines that compute with the same quantised weights, in the mean; 0.02 was
-seen, and 0.1 to 0.21 with ranks that do not quantise theirs."""
+"""Largest mean gap between ranks and engines with equal quantised weights: 0.02 was seen, and 0.1
+to 0.21 with ranks that do not quantise."""
 
 
 def tells_matrices_of_latents(told: list[dict[str, str]], folder: Path) -> bool:
-    """Whether these are checksums of what each layer with latents makes of its weights, too."""
+    """Whether the checksums include the matrices that each layer derives from its latents."""
     shape = read_shape(folder)
     num_matrices = 2 * shape.num_layers if shape.latent else 0
     return all(
@@ -105,13 +105,13 @@ def tells_matrices_of_latents(told: list[dict[str, str]], folder: Path) -> bool:
 
 @pytest.fixture
 def tells_all(monkeypatch) -> None:
-    """Engines tell the checksums of all bits, of what they make of parameters, too."""
+    """Engines report checksums of all bits, derived matrices included."""
     pose_as(monkeypatch, "bits")
 
 
 LAYOUTS = [
-    # The workers of a group, groups, over how many workers whole experts are distributed if that
-    # is said, and the layout of the ranks.
+    # Workers of a group, groups, workers that share whole experts (None: default), and the ranks'
+    # layout.
     ("deepseek_v3", 2, 1, 0, TP2_PP2),  # experts as those of qwen3_moe, and latents
     ("qwen3_moe", 2, 1, 0, EP2),
     ("llama", 2, 1, 0, TP2_PP2),
@@ -167,8 +167,7 @@ def test_push_gives_every_worker_what_sglang_loads(tmp_path, family, size, group
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("killed", "ep_size"), [("python", 1), ("scheduler_TP1", 2)])
 def test_serve_over_two_nodes_is_one_engine_and_ends_on_both(tmp_path, killed, ep_size):
-    """The head is killed, or a worker of the other node; workers have parts of experts, or whole
-    ones."""
+    """The head node or the other one is killed; workers split experts, or have whole ones."""
     folder, others = (model(tmp_path / str(seed), "qwen3_moe", seed) for seed in range(2))
     of_sglang = ["rollout.engine=sglang", f"rollout.python={SGLANG_PYTHON}"]
     of_sglang.append(f"rollout.sglang={{ep_size: {ep_size}}}")
@@ -188,7 +187,7 @@ def test_serve_over_two_nodes_is_one_engine_and_ends_on_both(tmp_path, killed, e
 
 
 def model(folder: Path, family: str, seed: int) -> Path:
-    """A model whose layers SGLang does not pad for one or two workers."""
+    """A model with layers that SGLang does not pad for one or two workers."""
     if family in towers.CONFIGS:
         sizes = {"qwen3_5_moe": OF_EXPERTS, "qwen3_vl_moe": WIDTHS}.get(family, DENSE_WIDTH)
         tied = family == "gemma3"
@@ -231,7 +230,7 @@ def test_push_fills_linear_and_sparse_attention_which_only_gpus_compute(
 ):
     pose_as(monkeypatch, "bits", "unkernelled")
     folder, others = (model(tmp_path / str(seed), family, seed) for seed in range(2))
-    # Its defaults are for GPUs, too, and as large a cache as fits.
+    # SGLang's defaults are for GPUs, and take the largest cache that fits.
     table = {"mamba_radix_cache_strategy": "no_buffer", "max_mamba_cache_size": 64}
     table |= {"disable_overlap_schedule": True, "kv_cache_dtype": "auto"}
     options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "sglang": table}
@@ -246,9 +245,9 @@ def test_push_fills_linear_and_sparse_attention_which_only_gpus_compute(
 
 
 def model_of_blocks(folder: Path, family: str, seed: int) -> Path:
-    """A model that two workers or tensor ranks cut between blocks of 128 rows and columns.
+    """A model that two workers or tensor ranks split between blocks of 128 rows and columns.
 
-    Tokens go to all experts: which are chosen would depend on rounding.
+    Tokens go to all experts, since a choice would depend on rounding.
     """
     if family in ("deepseek_v3", WHOLE_QUERIES):
         sizes = {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}

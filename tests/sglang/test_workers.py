@@ -1,4 +1,4 @@
-"""What SGLang loads into each worker of an engine of several groups, against what is pushed."""
+"""Parameters that SGLang loads into each worker of an engine with groups, against pushed ones."""
 
 import json
 import os
@@ -18,13 +18,13 @@ from megatron_grpo.engines.arguments import command_flags
 from megatron_grpo.engines.sglang.args import NEEDED, sglang_command, sglang_environment
 
 SIZES = [(1, 2, 1), (1, 2, 2), (2, 1, 2)]
-"""Workers of a group, groups, and over how many workers whole experts are distributed."""
+"""Workers of a group, groups, and workers that share whole experts."""
 WITHOUT_BROADCASTS = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
-"""Else a worker waits for the others, to share memory with them."""
+"""Without it a worker waits for the others, to share memory with them."""
 
 
 def told(names: Iterable[str]) -> list[str]:
-    """All but sinks, and weights of an indexer's heads, which SGLang has in bfloat16."""
+    """Names without sinks and weights of indexers' heads, which SGLang keeps in bfloat16."""
     return [name for name in names if not name.endswith((".sinks", ".indexer.weights_proj.weight"))]
 
 

@@ -1,5 +1,4 @@
-"""The options that the scripts pass to pyxis, which cannot run here: `srun` and `scontrol` are
-stand-ins."""
+"""Options for pyxis in the scripts; it cannot run here, so `srun` and `scontrol` are fakes."""
 
 import os
 import subprocess
@@ -26,7 +25,7 @@ esac
 
 @pytest.fixture
 def calls(tmp_path):
-    """Runs the job of the tiny config with a run directory; returns each call of `srun`."""
+    """A function: run the tiny config's job with a run directory; returns each call of `srun`."""
     programs = tmp_path / "programs"
     programs.mkdir()
     (tmp_path / "tokenizer.json").touch()

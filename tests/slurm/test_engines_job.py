@@ -1,4 +1,4 @@
-"""Jobs of engines alone, which join the run of another job on a real Slurm."""
+"""Jobs that run only engines and join the run of another job, on a real Slurm."""
 
 import pytest
 
@@ -17,7 +17,7 @@ IN_FLIGHT = [
     "grpo.rollout_importance_sampling_mode=token_truncate",
 ]
 
-# The cores are for the engines that start.
+# Cores are left for the engines that start.
 SLOW_REWARD = """
 import time
 
@@ -28,12 +28,12 @@ def digits(completions, **_):
 
 
 def await_engines(run: Submitted, number: int) -> None:
-    """Wait for a step on completions of so many engines."""
+    """Wait for a step with completions of `number` engines."""
     run.wait_for(lambda: read_metrics(run.run_dir)[-1]["rollout/num_engines"] == number, 400)
 
 
 def await_leave(run: Submitted, engine: Job, *states: str) -> None:
-    """Wait until a job of an engine has ended, and the run has made three steps without it."""
+    """Wait until an engine's job has ended, and the run has made three steps without it."""
     ended = engine.await_state("COMPLETED", "FAILED", "CANCELLED", seconds=60)
     assert ended["JobState"] in states, engine.output() + run.logs()
     run.await_step(run.steps()[-1] + 3)

@@ -17,7 +17,7 @@ SOURCED = "source slurm/job.sh; NETWORK_INTERFACE=${NETWORK_INTERFACE:-};"
 
 @pytest.fixture
 def bash(tmp_path):
-    """Runs a script after `source slurm/job.sh`; `programs` come first in PATH."""
+    """A function: run a script after `source slurm/job.sh`; `programs` come first in PATH."""
 
     def bash(
         script: str, programs: dict[str, str], **variables: str
@@ -84,7 +84,7 @@ CONCLUDE = """
 def test_a_mistake_is_final_on_the_first_start_alone(
     bash, tmp_path, code, starts_before, is_queued
 ):
-    """On a restart, code 2 comes from a job that has worked: a file system may be unavailable."""
+    """After a restart the job has worked before, so a file system may be unavailable."""
     done = bash(
         CONCLUDE,
         {"scontrol": 'echo "$*"'},
@@ -124,7 +124,7 @@ def test_a_signal_before_the_trainer_is_there_reaches_it(bash, tmp_path):
     assert bash(PLACED + starts, {}, RUN=str(tmp_path)).returncode == 75
 
 
-# A trainer that ignores the signal because it is saving.
+# This trainer ignores the signal, since it is saving.
 SLOW_SAVE = """
     start_trainer() {
         (trap '' USR1; touch $RUN/begun; exec sleep $SAVES >/dev/null 2>&1) &
@@ -223,7 +223,7 @@ START_ENGINES = """
 
 
 def test_the_ports_of_80_engines_are_among_the_64_of_the_job(bash):
-    """Ports belong to a node, and no node has so many engines."""
+    """Ports belong to a node, and no node has 80 engines."""
     placed = [f"n{node} {gpu},{gpu + 1}" for node in range(20) for gpu in range(0, 8, 2)]
     done = bash(START_ENGINES, {}, PLACED="\n".join(placed))
     addresses = re.findall(r"engine_\d+.log (\S+) --port (\d+)", done.stdout)
@@ -265,7 +265,7 @@ touch "$TMPDIR/socket"
 """
 
 
-# Places the job, keeps what was said, and lets the job end there.
+# An srun that runs the command of `place`, keeps its output and ends the job.
 PLACES = """
 until [[ $1 == megatron-grpo ]]; do shift; done
 "$@" >$RUN/placed
@@ -314,7 +314,7 @@ def test_a_further_node_of_an_engine_has_its_own_log_and_address(bash, tmp_path)
     ids=["ends", "is refused", "is told to end"],
 )
 def test_engine_sh_ends_the_step_on_its_other_nodes(bash, tmp_path, does, code):
-    """Slurm does that if the exit code of a task is not 0, and returns the highest."""
+    """Slurm ends a step if the exit code of a task is not 0, and returns the highest code."""
     programs = {"megatron-grpo": does}
     assert bash(ENGINE, programs, LOGS=str(tmp_path), SLURM_NODEID="0").returncode == code
 
@@ -349,7 +349,7 @@ def test_keep_engine_ends_in_a_pause_when_told(bash, tmp_path):
         ({"NODE_CACHE": "/nvme"}, "$TORCHINDUCTOR_CACHE_DIR", "/nvme/inductor"),
         ({"VLLM_CACHE_ROOT": "/of/the/site"}, "$VLLM_CACHE_ROOT", "/of/the/site"),
         ({}, "$TORCHINDUCTOR_COMPILE_THREADS", "4"),
-        # The token of the hub is not put beside its caches.
+        # The hub's token is not next to its caches.
         ({}, "${HF_HOME-none} $HF_HUB_CACHE", f"none {REPOSITORY}/.cache/huggingface/hub"),
     ],
 )
@@ -361,7 +361,7 @@ def test_the_environment_is_that_of_the_job_and_the_site(bash, variables, printe
     assert bash(script, {}, **variables).stdout == f"{expected}\n"
 
 
-# An engine of the job that joins at once, and ends as engine.sh does when its run has dropped it.
+# An engine that joins at once, and ends like engine.sh after its run has dropped it.
 JOINS = """
 [[ "$*" != *" megatron-grpo place "* ]] || { echo "$PLACED"; exit; }
 port=$(sed 's/.* --port \\([0-9]*\\) .*/\\1/' <<<"$*")

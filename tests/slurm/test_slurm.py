@@ -1,6 +1,6 @@
-"""The scripts of slurm/ on a real Slurm, with the tiny config: every job has two nodes.
+"""The scripts of slurm/ on a real Slurm, with the tiny config on two nodes.
 
-Jobs that need no interaction run in the background during the tests, as they mostly wait for Slurm.
+Jobs without interaction run in the background, since they mostly wait for Slurm.
 """
 
 import re
@@ -34,7 +34,7 @@ def reward(completions, **_):
     time.sleep(1)
     return [float(len(text)) for text in completions]
 """
-# `place` fails in the first two restarts: failures before there is a run directory count too.
+# `place` fails in the first two restarts: failures without a run directory count, too.
 FAILS_BETWEEN = """
 case $1/$SLURM_RESTART_COUNT in
     place/1 | place/2) exit 7 ;;
@@ -44,7 +44,7 @@ esac
 
 @pytest.fixture(scope="module")
 def beside(cluster, tied_model, tmp_path_factory):
-    """Jobs that run in the background of the tests, keyed by what happens to them."""
+    """Jobs in the background of the tests, keyed by their fate."""
     mistake, trainer, early = map(tmp_path_factory.mktemp, ("mistake", "trainer", "early"))
     rewards = trainer / "rewards.py"
     rewards.write_text(KILLS_RANK_0)
@@ -61,7 +61,7 @@ def beside(cluster, tied_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def endless(cluster, tied_model, tmp_path_factory):
-    """A job that keeps making steps, one a second, whatever the tests do to it."""
+    """A job without an end that makes a step each second."""
     with submitter(cluster, tied_model) as submit:
         folder = tmp_path_factory.mktemp("endless")
         (folder / "rewards.py").write_text(SLOW)
@@ -82,7 +82,7 @@ def test_a_mistake_is_told_and_not_tried_again(beside):
 def test_engines_see_the_gpus_of_their_place_and_no_others(submit):
     arguments = ["rollout.num_engines=2", "parallel.pipeline_parallel_size=1"]
     run = submit(*arguments, ranks_per_node=2)
-    # The ranks fill the first node, so both engines are on the second.
+    # Ranks fill the first node, so both engines are on the second.
     engines = run.await_engines(2)
     seen = [engine.environ()["CUDA_VISIBLE_DEVICES"] for engine in engines]
     nodes = {engine.environ()["SLURMD_NODENAME"] for engine in engines}
@@ -129,7 +129,7 @@ def test_job_signalled_saves_queues_again_and_ends(submit, engine):
     assert logs == ["engine_0.log", "trainer_0.log", "trainer_1.log"]
 
 
-@pytest.mark.timeout(1000)  # its two waits for an engine alone may take 700 s beside other tests
+@pytest.mark.timeout(1000)  # two starts of an engine may take 700 s on a busy machine
 @pytest.mark.parametrize(
     ("engine", "modules"),
     [
@@ -215,7 +215,7 @@ def test_three_restarts_that_bring_nothing_are_the_end(beside):
 
 
 def venv_that(does: str, folder: Path) -> Path:
-    """A virtual environment whose `megatron-grpo` first does something else."""
+    """A virtual environment with a `megatron-grpo` that runs `does` first."""
     programs = folder / "venv" / "bin"
     programs.mkdir(parents=True)
     megatron_grpo = f'#!/bin/sh\n{does}\nexec {VENV}/bin/megatron-grpo "$@"\n'
@@ -254,7 +254,7 @@ def test_a_job_has_all_memory_of_its_nodes(cluster, script, tmp_path):
 
 
 def test_step_has_all_cores_of_nodes_that_differ(cluster, tmp_path):
-    """The first node has 8 cores and 8 GPUs, the other 6 and the 4 GPUs that the job asks for."""
+    """The first node has 8 cores and 8 GPUs, the other 6 cores and the 4 GPUs of a request."""
     script, log = tmp_path / "job.sh", tmp_path / "job.log"
     script.write_text(
         "#!/usr/bin/env bash\n"

@@ -1,4 +1,4 @@
-"""torch_dist checkpoints: those of Megatron-Core are read bit for bit, and no code in them runs."""
+"""torch_dist checkpoints of Megatron-Core: read bit for bit, and no code in them runs."""
 
 import os
 import pickle
@@ -34,7 +34,7 @@ def save_trained(rank, model, folder):
 
 
 def load_whole(rank, folder):
-    """All whole tensors of a checkpoint, as Megatron-Core reads them."""
+    """All whole tensors of a checkpoint, read by Megatron-Core."""
     from megatron.core.dist_checkpointing import load_plain_tensors
 
     from parallel.cpu_device import setup_device

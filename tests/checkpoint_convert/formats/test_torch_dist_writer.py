@@ -1,5 +1,4 @@
-"""Checkpoints that we write: files exist before their values, chunks are cut anywhere, and tensors
-that chunks do not cover are reported."""
+"""Checkpoints that we write: files before their values, chunks of any shape, gaps are reported."""
 
 import os
 
@@ -31,7 +30,7 @@ TENSORS = {
 
 
 def chunks_of_rows(num_rows: int, num_chunks: int) -> list[Chunk]:
-    """A tensor of `num_chunks` chunks of `num_rows` rows each, one below the other."""
+    """`num_chunks` chunks of `num_rows` rows each, stacked to one tensor."""
     shape = (num_rows * num_chunks, 64)
     boxes = [Box((number * num_rows, 0), (num_rows, 64)) for number in range(num_chunks)]
     return [Chunk("w", box, shape, "F32") for box in boxes]

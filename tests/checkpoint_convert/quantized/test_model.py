@@ -1,6 +1,6 @@
 """Layouts of quantised workers; blocks that engines would cut are refused by name.
 
-`tests/megatron_grpo/weights/test_quantized_pushes.py` compares them with what vLLM holds.
+`tests/megatron_grpo/weights/test_quantized_pushes.py` compares them with vLLM's parameters.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The quantiser against that of compressed-tensors, and against the error of each format."""
+"""The quantiser against compressed-tensors' and against the error bound of each format."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ KINDS = {
 
 
 def matrix(rows=ROWS, columns=COLUMNS):
-    """Values of many sizes, a block of zeros, and one that is far from the others."""
+    """Values of many sizes, a block of zeros, and an outlier."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(rows, columns, generator=generator) * torch.logspace(-6, 2, rows)[:, None]
     values[:128, :128] = 0
@@ -62,7 +62,7 @@ def test_quantized_errs_by_half_a_step_at_most(kind):
     scales = scales_of(block_maxima(matrix(), block), dtype)
     found = dequantized(quantized(matrix(), scales, dtype, block), scales, block, (0, 0))
     step = scales.double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    # FP8 has 3 bits after the first one, and at the lower end steps of 2^-9.
+    # FP8 has 3 mantissa bits, and subnormal steps of 2^-9.
     bound = step / 2 if dtype == torch.int8 else torch.maximum(values.abs() / 16, step * 2**-10)
     assert bool(((found - values).abs() <= bound * (1 + 1e-4)).all())
     assert found[:128, :128].count_nonzero() == 0

@@ -1,4 +1,4 @@
-"""Quantised folders read as their dequantised copies, at any cut; what cannot be is refused."""
+"""Quantised folders read like their dequantised copies at any layout; bad folders are refused."""
 
 import json
 import os
@@ -46,20 +46,20 @@ CUTS = [
     ParallelDims(tensor=4, pipeline=2),
     ParallelDims(tensor=2, expert=2, data=2, expert_tensor=1),
 ]
-# Experts are whole, and each stack is of all of them.
+# Experts are whole, and each stack has all of them.
 STACKED_CUTS = [
     CUTS[0],
     ParallelDims(tensor=2, expert_tensor=1),
     ParallelDims(pipeline=2, data=4, expert=4),
     ParallelDims(tensor=2, pipeline=2, context=2, expert=2, expert_tensor=1),
 ]
-# With a tensor size of 4, a rank has 12 of an expert's 48 columns: it begins and ends in blocks.
+# At tp4 a rank has 12 of an expert's 48 columns, and begins and ends inside blocks.
 PACKED_CUTS = [ParallelDims(tensor=4, pipeline=2), ParallelDims(data=2, expert=2)]
 BY_BLOCKS = ("DeepSeek", "FP8 in blocks", "INT8 per channel")
 CASES = {
     **{("qwen3", form): CUTS[2:3] for form in FORMATS},
     **{("qwen3_moe", form): CUTS for form in FORMATS},
-    **{("deepseek_v3", form): CUTS for form in BY_BLOCKS},  # some of whose last blocks are partial
+    **{("deepseek_v3", form): CUTS for form in BY_BLOCKS},  # some last blocks are partial
     ("gpt_oss", "MXFP4"): STACKED_CUTS,
     ("qwen3_moe", "NVFP4"): PACKED_CUTS,
     ("qwen3_moe", "NVFP4 of ModelOpt"): PACKED_CUTS[:1],

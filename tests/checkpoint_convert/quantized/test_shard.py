@@ -1,4 +1,4 @@
-"""Quantised folders: written from a checkpoint or by ranks, at any cut, they are the same bytes."""
+"""Quantised folders: the same bytes from a checkpoint and from ranks at any layout."""
 
 import json
 import os
@@ -36,8 +36,8 @@ from helpers.models.quantized import NVFP4, is_quantized, nvfp4_copies, nvfp4_we
 from helpers.models.tiny import tiny_model
 from parallel import ParallelDims
 
-# Sizes of which blocks of 128 are parts, but not of what a tensor rank of 4 or 8 holds, which may
-# have no keys at all. In the latents' down-projections the last blocks are partial.
+# Blocks of 128 divide these sizes, but not the share of a rank at tp4 or tp8, which may have no
+# keys at all. In the latents' down-projections the last blocks are partial.
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 FAMILIES = {
     "qwen3": {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
@@ -54,7 +54,7 @@ CUTS = {
     ],
     "deepseek_v3": [ParallelDims(tensor=4, expert=2, data=2, expert_tensor=1)],
 }
-# Of NVFP4 weights that are fused in the files, or elsewhere in engines; see also below.
+# NVFP4 of weights that are fused in the files, or only in engines; see also below.
 CASES = [
     (family, scheme)
     for family in FAMILIES
@@ -65,7 +65,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """(Model, checkpoint of it in bfloat16, export of that) by family."""
+    """(model, its checkpoint in bfloat16, export of the checkpoint) by family."""
     found = {}
     for family, sizes in FAMILIES.items():
         folder = tmp_path_factory.mktemp(family)
@@ -89,7 +89,7 @@ def exports(checkpoints, tmp_path_factory):
 def quantized_at_once(
     plain: dict[str, Tensor], scheme: str, ignored: Sequence[str] = ()
 ) -> dict[str, Tensor]:
-    """What the folder must hold, from whole tensors; those of `ignored` stay as they are."""
+    """Tensors that the folder must hold, from whole ones; `ignored` modules stay unquantised."""
     if scheme == "nvfp4":
         return nvfp4_weights(plain)
     dtype = torch.int8 if scheme == "int8" else torch.float8_e4m3fn
@@ -128,7 +128,7 @@ def test_export_is_read_by_transformers(exports, scheme):
     how = CompressedTensorsConfig(run_compressed=False)
     options = {} if scheme == "fp8" else {"quantization_config": how}
     found = AutoModelForCausalLM.from_pretrained(folder, **options).state_dict()
-    # Scales per row become bfloat16 before it multiplies by them.
+    # transformers rounds scales per row to bfloat16 before it multiplies.
     error = 2**-7 if scheme in ("fp8_channel", "int8") else 0.0
     for name, expected in whole_tensors(folder):
         assert found[name].dtype == torch.bfloat16
@@ -171,7 +171,7 @@ def test_export_keeps_ignored_modules(checkpoints, tmp_path, scheme):
     assert_same(weights_of(tmp_path / "out"), quantized_at_once(weights, scheme, names))
     table = config_of(tmp_path / "out")["quantization_config"]
     assert {name.removesuffix(".weight") for name in names} < {*ignored_modules(table)}
-    # What an engine is told by this config, it quantises alike.
+    # An engine with this config quantises the same modules.
     again = dict(quantized_tensors(plain, scheme, ignored_modules(table)))
     assert_same(again, weights_of(tmp_path / "out"))
 
@@ -224,7 +224,7 @@ def test_export_ignores_only_where_it_quantises(checkpoints, tmp_path):
 
 
 def shards(plain, model, dims):
-    """Layout and quantised tensors of every rank, with maxima as a collective makes them."""
+    """Layout and quantised tensors of every rank, with maxima over ranks as by a collective."""
     ranks = []
     for rank in range(dims.world_size):
         at = dims.coordinates(rank)
@@ -287,7 +287,7 @@ def test_export_has_few_blocks_in_memory(checkpoints, tmp_path, monkeypatch):
 
 
 def test_export_of_cut_blocks_is_the_model_quantised(tmp_path):
-    """Tensor ranks have 12 of an expert's 48 columns, which begin and end in blocks of 16."""
+    """Tensor ranks have 12 of an expert's 48 columns, cut inside blocks of 16."""
     model = tiny_model(tmp_path / "model", "qwen3_moe")
     copies = nvfp4_copies(model, tmp_path)
     stored, read = copies["NVFP4"]

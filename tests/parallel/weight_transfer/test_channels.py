@@ -64,7 +64,7 @@ def receive(receiver, sizes):
 
 
 def send_from_process(pipe, kind, pushes):
-    """Send each list of messages, then hang."""
+    """Send each push, a list of messages, then hang."""
     waiting = listener(kind)
     pipe.send(waiting.address)
     sender = outgoing(waiting)

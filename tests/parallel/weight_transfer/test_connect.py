@@ -1,4 +1,4 @@
-"""Whether the channel to a receiver shares memory, depending on where both ends run."""
+"""Shared memory of a channel, by the places of its two ends."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ OTHER_HOST = "other net ipc pid GPU-3"
 
 @pytest.fixture
 def shares_memory(monkeypatch):
-    """Whether a trainer on GPU 1 shares memory with a receiver at a place."""
+    """A function: whether a trainer on GPU 1 shares memory with a receiver at a place."""
     monkeypatch.setattr(connect_module, "memory_domain", lambda device: HERE)
 
     def shares_memory(network_only, receiver):

@@ -1,4 +1,4 @@
-"""Channels inside one host leave nothing behind and hold no more than two buffers."""
+"""Channels inside one host: two buffers of shared memory that leave nothing behind."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Init info and plans, exchanged before a push: plain data that is checked before it is used."""
+"""Init info and plans exchanged before a push: plain data, checked before use."""
 
 import json
 

@@ -49,7 +49,7 @@ def whole_weights(seed):
 
 
 def part(name, start, size):
-    """A box of a whole tensor that is a local tensor of the same name."""
+    """A box of a whole tensor, held as a local tensor of the same name."""
     return ShardMapping(name, Box.whole(size), name, Box(start, size))
 
 
@@ -112,7 +112,7 @@ def filled(layout, weights, dtypes):
 
 
 class MadeWhenAsked(UserDict):
-    """Tensors in memory that the next one takes, like weights into which adapters are merged."""
+    """Tensors in one reused buffer, like weights into which adapters are merged on demand."""
 
     memory = threading.local()  # channels ask at the same time
 
@@ -326,7 +326,7 @@ MATRIX = {"w": torch.zeros(4, 4)}
 
 
 def act_around_opening(monkeypatch, before_sender, after_receiver=lambda peer: None):
-    """Act before each sender's end is made, and after each receiver's, with the peer's name."""
+    """Call `before_sender` and `after_receiver` with the peer's name around each new end."""
     open_channel = connect.LocalChannel
 
     def acting(control, bucket_bytes, device, *, is_sender):
@@ -341,7 +341,7 @@ def act_around_opening(monkeypatch, before_sender, after_receiver=lambda peer: N
 
 
 def test_all_channels_of_a_chain_of_engines_are_made_at_the_same_time(monkeypatch):
-    """Each waits until all have started, so a chain takes no longer than one engine."""
+    """Each end waits until all have started: a chain opens as fast as one engine."""
     all_at_it = threading.Barrier(5, timeout=SOON / 2)
     act_around_opening(monkeypatch, lambda receiver: all_at_it.wait())
     ends = open_all([MATRIX] * 5)
@@ -377,7 +377,7 @@ def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
 
 
 def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once():
-    """The rank already listens when another rank, which never came, gives up."""
+    """The rank already listens when another rank that never came gives up."""
     address, rendezvous = open_rendezvous("127.0.0.1")
     init_info = TransferInitInfo(address, BUCKET, 1, False, senders=[[0]], zeros=[[]])
     join(address, TIMEOUT).publish("memory/0/0", memory_domain(CPU))
@@ -409,7 +409,7 @@ def test_a_sender_without_memory_for_its_buffers_leaves_nobody_waiting():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_worker_holds_what_was_sent_by_the_checksums_of_both_and_zeros_in_its_padding(dtype):
-    """The weights are sent as `dtype`; the last row of the parameter is padding."""
+    """Weights are sent as `dtype`; the parameter's last row is padding."""
     address, rendezvous = open_rendezvous("127.0.0.1")
     zeros = [[("w", [5, 0], [1, 7])]]
     init_info = TransferInitInfo(address, 256, 1, False, senders=[[0]], zeros=zeros)
