@@ -19,7 +19,7 @@ def code(*folders: str) -> list[Path]:
     return [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
 
 
-def test_the_example_is_the_file_that_it_names():
+def test_the_example_equals_the_file_that_it_names():
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
     name, _, text = block.partition("\n")
     assert text == (ROOT / name.removeprefix("# ")).read_text()
@@ -35,7 +35,7 @@ def test_files_of_the_recipes_exist():
 
 
 @pytest.mark.parametrize("name", MOST_FILES)
-def test_what_is_added_is_named_in_few_files_of_the_product(name):
+def test_additions_touch_few_files_of_the_product(name):
     naming = [file for file in code(*PRODUCT) if name in words(ast.parse(file.read_text()))]
     assert len(naming) <= MOST_FILES[name], naming
 

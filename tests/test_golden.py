@@ -41,7 +41,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     LAYOUTS,
     ids=lambda value: layout_name(value) if isinstance(value, ParallelDims) else None,
 )
-def test_loss_gradients_and_logprobs_are_those_recorded(cases, family, dims, recipes):
+def test_loss_gradients_and_logprobs_equal_the_recorded_ones(cases, family, dims, recipes):
     assert differences("layouts", layout_values(cases[family], family, dims, recipes), **STEP) == []
 
 
@@ -60,7 +60,9 @@ def test_a_resumed_run_ends_with_the_recorded_weights_and_metrics(recorded_engin
 
 
 @pytest.mark.long
-def test_so_does_one_that_generates_while_it_trains_and_was_killed(recorded_engine, tmp_path):
+def test_a_killed_asynchronous_run_ends_with_the_recorded_weights_and_metrics(
+    recorded_engine, tmp_path
+):
     assert differences("runs", asynchronous_run(recorded_engine, tmp_path), **RUN) == []
 
 

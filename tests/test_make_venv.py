@@ -78,7 +78,7 @@ def test_a_python_on_path_is_taken_behind_a_shim_that_only_prints_an_error(machi
 @pytest.mark.parametrize(
     "place", [".pyenv/versions/a/bin/python3", ".local/share/uv/python/a/bin/python3"]
 )
-def test_a_newer_one_that_pyenv_or_uv_holds_is_taken_before_one_on_path(machine, place):
+def test_a_newer_python_of_pyenv_or_uv_is_taken_before_one_on_path(machine, place):
     known = interpreters()
     works = sorted(v for v in known if v.startswith(("3.12.", "3.13.")))
     if len(works) < 2:
@@ -103,7 +103,7 @@ def test_a_minor_version_can_be_named(machine):
         assert f"found no Python {missing} that works" in machine.make_venv(missing).stderr
 
 
-def test_a_machine_without_a_python_that_works_is_told_what_was_tried_and_how_to_get_one(machine):
+def test_a_machine_without_a_working_python_shows_the_tried_ones_and_advice(machine):
     shim = machine.add("shims/python3.13", machine.shim())
     told = f"  {shim}: manager: python3.13: command not found\n"
     if old := next((v for v in interpreters() if v.startswith(("3.9.", "3.10.", "3.11."))), None):
@@ -116,7 +116,7 @@ def test_a_machine_without_a_python_that_works_is_told_what_was_tried_and_how_to
 
 
 @pytest.mark.long
-def test_a_venv_is_kept_and_never_silently_with_another_python_than_the_one_named(machine):
+def test_a_venv_keeps_its_python_and_refuses_another_one(machine):
     python = str(machine.add("bin/python3", interpreters()[RUNNING]))
     assert f"Python {RUNNING}, named by PYTHON" in machine.make_venv(python).stdout
     assert machine.make_venv(python).returncode == 0
@@ -132,7 +132,7 @@ def test_a_venv_is_kept_and_never_silently_with_another_python_than_the_one_name
     assert machine.venv_version == RUNNING
 
 
-def test_a_folder_that_is_no_environment_is_left_alone(machine):
+def test_a_folder_without_an_environment_is_left_alone(machine):
     machine.add("bin/python3", interpreters()[RUNNING])
     kept = machine.folder / ".venv" / "precious"
     kept.mkdir(parents=True)

@@ -71,7 +71,7 @@ def locked_lines() -> list[str]:
     return [line for text in files for line in text.splitlines() if not line.startswith("#")]
 
 
-def test_the_page_of_versions_has_those_that_are_locked():
+def test_the_page_of_versions_has_the_locked_versions():
     sglang = (ROOT / "requirements" / "sglang.txt").read_text().splitlines()
     on_gpus = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     locked = [*locked_lines(), *on_gpus["optional-dependencies"]["sglang"]]

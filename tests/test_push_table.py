@@ -51,7 +51,7 @@ def test_push_table_of_70b_has_the_bytes_of_every_rank(push):
     assert "two buffers of 15.99 MB: at most 511.71 MB in one process" in text
 
 
-def test_one_engine_passes_nothing_on_and_leaves_its_buffers_to_what_comes_in(push):
+def test_one_engine_forwards_nothing_and_has_all_buffers_for_arrivals(push):
     text = push(**{"rollout.num_engines": 1})
     (row,) = [line for line in text.splitlines() if line.startswith("0-7 ")]
     assert " ".join(row.split()) == "0-7 0 trainer 8 0 17.64 GB 0 B"
@@ -68,7 +68,7 @@ def test_routers_that_an_engine_keeps_in_float32_arrive_in_it(push, tmp_path):
     assert row.split()[5:7] == [f"{2 * elements / 1e6:,.2f}", "MB"]
 
 
-def test_adapters_are_all_that_is_pushed_beside_weights_that_engines_have(push):
+def test_only_adapters_are_pushed_to_engines_with_the_base(push):
     text = push(**{"lora.r": 32})
     # 80 layers, in units of 32 elements. A worker has an eighth of A where columns are split (o and
     # down), and of B elsewhere; the rest is whole.
@@ -90,6 +90,6 @@ def test_adapters_are_all_that_is_pushed_beside_weights_that_engines_have(push):
         ({"rollout.update_weights_bucket_megabytes": 2}, "2097152"),
     ],
 )
-def test_a_push_that_cannot_be_is_refused_with_legal_values(push, differing, message):
+def test_an_impossible_push_is_refused_with_legal_values(push, differing, message):
     with pytest.raises(ValueError, match=message):
         push(**differing)

@@ -360,7 +360,7 @@ READ = {
 
 
 @pytest.mark.parametrize("case", READ)
-def test_read_shape_is_that_of_transformers(tmp_path, case):
+def test_read_shape_agrees_with_transformers(tmp_path, case):
     shape = shape_of(tmp_path, READ[case])
     config = CONFIGS[shape.family].from_pretrained(tmp_path)
     if READ[case]["model_type"] == "llama":
@@ -517,7 +517,7 @@ def test_read_shape_ignores_only_harmless_keys(tmp_path, family):
     assert not ignored, f"do they change what a {family} computes? {ignored}"
 
 
-def test_read_shape_without_a_latent_of_queries(tmp_path):
+def test_read_shape_without_query_latents(tmp_path):
     config = OF_FAMILY["deepseek_v3"] | {
         "q_lora_rank": None,
         "qk_nope_head_dim": 24,

@@ -174,7 +174,7 @@ def test_finish_export_replaces_an_earlier_one(llama, tmp_path):
 
 
 @pytest.mark.parametrize("has_earlier", [True, False])
-def test_finish_export_always_leaves_a_complete_one(has_earlier, tmp_path, monkeypatch):
+def test_finish_export_always_leaves_a_complete_folder(has_earlier, tmp_path, monkeypatch):
     for name in ("hf.partial", "hf.replaced", *(["hf"] if has_earlier else [])):
         (tmp_path / name).mkdir()
     complete, seen = ({"hf", "hf.replaced"} if has_earlier else {"hf.replaced"}), []
@@ -196,7 +196,7 @@ def test_finish_export_always_leaves_a_complete_one(has_earlier, tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_finish_export_names_what_is_on_the_disk(llama, tmp_path, monkeypatch):
+def test_finish_export_names_the_files_on_the_disk(llama, tmp_path, monkeypatch):
     partial, final, calls = tmp_path / "hf.partial", tmp_path / "hf", []
     create_export(partial, llama, read_shape(llama), torch.float32, max_shard_bytes=150_000)
     files, rename = set(partial.iterdir()), Path.rename

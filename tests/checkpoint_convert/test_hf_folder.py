@@ -242,14 +242,14 @@ def test_index_without_a_map_is_named(sharded, index):
     ("name", "message"),
     [("absent", "does not exist: "), ("config.json", "is a file: give its folder")],
 )
-def test_read_shape_names_what_is_no_folder(model, name, message):
+def test_read_shape_names_a_path_that_is_no_folder(model, name, message):
     shape = read_shape(model)
     for read in (read_shape, lambda folder: check_weights(folder, shape)):
         with pytest.raises(ValueError, match=re.escape(f"{model / name} {message}")):
             read(model / name)
 
 
-def test_check_weights_names_a_folder_without_any(model):
+def test_check_weights_names_a_folder_without_weights(model):
     (model / "model.safetensors").unlink()
     message = refusal(model)
     assert "none of model.safetensors, model.safetensors.index.json," in message

@@ -87,7 +87,7 @@ def test_import_is_loaded_by_megatron_bitwise(models, imported, dims, families):
             assert differing == [], family
 
 
-def test_import_has_the_chunks_of_its_ranks(qwen3, tmp_path):
+def test_import_has_chunks_that_ranks_read_whole(qwen3, tmp_path):
     """No rank reads a chunk and uses only a part of it."""
     dims, shape = ParallelDims(tensor=2, pipeline=2), read_shape(qwen3)
     import_checkpoint(qwen3, tmp_path / "out", dims)
@@ -105,7 +105,7 @@ def test_import_has_the_chunks_of_its_ranks(qwen3, tmp_path):
         assert partly == []
 
 
-def test_import_bounds_chunks_and_files(qwen3, tmp_path, monkeypatch):
+def test_import_limits_the_size_of_chunks_and_files(qwen3, tmp_path, monkeypatch):
     monkeypatch.setattr("checkpoint_convert.hf_to_megatron.MAX_CHUNK_BYTES", 5000)
     monkeypatch.setattr("checkpoint_convert.hf_to_megatron.FILE_BYTES", 100_000)
     import_checkpoint(qwen3, tmp_path / "out", ParallelDims(), num_workers=2)
@@ -117,7 +117,7 @@ def test_import_bounds_chunks_and_files(qwen3, tmp_path, monkeypatch):
     assert_same(read_checkpoint(tmp_path / "out"), read_checkpoint(tmp_path / "whole"))
 
 
-def test_import_has_chunks_of_padding_alone(qwen3, tmp_path, monkeypatch):
+def test_import_has_chunks_of_only_padding(qwen3, tmp_path, monkeypatch):
     # The last of 4 ranks has 63 rows, of which the last 2 are padding.
     monkeypatch.setattr("checkpoint_convert.hf_to_megatron.MAX_CHUNK_BYTES", 61 * 64 * 4)
     import_checkpoint(qwen3, tmp_path / "out", ParallelDims(tensor=4))

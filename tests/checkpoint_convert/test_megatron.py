@@ -276,7 +276,7 @@ def received(layout: Layout, source: Layout, tensors: Mapping[str, Tensor]) -> T
 
 
 @given(models(), st.booleans())
-def test_every_rank_holds_what_megatron_fuses_pads_and_splits(model, transformer_engine):
+def test_every_rank_holds_megatrons_fused_padded_and_split_tensors(model, transformer_engine):
     shape, dims = model
     check_divisible(shape, dims)
     weights, files = weights_and_files(shape)
@@ -292,7 +292,7 @@ def test_every_rank_holds_what_megatron_fuses_pads_and_splits(model, transformer
 
 
 @given(shapes(), st.integers(0, 3))
-def test_a_checkpoint_holds_stacks_that_are_split_over_no_ranks(shape, padding):
+def test_a_checkpoint_holds_stacks_that_no_rank_splits(shape, padding):
     padded_vocab = shape.vocab_size + padding
     layout, (weights, files) = checkpoint_layout(shape, padded_vocab), weights_and_files(shape)
     layout.check_complete()
@@ -303,7 +303,7 @@ def test_a_checkpoint_holds_stacks_that_are_split_over_no_ranks(shape, padding):
 
 
 @given(models())
-def test_the_ranks_save_what_they_own_and_together_the_checkpoint(model):
+def test_ranks_save_their_own_tensors_and_together_the_checkpoint(model):
     shape, dims = model
     padded_vocab, (weights, files) = padded_vocab_size(shape, dims), weights_and_files(shape)
     checkpoint = checkpoint_layout(shape, padded_vocab)
@@ -346,9 +346,7 @@ DEEP_MESH = ParallelDims(
         pytest.param(DEEPSEEK_V3, DEEP_MESH, 400, id="DeepSeek-V3", marks=pytest.mark.slow),
     ],
 )
-def test_a_published_model_is_planned_and_saved_in_the_cpu_time_of_so_many_million_numbers(
-    shape, dims, max_millions
-):
+def test_planning_a_published_model_takes_little_cpu_time(shape, dims, max_millions):
     of_a_million = seconds_of_a_million_numbers()
     start = time.process_time()
     check_divisible(shape, dims)

@@ -102,7 +102,7 @@ def logits_of_import(rank, shape, imported):
 
 
 # Without query latents, Megatron-Core's attention needs a norm that DeepSeek's models lack.
-def test_megatrons_own_latent_attention_computes_with_an_import_what_transformers_does(tmp_path):
+def test_megatrons_latent_attention_with_an_import_equals_transformers(tmp_path):
     model = tiny_model(tmp_path / "model", "deepseek_v3", q_lora_rank=24)
     import_checkpoint(model, tmp_path / "megatron", ParallelDims(tensor=2))
     (logits,) = run_ranks(1, logits_of_import, read_shape(model), tmp_path / "megatron")

@@ -118,7 +118,7 @@ def trained(models, tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", TRAINED)
-def test_export_is_what_the_ranks_had(models, trained, tmp_path, family):
+def test_export_has_the_weights_of_the_ranks(models, trained, tmp_path, family):
     checkpoint, weights = trained[family]
     before = weights_of(models[family])
     changed = [name for name in weights if not torch.equal(weights[name], before[name])]

@@ -41,7 +41,7 @@ def adapter(base, tmp_path):
     return tmp_path / "adapter"
 
 
-def test_merge_adapter_is_that_of_peft(base, tmp_path):
+def test_merge_adapter_equals_peft(base, tmp_path):
     model = adapter_of(base, tmp_path / "adapter")
     merge_adapter(
         base, tmp_path / "adapter", tmp_path / "ours", max_shard_bytes=100_000, num_workers=2
@@ -108,7 +108,7 @@ def edit_weights(folder, edit):
         ({"layers_to_transform": [0, 1]}, None),
     ],
 )
-def test_read_adapter_has_what_its_config_names(base, adapter, config, told):
+def test_read_adapter_has_the_modules_of_its_config(base, adapter, config, told):
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     shapes = hf_tensors(read_shape(base))
@@ -152,7 +152,7 @@ def make_infinite(values):
         (make_infinite, r"layers\.1\..*lora_.* has values that are not finite"),
     ],
 )
-def test_merge_adapter_refuses_what_lacks_a_layer_or_is_not_finite(
+def test_merge_adapter_refuses_missing_layers_and_values_that_are_not_finite(
     base, adapter, tmp_path, edit, told
 ):
     edit_weights(adapter, edit)
@@ -166,7 +166,7 @@ def test_read_adapter_refuses_a_model(base):
         read_adapter(base, hf_tensors(read_shape(base)))
 
 
-def test_merge_adapter_refuses_one_of_stacked_experts(tmp_path):
+def test_merge_adapter_refuses_stacked_experts(tmp_path):
     base, adapter = tiny_model(tmp_path / "base", "gpt_oss"), tmp_path / "adapter"
     adapter_of(base, adapter, target_modules=["o_proj"])
 
@@ -179,7 +179,7 @@ def test_merge_adapter_refuses_one_of_stacked_experts(tmp_path):
         merge_adapter(base, adapter, tmp_path / "out")
 
 
-def test_merge_adapter_keeps_layers_of_mtp(tmp_path):
+def test_merge_adapter_keeps_mtp_layers(tmp_path):
     folder = add_mtp_layer(tiny_model(tmp_path / "model", "glm4_moe"))
     adapter_of(folder, tmp_path / "adapter", target_modules=["q_proj", "o_proj"])
     merge_adapter(folder, tmp_path / "adapter", tmp_path / "out")

@@ -89,7 +89,7 @@ def test_export_converts_the_layer_and_counts_its_bytes(glm, checkpoint, tmp_pat
     assert told[-1] == (total, total)
 
 
-def test_export_converts_the_layer_beside_other_towers(tmp_path):
+def test_export_converts_the_layer_with_other_towers(tmp_path):
     model = tiny_multimodal(tmp_path / "model", "qwen3_5")
     names = ("mtp.fc.weight", "mtp.layers.0.mlp.up.weight")
     layer = {name: torch.randn(64, 128) for name in names}
@@ -101,7 +101,7 @@ def test_export_converts_the_layer_beside_other_towers(tmp_path):
     assert_same(found, {n: each.to(found[n].dtype) for n, each in weights_of(folder).items()})
 
 
-def test_check_weights_names_what_cannot_be_read(glm, tmp_path):
+def test_check_weights_names_unreadable_mtp_tensors(glm, tmp_path):
     odd = {"a": torch.ones(2, dtype=torch.int64), "b": torch.tensor(1.0)}
     folder = variant(glm, tmp_path / "odd", {LAYER + name: each for name, each in odd.items()})
     told = r"layers.3.a \[2\] has dtype I64(.|\n)*layers.3.b \[\] has"
@@ -120,7 +120,7 @@ def with_layer(checkpoint, out, folder, further=()):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_export_of_a_quantised_layer_is_as_it_is_read(glm, tmp_path, form):
+def test_export_dequantises_the_layer(glm, tmp_path, form):
     folder = quantized_copy(glm, tmp_path / "quantized", FORMATS[form])
     found = weights_of(round_trip(folder, tmp_path, ParallelDims(pipeline=2), hf_config=folder))
     expected = weights_of(dequantized_copy(folder, tmp_path / "plain", FORMATS[form]))
@@ -162,7 +162,7 @@ def test_export_stacks_trained_experts_as_the_source(tmp_path, stacked):
 
 
 @pytest.mark.parametrize("case", ["another key", "not all keys", "two layers"])
-def test_export_leaves_out_layers_that_we_do_not_train(glm, checkpoint, tmp_path, case):
+def test_export_leaves_out_untrained_layers(glm, checkpoint, tmp_path, case):
     of_another = {"mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight": torch.ones(2, 3)}
     trained, layer = with_layer(checkpoint, tmp_path / "trained", glm, of_another)
     folder = variant(glm, tmp_path / "model")

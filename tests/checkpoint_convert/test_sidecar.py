@@ -103,12 +103,12 @@ def test_export_refuses_another_model_of_equal_sizes(model, imported, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_model_config_may_differ_beside_numbers(model, imported, tmp_path):
+def test_model_config_may_differ_where_no_number_changes(model, imported, tmp_path):
     longer = variant(model, tmp_path / "longer", max_position_embeddings=1024, eos_token_id=3)
     assert model_config(imported, longer) == longer
 
 
-def test_export_takes_no_added_rows_for_padding(tmp_path):
+def test_export_does_not_take_added_rows_for_padding(tmp_path):
     bigger = tiny_model(tmp_path / "bigger", "llama", vocab_size=400)
     import_checkpoint(bigger, tmp_path / "megatron", ParallelDims())
     shutil.rmtree(tmp_path / "megatron" / CHECKPOINT_FOLDER)
@@ -118,7 +118,7 @@ def test_export_takes_no_added_rows_for_padding(tmp_path):
 
 
 @pytest.mark.parametrize("pointer", ["latest_checkpointed_iteration.txt", "LATEST"])
-def test_model_config_tells_a_folder_of_checkpoints(imported, tmp_path, pointer):
+def test_model_config_names_a_folder_of_checkpoints(imported, tmp_path, pointer):
     shutil.copytree(imported, tmp_path / "iter_0000100")
     (tmp_path / pointer).write_text("100")
     with pytest.raises(ValueError, match=r"is a folder of checkpoints; .* \['iter_0000100'\]"):

@@ -84,7 +84,7 @@ def test_run_tasks_shares_memory_with_its_workers():
     assert found == [(number, False, 1) for number in range(10)]
 
 
-def test_add_bytes_tells_progress_of_all_workers():
+def test_add_bytes_reports_progress_of_all_workers():
     told = []
 
     def work(item):

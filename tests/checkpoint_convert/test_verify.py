@@ -58,7 +58,7 @@ def test_verify_weights_takes_all_formats(model, imported, tmp_path):
         assert told(a, b) == [], (a, b)
 
 
-def test_verify_weights_tells_one_element(model, imported, tmp_path):
+def test_verify_weights_names_one_different_element(model, imported, tmp_path):
     value = weights_of(model)[TABLE][7, 3].item() + 0.5
     other = edited(model, tmp_path, table=value)
     expected = [f"{TABLE}: 1 of 16,000 elements differ, by 0.5 at most"]
@@ -66,7 +66,7 @@ def test_verify_weights_tells_one_element(model, imported, tmp_path):
     assert told(model, other, num_workers=2) == expected
 
 
-def test_verify_weights_tells_another_dtype(model, tmp_path):
+def test_verify_weights_names_another_dtype(model, tmp_path):
     weights = weights_of(model)
     edit = {NORM: weights[NORM].bfloat16(), TABLE: weights[TABLE].double()}
     (difference, other) = told(model, variant(model, tmp_path / "edited", edit))
@@ -84,17 +84,17 @@ def test_verify_weights_tolerates_any_dtype(model, tmp_path):
 # Which model it is.
 
 
-def test_verify_weights_of_a_nameless_checkpoint(model, imported, nameless):
+def test_verify_weights_of_a_checkpoint_without_config(model, imported, nameless):
     assert told(model, nameless) == told(nameless, model) == told(nameless, imported) == []
 
 
-def test_verify_weights_of_two_nameless_ones(model, nameless):
+def test_verify_weights_refuses_two_checkpoints_without_config(model, nameless):
     with pytest.raises(ValueError, match=r"neither .* says which model it is: give --hf-config"):
         verify_weights(nameless, nameless)
     assert told(nameless, nameless, hf_config=model) == []
 
 
-def test_verify_weights_takes_hf_config_for_nameless(model, nameless, tmp_path):
+def test_verify_weights_takes_hf_config_for_a_missing_config(model, nameless, tmp_path):
     rope = config_of(model)["rope_parameters"] | {"rope_theta": 500_000.0}
     longer = variant(model, tmp_path / "longer", rope_parameters=rope)
     differing = ["config: rope_theta: 10000.0, 500000.0"]
@@ -104,7 +104,7 @@ def test_verify_weights_takes_hf_config_for_nameless(model, nameless, tmp_path):
     assert told(nameless, longer, hf_config=model) == told(model, longer) == []
 
 
-def test_verify_weights_tells_sizes_of_other_models(model, tmp_path):
+def test_verify_weights_names_sizes_of_other_models(model, tmp_path):
     other = tiny_model(tmp_path / "other", "deepseek_v3", intermediate_size=128)
     with pytest.raises(ValueError, match="are different models") as error:
         verify_weights(model, other)
@@ -141,7 +141,7 @@ def test_compare_tolerates_equal_infinities():
     assert math.isnan(difference.largest)
 
 
-def test_verify_weights_has_the_largest_of_all_parts(model, tmp_path, monkeypatch):
+def test_verify_weights_has_the_largest_difference_of_all_parts(model, tmp_path, monkeypatch):
     monkeypatch.setattr("checkpoint_convert.verify._MAX_ELEMENTS", 100)
 
     def edit(weights):
@@ -155,7 +155,7 @@ def test_verify_weights_has_the_largest_of_all_parts(model, tmp_path, monkeypatc
     assert math.isnan(difference.largest)
 
 
-def test_verify_weights_tells_nan_in_both(model, tmp_path):
+def test_verify_weights_names_nan_in_both_models(model, tmp_path):
     for value in (math.nan, -math.inf):
         folder = edited(model, tmp_path / str(value), norm=value)
         (difference,) = told(folder, folder)
@@ -176,7 +176,7 @@ def test_verify_weights_refuses_another_tied_head(tmp_path):
 # The command.
 
 
-def test_verify_exits_by_whether_they_are_the_same(model, imported, tmp_path):
+def test_verify_exit_code_says_whether_models_are_equal(model, imported, tmp_path):
     logs = tmp_path / "logs"
     same = run_cli("verify", model, imported, "--workers", "2", logs=logs)
     assert (same.exit_code, same.output) == (0, "the same\n")

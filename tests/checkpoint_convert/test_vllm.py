@@ -72,7 +72,7 @@ def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32, also=""
 
 
 @pytest.mark.long
-def test_engine_layouts_are_what_vllm_loads(tmp_path):
+def test_engine_layouts_equal_vllms_loaded_weights(tmp_path):
     cases = []
     for number, family in enumerate(sorted(FAMILIES_HERE - {"kimi_k2"})):  # as deepseek_v3
         kv_heads = (1, 2, 4)[number % 3]
@@ -120,7 +120,7 @@ def mxfp4(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases_in", [text_towers, vision_towers, shared_experts, mxfp4])
-def test_engine_layouts_are_what_vllm_loads_of(tmp_path, cases_in):
+def test_engine_layouts_of_special_models_equal_vllms_loaded_weights(tmp_path, cases_in):
     if cases_in in (text_towers, vision_towers):
         pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     dtype = torch.float32 if cases_in is shared_experts else torch.bfloat16
@@ -154,7 +154,7 @@ def test_engine_layouts_of_any_heads_and_experts(tmp_path, family, tensor):
 
 
 @given(shapes(), st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3]), st.booleans())
-def test_engine_layouts_hold_the_model_once(shape, tensor, data, expert_parallel):
+def test_engine_layouts_hold_each_element_once(shape, tensor, data, expert_parallel):
     dims = EngineDims(tensor=tensor, data=data, expert_parallel=expert_parallel)
     try:
         layouts = engine_layouts(shape, dims)
@@ -225,7 +225,7 @@ def test_engine_layouts_repeat_key_value_heads():
         ),
     ],
 )
-def test_check_engine_dims_tells_the_legal_sizes(shape, dims, message):
+def test_check_engine_dims_names_the_legal_sizes(shape, dims, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check_engine_dims(shape, dims)
 

@@ -50,7 +50,7 @@ def test_read_weights_fills_parameters_in_place(model):
     assert all(p.isfinite().all() and p.requires_grad for p in parameters.values())
 
 
-def test_read_weights_refuses_before_it_fills(model, tmp_path):
+def test_read_weights_refuses_before_it_fills_a_parameter(model, tmp_path):
     folder = variant(model, tmp_path / "lacking", {"model.norm.weight": None})
     layout, values = rank_parameters(model)
     parameters = {name: torch.full_like(value, torch.nan) for name, value in values.items()}
@@ -87,7 +87,7 @@ EXPERTS = LARGE | {
     ],
     ids=["tensor", "experts"],
 )
-def test_read_weights_reads_bytes_of_its_boxes_alone(tmp_path, config, dims):
+def test_read_weights_reads_only_the_bytes_of_its_boxes(tmp_path, config, dims):
     """Each rank needs less than 75 MB of a sparse file of more than 180 GB of zeros."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = read_shape(tmp_path)
@@ -103,7 +103,7 @@ def test_read_weights_reads_bytes_of_its_boxes_alone(tmp_path, config, dims):
     assert not any(p.any() for p in parameters.values())
 
 
-def test_open_weights_refuses_a_lacking_part(model, tmp_path):
+def test_open_weights_refuses_a_missing_part(model, tmp_path):
     def lose_a_layer(metadata):
         metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
 

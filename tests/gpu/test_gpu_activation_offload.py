@@ -65,7 +65,7 @@ def gradients(rank: int, folder: Path, dims: ParallelDims, overrides: list[str])
     ],
     ids=str,
 )
-def test_gradients_are_the_same_but_for_the_order_of_sums(family, dims, shared, tmp_path):
+def test_gradients_differ_only_by_the_order_of_sums(family, dims, shared, tmp_path):
     """Attention's backward sums the gradient of queries in the order in which its blocks end."""
     if torch.cuda.device_count() < dims.world_size:
         pytest.skip(f"needs {dims.world_size} GPUs")
@@ -104,7 +104,7 @@ def peak_bytes(rank: int, folder: Path, overrides: list[str]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_what_leaves_is_free_as_the_plan_says(tmp_path):
+def test_offloaded_activations_free_the_planned_memory(tmp_path):
     folder, overrides = tiny_model(tmp_path, "llama", **WIDE), offloaded(ATTENTION)
     [plain] = run_ranks(1, peak_bytes, folder, [], cuda=True, timeout=390)
     [moved] = run_ranks(1, peak_bytes, folder, overrides, cuda=True, timeout=390)

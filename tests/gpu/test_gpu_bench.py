@@ -34,7 +34,7 @@ def test_16384_tokens_of_the_real_shape_fit_into_24_gib():
     assert found["allocated_gib"] < 24
 
 
-def test_a_push_on_one_gpu_and_log_probabilities_are_measured():
+def test_bench_parts_measures_pushes_and_log_probabilities():
     found = lines("bench_parts.py")
     print("\n".join(found))
     assert len(found) == 8

@@ -114,7 +114,7 @@ def test_an_end_that_is_killed_is_named_at_once(gpus, pushes, killed, name):
         assert time.monotonic() - start < 30
 
 
-def test_memory_that_is_shared_takes_whole_blocks_of_the_driver():
+def test_shared_memory_takes_whole_blocks_of_the_driver():
     """CUDA IPC shares whole blocks: the other process would also see the rest of a block."""
     device = torch.device("cuda", 0)
     memory = CudaMemory.allocate(BLOCK_BYTES + 1, device)

@@ -59,7 +59,7 @@ def backend(group: dist.ProcessGroup) -> Any:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_leaves_is_free_and_comes_back(num_ranks):
+def test_suspended_communicators_free_memory_and_work_again(num_ranks):
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs")
     if num_ranks > 1 and not torch.cuda.can_device_access_peer(0, 1):

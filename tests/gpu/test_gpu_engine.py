@@ -49,7 +49,7 @@ SPARSE_SIZES = {
 
 
 @pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="needs SGLang's own environment")
-def test_sglang_tells_the_tokens_that_its_indexers_chose(tmp_path):
+def test_sglang_reports_the_tokens_of_its_indexers(tmp_path):
     """The client refuses positions after the token's own."""
     model = tiny_model(tmp_path / "model", "deepseek_v32", **SPARSE_SIZES)
     topk, options = SPARSE_SIZES["index_topk"], {"max_total_tokens": 16384}

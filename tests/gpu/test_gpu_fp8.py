@@ -105,7 +105,7 @@ def test_fp8_is_near_bfloat16(folder, recipe):
     assert cosine > SIMILAR[recipe]
 
 
-def test_with_scales_of_blocks_a_sequence_has_the_same_numbers_wherever_it_lies(tmp_path):
+def test_block_scales_keep_a_sequence_independent_of_its_place(tmp_path):
     """Each scale of activations belongs to 128 numbers of one token."""
     folder = tiny_model(tmp_path, "qwen3", hidden_size=256, intermediate_size=512, head_dim=64)
     beside, _, _ = run(folder, [[(5, 90), (3, 60), (20, 44)]], *in_fp8("blockwise"))
@@ -131,7 +131,7 @@ LEAVING = [
     [("qwen3", FULL), ("qwen3", LEAVING), ("deepseek_v3", NORMS), ("deepseek_v3", FULL)],
     ids=["recomputed", "offloaded", "norms of latents", "recomputed latents"],
 )
-def test_what_is_recomputed_or_waits_on_the_host_changes_nothing(family, fields, tmp_path):
+def test_recomputation_and_offload_change_nothing(family, fields, tmp_path):
     if family == "qwen3":
         sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
         folder = tiny_model(tmp_path / "model", "qwen3", **sizes)
@@ -189,7 +189,7 @@ def peak_bytes(rank: int, folder: Path, *given: str) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("recipe", list(SIMILAR))
-def test_a_pass_takes_what_the_plan_says_and_leaves_no_weights_in_fp8(recipe, tmp_path):
+def test_a_pass_takes_the_planned_memory_and_leaves_no_fp8_weights(recipe, tmp_path):
     folder = tiny_model(tmp_path, "qwen3", **WIDE)
     given = in_fp8(recipe)
     [(peak, held)] = run_ranks(1, peak_bytes, folder, *given, cuda=True, timeout=240)

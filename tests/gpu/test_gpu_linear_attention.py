@@ -53,7 +53,7 @@ def compare(inputs, kernel, reference, parts):
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_the_gated_delta_rule_is_that_of_the_reference(is_shared):
+def test_the_gated_delta_rule_equals_the_reference(is_shared):
     torch.manual_seed(0)
     query, key, value = random(16, 128), random(16, 128), random(32, 128)
     rates = [random(32, dtype=torch.float32) for _ in range(2)]
@@ -74,7 +74,7 @@ def test_the_gated_delta_rule_is_that_of_the_reference(is_shared):
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_the_state_space_model_is_that_of_the_reference(is_shared):
+def test_the_state_space_model_equals_the_reference(is_shared):
     torch.manual_seed(0)
     query, key, value = random(8, 128), random(8, 128), random(64, 64)
 
@@ -93,7 +93,7 @@ def test_the_state_space_model_is_that_of_the_reference(is_shared):
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_the_convolution_is_that_of_the_reference(has_bias):
+def test_the_convolution_equals_the_reference(has_bias):
     torch.manual_seed(0)
     channels, (begins, follows) = 8192, packed(is_shared=True)
     x = random(channels)

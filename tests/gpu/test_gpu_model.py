@@ -171,7 +171,7 @@ def gradients(rank: int, folder: Path, *overrides: str) -> tuple[set[str], dict[
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_products_add_the_gradients_that_would_be_added_afterwards(tmp_path, family):
+def test_fused_products_add_the_same_gradients(tmp_path, family):
     folder = save_model(tmp_path, family)
     off = "model.megatron.gradient_accumulation_fusion=false"
     ((added, fused),) = run_ranks(1, gradients, folder, cuda=True)
@@ -272,7 +272,7 @@ def test_expert_layouts_agree_over_nccl(tmp_path, dims):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])  # with norms near 1, and near 0
-def test_adapters_of_fused_layers_have_the_gradient_of_torchs(tmp_path, family):
+def test_adapters_of_fused_layers_have_the_gradient_of_torch_layers(tmp_path, family):
     heads = HEADS.get(family, {"head_dim": 64})
     folder = tiny_model(tmp_path, family, num_hidden_layers=2, hidden_size=256, **heads)
     (exact, norm), (plain, _), (fused, fused_norm) = (

@@ -14,7 +14,7 @@ MOST_GAP = 0.02
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_vllm_computes_with_the_weights_that_an_export_stands_for(tmp_path, family):
+def test_vllm_computes_with_the_dequantised_weights_of_an_export(tmp_path, family):
     from vllm import LLM, SamplingParams
 
     sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256}

@@ -29,7 +29,7 @@ class State:
         return Residency("optimizer", rooms, torch.device("cuda", 0))
 
 
-def test_what_leaves_is_free_and_comes_back_bit_for_bit(alone):
+def test_offloaded_state_is_free_and_comes_back_bit_for_bit(alone):
     state = State()
     residency, view = state.residency(), state.optimizer.view(torch.float32)[7:]
     before, content = torch.cuda.memory_reserved(), state.optimizer.cpu()
@@ -47,7 +47,7 @@ def test_what_leaves_is_free_and_comes_back_bit_for_bit(alone):
     assert view.untyped_storage() is state.optimizer.untyped_storage()
 
 
-def test_it_leaves_in_the_middle_of_coming_back(alone):
+def test_state_can_leave_while_it_comes_back(alone):
     state = State()
     residency, content = state.residency(), state.optimizer.cpu()
     for _ in range(5):

@@ -93,7 +93,7 @@ FAST, SLOW = "optimizer.lr=1e-2", "optimizer.lr=1e-3"
 SLEEPS = "rollout.enable_sleep_mode=true"
 
 
-def test_run_on_one_gpu_computes_what_its_engine_does(trained, tmp_path):
+def test_run_on_one_gpu_agrees_with_its_engine(trained, tmp_path):
     records = trained(FAST, told="layers: Transformer Engine")
     assert 0 < records[0]["probe/logprob_gap_mean"] < MOST_GAP
     for record in records:
@@ -103,7 +103,7 @@ def test_run_on_one_gpu_computes_what_its_engine_does(trained, tmp_path):
     assert versions == [0] * 16 + [1] * 16 + [2] * 16
 
 
-def test_run_has_the_memory_of_an_engine_that_sleeps(trained, tmp_path):
+def test_run_gets_the_memory_of_a_sleeping_engine(trained, tmp_path):
     trained(SLEEPS, FAST, learns=False)  # from weights pushed after a sleep
     log = (tmp_path / "run" / "logs" / "engine_0.log").read_text()
     freed = [float(words) for words in re.findall(r"Sleep mode freed ([\d.]+) GiB memory", log)]
@@ -124,7 +124,7 @@ def test_run_trains_a_mixture_with_the_experts_that_vllm_chose(trained, tmp_path
         assert record["rollout/logprob_gap_max"] < MOST_GAP_OF_A_TOKEN
 
 
-def test_run_trains_a_mixture_that_sees_images(tmp_path):
+def test_run_trains_a_mixture_with_images(tmp_path):
     pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     model, rows = tiny_vision_model(tmp_path / "model", "qwen3_vl_moe"), write(tmp_path / "squares")
     run = finish_run(
@@ -144,7 +144,7 @@ def test_run_trains_a_mixture_that_sees_images(tmp_path):
         assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
 
 
-def test_run_pushes_adapters_alone(trained):
+def test_run_pushes_only_adapters(trained):
     trained("lora.r=8", FAST)
 
 
@@ -187,7 +187,7 @@ OF_8_BITS = [
 
 
 @pytest.mark.parametrize(("family", "quantization", "options"), OF_8_BITS)
-def test_engine_of_8_bits_multiplies_by_what_the_ranks_quantised(
+def test_engine_of_8_bits_multiplies_by_the_ranks_quantised_weights(
     trained, tmp_path, family, quantization, options
 ):
     model = of_mixture(tmp_path / "mixture", family)
@@ -261,7 +261,7 @@ def with_long_prompts(data: Path) -> list[str]:
 
 
 @with_sglang
-def test_run_has_the_memory_of_an_engine_of_sglang_that_sleeps(trained, tmp_path):
+def test_run_gets_the_memory_of_a_sleeping_sglang(trained, tmp_path):
     (_, total), free = torch.cuda.mem_get_info(), []
 
     def watch() -> None:  # until the run is complete, when all memory is free

@@ -24,9 +24,7 @@ SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "
 @pytest.mark.parametrize(
     "segments", [[640, 256, 384, 124], [128, 64, 64, 4], [1000, 40, 8, 900], [64, 16, 8, 12]]
 )
-def test_output_and_gradients_are_those_of_the_loops(
-    segments, has_sinks, window, size, head_dim, value_dim
-):
+def test_flex_attention_equals_the_loops(segments, has_sinks, window, size, head_dim, value_dim):
     """Lengths change between microbatches, but the kernel stays the same. The second head sizes are
     DeepSeek-V3's."""
     prefix = segments[0] - 3

@@ -276,7 +276,7 @@ def test_flex_attention_is_compiled_once_for_all_lengths():
 @pytest.mark.parametrize("window", [None, 500])
 @pytest.mark.parametrize("slab", [BLOCK, 4 * BLOCK, SLAB])
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_block_mask_skips_blocks_that_are_not_seen_and_asks_nothing_of_whole_ones(
+def test_the_block_mask_skips_unseen_blocks_and_leaves_whole_ones_unmasked(
     monkeypatch, size, slab, window
 ):
     monkeypatch.setattr("parallel.attention.SLAB", slab)

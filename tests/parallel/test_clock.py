@@ -70,7 +70,7 @@ def test_time_in_which_a_process_was_stopped_does_not_count(program):
     assert STOPPED_SECONDS - 1.1 < stopped <= passed - 0.5, (stopped, passed)
 
 
-def test_computing_counts_though_no_other_thread_can_look_at_the_time():
+def test_computing_counts_while_no_thread_can_read_the_clock():
     stopped, passed, computed = times_of(BUSY, stop=False)
     assert passed - stopped > 0.9 * computed
 
@@ -79,7 +79,7 @@ def test_time_counts_in_a_forked_process():
     assert times_of(CHILD, stop=False)
 
 
-def test_other_threads_that_computed_before_a_stop_do_not_make_it_count():
+def test_a_stop_does_not_count_after_other_threads_have_computed():
     def compute() -> None:
         while time.thread_time() < MOST + 1:
             sha256(bytes(1 << 20))
@@ -90,7 +90,7 @@ def test_other_threads_that_computed_before_a_stop_do_not_make_it_count():
     assert clock.now() < MOST + 0.5
 
 
-def test_a_result_that_is_a_time_out_comes_at_once():
+def test_a_result_that_is_a_time_out_is_raised_at_once():
     future: Future[None] = Future()
     future.set_exception(TimeoutError("its own"))
     begun = time.monotonic()

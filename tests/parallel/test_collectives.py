@@ -28,7 +28,7 @@ def hear(rank: int) -> list[tuple[str, int | None, bool]]:
     return told
 
 
-def test_all_ranks_are_told_the_text_and_the_number_of_an_error_of_the_system():
+def test_all_ranks_get_the_text_and_errno_of_a_system_error():
     of_0, of_1 = run_ranks(2, hear)
     assert [number for _, number, _ in of_1] == [*NUMBERS]
     assert [text for text, *_ in of_1] == [
@@ -47,13 +47,13 @@ def raise_nothing() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_error_that_takes_more_than_a_text_is_told_by_it():
+def test_an_error_with_more_arguments_keeps_its_text():
     failure = first_failure(raise_of_an_encoding, ValueError)
     assert "can't decode byte 0xff" in str(failure)
 
 
 @pytest.mark.usefixtures("alone")
-def test_where_nothing_fails_nothing_is_told():
+def test_first_failure_is_none_without_a_failure():
     assert first_failure(raise_nothing, OSError) is None
 
 
@@ -102,7 +102,7 @@ def quantiles_on_rank(rank):
     }
 
 
-def test_over_ranks_it_is_that_of_all_numbers_together():
+def test_quantile_over_ranks_is_that_of_all_numbers():
     ranks = run_ranks(3, quantiles_on_rank)
     for name, parts in PARTS.items():
         values = torch.cat([torch.as_tensor(part) for part in parts])

@@ -96,7 +96,7 @@ def connections_of_all_ranks(store: dist.Store, moment: str) -> list[int]:
     return [int(store.get(f"{moment}/{rank}")) for rank in range(dist.get_world_size())]
 
 
-def test_ranks_are_connected_only_to_those_that_they_have_exchanged_something_with():
+def test_ranks_connect_only_to_ranks_that_they_exchange_data_with():
     dims = ParallelDims(tensor=2, pipeline=2)
     neighbours = 2  # in the ring of an all-reduce
     assert run_ranks(4, connections_before_and_after_a_collective, dims) == [(0, neighbours)] * 4

@@ -8,7 +8,7 @@ from parallel.images import prompt_positions
 from parallel.packing import by_prompt, pack
 
 
-def test_text_goes_on_after_the_largest_position_of_an_image():
+def test_text_continues_after_the_largest_position_of_an_image():
     # Text, an image of 2 x 3 tokens, text, an image of one token, text; one token each.
     positions = prompt_positions(10, [1, 8], [(1, 2, 3), (1, 1, 1)])
     assert positions.tolist() == [

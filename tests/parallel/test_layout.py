@@ -113,7 +113,7 @@ def test_copies_between_two_systems_equal_direct_slicing(sources, destinations):
 
 
 @given(st.data(), st.sampled_from(list(SHAPES.values())), st.integers(1, 150))
-def test_a_box_is_cut_into_runs_of_its_elements_of_bounded_size(data, shape, max_elements):
+def test_a_box_is_cut_into_runs_of_bounded_size(data, shape, max_elements):
     (whole,) = numbered({"t": shape}).values()
     for box in data.draw(tilings(shape)):
         parts = box.cut(max_elements)

@@ -8,7 +8,7 @@ import pytest
 from parallel.linear_kernels import RELEASE, has_kernels
 
 
-def test_only_the_release_that_was_read_counts_as_kernels(monkeypatch):
+def test_only_the_known_release_counts_as_kernels(monkeypatch):
     releases = iter([RELEASE, "0.5.2"])
     monkeypatch.setattr(metadata, "version", lambda name: next(releases))
     assert has_kernels()

@@ -42,7 +42,7 @@ def test_ranks_never_wait_for_each_other_in_a_circle(dims):
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL")
-def test_what_nccl_refuses_is_told_in_its_words():
+def test_call_nccl_raises_nccls_own_words():
     """NCCL refuses a null communicator even without a GPU."""
     for name, options in (("ncclCommSuspend", [SUSPEND_MEM]), ("ncclCommResume", [])):
         with pytest.raises(dist.DistBackendError, match=f"{name}: invalid argument.*{name}.*NULL"):

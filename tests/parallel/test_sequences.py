@@ -66,7 +66,7 @@ def sequence_rank(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_over_context_ranks_every_one_has_the_whole_and_the_gradient_of_its_tokens(world_size):
+def test_every_context_rank_has_the_whole_and_the_gradient_of_its_tokens(world_size):
     values, weights, mask = case()
     sums, means, loss, gradient = result(values, weights, mask, None)
     ranks = run_ranks(world_size, sequence_rank, world_size)

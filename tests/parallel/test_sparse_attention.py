@@ -45,7 +45,7 @@ def all_queries():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_every_token_attends_to_the_best_of_its_sequence_up_to_itself(size):
+def test_every_token_attends_to_the_best_scores_up_to_itself(size):
     torch.manual_seed(0)
     # With two heads a quarter of the scores tie at zero: earlier tokens win.
     query, key, weights = random(2, DIM), random(DIM), random(2)
@@ -58,7 +58,7 @@ def test_every_token_attends_to_the_best_of_its_sequence_up_to_itself(size):
             assert row[len(expected[t]) :] == [t] * (TOPK - len(expected[t]))  # sees fewer
 
 
-def test_outputs_and_gradients_are_those_of_a_softmax_over_the_chosen():
+def test_outputs_and_gradients_equal_a_softmax_over_the_chosen_tokens():
     torch.manual_seed(0)
     query, key, value = (random(HEADS, size).requires_grad_() for size in (DIM, DIM, VALUE_DIM))
     queries, upstream = all_queries(), random(HEADS, VALUE_DIM)
@@ -76,7 +76,7 @@ def test_outputs_and_gradients_are_those_of_a_softmax_over_the_chosen():
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-9)
 
 
-def test_recorded_positions_are_counted_from_the_beginning_of_each_sequence():
+def test_recorded_positions_count_from_the_start_of_each_sequence():
     queries = Queries.of(torch.tensor([0, 2, 5, 7, 10]), torch.tensor([0, 4, 12]).int())
     recorded = torch.tensor([[9, 9], [1, 2], [9, 9], [3, 0], [6, 2]]).int()
     assert recorded_tokens(recorded, queries).tolist() == [
@@ -88,7 +88,7 @@ def test_recorded_positions_are_counted_from_the_beginning_of_each_sequence():
     ]
 
 
-def test_a_part_of_the_queries_has_their_places_on_host_and_device():
+def test_queries_of_a_part_have_their_places_on_host_and_device():
     part = all_queries().part(1, 2)
     assert part.places.tolist() == [FIRST[TOTAL // 2 :].tolist(), [*range(TOTAL // 2, TOTAL)]]
     assert torch.equal(part.places, part.places_on_host)

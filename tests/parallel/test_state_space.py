@@ -46,7 +46,7 @@ def by_token(query, key, value, decay):
     return torch.stack(outputs), torch.stack(memories)
 
 
-def test_outputs_memories_and_gradients_are_those_of_the_recurrence(inputs):
+def test_outputs_memories_and_gradients_equal_the_recurrence(inputs):
     found, expected = state_space(*inputs, chunks(LENGTHS)), by_token(*inputs)
     weights = [torch.randn_like(each) for each in expected]
     gradients = [

@@ -56,7 +56,7 @@ def replaced(rank: int, max_elements: int) -> tuple[list[Tensor], list[int]]:
 
 
 @pytest.mark.parametrize("max_elements", [1, 30, 1000])
-def test_every_part_is_that_of_the_function_of_the_whole(max_elements):
+def test_every_part_equals_the_function_of_the_whole_matrix(max_elements):
     of_ranks = run_ranks(4, replaced, max_elements)
     for parts, (values, received) in zip(PARTS, of_ranks, strict=True):
         assert max(received) <= max(max_elements, 2 * 5 * 3), "or one matrix, with its copies"

@@ -85,7 +85,7 @@ def test_requests_that_wait_with_the_same_prompt_are_one_batch(tied_model, monke
 
 
 @pytest.mark.slow
-def test_samples_tell_the_tokens_that_indexers_chose(tmp_path):
+def test_samples_have_the_tokens_of_indexers(tmp_path):
     folder = tiny_model(tmp_path, "glm_moe_dsa")
     topk = read_shape(folder).indexer.topk
     with running_engine("reference", folder, tmp_path, indexer_replay=True) as engine:
@@ -114,7 +114,7 @@ def chosen_experts(folder: Path, sample: Sample) -> np.ndarray:
 @pytest.mark.parametrize(
     ("num_experts", "dtype"), [pytest.param(8, np.uint8, marks=pytest.mark.slow), (300, np.int16)]
 )
-def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path, num_experts, dtype):
+def test_samples_have_the_experts_of_every_token_read(tmp_path, num_experts, dtype):
     sizes = {"num_local_experts": num_experts, "num_experts_per_tok": 3}
     folder = tiny_model(tmp_path, "mixtral", **sizes)
     with running_engine("reference", folder, tmp_path, router_replay=True) as engine:

@@ -43,7 +43,7 @@ TOWERS = {
     ],
     ids=str,
 )
-def test_both_towers_are_pushed_and_engines_see_what_transformers_sees(
+def test_both_towers_are_pushed_and_engines_agree_with_transformers(
     monkeypatch, tmp_path, family, size, dims
 ):
     monkeypatch.setitem(towers.VISION, family, towers.VISION[family] | TOWERS[family])

@@ -49,7 +49,7 @@ def chosen_by(folder: Path, sample: Sample) -> np.ndarray:
     return np.sort(torch.stack([layer.topk(topk).indices for layer in logits], dim=1).numpy())
 
 
-def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path):
+def test_samples_have_the_experts_of_every_token_read(tmp_path):
     folder = mixture(tmp_path)
     with running_engine("sglang", folder, tmp_path, **ENGINE) as engine:
         engine.push(folder)
@@ -82,7 +82,7 @@ def gaps_on_rank(
 
 
 @pytest.mark.slow
-def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(tmp_path):
+def test_every_token_keeps_its_experts_through_a_push(tmp_path):
     folders = [mixture(tmp_path / "old"), mixture(tmp_path / "new", seed=1)]
     many = {"num_generations": 8, "max_completion_length": 300, "router_replay": True}
     with running_engine("sglang", folders[0], tmp_path, **ENGINE) as engine:

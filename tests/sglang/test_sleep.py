@@ -43,7 +43,7 @@ for server.reset_prefix_cache in (busy, pushed):
 
 
 @pytest.mark.long  # SGLang is imported
-def test_sleep_is_refused_with_requests_or_a_push_under_way():
+def test_sleep_is_refused_during_requests_or_a_push():
     command = [SGLANG_PYTHON, "-P", "-c", ASKED_TO_SLEEP]
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
     told = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)

@@ -148,7 +148,7 @@ LAYOUTS = [
     [LAYOUTS[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in LAYOUTS[1:])],
     ids=str,
 )
-def test_push_gives_every_worker_what_sglang_loads(tmp_path, family, size, groups, ep_size, dims):
+def test_push_equals_the_weights_that_sglang_loads(tmp_path, family, size, groups, ep_size, dims):
     folder, others = (model(tmp_path / str(seed), family, seed) for seed in range(2))
     options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "data_parallel_size": groups}
     options["sglang"] = {"ep_size": ep_size} if ep_size else {}
@@ -225,9 +225,7 @@ def model(folder: Path, family: str, seed: int) -> Path:
     ],
     ids=str,
 )
-def test_push_fills_linear_and_sparse_attention_which_only_gpus_compute(
-    monkeypatch, tmp_path, family, size, dims
-):
+def test_push_fills_linear_and_sparse_attention(monkeypatch, tmp_path, family, size, dims):
     pose_as(monkeypatch, "bits", "unkernelled")
     folder, others = (model(tmp_path / str(seed), family, seed) for seed in range(2))
     # SGLang's defaults are for GPUs, and take the largest cache that fits.
@@ -282,7 +280,7 @@ def model_of_blocks(folder: Path, family: str, seed: int) -> Path:
     ],
     ids=str,
 )
-def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
+def test_pushed_quantised_weights_equal_sglangs_loaded_export(
     monkeypatch, tmp_path, family, size, dims
 ):
     folder, others = (model_of_blocks(tmp_path / str(seed), family, seed) for seed in range(2))

@@ -29,7 +29,7 @@ def told(names: Iterable[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_every_worker_of_every_family_with_groups_loads_the_part_that_is_pushed_to_it(tmp_path):
+def test_every_worker_of_a_group_loads_the_part_that_is_pushed_to_it(tmp_path):
     cases, wanted = [], []
     tried = (each for each in FAMILIES.values() if each.engines.sglang.was_tried_in_groups)
     for family in (each.model_type for each in tried):

@@ -61,7 +61,7 @@ def test_a_container_sees_the_run_directory_wherever_it_is(calls, tmp_path):
     assert there.is_dir()
 
 
-def test_all_steps_run_what_is_in_the_image(calls, tmp_path):
+def test_all_steps_run_in_the_image(calls, tmp_path):
     for call in calls(tmp_path / "run"):
         assert call.startswith("PYTHONSAFEPATH=1 ")
         assert " --container-image=/images/grpo.sqsh " in call

@@ -71,7 +71,7 @@ def endless(cluster, tied_model, tmp_path_factory):
         yield run
 
 
-def test_a_mistake_is_told_and_not_tried_again(beside):
+def test_a_mistake_is_reported_and_not_retried(beside):
     run = beside["a mistake"]
     ended = run.job.await_state("FAILED", seconds=300)
     assert ended["ExitCode"] == "2:0", run.logs()
@@ -101,7 +101,7 @@ def test_an_engine_that_does_not_answer_in_time_is_named(submit):
     assert run.await_silence() == []
 
 
-def test_an_engine_that_ends_is_told_while_another_hangs(submit):
+def test_an_engine_that_ends_is_reported_while_another_hangs(submit):
     run = submit("rollout.num_engines=2")
     first, second = run.await_engines(2)
     first.suspend()
@@ -175,7 +175,7 @@ def test_engine_that_dies_is_started_again_by_its_job(endless):
     assert "exit code 137: started again" in endless.logs()
 
 
-def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, endless):
+def test_a_job_that_loses_a_node_is_queued_again_and_resumes(cluster, endless):
     restarts = endless.restarts()
     endless.await_step(2)
     _, second = endless.job.nodes()
@@ -205,7 +205,7 @@ def test_another_job_has_its_restarts_before_it(beside, submit):
     submit(folder=run.folder, venv=run.venv).await_restart()
 
 
-def test_three_restarts_that_bring_nothing_are_the_end(beside):
+def test_three_restarts_without_progress_are_the_end(beside):
     run = beside["the trainer fails"]
     ended = run.job.await_state("FAILED", seconds=300)
     assert ended["Restarts"] == "3", run.logs()

@@ -38,7 +38,7 @@ def chunks_of_rows(num_rows: int, num_chunks: int) -> list[Chunk]:
 
 @pytest.mark.parametrize("max_elements", [20, 1 << 20])
 @pytest.mark.parametrize("num_files", [1, 3])
-def test_finish_checkpoint_is_what_torch_reads(tmp_path, num_files, max_elements):
+def test_finish_checkpoint_is_read_by_torch(tmp_path, num_files, max_elements):
     write_checkpoint(tmp_path, TENSORS, num_files=num_files, max_elements=max_elements)
     assert_same(read_checkpoint(tmp_path), TENSORS)
     found = {name: torch.empty_like(value) for name, value in TENSORS.items()}
@@ -46,7 +46,7 @@ def test_finish_checkpoint_is_what_torch_reads(tmp_path, num_files, max_elements
     assert_same(found, TENSORS)
 
 
-def test_create_chunks_takes_no_room_yet(tmp_path):
+def test_create_chunks_takes_no_disk_space_yet(tmp_path):
     created = create_chunks(tmp_path, [chunks_of_rows(1 << 16, 2)])  # 16 MiB each
     file = tmp_path / "__0_0.distcp"
     end = created[-1].offset + created[-1].length

@@ -75,7 +75,7 @@ def test_read_places_finds_views_and_shared_storage(path):
     assert places["rows"].offset == places["embedding"].offset + 3 * 4 * 4
 
 
-def test_read_place_tells_errors_of_the_disk(path):
+def test_read_place_reports_disk_errors(path):
     """In /proc/self/mem, with only a file's start mapped, reading on gives EIO as a broken disk."""
     torch.save(torch.zeros(5000), path)
     memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
@@ -133,7 +133,7 @@ class BadCall:
         (torch.nn.Linear(2, 2), "its pickle requires torch.nn.modules.linear.Linear"),
     ],
 )
-def test_read_places_refuses_other_than_plain_tensors(path, saved, message):
+def test_read_places_refuses_all_but_plain_tensors(path, saved, message):
     torch.save(saved, path)
     assert message in refusal(path)
 
@@ -150,7 +150,7 @@ def test_read_places_runs_no_code(path, tmp_path, protocol, culprit):
     assert not canary.exists()
 
 
-def test_read_places_refuses_files_of_old_torch(path):
+def test_read_places_refuses_the_old_format_of_torch(path):
     torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
     assert "load it and save it again with a newer torch" in refusal(path)
 
@@ -190,7 +190,7 @@ def rewrite(path, compressed=()):
             archive.writestr(name, content, compress_type=method)
 
 
-def test_read_places_refuses_an_archive_packed_anew(path):
+def test_read_places_refuses_a_repacked_archive(path):
     """Places of records are computed by torch, not looked up."""
     torch.save({f"w{i}": torch.randn(i + 1, 7) for i in range(12)}, path)
     rewrite(path)

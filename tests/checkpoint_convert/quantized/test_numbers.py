@@ -40,7 +40,7 @@ def matrix(rows=ROWS, columns=COLUMNS):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantized_is_that_of_compressed_tensors(kind):
+def test_quantized_equals_compressed_tensors(kind):
     dtype, block, name, strategy = KINDS[kind]
     structure = {"block_structure": [*block]} if strategy == "block" else {}
     args = QuantizationArgs(num_bits=8, type=name, symmetric=True, strategy=strategy, **structure)
@@ -56,7 +56,7 @@ def test_quantized_is_that_of_compressed_tensors(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantized_errs_by_half_a_step_at_most(kind):
+def test_quantized_errs_by_at_most_half_a_step(kind):
     dtype, block, *_ = KINDS[kind]
     values = matrix().double()
     scales = scales_of(block_maxima(matrix(), block), dtype)
@@ -70,7 +70,7 @@ def test_quantized_errs_by_half_a_step_at_most(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(384, 512), (200, 300), (130, 129)], ids=str)
-def test_quantized_parts_are_those_of_the_whole(kind, shape):
+def test_quantized_parts_equal_slices_of_the_whole(kind, shape):
     dtype, block, *_ = KINDS[kind]
     block = block if kind == "fp8" else (1, shape[1])
     values = matrix(*shape)
@@ -110,7 +110,7 @@ def hard_values():
     [hard_values(), torch.zeros(2, 32), torch.full((2, 32), 1e-37), normal(8, 32).half()],
     ids=["hard", "zeros", "tiny", "half"],
 )
-def test_relative_scales_are_those_of_compressed_tensors(values):
+def test_relative_scales_equal_compressed_tensors(values):
     [expected] = nvfp4([values])
     maxima = block_maxima(values, (1, 16))
     whole = whole_scale(maxima.amax())

@@ -88,7 +88,7 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "form", "dims"), [(*case, dims) for case, all_ in CASES.items() for dims in all_]
 )
-def test_read_weights_is_that_of_the_dequantised_copy(folders, family, form, dims):
+def test_read_weights_equals_the_dequantised_copy(folders, family, form, dims):
     for rank in range(dims.world_size):
         for dtype in (torch.bfloat16, torch.float32):
             found, wanted = (rank_parameters(f, dims, rank, dtype) for f in folders[family, form])
@@ -287,7 +287,9 @@ def scale_of(value, shape=(32, 4)):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_check_weights_refuses_what_does_not_fit(folders, tmp_path, form, name, value, message):
+def test_check_weights_refuses_bad_numbers_and_scales(
+    folders, tmp_path, form, name, value, message
+):
     family = {"NVFP4": "qwen3_moe", "MXFP4": "gpt_oss"}.get(form, "qwen3")
     folder = variant(folders[family, form][0], tmp_path / "bad", {name: value})
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
@@ -320,7 +322,7 @@ def test_check_weights_refuses_what_does_not_fit(folders, tmp_path, form, name, 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_import_refuses_scales_that_are_no_numbers(folders, tmp_path, form, name, value, message):
+def test_import_refuses_scales_that_are_not_finite(folders, tmp_path, form, name, value, message):
     family = {"NVFP4": "qwen3_moe", "MXFP4": "gpt_oss"}.get(form, "qwen3")
     folder = variant(folders[family, form][0], tmp_path / "bad", {name: value})
     message = rf"bad/model\.safetensors: .*{name}.* {message}"
@@ -328,7 +330,7 @@ def test_import_refuses_scales_that_are_no_numbers(folders, tmp_path, form, name
         import_checkpoint(folder, tmp_path / "out", ParallelDims())
 
 
-def test_read_into_looks_at_the_scales_of_its_blocks_alone(folders, tmp_path):
+def test_read_into_checks_only_the_scales_of_its_blocks(folders, tmp_path):
     def edit(weights):
         weights[f"{UP}_scale_inv"][3, 1] = torch.nan
 
@@ -369,7 +371,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_read_shape_refuses_other_ways_to_quantise(folders, tmp_path, config, message):
+def test_read_shape_refuses_unsupported_quantisation(folders, tmp_path, config, message):
     values = config_of(folders["qwen3", "DeepSeek"][1])
     (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
     with pytest.raises(ValueError, match=re.escape(message)) as raised:

@@ -198,7 +198,7 @@ def test_quantized_model_refuses_partly_ignored_modules(checkpoints, name, told)
         quantized_model("int8", read_shape(model), "BF16", [name])
 
 
-def test_quantized_model_refuses_names_vllm_has_not(tmp_path):
+def test_quantized_model_refuses_names_unknown_to_vllm(tmp_path):
     shape = read_shape(tiny_model(tmp_path, "minimax_m2"))
     assert quantized_model("int8", shape, "BF16", [r"re:model\.layers\.0\.self_attn\."])
     with pytest.raises(
@@ -217,7 +217,7 @@ def test_engine_config_fits_into_an_argument(tmp_path, scheme):
     assert quantized_model(*given, ignored_modules(told)) == model
 
 
-def test_export_ignores_only_where_it_quantises(checkpoints, tmp_path):
+def test_export_refuses_ignored_modules_without_quantisation(checkpoints, tmp_path):
     _, checkpoint, _ = checkpoints["qwen3"]
     with pytest.raises(ValueError, match="--ignore lm_head needs --quantization"):
         export_checkpoint(checkpoint, tmp_path / "out", ignore=["lm_head"])
@@ -324,7 +324,7 @@ def test_export_of_many_parts_needs_few_open_files(
     assert done == sorted(done) and done[-1] == total
 
 
-def test_round_trip_of_a_quantised_export_is_the_same(exports, tmp_path):
+def test_round_trip_of_a_quantised_export_keeps_its_bytes(exports, tmp_path):
     folder = exports["qwen3_moe", "fp8"]
     out = round_trip(folder, tmp_path, ParallelDims(tensor=2), quantization="fp8")
     assert verify_weights(folder, tmp_path / "checkpoint", tolerance=0.0) == []
@@ -352,7 +352,7 @@ def test_verify_names_a_wrong_number_or_scale(checkpoints, exports, tmp_path, fa
     assert difference.num_different == (1 if fault == "number" else difference.num_different) > 0
 
 
-def test_verify_tells_numbers_that_are_all_the_largest(checkpoints, exports, tmp_path):
+def test_verify_names_weights_that_are_all_the_largest_number(checkpoints, exports, tmp_path):
     stored = weights_of(exports["phi3", "nvfp4"])
     numbers, scale = stored[f"{DOWN}_packed"] | 0x77, stored[f"{DOWN}_global_scale"] * 1e8
     values = {f"{DOWN}_packed": numbers, f"{DOWN}_global_scale": scale}
@@ -363,7 +363,7 @@ def test_verify_tells_numbers_that_are_all_the_largest(checkpoints, exports, tmp
     assert difference.tensor == DOWN
 
 
-def test_verify_tells_the_sign_of_a_zero_in_fp8(tmp_path):
+def test_verify_compares_the_sign_of_a_zero_in_fp8(tmp_path):
     model = tiny_model(tmp_path / "model", "qwen3")
     plain = {name: value.bfloat16() for name, value in weights_of(model).items()}
     plain[DOWN][3, 5] = 0.0

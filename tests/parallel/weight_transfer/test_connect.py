@@ -36,7 +36,7 @@ def shares_memory(monkeypatch):
 @pytest.mark.parametrize(
     ("network_only", "receiver"), [(True, HERE), (False, OTHER_NAMESPACE), (True, OTHER_NAMESPACE)]
 )
-def test_two_processes_on_one_gpu_that_share_no_memory_are_told_what_to_do(
+def test_processes_on_one_gpu_without_shared_memory_get_advice(
     shares_memory, network_only, receiver
 ):
     with pytest.raises(ChannelError, match=r"engine 0 worker 0 and trainer rank 0 are on one GPU"):

@@ -264,7 +264,7 @@ def test_a_trainer_rank_killed_in_a_push_is_named_by_the_workers_and_the_rest_en
         assert isinstance(sent, int) or "engine 0 worker" in sent
 
 
-def test_a_worker_killed_in_a_push_is_named_by_the_one_before_it_and_all_end():
+def test_a_worker_killed_in_a_push_is_named_by_its_sender_and_all_end():
     with pushing_processes(2) as pushing:
         for key, child in pushing.workers.items():
             if key != (1, 1):  # it takes nothing, so no process finishes
@@ -350,7 +350,7 @@ def test_all_channels_of_a_chain_of_engines_are_made_at_the_same_time(monkeypatc
         end.close()
 
 
-def test_a_worker_that_cannot_pass_on_closes_the_channel_that_it_was_to_receive_by(monkeypatch):
+def test_a_worker_that_cannot_forward_closes_its_incoming_channel(monkeypatch):
     takes_from_rank = threading.Event()
 
     def fail(receiver):
@@ -368,7 +368,7 @@ def test_a_worker_that_cannot_pass_on_closes_the_channel_that_it_was_to_receive_
     assert "memfd:weights" not in Path("/proc/self/maps").read_text()
 
 
-def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
+def test_the_refusal_of_a_worker_reaches_all_earlier_ones_at_once():
     sender, first, second = open_all([MATRIX, MATRIX | {"bias": torch.zeros(3)}])
     assert isinstance(second, ValueError)
     for failure in (sender, first):
@@ -376,7 +376,7 @@ def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
         assert re.search(r"engine 1 worker 0: .*bias: 3 of 3 elements", str(failure), re.S)
 
 
-def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once():
+def test_a_sender_fails_at_once_when_its_receiver_cannot_come():
     """The rank already listens when another rank that never came gives up."""
     address, rendezvous = open_rendezvous("127.0.0.1")
     init_info = TransferInitInfo(address, BUCKET, 1, False, senders=[[0]], zeros=[[]])
@@ -408,7 +408,7 @@ def test_a_sender_without_memory_for_its_buffers_leaves_nobody_waiting():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_worker_holds_what_was_sent_by_the_checksums_of_both_and_zeros_in_its_padding(dtype):
+def test_checksums_of_sender_and_worker_agree_and_padding_is_zero(dtype):
     """Weights are sent as `dtype`; the parameter's last row is padding."""
     address, rendezvous = open_rendezvous("127.0.0.1")
     zeros = [[("w", [5, 0], [1, 7])]]
@@ -438,7 +438,7 @@ def test_a_worker_holds_what_was_sent_by_the_checksums_of_both_and_zeros_in_its_
         receiver.close()
 
 
-def test_a_rank_that_sends_to_nobody_has_nothing_to_wait_for():
+def test_a_rank_that_sends_nothing_does_not_wait():
     address, rendezvous = open_rendezvous("127.0.0.1")
     init_info = TransferInitInfo(address, BUCKET, 1, False, senders=[[1]], zeros=[[]])
     sender = WeightSender(init_info, rendezvous, 0, {}, [], {}, CPU)
@@ -449,7 +449,7 @@ def test_a_rank_that_sends_to_nobody_has_nothing_to_wait_for():
         sender.send_weights({})
 
 
-def test_a_copy_larger_than_a_bucket_is_refused_before_anything_is_said():
+def test_a_copy_larger_than_a_bucket_is_refused_before_any_message():
     with pytest.raises(ValueError, match="456 bytes in one piece exceed a bucket of 80"):
         open_sender(plan_sends(sender_of(0), LAYOUTS, 1000))
 
