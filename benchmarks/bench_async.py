@@ -84,7 +84,7 @@ class Costs:
     def __str__(self) -> str:
         return (
             f"a token of a prompt takes the engine {self.token_seconds * 1e6:.0f} us, a request "
-            f"{self.receive_seconds * 1e3:.1f} ms; beside training it takes {self.slowdown:.2f} "
+            f"{self.receive_seconds * 1e3:.1f} ms; next to training it takes {self.slowdown:.2f} "
             "times as long"
         )
 
@@ -216,23 +216,23 @@ def slowdown(engine: TestEngine, arguments: argparse.Namespace, folder: Path) ->
         )
         return time.perf_counter() - start
 
-    def of_passes() -> float:
+    def pass_time() -> float:
         return seconds(1024) - seconds(1)
 
     keys = [f"train.num_steps={steps}", "train.save_generations=true"]
     with job(folder, "made", engine, arguments, *keys) as making:
         assert making.end(600).exit_codes == [0], making.output
     engine.push(model)
-    of_passes()
-    alone = [of_passes() for _ in range(5)]
+    pass_time()
+    alone = [pass_time() for _ in range(5)]
     keys = [f"train.num_steps={steps}", f"train.replay={folder / 'made'}"]
-    records, beside = folder / "replayed" / "metrics.jsonl", list[float]()
+    records, training_times = folder / "replayed" / "metrics.jsonl", list[float]()
     with job(folder, "replayed", engine, arguments, *keys) as training:
         training.wait_for(records.exists, 600)
         while training.is_running and records.read_text(encoding="utf-8").count("\n") < steps:
-            beside.append(of_passes())
-    assert len(beside) > 1, "training was over before a generation: it needs more --steps"
-    return median(beside[:-1]) / median(alone)  # training ends during the last
+            training_times.append(pass_time())
+    assert len(training_times) > 1, "training was over before a generation: it needs more --steps"
+    return median(training_times[:-1]) / median(alone)  # training ends during the last
 
 
 def predicted(runs: Sequence[Measured], costs: Costs) -> Callable[[Mode], float]:

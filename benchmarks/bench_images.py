@@ -108,10 +108,10 @@ def main() -> None:
                 }
                 for name, pool in pools.items():
                     with pool:
-                        of_pixels, of_requests = (
+                        pixel_time, request_time = (
                             milliseconds(pool, work, prompts) for work in (pixels, request)
                         )
-                    print(f"{family}, {workers} {name}: {of_pixels:.1f} ms, {of_requests:.1f} ms")
+                    print(f"{family}, {workers} {name}: {pixel_time:.1f} ms, {request_time:.1f} ms")
 
 
 if __name__ == "__main__":

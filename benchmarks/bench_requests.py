@@ -31,7 +31,7 @@ CHOICE = {
 REQUEST = {"token_ids": [*range(NUM_TOKENS)], "sampling_params": {"max_tokens": NUM_TOKENS}}
 
 
-async def serve(told: Connection) -> None:
+async def serve(pipe: Connection) -> None:
     """Answer completions a round at a time, and /load at once."""
     answer, waiting = json.dumps({"choices": [CHOICE]}).encode(), []
 
@@ -54,12 +54,12 @@ async def serve(told: Connection) -> None:
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=2 * NUM_REQUESTS).start()
-    told.send(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    pipe.send(f"http://127.0.0.1:{runner.addresses[0][1]}")
     await asyncio.Event().wait()
 
 
-def run_server(told: Connection) -> None:
-    asyncio.run(serve(told))
+def run_server(pipe: Connection) -> None:
+    asyncio.run(serve(pipe))
 
 
 async def measure(url: str) -> None:

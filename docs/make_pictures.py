@@ -138,15 +138,15 @@ def push() -> Figure:
     axes.text(2.0, 4.35, "4 ranks, TP2 PP2", ha="center", weight="bold")
     axes.text(7.6, 4.35, "an engine's 4 workers, TP4", ha="center", weight="bold")
     for number, weight in enumerate(WEIGHTS):
-        of_weight = [(rank, x) for rank, x in shares if x.have.tensor == weight]
+        copies = [(rank, x) for rank, x in shares if x.have.tensor == weight]
         bottom = 2.45 - 2.25 * number
-        ends = tuple(map(max, zip(*(x.box.end for _, x in of_weight), strict=True)))
+        ends = tuple(map(max, zip(*(x.box.end for _, x in copies), strict=True)))
         words = f"{weight.removeprefix('model.')}\n{list(ends)}"
         axes.text(4.8, bottom + 0.9, words, ha="center", va="center", fontsize=8)
         arrow(axes, (3.4, bottom + 0.35), (6.2, bottom + 0.35), INK)
         for left, places in (
-            (0.6, {(x.have.box, f"rank {rank}", rank) for rank, x in of_weight}),
-            (6.2, {(x.box, f"worker {x.worker}\nfrom {rank}", rank) for rank, x in of_weight}),
+            (0.6, {(x.have.box, f"rank {rank}", rank) for rank, x in copies}),
+            (6.2, {(x.box, f"worker {x.worker}\nfrom {rank}", rank) for rank, x in copies}),
         ):
             for piece, label, rank in sorted(places, key=str):
                 draw_piece(axes, piece, ends, (left, bottom), label, RANKS[rank])

@@ -105,13 +105,13 @@ def test_a_minor_version_can_be_named(machine):
 
 def test_a_machine_without_a_working_python_shows_the_tried_ones_and_advice(machine):
     shim = machine.add("shims/python3.13", machine.shim())
-    told = f"  {shim}: manager: python3.13: command not found\n"
+    tried = f"  {shim}: manager: python3.13: command not found\n"
     if old := next((v for v in interpreters() if v.startswith(("3.9.", "3.10.", "3.11."))), None):
-        told += f"  {machine.add('bin/python', interpreters()[old])}: Python {old}\n"
+        tried += f"  {machine.add('bin/python', interpreters()[old])}: Python {old}\n"
     refused = machine.make_venv()
     assert refused.returncode == 1
     assert "Get one by `uv python install 3.13`, `pyenv install 3.13` or" in refused.stderr
-    assert refused.stderr.endswith("Looked at:\n" + told)
+    assert refused.stderr.endswith("Looked at:\n" + tried)
     assert "PYTHON=3.11 is neither 3.12 nor 3.13" in machine.make_venv("3.11").stderr
 
 

@@ -470,7 +470,7 @@ VLLM_FILES = {
 }
 
 
-def asked_for(source):
+def optional_keys(source):
     """Optional keys: names that code reads from a config by getattr or hasattr."""
     return set(re.findall(r'attr\(\s*(?:\w+\.)*\w*config,\s*"([a-z]\w*)"', source))
 
@@ -481,7 +481,7 @@ def modeling_source(config):
     return inspect.getsource(import_module(name))
 
 
-def names_that_are_read(config):
+def keys_read(config):
     """Keys in a saved config, and keys that transformers and vLLM read from it."""
     read = re.findall(r'config(?:, "|\.)([a-z]\w+)', modeling_source(config))
     sources = [Path(transformers.__file__).with_name(f"{name}.py") for name in SHARED_MODULES]
@@ -494,14 +494,14 @@ def names_that_are_read(config):
     assert files, f"vLLM's registry has no {architecture}: name its files in VLLM_FILES"
     # vLLM runs models without a file of its own on transformers' code.
     sources += [models / f"{name}.py" for name in files - {"transformers"}]
-    asked = set().union(*(asked_for(path.read_text()) for path in sources))
-    names = {field.name for field in fields(config)} | set(config.to_dict()) | set(read) | asked
+    optional = set().union(*(optional_keys(path.read_text()) for path in sources))
+    names = {field.name for field in fields(config)} | set(config.to_dict()) | set(read) | optional
     return names - set(config.attribute_map)  # these are aliases
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_read_shape_ignores_only_harmless_keys(tmp_path, family):
-    names, saved = names_that_are_read(tiny_config(family)), saved_config(family)
+    names, saved = keys_read(tiny_config(family)), saved_config(family)
     harmless = HARMLESS | HARMLESS_IN.get(family, set())
     harmless -= {"first_k_dense_replace"} if family in MULTI_TOKEN else set()
     harmless |= OF_LATENTS if family in LATENTS else set()

@@ -127,17 +127,17 @@ def test_import_has_chunks_of_only_padding(qwen3, tmp_path, monkeypatch):
 
 
 def test_import_is_the_same_by_any_number_of_workers(qwen3, tmp_path):
-    told = []
+    reported = []
     for num_workers in (1, 3):
         import_checkpoint(
             *(qwen3, tmp_path / str(num_workers), IMPORTED_AT),
             num_workers=num_workers,
-            progress=lambda *both: told.append(both),
+            progress=lambda *both: reported.append(both),
         )
         num_bytes = sum(x.nbytes for x in read_checkpoint(tmp_path / str(num_workers)).values())
-        assert {total for _, total in told} == {num_bytes}
-        assert told == sorted(told) and told.pop()[0] == num_bytes
-        told.clear()
+        assert {total for _, total in reported} == {num_bytes}
+        assert reported == sorted(reported) and reported.pop()[0] == num_bytes
+        reported.clear()
     one, three = (
         {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*.*")}
         for folder in (tmp_path / "1", tmp_path / "3")

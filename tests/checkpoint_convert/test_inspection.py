@@ -86,8 +86,8 @@ def test_inspect_counts_dense_and_mtp_layers(tmp_path):
     with pytest.raises(ValueError, match="has no weights"):
         sizes = {"num_hidden_layers": 4, "n_routed_experts": 32}
         inspect(write_config(tmp_path / "model", "DeepSeek-V3", **sizes), output=output)
-    told = re.sub(r" +", " ", output.getvalue())
-    assert " first_k_dense_replace 3 \n num_nextn_predict_layers 1 \n" in told
+    text = re.sub(r" +", " ", output.getvalue())
+    assert " first_k_dense_replace 3 \n num_nextn_predict_layers 1 \n" in text
 
 
 def test_inspect_needs_a_config_for_a_checkpoint(model, tmp_path):
@@ -135,19 +135,19 @@ def test_inspect_shows_the_run_of_a_checkpoint_that_must_be_whole(model, tmp_pat
     files = {file.name: {"num_bytes": file.stat().st_size} for file in checkpoint.glob("*.*")}
     (checkpoint / "manifest.json").write_text(json.dumps({"files": files}))
     text = inspect(checkpoint)
-    for told in (
+    for line in (
         "optimizer steps 6 of train.num_steps 40",
         "trained on 32 completions, 48 with repetitions, 4 for each prompt",
         "model.path models/tiny",
         "saved by ranks 2 \n parallel.tensor_parallel_size 2 \n on disk 0.000 GB in ",
         "saved with torch 2.13.0",
     ):
-        assert told in text
+        assert line in text
     for name in (".metadata", "config.yaml", "trainer.json"):
         whole = (checkpoint / name).read_bytes()
         (checkpoint / name).write_bytes(whole[:99])
-        told = rf"step_6 is not whole: {name} has \d\d of [\d,]+ bytes"
-        with pytest.raises(ValueError, match=told):
+        message = rf"step_6 is not whole: {name} has \d\d of [\d,]+ bytes"
+        with pytest.raises(ValueError, match=message):
             inspect(checkpoint)
         (checkpoint / name).write_bytes(whole)
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)

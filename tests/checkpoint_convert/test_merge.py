@@ -85,7 +85,7 @@ def edit_weights(folder, edit):
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({"use_dora": True}, "use_dora is True"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']"),
@@ -108,14 +108,14 @@ def edit_weights(folder, edit):
         ({"layers_to_transform": [0, 1]}, None),
     ],
 )
-def test_read_adapter_has_the_modules_of_its_config(base, adapter, config, told):
+def test_read_adapter_has_the_modules_of_its_config(base, adapter, config, message):
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     shapes = hf_tensors(read_shape(base))
-    if told is None:
+    if message is None:
         read_adapter(adapter, shapes)
         return
-    with pytest.raises(ValueError, match=re.escape(told)) as caught:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
         read_adapter(adapter, shapes)
     assert str(adapter) in str(caught.value)
 
@@ -143,7 +143,7 @@ def make_infinite(values):
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "message"),
     [
         (drop_first, "is missing"),
         (add_of_another_model, r"of another model: the base has no model\.layers\.77\."),
@@ -153,10 +153,10 @@ def make_infinite(values):
     ],
 )
 def test_merge_adapter_refuses_missing_layers_and_values_that_are_not_finite(
-    base, adapter, tmp_path, edit, told
+    base, adapter, tmp_path, edit, message
 ):
     edit_weights(adapter, edit)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         merge_adapter(base, adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -184,6 +184,6 @@ def test_merge_adapter_keeps_mtp_layers(tmp_path):
     adapter_of(folder, tmp_path / "adapter", target_modules=["q_proj", "o_proj"])
     merge_adapter(folder, tmp_path / "adapter", tmp_path / "out")
     theirs, ours = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "out"))
-    of_layer = {name for name in theirs if ".layers.3." in name}
-    assert len(of_layer) > 6
-    assert all(torch.equal(theirs[name], ours[name]) for name in of_layer)
+    layer = {name for name in theirs if ".layers.3." in name}
+    assert len(layer) > 6
+    assert all(torch.equal(theirs[name], ours[name]) for name in layer)

@@ -59,10 +59,10 @@ def test_copy_sidecar_files_refuses_links_elsewhere(model, tmp_path):
     assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     (tmp_path / "secret").write_text("token")
     (snapshot / "notes.txt").symlink_to(tmp_path / "secret")
-    told = r"notes\.txt is a link to .*secret, outside of .*: replace it with a copy of the file"
+    message = r"notes\.txt is a link to .*secret, outside of .*: replace it with a copy of the file"
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         copy_sidecar_files(snapshot, empty, "BF16")
     assert list(empty.iterdir()) == []
 

@@ -85,16 +85,16 @@ def test_run_tasks_shares_memory_with_its_workers():
 
 
 def test_add_bytes_reports_progress_of_all_workers():
-    told = []
+    reported = []
 
     def work(item):
         for _ in range(5):
             time.sleep(0.02)
             add_bytes(item)
 
-    run_tasks(work, [1, 10, 100, 1000], 2, told.append)
-    assert told == sorted(told)
-    assert told[-1] == 5 * 1111
+    run_tasks(work, [1, 10, 100, 1000], 2, reported.append)
+    assert reported == sorted(reported)
+    assert reported[-1] == 5 * 1111
 
 
 def test_run_tasks_raises_the_first_failure(tmp_path):

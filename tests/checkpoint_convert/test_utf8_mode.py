@@ -17,7 +17,7 @@ print(sys.flags.utf8_mode, sys.argv[1:])
     [
         ([], {"LC_ALL": "C", "PYTHONUTF8": "0"}, True),
         ([], {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "0"}, False),  # as good
-        (["-X", "utf8=0"], {"LC_ALL": "C"}, False),  # as told, and not started forever
+        (["-X", "utf8=0"], {"LC_ALL": "C"}, False),  # as requested, without restarting forever
     ],
 )
 def test_a_command_restarts_in_utf8_mode_where_the_locale_is_not_utf8(

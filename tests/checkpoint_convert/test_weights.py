@@ -39,14 +39,14 @@ def test_read_weights_converts_to_the_parameters_dtype(model, tmp_path, stored, 
 def test_read_weights_fills_parameters_in_place(model):
     layout, values = rank_parameters(model, ParallelDims(tensor=2))
     parameters = {n: torch.nn.Parameter(t * torch.nan) for n, t in values.items()}
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     read_weights(
-        *(model, read_shape(model), layout, parameters), lambda *bytes_of: told.append(bytes_of)
+        *(model, read_shape(model), layout, parameters), lambda *bytes_of: reported.append(bytes_of)
     )
     assert all(torch.equal(parameters[n].data, values[n]) for n in values)
     num_bytes = sum(p.nbytes for p in parameters.values())
-    assert (told[0], len(told)) == ((0, num_bytes), len(parameters))
-    assert told[-1] == (num_bytes - [*parameters.values()][-1].nbytes, num_bytes)
+    assert (reported[0], len(reported)) == ((0, num_bytes), len(parameters))
+    assert reported[-1] == (num_bytes - [*parameters.values()][-1].nbytes, num_bytes)
     assert all(p.isfinite().all() and p.requires_grad for p in parameters.values())
 
 

@@ -64,8 +64,8 @@ def experts_of_worker(
     def through(
         x: Tensor, weights: Tensor, scales: Tensor | None, biases: Tensor | None, expert: int
     ) -> Tensor:
-        of_expert = None if scales is None else scales[expert]
-        outputs = product(x, weights[expert], of_expert, self.block_shape)
+        own_scales = None if scales is None else scales[expert]
+        outputs = product(x, weights[expert], own_scales, self.block_shape)
         return outputs if biases is None else outputs + biases[expert]
 
     for expert in ids[ids >= 0].unique().tolist():

@@ -110,7 +110,9 @@ def test_offloaded_activations_free_the_planned_memory(tmp_path):
     [moved] = run_ranks(1, peak_bytes, folder, overrides, cuda=True, timeout=390)
     cfg = tiny_config(folder, ParallelDims(), "model.dtype=bfloat16", *overrides)
     [kind] = layer_kinds(read_shape(folder))
-    of_layer = TOKENS * layer_bytes(cfg, kind).offloaded
-    print(f"peak {plain / 1e9:.2f} GB, with offload {moved / 1e9:.2f}, layer {of_layer / 1e9:.3f}")
+    layer_size = TOKENS * layer_bytes(cfg, kind).offloaded
+    print(
+        f"peak {plain / 1e9:.2f} GB, with offload {moved / 1e9:.2f}, layer {layer_size / 1e9:.3f}"
+    )
     # Two layers' activations are there: one that is leaving and the last that has left.
-    assert plain - moved > 0.8 * (WIDE["num_hidden_layers"] - 2) * of_layer
+    assert plain - moved > 0.8 * (WIDE["num_hidden_layers"] - 2) * layer_size

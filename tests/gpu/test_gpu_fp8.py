@@ -108,10 +108,10 @@ def test_fp8_is_near_bfloat16(folder, recipe):
 def test_block_scales_keep_a_sequence_independent_of_its_place(tmp_path):
     """Each scale of activations belongs to 128 numbers of one token."""
     folder = tiny_model(tmp_path, "qwen3", hidden_size=256, intermediate_size=512, head_dim=64)
-    beside, _, _ = run(folder, [[(5, 90), (3, 60), (20, 44)]], *in_fp8("blockwise"))
+    together, _, _ = run(folder, [[(5, 90), (3, 60), (20, 44)]], *in_fp8("blockwise"))
     alone, _, _ = run(folder, [[(5, 90)], [(3, 60)], [(20, 44)]], *in_fp8("blockwise"))
     plain, _, _ = run(folder, [[(5, 90)], [(3, 60)], [(20, 44)]])
-    moved, rounded = ((x - alone).abs().mean().item() for x in (beside, plain))
+    moved, rounded = ((x - alone).abs().mean().item() for x in (together, plain))
     print(f"differences: {moved:.5f} by the microbatch, {rounded:.5f} by FP8")
     # Attention sums in another order, so that a few activations round the other way.
     assert moved < rounded / 3

@@ -58,15 +58,15 @@ def test_the_gated_delta_rule_equals_the_reference(is_shared):
     query, key, value = random(16, 128), random(16, 128), random(32, 128)
     rates = [random(32, dtype=torch.float32) for _ in range(2)]
 
-    def of_stage(inputs, stage):
+    def stage_inputs(inputs, stage):
         *heads, decay, strength = (each[stage.tokens] for each in inputs)
         return *heads, logsigmoid(decay), strength.sigmoid()
 
     def kernel(inputs, stage, memory):
-        return linear_kernels.gated_delta_rule(*of_stage(inputs, stage), stage, memory)
+        return linear_kernels.gated_delta_rule(*stage_inputs(inputs, stage), stage, memory)
 
     def reference(inputs, stage, memory):
-        query, key, *others = of_stage(inputs, stage)
+        query, key, *others = stage_inputs(inputs, stage)
         query, key = (unit_heads(x).repeat_interleave(2, dim=1) for x in (query, key))
         return gated_delta_rule(query, key, *others, stage.chunks, memory)
 
@@ -78,15 +78,15 @@ def test_the_state_space_model_equals_the_reference(is_shared):
     torch.manual_seed(0)
     query, key, value = random(8, 128), random(8, 128), random(64, 64)
 
-    def of_stage(inputs, stage):
+    def stage_inputs(inputs, stage):
         *heads, decay = (each[stage.tokens] for each in inputs)
         return *heads, logsigmoid(decay)
 
     def kernel(inputs, stage, memory):
-        return linear_kernels.state_space(*of_stage(inputs, stage), stage, memory)
+        return linear_kernels.state_space(*stage_inputs(inputs, stage), stage, memory)
 
     def reference(inputs, stage, memory):
-        return state_space(*of_stage(inputs, stage), stage.chunks, memory)
+        return state_space(*stage_inputs(inputs, stage), stage.chunks, memory)
 
     inputs = [query, key, value, random(64, dtype=torch.float32)]
     compare(inputs, kernel, reference, packed(is_shared=is_shared))

@@ -73,10 +73,10 @@ def trained(arguments: list[str], tmp_path: Path) -> Callable[..., list[dict[str
     """Train three steps; checks that gaps stay below `most` after pushes; returns the metrics."""
 
     def trained(
-        *more: str, most: float = MOST_GAP, learns: bool = True, told: str = ""
+        *more: str, most: float = MOST_GAP, learns: bool = True, words: str = ""
     ) -> list[dict[str, float]]:
         run = finish_run(*arguments, "train.num_steps=3", *more, timeout=800)
-        assert run.exit_code == 0 and told in run.output, run.output
+        assert run.exit_code == 0 and words in run.output, run.output
         assert run.survivors == []
         records = read_metrics(tmp_path / "run")
         print([record["rollout/logprob_gap_mean"] for record in records])
@@ -94,7 +94,7 @@ SLEEPS = "rollout.enable_sleep_mode=true"
 
 
 def test_run_on_one_gpu_agrees_with_its_engine(trained, tmp_path):
-    records = trained(FAST, told="layers: Transformer Engine")
+    records = trained(FAST, words="layers: Transformer Engine")
     assert 0 < records[0]["probe/logprob_gap_mean"] < MOST_GAP
     for record in records:
         assert record["skipped_steps"] == 0
@@ -190,13 +190,13 @@ OF_8_BITS = [
 def test_engine_of_8_bits_multiplies_by_the_ranks_quantised_weights(
     trained, tmp_path, family, quantization, options
 ):
-    model = of_mixture(tmp_path / "mixture", family)
+    model = mixture_arguments(tmp_path / "mixture", family)
     bits = f"rollout.quantization={quantization}", CORRECTED, *options
     for record in trained(*model, *bits, SLOW, most=MOST_GAP_OF_8_BITS):
         assert record["rollout/logprob_gap_mean"] > 0
 
 
-def of_mixture(folder: Path, family: str) -> list[str]:
+def mixture_arguments(folder: Path, family: str) -> list[str]:
     """Arguments of a run of another model than that of `arguments`."""
     if family == "qwen3":
         return []

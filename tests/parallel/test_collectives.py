@@ -20,22 +20,24 @@ def fail_on_rank_1(number: int) -> None:
 
 def hear(rank: int) -> list[tuple[str, int | None, bool]]:
     """(message, errno, whether it is a user's error) raised here, for each errno on rank 1."""
-    told = []
+    errors = []
     for number in NUMBERS:
         with pytest.raises(OSError) as raised:
             raise_first_failure(lambda number=number: fail_on_rank_1(number), OSError)
-        told.append((str(raised.value), raised.value.errno, is_user_error(raised.value)))
-    return told
+        errors.append((str(raised.value), raised.value.errno, is_user_error(raised.value)))
+    return errors
 
 
 def test_all_ranks_get_the_text_and_errno_of_a_system_error():
-    of_0, of_1 = run_ranks(2, hear)
-    assert [number for _, number, _ in of_1] == [*NUMBERS]
-    assert [text for text, *_ in of_1] == [
+    rank_0, rank_1 = run_ranks(2, hear)
+    assert [number for _, number, _ in rank_1] == [*NUMBERS]
+    assert [text for text, *_ in rank_1] == [
         f"[Errno {number}] {os.strerror(number)}: '/runs/a'" for number in NUMBERS
     ]
-    assert of_0 == [(f"rank 1: {text}", number, is_for_user) for text, number, is_for_user in of_1]
-    assert [is_for_user for *_, is_for_user in of_1] == [False, False, False, True]
+    assert rank_0 == [
+        (f"rank 1: {text}", number, is_for_user) for text, number, is_for_user in rank_1
+    ]
+    assert [is_for_user for *_, is_for_user in rank_1] == [False, False, False, True]
 
 
 def raise_of_an_encoding() -> None:
@@ -73,9 +75,9 @@ def fail_as(kind: type[Exception]) -> None:
 
 
 def test_rank_0_returns_to_itself_and_raises_on_all():
-    of_0, of_1 = run_ranks(2, ask_rank_0)
-    assert of_0 == [1, (KeyError, "'by fire'"), (ConnectionError, "by fire")]
-    assert of_1 == [None, (KeyError, "\"'by fire'\""), (OSError, "by fire")]
+    rank_0, rank_1 = run_ranks(2, ask_rank_0)
+    assert rank_0 == [1, (KeyError, "'by fire'"), (ConnectionError, "by fire")]
+    assert rank_1 == [None, (KeyError, "\"'by fire'\""), (OSError, "by fire")]
 
 
 SHARES = [0.0, 0.2, 0.25, 0.5, 0.731, 0.999, 1.0]

@@ -111,7 +111,7 @@ def test_pipeline_layers_of_stages_differ_by_one(num_layers, pipeline, virtual):
 def test_pipeline_layers_follow_the_set_ends(num_layers, sizes, stages):
     given = {f"num_layers_in_{end}_pipeline_stage": layers for end, layers in sizes.items()}
     chunks = pipeline_layers(num_layers, ParallelDims(pipeline=8, **given))
-    assert [[len(layers) for layers in of_stage] for of_stage in chunks] == [[n] for n in stages]
+    assert [[len(layers) for layers in stage] for stage in chunks] == [[n] for n in stages]
     assert [layer for [layers] in chunks for layer in layers] == list(range(num_layers))
 
 
@@ -138,14 +138,14 @@ def test_pipeline_layers_of_set_ends_equal_megatrons(num_layers, pipeline, virtu
         **ends,
     )
 
-    def of_megatron(rank: int, stage: int | None) -> range:
+    def megatron_layers(rank: int, stage: int | None) -> range:
         start = get_transformer_layer_offset(config, stage, rank)
         return range(start, start + get_num_layers_to_build(config, stage, rank))
 
     virtual_stages = range(virtual) if virtual > 1 else [None]
     dims = ParallelDims(pipeline=pipeline, virtual_pipeline=virtual, **ends)
     assert pipeline_layers(num_layers, dims) == [
-        [of_megatron(rank, stage) for stage in virtual_stages] for rank in range(pipeline)
+        [megatron_layers(rank, stage) for stage in virtual_stages] for rank in range(pipeline)
     ]
 
 

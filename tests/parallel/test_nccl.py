@@ -32,10 +32,10 @@ def names_of_groups(rank: int, dims: ParallelDims) -> list[str]:
     ids=str,
 )
 def test_ranks_never_wait_for_each_other_in_a_circle(dims):
-    of_ranks = run_ranks(4, names_of_groups, dims)
-    assert len(set.intersection(*map(set, of_ranks))) > 1 and all(map(len, of_ranks))
+    ranks = run_ranks(4, names_of_groups, dims)
+    assert len(set.intersection(*map(set, ranks))) > 1 and all(map(len, ranks))
     order: TopologicalSorter[str] = TopologicalSorter()
-    for names in of_ranks:
+    for names in ranks:
         for earlier, later in pairwise(names):
             order.add(later, earlier)
     order.prepare()  # raises CycleError

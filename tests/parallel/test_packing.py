@@ -169,8 +169,8 @@ def test_a_branch_packed_with_its_root_has_only_its_own_tokens():
     prompt = [1, 2, 3, 4]
     first, other = of_prompt(prompt, 10, 11, 12, 13), of_prompt(prompt, 20)
     branch = replace(of_prompt([*prompt, 10, 11], 30, 31), root=0)
-    of_branch = replace(of_prompt([*prompt, 10, 11, 30], 40), root=2)
-    sequences = [first, other, branch, of_branch]
+    second_branch = replace(of_prompt([*prompt, 10, 11, 30], 40), root=2)
+    sequences = [first, other, branch, second_branch]
     batch = pack(sequences, range(4), Alignment(), share_prompts=True)
     assert batch.tokens.tolist() == [1, 2, 3, 4, 10, 11, 12, 13, 4, 20, 11, 30, 31, 30, 40]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 6, 7]
@@ -232,8 +232,8 @@ def test_the_last_columns_of_routes_are_chosen_tokens():
     assert found.routed_experts.tolist() == experts.routed_experts.tolist()
     tokens = found.chosen_tokens[:, 0, 0].tolist()
     assert tokens == [510, 511, 0, 0, 520, 521, 522, 0]
-    of_bytes = replace(given[1], routes=given[1].routes[:, :, [0, 1, 0, 1]])
-    mixed = pack([both[0], of_bytes], [1, 0], alignment, index_topk=2)
+    as_bytes = replace(given[1], routes=given[1].routes[:, :, [0, 1, 0, 1]])
+    mixed = pack([both[0], as_bytes], [1, 0], alignment, index_topk=2)
     assert mixed.chosen_tokens[:, 0, 0].tolist() == [20, 21, 22, 0, 510, 511, 0, 0]
     only = [replace(each, routes=each.routes[:, :, 2:]) for each in both]
     alone = pack(only, [0, 1], alignment, index_topk=2)

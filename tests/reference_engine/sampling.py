@@ -52,8 +52,8 @@ class RouteRecorder:
         kinds = []
         for found in self._of_layers.values():
             none = torch.zeros_like(next(iter(found.values())))
-            of_layers = [found.get(number, none) for number in range(self._num_layers)]
-            kinds.append(torch.stack(of_layers, dim=1).to("cpu", torch.int32))
+            layers = [found.get(number, none) for number in range(self._num_layers)]
+            kinds.append(torch.stack(layers, dim=1).to("cpu", torch.int32))
         routes = torch.cat(kinds, dim=2)
         return [routes] * num_completions if is_prompt else routes.split(1)
 

@@ -74,11 +74,11 @@ def test_requests_that_wait_with_the_same_prompt_are_one_batch(tied_model, monke
     batches.clear()
     engine.pause({})
     with ThreadPoolExecutor() as pool:
-        asked = [pool.submit(ask, [5, 6, 7], seed) for seed in range(3)]
+        requests = [pool.submit(ask, [5, 6, 7], seed) for seed in range(3)]
         other = pool.submit(ask, [5, 6], 0)
         assert wait_until(lambda: engine.load({})["server_load"] == 4, 30)
         engine.resume({})
-        assert [future.result() for future in asked] == alone
+        assert [future.result() for future in requests] == alone
         other.result()
     assert sorted(batches) == [([5, 6], [0]), ([5, 6, 7], [0, 1, 2])]
     assert engine.load({})["server_load"] == 0

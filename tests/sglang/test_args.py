@@ -157,10 +157,10 @@ def test_a_variable_that_would_break_a_run_is_refused_by_name(monkeypatch, name)
 def test_sglang_has_the_variables_that_are_refused():
     found = subprocess.run([SGLANG_PYTHON, "-P", "-c", FIND], capture_output=True, text=True)
     runtime = Path(found.stdout.strip()).parent / "srt"
-    told = (runtime / "environ.py").read_text()
-    told += (runtime / "entrypoints" / "http_server.py").read_text()
+    source = (runtime / "environ.py").read_text()
+    source += (runtime / "entrypoints" / "http_server.py").read_text()
     for pattern in REFUSED_VARIABLES:
-        assert re.search(rf"\b{pattern}\b", told), pattern
+        assert re.search(rf"\b{pattern}\b", source), pattern
 
 
 def test_requests_are_not_distributed_by_bootstrap_rooms():
@@ -173,10 +173,10 @@ def test_requests_are_not_distributed_by_bootstrap_rooms():
 def test_a_server_started_by_a_user_refuses_requests_without_the_token(tmp_path):
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
     environment["MODEL"] = str(servable_model(tmp_path, "qwen3"))
-    told = subprocess.run(
+    finished = subprocess.run(
         [SGLANG_PYTHON, "-P", "-c", GUARDED], capture_output=True, text=True, env=environment
     )
-    variable, argument, flag = told.stdout.splitlines()[-3:]
+    variable, argument, flag = finished.stdout.splitlines()[-3:]
     assert variable.startswith("SGLANG_GRPC_PORT=2 in the environment does not go")
     assert argument.startswith("--tokenizer-worker-num cannot be set")
     assert flag.startswith("--smg-grpc-mode cannot be set")

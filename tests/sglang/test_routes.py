@@ -87,18 +87,18 @@ def test_every_token_keeps_its_experts_through_a_push(tmp_path):
     many = {"num_generations": 8, "max_completion_length": 300, "router_replay": True}
     with running_engine("sglang", folders[0], tmp_path, **ENGINE) as engine:
         engine.push(folders[0])
-        asked = engine.ask(random_prompts(2), stop_token_ids=(), **many)
+        completions = engine.ask(random_prompts(2), stop_token_ids=(), **many)
         with routing(engine.client(), str, streams=False) as router:
-            answered = router.submit(asked)
+            answered = router.submit(completions)
             router.resume(engine.version)
             assert wait_until(lambda: engine.num_generated() > 100, 120, 0.005)
             with router.aborted():  # as for a checkpoint
-                parts = asked.so_far()
+                parts = completions.so_far()
             for folder in (folders[1], folders[0]):
                 engine.push_in_flight(router, folder, 400, [answered])
             answered.result(timeout=300)
     assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
-    samples = asked.samples()[::4]
+    samples = completions.samples()[::4]
     assert all(len(sample.spans) == 3 for sample in samples)
     # Each token's experts are those of its version's weights, over recomputed earlier tokens.
     for sample in samples:

@@ -15,7 +15,7 @@ from helpers.engines.live import (
 )
 from helpers.engines.sglang_sums import pose_as
 
-ASKED_TO_SLEEP = """
+SLEEP_REQUESTS = """
 import asyncio
 from types import SimpleNamespace
 from fastapi import HTTPException
@@ -44,10 +44,10 @@ for server.reset_prefix_cache in (busy, pushed):
 
 @pytest.mark.long  # SGLang is imported
 def test_sleep_is_refused_during_requests_or_a_push():
-    command = [SGLANG_PYTHON, "-P", "-c", ASKED_TO_SLEEP]
+    command = [SGLANG_PYTHON, "-P", "-c", SLEEP_REQUESTS]
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
-    told = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert told.stdout.splitlines()[-2:] == [
+    finished = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert finished.stdout.splitlines()[-2:] == [
         "503 aborted requests have not ended",
         "503 paused or resumed meanwhile",
     ]

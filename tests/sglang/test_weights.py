@@ -94,17 +94,18 @@ MOST_GAP = 0.05
 to 0.21 with ranks that do not quantise."""
 
 
-def tells_matrices_of_latents(told: list[dict[str, str]], folder: Path) -> bool:
+def has_latent_matrices(checksums: list[dict[str, str]], folder: Path) -> bool:
     """Whether the checksums include the matrices that each layer derives from its latents."""
     shape = read_shape(folder)
     num_matrices = 2 * shape.num_layers if shape.latent else 0
     return all(
-        sum(name.endswith((".w_kc", ".w_vc")) for name in each) == num_matrices for each in told
+        sum(name.endswith((".w_kc", ".w_vc")) for name in each) == num_matrices
+        for each in checksums
     )
 
 
 @pytest.fixture
-def tells_all(monkeypatch) -> None:
+def all_checksums(monkeypatch) -> None:
     """Engines report checksums of all bits, derived matrices included."""
     pose_as(monkeypatch, "bits")
 
@@ -142,7 +143,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.usefixtures("tells_all")
+@pytest.mark.usefixtures("all_checksums")
 @pytest.mark.parametrize(
     ("family", "size", "groups", "ep_size", "dims"),
     [LAYOUTS[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in LAYOUTS[1:])],
@@ -154,7 +155,7 @@ def test_push_equals_the_weights_that_sglang_loads(tmp_path, family, size, group
     options["sglang"] = {"ep_size": ep_size} if ep_size else {}
     memory = {*Path("/dev/shm").glob("sgl_shm_mq*")}
     with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:
-        assert tells_matrices_of_latents(own_checksums(engine), folder)
+        assert has_latent_matrices(own_checksums(engine), folder)
         check_pushes(engine, folder, others, dims)
         samples = engine.generate(random_prompts(5))  # of which one group has more
     if family == "kimi_k2":
@@ -169,12 +170,12 @@ def test_push_equals_the_weights_that_sglang_loads(tmp_path, family, size, group
 def test_serve_over_two_nodes_is_one_engine_and_ends_on_both(tmp_path, killed, ep_size):
     """The head node or the other one is killed; workers split experts, or have whole ones."""
     folder, others = (model(tmp_path / str(seed), "qwen3_moe", seed) for seed in range(2))
-    of_sglang = ["rollout.engine=sglang", f"rollout.python={SGLANG_PYTHON}"]
-    of_sglang.append(f"rollout.sglang={{ep_size: {ep_size}}}")
+    overrides = ["rollout.engine=sglang", f"rollout.python={SGLANG_PYTHON}"]
+    overrides.append(f"rollout.sglang={{ep_size: {ep_size}}}")
     options = {"python": SGLANG_PYTHON, "tensor_parallel_size": 2, "sglang": {"ep_size": ep_size}}
     with (
         kernels_for(folder),
-        two_nodes(tmp_path, f"model.path={folder}", *of_sglang) as (url, nodes),
+        two_nodes(tmp_path, f"model.path={folder}", *overrides) as (url, nodes),
         running_engine("sglang", folder, tmp_path, TOKEN, base_urls=(url,), **options) as engine,
     ):
         check_pushes(engine, folder, others, TP2_PP2)
@@ -236,7 +237,7 @@ def test_push_fills_linear_and_sparse_attention(monkeypatch, tmp_path, family, s
     with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:
         loaded = own_checksums(engine)
         assert any(name.endswith(own) for name in loaded[0])
-        assert tells_matrices_of_latents(loaded, folder)
+        assert has_latent_matrices(loaded, folder)
         check_pushes(engine, folder, others, dims)
         samples = engine.generate(random_prompts(4)) if family in INDEXED else []
     assert family not in INDEXED or largest_logprob_error(folder, samples) < 1e-4
@@ -265,7 +266,7 @@ def model_of_blocks(folder: Path, family: str, seed: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("tells_all")
+@pytest.mark.usefixtures("all_checksums")
 @pytest.mark.parametrize(
     ("family", "size", "dims"),
     [
@@ -294,23 +295,23 @@ def test_pushed_quantised_weights_equal_sglangs_loaded_export(
             loaded = own_checksums(engine)
     assert len(loaded) == size
     assert any("weight_scale_inv" in name for name in loaded[0])
-    assert tells_matrices_of_latents(loaded, folder)
+    assert has_latent_matrices(loaded, folder)
     options |= {"quantization": "fp8", "quantization_ignore": ignored}
     with running_engine("sglang", others, tmp_path / "second", **options) as engine:
         before = own_checksums(engine)
         assert all(a[name] != b[name] for a, b in zip(before, loaded, strict=True) for name in a)
-        told = push(engine, folder, dims, num_flips=10**6)
-        assert "differ from what was pushed: model." in told
+        error = push(engine, folder, dims, num_flips=10**6)
+        assert "differ from what was pushed: model." in error
         assert push(engine, folder, dims) == ""
         assert own_checksums(engine) == loaded
         samples = engine.generate(random_prompts(8))
     rounded = rounded_copy(folder, tmp_path / "rounded", "fp8", ignored)
-    error, of_quantising = (largest_logprob_error(each, samples) for each in (rounded, folder))
-    assert 2 * error < of_quantising  # which is less where a layer is left out
+    error, quantisation_error = (largest_logprob_error(each, samples) for each in (rounded, folder))
+    assert 2 * error < quantisation_error  # which is less where a layer is left out
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("tells_all")
+@pytest.mark.usefixtures("all_checksums")
 @pytest.mark.parametrize("kind", ["mxfp4", "DeepSeek"])
 def test_a_quantised_folder_is_loaded_as_its_dequantised_copy(tmp_path, kind):
     if kind == "mxfp4":

@@ -23,7 +23,7 @@ WITHOUT_BROADCASTS = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
 """Without it a worker waits for the others, to share memory with them."""
 
 
-def told(names: Iterable[str]) -> list[str]:
+def comparable(names: Iterable[str]) -> list[str]:
     """Names without sinks and weights of indexers' heads, which SGLang keeps in bfloat16."""
     return [name for name in names if not name.endswith((".sinks", ".indexer.weights_proj.weight"))]
 
@@ -50,7 +50,7 @@ def test_every_worker_of_a_group_loads_the_part_that_is_pushed_to_it(tmp_path):
             cases.append(([*command[4:], *command_flags(NEEDED)], tensor * data))
             shapes = [each.shapes for each in worker_layouts(read_shape(folder), rollout)]
             for shape, sums in zip(shapes, worker_sums(folder, rollout), strict=True):
-                wanted.append({name: [[*shape[name]], sums[name]] for name in told(shape)})
+                wanted.append({name: [[*shape[name]], sums[name]] for name in comparable(shape)})
     (given := tmp_path / "cases.json").write_text(json.dumps(cases))
     environment = sglang_environment(model, rollout, on_gpu=False) | WITHOUT_BROADCASTS
     subprocess.run(
@@ -60,4 +60,4 @@ def test_every_worker_of_a_group_loads_the_part_that_is_pushed_to_it(tmp_path):
         timeout=250,
     )
     found = json.loads((tmp_path / "out.json").read_text())
-    assert [{name: each[name] for name in told(each)} for each in found] == wanted
+    assert [{name: each[name] for name in comparable(each)} for each in found] == wanted

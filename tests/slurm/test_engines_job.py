@@ -45,12 +45,12 @@ def test_engines_of_other_jobs_join_a_run_and_leave_it(submit, tmp_path):
     one_rank = "parallel.pipeline_parallel_size=1"
     run = submit(*IN_FLIGHT, *slow, one_rank, token="token-of-three-jobs")
     run.await_step(1, seconds=240)
-    told, cancelled = run.add_engine("told"), run.add_engine("cancelled")
+    signalled, cancelled = run.add_engine("signalled"), run.add_engine("cancelled")
     await_engines(run, 3)
     assert len([*(run.run_dir / "engines").iterdir()]) == 2
 
-    told.signal("USR1")
-    await_leave(run, told, "COMPLETED")
+    signalled.signal("USR1")
+    await_leave(run, signalled, "COMPLETED")
     assert "is lost" not in run.logs()  # it was drained
     await_engines(run, 2)
 

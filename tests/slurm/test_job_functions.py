@@ -46,7 +46,7 @@ def bash(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "message"),
     [
         ("unset SLURM_SUBMIT_DIR; bash slurm/grpo_8b.sh", "submit this by sbatch, in the checkout"),
         ("SLURM_SUBMIT_DIR=/nowhere bash slurm/grpo_8b.sh", "/nowhere/slurm/job.sh: No such file"),
@@ -57,12 +57,12 @@ def bash(tmp_path):
     ],
     ids=["not by sbatch", "in another folder", "without an environment"],
 )
-def test_a_wrongly_submitted_job_ends_with_one_line(bash, script, told):
+def test_a_wrongly_submitted_job_ends_with_one_line(bash, script, message):
     done = bash(script, {"srun": "echo started"})
     assert done.returncode != 0
     assert not done.stdout
     [line] = done.stderr.splitlines()
-    assert told in line
+    assert message in line
 
 
 PLACED = """
@@ -151,7 +151,7 @@ def test_a_save_is_left_before_the_time_limit(bash, tmp_path, saves, left, is_le
 
 GUARD = """
     GUARD=""
-    trap 'echo told' USR2
+    trap 'echo signalled' USR2
     guard_the_end
     wait "$GUARD" || true
 """
@@ -160,7 +160,7 @@ GUARD = """
 @pytest.mark.parametrize(("left", "waits"), [(119, 59), (123, 63)])
 def test_guard_waits_until_a_minute_before_the_limit(bash, left, waits):
     programs = {"date": "echo 1000", "squeue": f"echo {1000 + left}", "sleep": 'echo "$1"'}
-    assert bash(GUARD, programs).stdout == f"{waits}\ntold\n"
+    assert bash(GUARD, programs).stdout == f"{waits}\nsignalled\n"
 
 
 AWAIT_TRAINER = """
@@ -309,7 +309,7 @@ def test_a_further_node_of_an_engine_has_its_own_log_and_address(bash, tmp_path)
 @pytest.mark.parametrize(
     ("does", "code"),
     [("exit 0", 3), ("exit 2", 2), ("kill -TERM $PPID; exec sleep 60", 0)],
-    ids=["ends", "is refused", "is told to end"],
+    ids=["ends", "is refused", "gets a signal"],
 )
 def test_engine_sh_ends_the_step_on_its_other_nodes(bash, tmp_path, does, code):
     """Slurm ends a step if the exit code of a task is not 0, and returns the highest code."""

@@ -43,17 +43,17 @@ esac
 
 
 @pytest.fixture(scope="module")
-def beside(cluster, tied_model, tmp_path_factory):
+def background(cluster, tied_model, tmp_path_factory):
     """Jobs in the background of the tests, keyed by their fate."""
     mistake, trainer, early = map(tmp_path_factory.mktemp, ("mistake", "trainer", "early"))
     rewards = trainer / "rewards.py"
     rewards.write_text(KILLS_RANK_0)
-    of_rewards = f"reward.functions=[{rewards}:reward]"
+    reward = f"reward.functions=[{rewards}:reward]"
     with submitter(cluster, tied_model) as submit:
         yield {
             "a mistake": submit("reward.functions=[/nowhere.py:reward]", folder=mistake),
             "the trainer fails": submit(
-                of_rewards, folder=trainer, venv=venv_that(FAILS_BETWEEN, trainer)
+                reward, folder=trainer, venv=venv_that(FAILS_BETWEEN, trainer)
             ),
             "place fails": submit(folder=early, venv=venv_that("exit 7", early)),
         }
@@ -71,8 +71,8 @@ def endless(cluster, tied_model, tmp_path_factory):
         yield run
 
 
-def test_a_mistake_is_reported_and_not_retried(beside):
-    run = beside["a mistake"]
+def test_a_mistake_is_reported_and_not_retried(background):
+    run = background["a mistake"]
     ended = run.job.await_state("FAILED", seconds=300)
     assert ended["ExitCode"] == "2:0", run.logs()
     assert ended["Restarts"] == "0"
@@ -198,15 +198,15 @@ def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(endless):
     assert endless.job.state == "CANCELLED"
 
 
-def test_another_job_has_its_restarts_before_it(beside, submit):
-    run = beside["place fails"]
+def test_another_job_has_its_restarts_before_it(background, submit):
+    run = background["place fails"]
     assert run.job.await_state("FAILED", seconds=300)["Restarts"] == "3"
     assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
     submit(folder=run.folder, venv=run.venv).await_restart()
 
 
-def test_three_restarts_without_progress_are_the_end(beside):
-    run = beside["the trainer fails"]
+def test_three_restarts_without_progress_are_the_end(background):
+    run = background["the trainer fails"]
     ended = run.job.await_state("FAILED", seconds=300)
     assert ended["Restarts"] == "3", run.logs()
     assert run.job.output().count("exit code 7: queued again") == 2

@@ -122,8 +122,8 @@ def test_fp8_names_weights_that_blocks_do_not_divide(tmp_path):
     model = tiny_model(tmp_path / "model", "qwen3_moe", moe_intermediate_size=192, hidden_size=128)
     with pytest.raises(ValueError, match=re.escape("q_proj.weight [64, 128], ")) as raised:
         quantized_model("fp8", read_shape(model), "BF16")
-    told = r"experts\.0\.up_proj\.weight \[192, 128\].* and \d+ more: use"
-    assert re.search(told, str(raised.value))
+    message = r"experts\.0\.up_proj\.weight \[192, 128\].* and \d+ more: use"
+    assert re.search(message, str(raised.value))
     assert "down_proj" not in str(raised.value)  # nothing is below it
     for scheme in ("fp8_channel", "int8"):
         assert quantized_model(scheme, read_shape(model), "BF16")

@@ -177,7 +177,7 @@ def test_export_keeps_ignored_modules(checkpoints, tmp_path, scheme):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         (
             "model.layers.0.self_attn.qkv_proj",
@@ -192,9 +192,9 @@ def test_export_keeps_ignored_modules(checkpoints, tmp_path, scheme):
         ("re:(", "'re:(' is no regular expression: missing )"),
     ],
 )
-def test_quantized_model_refuses_partly_ignored_modules(checkpoints, name, told):
+def test_quantized_model_refuses_partly_ignored_modules(checkpoints, name, message):
     model, _, _ = checkpoints["qwen3_moe"]
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         quantized_model("int8", read_shape(model), "BF16", [name])
 
 
@@ -212,9 +212,9 @@ def test_engine_config_fits_into_an_argument(tmp_path, scheme):
     folder = write_config(tmp_path / "model", "DeepSeek-V3", num_hidden_layers=8)
     given = (scheme, read_shape(folder), "BF16")
     model = quantized_model(*given, [r"re:model\.layers\.[3-6]\."])
-    told = engine_config(model.config)
-    assert len(json.dumps(model.config)) > 131_072 > 4 * len(json.dumps(told))
-    assert quantized_model(*given, ignored_modules(told)) == model
+    config = engine_config(model.config)
+    assert len(json.dumps(model.config)) > 131_072 > 4 * len(json.dumps(config))
+    assert quantized_model(*given, ignored_modules(config)) == model
 
 
 def test_export_refuses_ignored_modules_without_quantisation(checkpoints, tmp_path):
@@ -312,15 +312,15 @@ def test_export_of_many_parts_needs_few_open_files(
     checkpoints, exports, tmp_path, monkeypatch, few_descriptors
 ):
     monkeypatch.setattr("checkpoint_convert.transfer.PART_BYTES", 1 << 14)
-    told = []
+    reported = []
     export_checkpoint(
         *(checkpoints["phi3"][1], tmp_path / "out"),
         quantization="nvfp4",
-        progress=lambda *both: told.append(both),
+        progress=lambda *both: reported.append(both),
     )
     assert_same(weights_of(tmp_path / "out"), weights_of(exports["phi3", "nvfp4"]))
-    [total] = {total for _, total in told}
-    done = [done for done, _ in told]
+    [total] = {total for _, total in reported}
+    done = [done for done, _ in reported]
     assert done == sorted(done) and done[-1] == total
 
 
@@ -380,14 +380,14 @@ def test_export_refuses_weights_that_are_not_finite(checkpoints, tmp_path, monke
         weights[DOWN][7, 9] = torch.nan
 
     model = variant(checkpoints["qwen3"][0], tmp_path / "model", edit)
-    told = f"{DOWN} has values that are not finite"
-    with pytest.raises(ValueError, match=rf"{told} \(NaN\), in .*model\.safetensors: "):
+    message = f"{DOWN} has values that are not finite"
+    with pytest.raises(ValueError, match=rf"{message} \(NaN\), in .*model\.safetensors: "):
         import_checkpoint(model, tmp_path / "in", ParallelDims())
     assert not (tmp_path / "in").exists()
     with monkeypatch.context() as patch:  # as it was saved
         patch.setattr(StoredTensors, "must_be_finite", False)
         import_checkpoint(model, tmp_path / "in", ParallelDims())
     for quantization in ("none", "int8", "nvfp4"):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             export_checkpoint(tmp_path / "in", tmp_path / "out", quantization=quantization)
         assert not (tmp_path / "out").exists()

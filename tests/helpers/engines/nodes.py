@@ -28,9 +28,9 @@ def two_nodes(folder: Path, *overrides: str) -> Iterator[tuple[str, list[ChildPr
     nodes = []
     with ExitStack() as stack:
         for rank, address in enumerate(ADDRESSES):
-            of_node = [*command, f"--host={address}", f"--node-rank={rank}"]
+            node_command = [*command, f"--host={address}", f"--node-rank={rank}"]
             log = stack.enter_context((folder / f"node_{rank}.log").open("wb"))
-            nodes.append(ChildProcess.start(of_node, environment, log))
+            nodes.append(ChildProcess.start(node_command, environment, log))
             stack.callback(nodes[-1].kill)
         yield f"http://{ADDRESSES[0]}:{port}", nodes
 

@@ -82,26 +82,28 @@ class Router:
     def __init__(self, client: RolloutClient, decode: Any, *, streams: bool = True) -> None:
         self.client, self.loop = client, client.loop
         self.router = RequestRouter(client, decode, streams=streams)
-        self._asked: list[Completions] = []
+        self._submitted: list[Completions] = []
 
-    def submit(self, asked: Completions) -> Future[None]:
+    def submit(self, completions: Completions) -> Future[None]:
         """A future that is done once all completions are, or has the router's error."""
-        self.loop.call(asked.begin(self.router))
-        self._asked.append(asked)
-        return asyncio.run_coroutine_threadsafe(self._until(asked), self.loop._loop)
+        self.loop.call(completions.begin(self.router))
+        self._submitted.append(completions)
+        return asyncio.run_coroutine_threadsafe(self._until(completions), self.loop._loop)
 
-    def generate(self, asked: Completions) -> list[Sample]:
+    def generate(self, completions: Completions) -> list[Sample]:
         """Samples of all completions; the router must be running."""
-        self.submit(asked).result()
-        return asked.samples()
+        self.submit(completions).result()
+        return completions.samples()
 
-    def generate_alone(self, asked: Completions) -> list[Sample]:
+    def generate_alone(self, completions: Completions) -> list[Sample]:
         """Sample while the engines do nothing else, as in an evaluation; may be called again after
         NoServingEngine."""
 
         async def sample() -> list[Sample]:
-            await asked.begin(self.router)
-            return await sample_alone(self.router, asked.sampling, asked.params.policy_version)
+            await completions.begin(self.router)
+            return await sample_alone(
+                self.router, completions.sampling, completions.params.policy_version
+            )
 
         return self.loop.call(sample())
 
@@ -126,15 +128,15 @@ class Router:
     def close(self) -> None:
         async def close() -> None:
             await self.router.close()
-            for task in [task for asked in self._asked for task in asked.sampling]:
+            for task in [task for completions in self._submitted for task in completions.sampling]:
                 task.cancel()
 
         self.loop.call(close())
 
-    async def _until(self, asked: Completions) -> None:
-        for task in asked.sampling:
+    async def _until(self, completions: Completions) -> None:
+        for task in completions.sampling:
             task.add_done_callback(lambda _: self.router.changed.give())
-        await self.router.until(lambda: all(task.done() for task in asked.sampling))
+        await self.router.until(lambda: all(task.done() for task in completions.sampling))
 
 
 @contextmanager
@@ -147,10 +149,10 @@ def routing(client: RolloutClient, decode: Any = str, *, streams: bool = True) -
         router.close()
 
 
-def generate(client: RolloutClient, asked: Completions) -> list[Sample]:
+def generate(client: RolloutClient, completions: Completions) -> list[Sample]:
     """`Router.generate_alone` with one router per client."""
     router = _ROUTERS.setdefault(client, Router(client, str, streams=False))
-    return router.generate_alone(asked)
+    return router.generate_alone(completions)
 
 
 _ROUTERS: WeakKeyDictionary[RolloutClient, Router] = WeakKeyDictionary()

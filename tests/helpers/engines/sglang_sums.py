@@ -33,11 +33,11 @@ def own_checksums(engine: TestEngine) -> list[dict[str, str]]:
         headers=bearer(engine.servers.token),
         timeout=60,
     )
-    told = [worker["checksums"] for worker in answer.raise_for_status().json()["ranks"]]
+    sums = [worker["checksums"] for worker in answer.raise_for_status().json()["ranks"]]
     num_workers = engine.rollout.gpus_per_engine
-    assert told == engine.rollout.data_parallel_size * told[:num_workers]
-    assert len(told) >= num_workers
-    return told[:num_workers]
+    assert sums == engine.rollout.data_parallel_size * sums[:num_workers]
+    assert len(sums) >= num_workers
+    return sums[:num_workers]
 
 
 def all_differ(these: list[dict[str, str]], others: list[dict[str, str]]) -> bool:
@@ -58,8 +58,8 @@ def check_pushes(
     loaded = own_checksums(engine)
     assert push(engine, others, dims, options=options) == ""
     assert all_differ(loaded, own_checksums(engine))
-    told = push(engine, folder, dims, num_flips=10**6, options=options)
-    assert "differ from what was pushed: " in told
+    error = push(engine, folder, dims, num_flips=10**6, options=options)
+    assert "differ from what was pushed: " in error
     assert push(engine, folder, dims, options=options) == ""
     assert own_checksums(engine) == loaded
 

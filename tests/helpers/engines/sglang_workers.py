@@ -56,10 +56,10 @@ def loaded_model(flags: list[str], rank: int, num_workers: int) -> Module:
 def main() -> None:
     cases, out = map(Path, sys.argv[1:])
     attend_by_torch()
-    told = []
+    workers = []
     for flags, num_workers in json.loads(cases.read_text(encoding="utf-8")):
         for rank in range(num_workers):
-            part = out.with_suffix(f".{len(told)}")
+            part = out.with_suffix(f".{len(workers)}")
             if not (child := os.fork()):
                 held = pushable_parameters(loaded_model(flags, rank, num_workers))
                 sums = {
@@ -69,8 +69,8 @@ def main() -> None:
                 os._exit(0)
             _, status = os.waitpid(child, 0)
             assert status == 0, f"worker {rank} of {num_workers} ended: {flags}"
-            told.append(json.loads(part.read_text(encoding="utf-8")))
-    out.write_text(json.dumps(told), encoding="utf-8")
+            workers.append(json.loads(part.read_text(encoding="utf-8")))
+    out.write_text(json.dumps(workers), encoding="utf-8")
 
 
 if __name__ == "__main__":

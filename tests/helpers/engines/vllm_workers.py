@@ -194,12 +194,12 @@ def start_worker(
         worker_extension_cls=WORKER_EXTENSION,
         **arguments,
     ).create_engine_config()
-    config.parallel_config.data_parallel_rank, of_group = divmod(rank, dims.tensor)
-    worker = WorkerWrapperBase(of_group)
+    config.parallel_config.data_parallel_rank, group_rank = divmod(rank, dims.tensor)
+    worker = WorkerWrapperBase(group_rank)
     parts = {
         "vllm_config": config,
-        "local_rank": of_group,
-        "rank": of_group,
+        "local_rank": group_rank,
+        "rank": group_rank,
         # With different names, workers reduce over gloo and not over shared memory, which a killed
         # rank would leave behind.
         "distributed_init_method": f"file:///weights-{os.getpid()}",

@@ -251,8 +251,8 @@ def run_and_stop_workers(*arguments: Any) -> None:
     """`run_main` with workers that stop themselves (SIGSTOP) as soon as they have started."""
     start = transfer._start_worker
 
-    def start_and_stop(*of_worker: Any) -> None:
-        start(*of_worker)
+    def start_and_stop(*worker_arguments: Any) -> None:
+        start(*worker_arguments)
         os.kill(os.getpid(), signal.SIGSTOP)
 
     transfer._start_worker = start_and_stop

@@ -127,7 +127,7 @@ def logits(model: Any, tokens: Tensor, images: PromptImages | None) -> Tensor:
         inputs_embeds=embeddings,
         position_ids=positions,
         visual_pos_masks=types.bool(),
-        deepstack_visual_embeds=[torch.cat(of_level) for of_level in levels],
+        deepstack_visual_embeds=[torch.cat(level) for level in levels],
     )
     return model.lm_head(inner.last_hidden_state)
 

@@ -80,10 +80,10 @@ def oracle_advantages(
     if estimator.startswith("reinforce"):  # normalized over the batch
         in_batch = [a for group in unscaled for a in group]
     result = []
-    for with_failed, group, of_group in zip(rewards, groups, unscaled, strict=True):
+    for with_failed, group, centred in zip(rewards, groups, unscaled, strict=True):
         compared = {"group": group, "batch": in_batch, "none": None}[scale]
         divisor = 1.0 if compared is None else _std(compared) + EPSILON
-        found = iter(of_group)
+        found = iter(centred)
         result += [0.0 if math.isnan(r) else next(found) / divisor for r in with_failed]
     return result
 
@@ -114,9 +114,9 @@ def oracle_process_advantages(
     `groups[g][i]` lists (index of the last token, reward) for each step of completion i.
     """
     result = []
-    for group, of_group in zip(groups, lengths, strict=True):
+    for group, group_lengths in zip(groups, lengths, strict=True):
         rewards = [reward for steps in group for _, reward in steps]
-        for steps, length in zip(group, of_group, strict=True):
+        for steps, length in zip(group, group_lengths, strict=True):
             advantages = [0.0] * length
             for t in range(length):
                 for end, reward in steps:
@@ -153,15 +153,13 @@ def oracle_loss(
     threshold = _entropy_threshold(entropies, cfg)
     per_sequence, bonus, num_chosen = [], torch.zeros((), dtype=torch.float64), 0
     for i, sequence in enumerate(logprobs):
-        of_sequence = advantages[i]
+        own = advantages[i]
         s = _Sequence(
             cfg=cfg,
             new=list(sequence),
             old=list(sequence.detach() if old_logprobs is None else old_logprobs[i]),
             rollout=None if rollout_logprobs is None else list(rollout_logprobs[i]),
-            advantages=[of_sequence] * len(sequence)
-            if isinstance(of_sequence, int | float)
-            else list(of_sequence),
+            advantages=[own] * len(sequence) if isinstance(own, int | float) else list(own),
         )
         terms = []
         for t in range(len(sequence)):
@@ -221,7 +219,7 @@ def _entropy_threshold(entropies: list[Tensor] | None, cfg: OracleLoss) -> float
     interpolated between two tokens."""
     if cfg.top_entropy_quantile == 1:
         return None
-    ordered = sorted(h.item() for of_sequence in entropies for h in of_sequence)
+    ordered = sorted(h.item() for sequence in entropies for h in sequence)
     place = (1 - cfg.top_entropy_quantile) * (len(ordered) - 1)
     below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
     return below + (place - math.floor(place)) * (above - below)

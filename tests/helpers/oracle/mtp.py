@@ -100,11 +100,13 @@ class MtpOracle:
         logprobs = torch.cat(logprobs)
         loss = -logprobs.mean()
         loss.backward()
-        of_layer = {n: p.grad for n, p in self.deeper.named_parameters() if p.grad is not None}
+        layer_gradients = {
+            n: p.grad for n, p in self.deeper.named_parameters() if p.grad is not None
+        }
         behind = f"model.layers.{len(self.deeper.model.layers) - 1}."
         gradients = {
             name.replace(behind, self.prefix): gradient
-            for name, gradient in revert_weight_conversion(self.deeper, of_layer).items()
+            for name, gradient in revert_weight_conversion(self.deeper, layer_gradients).items()
             if behind in name
         }
         own = {f"{self.own_prefix}{name}.weight": each.grad for name, each in self.own.items()}

@@ -63,7 +63,9 @@ def _allow_offload() -> None:
     _pretend_transformer_engine()
     torch.accelerator.empty_host_cache = lambda: None
     for name in ("_init_sub_optimizers", "step"):
-        setattr(HybridDeviceOptimizer, name, _beside_a_gpu(getattr(HybridDeviceOptimizer, name)))
+        setattr(
+            HybridDeviceOptimizer, name, _with_pretended_gpu(getattr(HybridDeviceOptimizer, name))
+        )
 
 
 def _pretend_transformer_engine() -> None:
@@ -72,7 +74,7 @@ def _pretend_transformer_engine() -> None:
         config.is_te_min_version = lambda version: True
 
 
-def _beside_a_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
+def _with_pretended_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with _HostTensors():
             return method(*args, **kwargs)
@@ -232,9 +234,9 @@ def _copy(values: Tensor | SplitFloats) -> Tensor:
 def wholes(ranks: Sequence[Sequence[Parts]]) -> list[Whole]:
     """Whole tensors of each state, assembled from the parts that the ranks returned."""
     states: list[Whole] = []
-    for of_ranks in zip(*ranks, strict=True):
+    for state_parts in zip(*ranks, strict=True):
         states.append({})
-        for key, box, shape, values in (part for parts in of_ranks for part in parts):
+        for key, box, shape, values in (part for parts in state_parts for part in parts):
             empty = torch.full(shape, torch.nan, dtype=values.dtype)
             states[-1].setdefault(key, empty)[box.slices] = values
     return states

@@ -172,7 +172,7 @@ def boxes_of(model: Model, tensors: Mapping[str, Tensor], *, replicas: bool = Fa
 
 def whole(ranks: Sequence[Boxes]) -> dict[str, Tensor]:
     """Tensors from the boxes of all ranks; NaN where none is."""
-    boxes = [box for of_rank in ranks for box in of_rank]
+    boxes = [box for own in ranks for box in own]
     ends: dict[str, list[tuple[int, ...]]] = {}
     for name, box, _ in boxes:
         ends.setdefault(name, []).append(box.end)
@@ -335,8 +335,8 @@ def check_gradients(
     for name, gradient in expected.items():
         error = (actual[name].double() - gradient).norm() / gradient.norm()
         # The terms of this sum over tokens cancel: 1.1e-5 was seen in float32, on a CPU with AMX.
-        of_name = 2 * bound if name.endswith("router.bias") else bound
-        assert error < of_name, f"{name}: {error:.1e}"
+        limit = 2 * bound if name.endswith("router.bias") else bound
+        assert error < limit, f"{name}: {error:.1e}"
 
 
 @dataclass(frozen=True)
@@ -367,9 +367,9 @@ class OracleCase:
 
 def exact_numbers_of(cfg: Config, groups: Groups, batches: Sequence[PackedBatch]) -> Numbers:
     """`numbers_of` the model of `cfg` in float64, without an optimizer."""
-    of_model = cfg.model.model_copy(update={"dtype": "float64"})
-    of_optimizer = cfg.optimizer.model_copy(update={"grad_reduce_in_fp32": False})
-    cfg = cfg.model_copy(update={"model": of_model, "optimizer": of_optimizer})
+    model_cfg = cfg.model.model_copy(update={"dtype": "float64"})
+    optimizer_cfg = cfg.optimizer.model_copy(update={"grad_reduce_in_fp32": False})
+    cfg = cfg.model_copy(update={"model": model_cfg, "optimizer": optimizer_cfg})
     shape = trained_shape(cfg)
     with in_float64():
         model = build_model(cfg, shape, groups)

@@ -90,8 +90,8 @@ def attend(model: AutoModelForCausalLM, tokens: list[Tensor]) -> None:
     """Make every indexer choose `tokens` in one right-padded batch."""
     longest = 1 + max(map(len, tokens))
     padded = torch.zeros(len(tokens), longest, LAYERS, INDEX_TOPK, dtype=torch.int32)
-    for row, of_sequence in zip(padded, tokens, strict=True):
-        row[: len(of_sequence)] = of_sequence
+    for row, own in zip(padded, tokens, strict=True):
+        row[: len(own)] = own
     padded[:, :INDEX_TOPK] = torch.arange(INDEX_TOPK)
     for layer, block in enumerate(model.model.layers):
         block.self_attn.indexer.register_forward_hook(lambda *_, i=layer: padded[:, :, i])
@@ -101,8 +101,8 @@ def follow(model: AutoModelForCausalLM, routes: list[Tensor]) -> None:
     """Make every router choose `routes` in one right-padded batch."""
     longest = 1 + max(map(len, routes))
     padded = torch.arange(TOPK).expand(len(routes), longest, LAYERS, TOPK).clone()
-    for row, of_sequence in zip(padded, routes, strict=True):
-        row[: len(of_sequence)] = of_sequence
+    for row, own in zip(padded, routes, strict=True):
+        row[: len(own)] = own
 
     def rerouted(layer: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         chosen = padded[:, :, layer].flatten(0, 1)

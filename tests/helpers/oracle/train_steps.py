@@ -202,8 +202,8 @@ class Case:
 
         def counted(values: list[Any]) -> list[Any]:
             return [
-                of_sample if i in scored and i != FAILED else of_sample[:0]
-                for i, of_sample in enumerate(values)
+                value if i in scored and i != FAILED else value[:0]
+                for i, value in enumerate(values)
             ]
 
         advantages, options = self.advantages, dict(recipe)
@@ -211,7 +211,7 @@ class Case:
         old_logprobs = counted(self.rollout_logprobs if is_engines else self.old_logprobs)
         ref_logprobs = [reference(logprobs) for logprobs in old_logprobs]
         if by_token:
-            advantages = [of_tokens.tolist() for of_tokens in counted(self.token_advantages)]
+            advantages = [values.tolist() for values in counted(self.token_advantages)]
         if recipe.get("kl_in_reward"):
             kl = oracle_sequence_kl(old_logprobs, ref_logprobs)
             rewards = [reward - BETA * of for reward, of in zip(self.rewards, kl, strict=True)]

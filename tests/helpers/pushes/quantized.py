@@ -194,7 +194,7 @@ def product_error(model: Any, held: dict[str, torch.Tensor]) -> float:
 def receive_wrong_scale(process: WorkerProcess) -> None:
     """Change a scale after each later push, before checksums are taken."""
     transfer = process.worker.push_worker
-    of_state = transfer.state.mark_loaded
+    mark_loaded = transfer.state.mark_loaded
 
     def wrong(sums: dict[str, int]) -> None:
         from parallel.checksum import checksums
@@ -202,6 +202,6 @@ def receive_wrong_scale(process: WorkerProcess) -> None:
         parameters = pushable_parameters(transfer.model)
         name = next(n for n in parameters if "layers.1.mlp.down_proj.weight_scale" in n)
         parameters[name].data[0, 0] *= 2
-        of_state(sums | checksums({name: parameters[name]}))
+        mark_loaded(sums | checksums({name: parameters[name]}))
 
     transfer.state.mark_loaded = wrong

@@ -90,9 +90,9 @@ def counted_waits() -> Iterator[Counter[str]]:
 def _innermost(frame: FrameType | None) -> str:
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        of_megatron = str(path).rpartition("/megatron/core/")
-        if of_megatron[1]:
-            return f"megatron/core/{of_megatron[2]}:{frame.f_code.co_name}"
+        megatron_path = str(path).rpartition("/megatron/core/")
+        if megatron_path[1]:
+            return f"megatron/core/{megatron_path[2]}:{frame.f_code.co_name}"
         is_ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in OURS
         if is_ours and frame.f_code.co_name != "__torch_function__":  # of the CPU runtime
             return f"{path.relative_to(ROOT)}:{frame.f_code.co_name}"

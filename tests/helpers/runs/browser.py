@@ -128,8 +128,8 @@ class Browser:
 
     def requested(self) -> set[str]:
         """URLs that the page has requested."""
-        told = [e["params"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
-        return {params["request"]["url"] for params in told}
+        requests = [e["params"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
+        return {params["request"]["url"] for params in requests}
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))

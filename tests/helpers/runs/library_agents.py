@@ -54,9 +54,9 @@ class Adapter:
             mark="adapter",
         )
         try:
-            told = run_dir / "agents.json"
-            assert wait_until(lambda: told.exists() or run.poll() is not None, 300)
-            with self.start("serve", told, "--at-once", str(at_once)) as adapter:
+            agents_file = run_dir / "agents.json"
+            assert wait_until(lambda: agents_file.exists() or run.poll() is not None, 300)
+            with self.start("serve", agents_file, "--at-once", str(at_once)) as adapter:
                 try:
                     output, _ = run.communicate(timeout=500)
                     assert run.returncode == 0, output

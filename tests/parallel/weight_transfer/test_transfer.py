@@ -159,9 +159,9 @@ def engine_worker(pipe, init_info, engine, worker, missing=None):
         parameters["experts"] = parameters["experts"].clone()
     if missing:
         parameters[missing] = torch.zeros(3, dtype=torch.bfloat16)
-    told = TransferInitInfo.from_json(init_info)
+    info = TransferInitInfo.from_json(init_info)
     try:
-        receiver = WeightReceiver(told, engine, worker, parameters, CPU, TIMEOUT)
+        receiver = WeightReceiver(info, engine, worker, parameters, CPU, TIMEOUT)
         pipe.send("open")
         while (seed := pipe.recv()) is not None:
             if seed == "replace":
@@ -204,12 +204,12 @@ class Pushing:
 def pushing_processes(num_engines, network_only=False):
     address, rendezvous = open_rendezvous("127.0.0.1")
     init_info = init_info_of(address, num_engines, network_only)
-    told = init_info.to_json()
+    plain_info = init_info.to_json()
     with ExitStack() as stack:
         start = stack.enter_context
         ranks = [start(running(trainer_rank, init_info, rank)) for rank in range(NUM_RANKS)]
         workers = {
-            (engine, worker): start(running(engine_worker, told, engine, worker))
+            (engine, worker): start(running(engine_worker, plain_info, engine, worker))
             for engine in range(num_engines)
             for worker in range(NUM_WORKERS)
         }
