@@ -126,7 +126,7 @@ def _load_received(
 def _received(
     connection: socket.socket, buffer: Tensor, sizes: Mapping[str, tuple[int, ...]]
 ) -> Tensors:
-    """Yield the tensors one by one, all in the same `buffer`, whose pages are already mapped."""
+    """Yield the tensors one by one, all in `buffer` with its already mapped pages."""
     for name, size in sizes.items():
         data = buffer[: DTYPE.itemsize * prod(size)]
         count = connection.recv_into(data.numpy(), flags=socket.MSG_WAITALL)

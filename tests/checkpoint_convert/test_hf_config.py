@@ -386,8 +386,8 @@ HARMLESS_FOR = {
     "layer types": "max_window_layers sliding_window_pattern _sliding_window_pattern",
 }
 HARMLESS = set(" ".join(HARMLESS_FOR.values()).split())
-# The sum of both parts of a head, as transformers writes it; how exactly vLLM computes the scores
-# of experts; and what is behind index_topk.
+# The sum of both parts of a head, as transformers writes it; vLLM's precision of the scores of
+# experts; and details of index_topk.
 OF_LATENTS = {"qk_head_dim", "moe_router_dtype", "index_topk_freq", "index_topk_pattern"}
 OF_LATENTS |= {"index_skip_topk_offset", "indexer_rope_interleave"}
 # The same files also have vision towers and models with experts.

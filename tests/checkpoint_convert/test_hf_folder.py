@@ -82,7 +82,7 @@ def test_check_weights_finds_one_file_and_many(pristine, sharded):
         read_shape(pristine)
     )
     assert_same(stored(sharded), expected)
-    for path in sharded.glob("model-*"):  # one file goes before those of an index
+    for path in sharded.glob("model-*"):  # a single file goes before the files of an index
         path.unlink()
     torch.save(expected, sharded / "pytorch_model.bin")
     if (sharded / INDEXES["safetensors"]).exists():

@@ -118,7 +118,7 @@ def test_import_limits_the_size_of_chunks_and_files(qwen3, tmp_path, monkeypatch
 
 
 def test_import_has_chunks_of_only_padding(qwen3, tmp_path, monkeypatch):
-    # The last of 4 ranks has 63 rows, of which the last 2 are padding.
+    # The last of 4 ranks has 63 rows; the last 2 are padding.
     monkeypatch.setattr("checkpoint_convert.hf_to_megatron.MAX_CHUNK_BYTES", 61 * 64 * 4)
     import_checkpoint(qwen3, tmp_path / "out", ParallelDims(tensor=4))
     table = read_checkpoint(tmp_path / "out")["embedding.word_embeddings.weight"]

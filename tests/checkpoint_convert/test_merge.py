@@ -72,7 +72,7 @@ def test_merge_adapter_rounds_once_from_float64(base, adapter, tmp_path):
         assert ((ours[name].double() - exact).abs() <= step * 1.001).all()
 
 
-# What is refused.
+# Refusals.
 
 WEIGHTS = "adapter_model.safetensors"
 

@@ -1,4 +1,4 @@
-"""What the demo makes of a GGUF file: the same weights and shape, and a tokenizer like SmolLM's."""
+"""The demo's conversion of a GGUF file: equal weights and shape, and a tokenizer like SmolLM's."""
 
 import json
 from dataclasses import replace

@@ -220,7 +220,7 @@ def _outcome(run_dir: Path) -> Values:
     }
 
 
-# --- what is exact everywhere -------------------------------------------------------------------
+# --- exact on every machine ---------------------------------------------------------------------
 
 
 def push_values(folder: Path) -> Values:

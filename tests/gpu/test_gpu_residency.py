@@ -38,7 +38,7 @@ def test_offloaded_state_is_free_and_comes_back_bit_for_bit(alone):
         assert torch.cuda.memory_reserved() <= before - 2 * SIZE
         assert torch.equal(residency.readable(state.optimizer), content)
         torch.full((2 * SIZE,), 1, dtype=torch.uint8, device="cuda")  # in the memory that is free
-        residency.enter("log-probabilities")  # the copy goes on beside this
+        residency.enter("log-probabilities")  # the copy goes on meanwhile
         residency.enter("train")
         state.gradients.fill_(3)
         assert torch.equal(state.optimizer.cpu(), content)

@@ -289,7 +289,7 @@ def test_weights_are_pushed_while_the_engine_generates(arguments, tmp_path, repl
         "rollout.in_flight_updates=true",
         "rollout.max_staleness=3",
         "rollout.max_completion_length=200",
-        "optimizer.lr=1e-6",  # versions compute nearly the same
+        "optimizer.lr=1e-6",  # consecutive versions have nearly equal log-probabilities
         CORRECTED,
         "train.num_steps=6",
         timeout=800,

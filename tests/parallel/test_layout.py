@@ -232,7 +232,7 @@ def test_layouts_cut_along_one_dimension_into_tens_of_thousands_meet_in_linear_t
     cut = Layout.of_parts(rows, max_elements=4)
     start = time.process_time()
     assert len(intersect(cut, cut)) == 80_000
-    assert time.process_time() - start < 8.0  # 4.2 beside a full machine; minutes if quadratic
+    assert time.process_time() - start < 8.0  # 4.2 on a busy machine; minutes if quadratic
 
 
 @given(systems())

@@ -28,7 +28,7 @@ class RouteRecorder:
     """
 
     def __init__(self, model: PreTrainedModel, recorded: Sequence[str]) -> None:
-        """`recorded`: ends of the names of modules whose choices are recorded."""
+        """`recorded`: ends of the names of modules to record."""
         layers: Any = model.get_decoder().layers
         self._num_layers = len(layers)
         self._of_layers: dict[str, dict[int, Tensor]] = {kind: {} for kind in recorded}

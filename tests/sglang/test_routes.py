@@ -116,7 +116,7 @@ def test_every_token_keeps_its_experts_through_a_push(tmp_path):
     for sample, old, new, by_choice in zip(samples, before, after[:4], after[4:], strict=True):
         (first, last), (start, end), _ = bounds(sample)
         assert old[first:last].max() < 1e-3
-        # Behind the push, what is replayed of the tokens before it is not what the engine has
-        # computed anew: with that, the trainer has its log-probabilities, too.
+        # After the push the engine has recomputed earlier tokens with other experts than the
+        # replayed ones; with the recomputed experts the trainer has its log-probabilities.
         assert by_choice[start:end].max() < 1e-3 < new[start:end].mean() < 0.3
         assert new[first:last].mean() > 0.6  # by the weights of another version

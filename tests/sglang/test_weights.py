@@ -57,7 +57,7 @@ OF_SGLANG: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": OF_EXPERTS,
     "qwen3_next": OF_EXPERTS,
     "deepseek_v32": OF_INDEXERS,
-    "glm_moe_dsa": OF_INDEXERS | {"index_n_heads": 32},  # those of GLM-5
+    "glm_moe_dsa": OF_INDEXERS | {"index_n_heads": 32},  # GLM-5's values
     "gemma3_text": {
         "tied": True,
         "rope_parameters": {
@@ -113,7 +113,7 @@ def all_checksums(monkeypatch) -> None:
 LAYOUTS = [
     # Workers of a group, groups, workers that share whole experts (None: default), and the ranks'
     # layout.
-    ("deepseek_v3", 2, 1, 0, TP2_PP2),  # experts as those of qwen3_moe, and latents
+    ("deepseek_v3", 2, 1, 0, TP2_PP2),  # latents, and experts as in qwen3_moe
     ("qwen3_moe", 2, 1, 0, EP2),
     ("llama", 2, 1, 0, TP2_PP2),
     ("llama", 1, 1, 0, ParallelDims(tensor=2)),
@@ -157,7 +157,7 @@ def test_push_equals_the_weights_that_sglang_loads(tmp_path, family, size, group
     with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:
         assert has_latent_matrices(own_checksums(engine), folder)
         check_pushes(engine, folder, others, dims)
-        samples = engine.generate(random_prompts(5))  # of which one group has more
+        samples = engine.generate(random_prompts(5))  # one group gets more
     if family == "kimi_k2":
         renamed(folder, "deepseek_v3")
     assert largest_logprob_error(folder, samples) < 1e-4
@@ -204,7 +204,7 @@ def model(folder: Path, family: str, seed: int) -> Path:
         config = json.loads((folder / "config.json").read_text())
         kept = {key: config[key] for key in config if key not in OF_INDEXERS}
         (folder / "config.json").write_text(json.dumps(kept))
-    if family == "gpt_oss":  # of which SGLang has sinks in bfloat16 alone
+    if family == "gpt_oss":  # SGLang keeps sinks in bfloat16
         weights = load_file(folder / FILE)
         sinks = {name: weights[name] for name in weights if name.endswith("sinks")}
         rounded = {name: value.bfloat16().float() for name, value in sinks.items()}

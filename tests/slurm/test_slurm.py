@@ -17,7 +17,7 @@ from helpers.runs.train import TINY_CONFIG
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason=f"needs Slurm: apt-get install {PACKAGES}"),
-    pytest.mark.timeout(600),  # CI runs other tests beside these
+    pytest.mark.timeout(600),  # CI runs other tests at the same time
 ]
 
 

@@ -1,4 +1,4 @@
-"""Engines that do what a test has written down for them, behind a real client."""
+"""Scripted engines behind a real client."""
 
 import asyncio
 import json

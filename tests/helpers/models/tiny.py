@@ -248,7 +248,7 @@ def make_random(model: torch.nn.Module, scale: float, generator: torch.Generator
         # Norms start at 1, biases at 0: a mix-up would go unnoticed.
         if parameter.dim() == 1 or name.endswith("_bias"):
             parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-        if name.endswith(".A_log"):  # else linear attention forgets nearly all after one token
+        if name.endswith(".A_log"):  # or linear attention would forget nearly all after one token
             parameter -= 3
     for name, values in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

@@ -46,7 +46,7 @@ Boxes = list[tuple[str, Box, Tensor]]
 Lengths = list[list[tuple[int, int]]]
 """(prompt, completion) lengths of the sequences of each packed microbatch."""
 
-# Unequal sequences, one alone in its pack (the RoPE table then has as many rows as there are packed
+# Unequal sequences, one alone in its pack (the RoPE table then has one row for each of the packed
 # tokens), equal ones, and an empty microbatch.
 LENGTHS: Lengths = [[(5, 32), (3, 9), (20, 44)], [(7, 41)], [(9, 7), (9, 7)], []]
 LOSS_WEIGHT = 0.01

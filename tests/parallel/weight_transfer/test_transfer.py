@@ -114,7 +114,7 @@ def filled(layout, weights, dtypes):
 class MadeWhenAsked(UserDict):
     """Tensors in one reused buffer, like weights into which adapters are merged on demand."""
 
-    memory = threading.local()  # channels ask at the same time
+    memory = threading.local()  # channels read at the same time
 
     def __getitem__(self, name):
         value = super().__getitem__(name)
