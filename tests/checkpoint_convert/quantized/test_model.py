@@ -112,9 +112,8 @@ def test_nvfp4_refuses_blocks_that_ranks_would_cut(tmp_path):
         check_ranks(shape, ParallelDims(tensor=4, pipeline=2), model)
     check_ranks(shape, ParallelDims(tensor=4, data=4, expert=4, expert_tensor=1), model)
     odd = read_shape(tiny_model(tmp_path / "odd", "qwen3", intermediate_size=72))
-    with pytest.raises(
-        ValueError, match=r"blocks of 16 columns.*divide: .*down_proj.weight \[64, 72\]"
-    ):
+    message = r"columns of weights to be a multiple of 16: .*down_proj.weight \[64, 72\]"
+    with pytest.raises(ValueError, match=message):
         quantized_model("nvfp4", odd, "BF16")
 
 
