@@ -26,11 +26,8 @@ OPERATORS = (
 
 
 def unkernelled() -> None:
-    """Build models with linear or sparse attention, which have no kernels on CPUs.
-
-    Linear attention raises; sparse attention becomes dense, which is equal for short sequences.
-    Call it before SGLang is imported.
-    """
+    """Build models with linear or sparse attention without kernels; call before importing SGLang.
+    Linear attention raises; sparse attention becomes dense, which is equal for short sequences."""
     import sgl_kernel
 
     def missing(*args: object, **kwargs: object) -> NoReturn:

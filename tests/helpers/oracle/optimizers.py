@@ -83,12 +83,8 @@ def _with_pretended_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Transformer Engine's FusedAdam: the interface that Megatron-Core and the trainer use, with
-    its arithmetic.
-
-    Weights are bfloat16, and gradients are separate (`decoupled_grad`), as the precision-aware
-    optimizer needs.
-    """
+    """Transformer Engine's FusedAdam, in the precision-aware optimizer: bfloat16 weights, separate
+    gradients (`decoupled_grad`), and the interface that Megatron-Core and the trainer use."""
 
     def __init__(
         self,
@@ -250,10 +246,8 @@ def before_and_after(rank: int, folder: Path, dims: ParallelDims, kind: str) -> 
 
 
 def changes(folder: Path, dims: ParallelDims, kind: str, cuda: bool = False) -> Whole:
-    """Changes of the master weights by three updates with one gradient.
-
-    A gradient of the updated weights would differ between layouts by bfloat16's rounding errors.
-    """
+    """Changes of the master weights by three updates with one gradient: gradients of the updated
+    weights would differ between layouts by bfloat16's rounding errors."""
     ranks = run_ranks(dims.world_size, before_and_after, folder, dims, kind, cuda=cuda)
     before, after = wholes(ranks)
     return {

@@ -61,10 +61,8 @@ def random_routes() -> list[Tensor]:
 
 
 def random_tokens() -> list[Tensor]:
-    """Random positions for each sequence of `LENGTHS`, int16 [tokens - 1, layers, index_topk].
-
-    The first tokens, which see all positions before them, have 999: nothing reads it.
-    """
+    """Random positions for each sequence of `LENGTHS`, int16 [tokens - 1, layers, index_topk]; 999,
+    which nothing reads, for the first tokens, which see all positions."""
     generator, unread = torch.Generator().manual_seed(2), 999
     found = []
     for each in random_sequences(LENGTHS):

@@ -81,11 +81,8 @@ def trainer(
     *overrides: str,
     adapter: Mapping[str, Tensor] | None = None,
 ) -> Iterator[Trainer]:
-    """A trainer with one rank that holds all weights in `folder`.
-
-    It pushes the `adapter`, if there is one (`overrides` configure LoRA), and further engines may
-    join.
-    """
+    """A trainer with one rank that holds all weights in `folder`. With an `adapter` (`overrides`
+    configure LoRA) it pushes only that, and further engines may join."""
     weights = load_file(folder / "model.safetensors")
     overrides = *rollout_overrides(rollout, servers.base_urls), *overrides
     is_first = not dist.is_initialized()  # the trainer of a module's fixture may run

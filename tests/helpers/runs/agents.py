@@ -147,8 +147,7 @@ class Recorded(Completions):
 
 @contextmanager
 def running_agents(engine, model: Path, folder: Path, **agent: Any) -> Iterator[Agents]:
-    """Agents of an engine; `agent` has fields of that section, a function of `FUNCTIONS`, and the
-    tool-call `parser`."""
+    """Agents of an engine; `agent`: fields of that section, and the tool-call `parser`."""
     parser = agent.pop("parser", "null")
     if function := agent.pop("function", None):
         (folder / "agent.py").write_text(FUNCTIONS.replace("SECONDS", LONG_SLEEP), encoding="utf-8")
@@ -186,8 +185,7 @@ def act(agents: Agents, engine, num_prompts: int = 2, **params: Any) -> tuple[li
 
 @contextmanager
 def acting(agents: Agents, made: Recorded) -> Iterator["Future[list[Sample]]"]:
-    """Agents that act in another thread during the block, and are cancelled at its end; yields the
-    future of their samples."""
+    """Let agents act in another thread until the end of the block; yields their future samples."""
     with ThreadPoolExecutor(1) as thread, made.recording():
         samples = thread.submit(generate, agents._client, made)
         try:
