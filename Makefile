@@ -12,13 +12,13 @@ VENV := .venv
 SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 # Folders of tests that need more than .venv; all other tests are chosen by their marks, which pyproject.toml lists.
-APART := tests/sglang tests/slurm tests/viewer_browser
+APART := tests/hosts tests/sglang tests/slurm tests/viewer_browser
 TWO = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 PEERS := benchmarks/peers/harness
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup demo demo-data learning-curves agent-curve test test-main test-fast test-long test-ends test-slow test-faults test-slurm test-view test-trackers setup-sglang setup-sglang-gpu test-sglang check bench bench-async bench-convert bench-reshard bench-peers test-peers mutants docs
+.PHONY: help setup demo demo-data learning-curves agent-curve test test-main test-fast test-long test-ends test-slow test-faults test-slurm test-hosts test-view test-trackers setup-sglang setup-sglang-gpu test-sglang check bench bench-async bench-convert bench-reshard bench-peers test-peers mutants docs
 
 # Makes .venv and installs all that runs, tests and checks need.
 setup: $(STAMP)
@@ -33,7 +33,8 @@ $(STAMP): requirements/torch.txt requirements/lock.txt pyproject.toml
 	$(PIP) install -c requirements/lock.txt -r requirements/torch.txt
 	$(PIP) install --no-deps -r requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
-	touch $@
+	@touch $@
+	@echo '$(VENV) is ready: `. $(BIN)/activate` puts megatron-grpo on your PATH'
 
 # SGLang, in an environment of its own: some minutes more.
 setup-sglang: $(SGLANG)/setup.stamp
@@ -134,6 +135,10 @@ test-slurm: setup
 test-view: setup
 	@command -v chromium >/dev/null || { echo "make test-view needs chromium: apt-get install chromium"; exit 1; }
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/viewer_browser
+
+# Runs over several hosts, each a set of Linux namespaces (root, iproute2): a cable out, a host killed. Five minutes.
+test-hosts: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" tests/hosts
 
 # Rollouts by SGLang: its own tests, and those of engines in general.
 test-sglang: setup setup-sglang

@@ -237,8 +237,9 @@ def _groups(path: Path, values: Mapping[str, Any], num_experts: int) -> tuple[in
             f"{path}: n_group({num_groups}) must divide n_routed_experts({num_experts}) into "
             "groups of at least 2"
         )
-    # DeepSeek-V3 scores a group by its two largest scores, Megatron-Core's group_limited_topk by as
-    # many as a token has experts per chosen group: these must be two.
+    # DeepSeek-V3 scores a group by the sum of its two largest scores, Megatron-Core's
+    # group_limited_topk by the sum of its num_experts_per_tok / topk_group largest: the quotient
+    # must be 2.
     if chosen > num_groups or per_token != 2 * chosen:
         raise ValueError(
             f"{path}: topk_group({chosen}) must be at most n_group({num_groups}), and half of "

@@ -13,7 +13,7 @@ WINDOWED, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attentio
 # Entry for a layer with an indexer in per-layer lists of transformers' config.
 _INDEXED = {"layer_types": "indexed_attention", "indexer_types": "full"}
 _MAX_TIME_STEP_MIN = 1e-3
-"""Largest supported `time_step_min`, that of published models: see `families/nemotron_h.py`."""
+"""Largest supported `time_step_min`: published models have it, see `families/nemotron_h.py`."""
 _LETTERS: dict[str, Module] = {"M": "linear", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of `hybrid_override_pattern`."""
 _BLOCKS: dict[str, Module] = {

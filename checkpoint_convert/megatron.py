@@ -76,12 +76,12 @@ def hf_dtypes(shape: ModelShape, dtype: str, float32: str) -> dict[str, str]:
 def megatron_layout(
     shape: ModelShape, dims: ParallelDims, at: Coordinates, *, transformer_engine: bool
 ) -> Layout:
-    """Layout of the rank at the coordinates `at`, in the coordinates of the weight files.
+    """Layout of the rank at `at`: its local tensors as boxes of `hf_tensors`.
 
     Local names are ``{chunk}.{parameter}`` with the model chunk (virtual pipeline stage) of the
-    rank and Megatron-Core's parameter name, e.g. ``0.decoder.layers.3.mlp.linear_fc1.weight``.
-    Data and context ranks above 0 hold only replicas, except of experts, which are split over
-    them. `transformer_engine`: norms and experts are named and grouped as in its modules.
+    rank and Megatron-Core's parameter name, e.g. ``0.decoder.layers.3.mlp.linear_fc1.weight``. Data
+    and context ranks above 0 hold only replicas, except of experts, which are split over them.
+    `transformer_engine`: names of norms and groups of experts as in its modules.
     """
     shapes, pieces, zeros = {}, [], []
     for local, parameter in local_parameters(

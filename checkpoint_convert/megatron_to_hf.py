@@ -46,7 +46,7 @@ def stored_tensors(
 ) -> StoredTensors:
     """Dtype and shape of each tensor of an export; a quantised weight is followed by its scales.
 
-    `dtypes` are those before quantisation.
+    `dtypes` has the dtypes before quantisation.
     """
     stored: dict[str, tuple[str, Shape]] = {}
     of_files = {piece.local: dtypes[piece.tensor] for piece in file_layout(shape).pieces}

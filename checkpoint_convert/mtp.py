@@ -1,8 +1,8 @@
-"""Layers for multi-token prediction (MTP): an export keeps those of its source.
+"""Layers for multi-token prediction (MTP): an export keeps the source's layers.
 
 They are draft models for speculative decoding, and lie behind the last layer of the model or apart
-from it. They are not trained, except one that is part of the model: see `ModelShape.trains_mtp`.
-Copies of the embedding and the head stored with them are exported too; engines use the model's.
+from it. Only a layer that is part of the model is trained: see `ModelShape.trains_mtp`. Their
+copies of embedding and head are exported too; engines use the model's.
 """
 
 import re

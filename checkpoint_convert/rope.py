@@ -122,6 +122,7 @@ def _parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(path: Path, rope: Mapping[str, Any], required: Mapping[str, Any]) -> None:
+    """Raise ValueError for an unsupported type or value; `required` are values for every type."""
     rope_type = rope["rope_type"]
     if rope_type not in list(_REQUIRED_OF_TYPE):  # a list, as a JSON value may be unhashable
         raise ValueError(
@@ -135,6 +136,7 @@ def _check(path: Path, rope: Mapping[str, Any], required: Mapping[str, Any]) -> 
         if "factor" not in rope:
             raise ValueError(f"{path}: {rope_type} RoPE scaling has no factor")
         number(path, rope, "factor")
+    # Absent keys pass in `required`, and fail in `_REQUIRED_OF_TYPE`. Null, false and 0 are equal.
     given = {**required, **rope}
     for key, value in {**required, **_REQUIRED_OF_TYPE[rope_type]}.items():
         if given.get(key) != value and (given.get(key) or value):
@@ -189,8 +191,8 @@ def _attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> flo
 def _latent_attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> float:
     """Factor of queries and keys in latent attention: 0.1 mscale_all_dim ln(factor) + 1.
 
-    It applies to both parts of a head. The rotated part has a further factor, the quotient of those
-    of `mscale` and `mscale_all_dim`, which must be 1.
+    It applies to both parts of a head. The rotated part has a further factor, which must be 1: the
+    same formula with `mscale`, divided by the formula with `mscale_all_dim`.
     """
     over, under = rope.get("mscale"), rope.get("mscale_all_dim")
     if over is None or over != under:

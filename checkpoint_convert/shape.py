@@ -20,10 +20,10 @@ _NEUTRAL_FIELDS = (
 )
 Stacks = Literal["alternating", "joined", "transposed"]
 """How files stack a layer's experts. `joined`: [experts, outputs, inputs], gate's outputs before
-up's; `transposed`: the same as [experts, inputs, outputs]; `alternating`: [experts, inputs,
+up's; `transposed`: that order as [experts, inputs, outputs]; `alternating`: [experts, inputs,
 outputs], outputs of gate and up in turn."""
 Module = Literal["attention", "linear", "mlp", "moe"]
-"""Kinds of modules: attention, linear attention in its place, a dense MLP, a mixture of experts."""
+"""Kinds of modules: attention, linear attention, a dense MLP, a mixture of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,8 +96,7 @@ def main_dtype(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> str:
 def sidecar_files(folder: Path) -> list[Path]:
     """The files in `folder` that belong to its model besides the weights.
 
-    Raises ValueError for a link to a file outside of any model, which may not be meant to be
-    shared.
+    Raises ValueError for a link to a file outside of any model, which may be private.
     """
     files = [
         file

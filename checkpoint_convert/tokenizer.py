@@ -86,7 +86,7 @@ class SentencePieceTokenizer(SentencePieceBackend):
         control = [model.id_to_piece(index) for index in pieces if model.is_control(index)]
         self.add_tokens(control, special_tokens=True)
         normalizer = ModelProto.FromString(model.serialized_model_proto()).normalizer_spec
-        # Without `legacy`, the model of transformers, `sp_model`, does not put a space in front.
+        # With `legacy: false`, transformers' `sp_model` puts no space in front of a text.
         self._is_prefixed_once = normalizer.add_dummy_prefix and not self.legacy
 
     def prepare_for_tokenization(self, text: str, **kwargs: Any) -> tuple[str, dict[str, Any]]:

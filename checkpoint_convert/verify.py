@@ -133,7 +133,7 @@ def compare(name: str, a: Tensor, b: Tensor, tolerance: float | None) -> Differe
         same = a.double() == b.double()
     num_different, largest = 0, 0.0
     if not same.all():
-        # Not the difference where values are equal: that of two infinities is NaN.
+        # 0 where values are equal: the difference of two infinities is NaN.
         gaps = torch.where(same, 0.0, (a.double() - b.double()).abs())
         within = same if tolerance is None else gaps <= tolerance  # NaN exceeds any tolerance
         num_different, largest = int((~within).sum()), float(gaps.max())

@@ -147,7 +147,8 @@ def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
 
 def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
     """Rows of the stored embedding; ValueError unless it is the vocabulary padded for some mesh."""
-    # We pad to a multiple of the tensor parallel size, Megatron-LM to one of 128 times that.
+    # We pad to a multiple of the tensor parallel size, Megatron-LM to a multiple of 128 times the
+    # size.
     units = [*_TENSOR_SIZES, *(128 * size for size in _TENSOR_SIZES)]
     possible = {-(-shape.vocab_size // unit) * unit for unit in units}
     if num_rows > shape.vocab_size and num_rows not in possible:

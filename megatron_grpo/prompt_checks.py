@@ -26,7 +26,7 @@ from megatron_grpo.engines.reward_models import check_served
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rewards.functions import load_function
-from megatron_grpo.rewards.pool import RewardPools
+from megatron_grpo.rewards.pool import MADE_UP_COMPLETIONS, RewardPools
 from megatron_grpo.rewards.scoring import SHORTENED
 from parallel.microbatches import microbatch_capacity
 
@@ -99,10 +99,21 @@ def what_was_tried(cfg: Config, trials: Trials) -> str:
     tried = "; rewards were tried" if any(scores for _, scores in trials) else ""
     if failed:
         tried += f", and {len(failed)} of {len(trials)} trial completions have NO SCORE (see above)"
+    elif answer := _unrewarded_answer(trials):
+        tried += f", and {SHORTENED.repr(answer)} scores 0: does the reward know the right answer?"
     agents = [view.agent for view in cfg.by_source.values()]
     if any(agent.is_used and not agent.listen for agent in agents):
         tried += "; the agent was started"
     return tried
+
+
+def _unrewarded_answer(trials: Trials) -> str:
+    """The row's own answer if it was tried and every function scores it 0 or less, else empty."""
+    made_up = {text for text, _ in MADE_UP_COMPLETIONS}
+    if not trials or trials[0][0] in made_up or not trials[0][1]:
+        return ""
+    text, scores = trials[0]
+    return text if max(scores.values()) <= 0 else ""
 
 
 def check_reward_models(cfg: Config) -> None:

@@ -1,5 +1,6 @@
 """One process of a run: process groups, engines, models and pushes of weights."""
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.engine_weights.checksums import loaded_sums, pushed_sender
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.launch.launch import RankPlace
+from megatron_grpo.launch.network import choose_interface
 from megatron_grpo.launch.run_dir import run_lock
 from megatron_grpo.policy.chunks import describe
 from megatron_grpo.policy.model import Policy, unwrapped, weight_sender
@@ -67,7 +69,7 @@ def open_run(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Run]:
         timeout = timedelta(seconds=cfg.rollout.startup_timeout)
     # Not left to `init_process_group`: rank 0's config and the watchdog need the store before.
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-    cfg = as_rank_0_has_it(cfg, place.rank, store)
+    cfg = with_rank_0_values(cfg, place.rank, store)
     limits = Limits.from_config(cfg, on_gpu=torch.cuda.is_available())
     watchdog = Watchdog(place, store, limits, cfg.train.run_dir)
     if place.rank == 0 and latest_step(cfg.train.run_dir / "checkpoints") < cfg.num_steps:
@@ -82,8 +84,9 @@ def open_run(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Run]:
             yield Run(cfg, groups, device, place.num_hosts, token, watchdog)
 
 
-def as_rank_0_has_it(cfg: Config, rank: int, store: dist.Store) -> Config:
-    """Take the number of steps and the date from rank 0, which has read data and tokenizer."""
+def with_rank_0_values(cfg: Config, rank: int, store: dist.Store) -> Config:
+    """Replace the number of steps and the date by rank 0's: only rank 0 has read the data so
+    far."""
     if rank == 0:
         store.set("num_steps", str(cfg.num_steps))
         store.set("date", cfg.data.date or "")
@@ -107,6 +110,8 @@ def _beginning(cfg: Config) -> str:
 def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator[Groups]:
     """Open the process groups of all ranks, which rendezvous in `store`."""
     store.set_timeout(COLLECTIVE_TIMEOUT)  # NCCL communicators rendezvous there on first use
+    if place.num_hosts > 1:
+        choose_interface(os.environ)
     dist.init_process_group(
         communication_backend(),
         timeout=COLLECTIVE_TIMEOUT,

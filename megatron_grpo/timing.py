@@ -61,8 +61,8 @@ class PhaseTimer:
         return {**{f"time/{name}": s for name, s in self._seconds.items()}, "time/step": total}
 
 
-def is_beside(name: str, metrics: Mapping[str, object]) -> bool:
-    """Whether a metric's phase ran in the background, while the step waited for it."""
+def is_in_background(name: str, metrics: Mapping[str, object]) -> bool:
+    """Whether the phase of a metric ran in the background: the step only waited for its end."""
     return name in ("time/generate", "time/score") and f"time/{WAIT}" in metrics
 
 

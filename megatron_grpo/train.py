@@ -42,8 +42,8 @@ from parallel.packing import PackedBatch
 def train(run: Run) -> None:
     """Train from the pretrained weights, or the newest checkpoint, to the exported model.
 
-    Raises Preempted on all ranks, after saving, if any of them was told to stop, and RolloutAborted
-    if no more generations can be made.
+    Raises Preempted on all ranks, after saving, if any rank is preempted, and RolloutAborted if no
+    more generations can be made.
     """
     num_steps, run_dir = run.cfg.num_steps, run.cfg.train.run_dir
     if (done := steps_done(run_dir / "checkpoints")) >= num_steps:
@@ -327,7 +327,7 @@ class Trainer:
         self.checkpoints.save(state, saved)
 
     def stop_if_preempted(self) -> None:
-        """Raise Preempted on all ranks if any rank was told to stop."""
+        """Raise Preempted on all ranks if any rank is preempted."""
         # Ranks see a signal at different times: without agreement one could stop a step earlier.
         if any_rank(self.run.watchdog.is_preempted):
             raise Preempted
@@ -335,8 +335,8 @@ class Trainer:
     def save_and_stop(self, reason: Preempted | RolloutAborted) -> None:
         """Save the state at the end of the generation, and raise `reason` on all ranks.
 
-        The steps up to there need no engines. Raises Preempted if any rank was told to stop.
-        Returns if the run is complete except for an evaluation.
+        The steps up to there need no engines. Raises Preempted if any rank is preempted. Returns if
+        the run is complete except for an evaluation.
         """
         with suppress(Preempted, RolloutAborted):
             self.rollouts.finish_for_save(self.step, self.timer)

@@ -38,7 +38,7 @@ class Alignment:
         if size == self.context:
             return self
         sequence = 2 * size if size > 1 else 1
-        # `total` is a multiple of 2 * context, so the smaller total is one of 2 * size.
+        # `total` is a multiple of 2 * context, so the smaller total is a multiple of 2 * size.
         return Alignment(sequence=sequence, total=self.total // self.context * size, context=size)
 
 

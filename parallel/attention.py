@@ -2,10 +2,10 @@
 
 Megatron-Core's own torch attention refuses packed sequences and context parallelism: this module
 replaces it where Transformer Engine is not installed. It also replaces Transformer Engine's
-attention for shared prompts, and for windows under context parallelism, which the latter does not
-support. On a GPU it then runs torch's flex attention, one kernel for all segments: a query sees
-ranges of packed positions, its own segment up to itself and the segments that this one continues,
-mostly a prompt. Keys are not copied, and blocks of keys that no query of a block sees are skipped.
+attention for shared prompts, and for windows under context parallelism, which it does not support.
+On a GPU it then runs torch's flex attention, one kernel for all segments: a query sees ranges of
+packed positions, its own segment up to itself and the segments that this one continues, mostly a
+prompt. Keys are not copied, and blocks of keys that no query of a block sees are skipped.
 
 In a layer with a window, a token sees the last `window` tokens of its sequence, itself included.
 Sinks (gpt-oss, arXiv:2508.10925) add one score per head, with a value of zero, to the softmax:
@@ -55,7 +55,7 @@ def block_mask(
     parts = [(part[:, 0][segment], part[:, 1][segment]) for part in prefixes.unbind(1)]
     if window is not None:
         lengths = [end - start for start, end in parts]
-        # The window hides the oldest tokens: those of the first part first. Negative: none.
+        # The window hides the oldest tokens, in the first part first. Negative: it hides none.
         unseen = queries - first + sum(lengths) - window + 1  # tokens before the window
         first = torch.maximum(first, queries - window + 1)
         for number, (start, end) in enumerate(parts):

@@ -52,8 +52,9 @@ def fill(items: Items, targets: np.ndarray) -> np.ndarray | None:
         offered = missing[line]
         if offered[0] == -np.inf:
             return _squeeze(items, left, bins, free)
-        # One batch gives the next items to different bins, up to the first bin in line that is no
-        # further below its target than one that has just got an item: there the order changes.
+        # One batch gives the next items to different bins, furthest below target first. It ends
+        # where a bin that has just got its item is still further below its target than the next bin
+        # in line.
         again = np.maximum.accumulate(offered - items.costs[left[: len(line)]])
         size = 1 + int(np.append(offered[1:] < again[:-1], True).argmax())
         to, batch = line[:size], left[:size]

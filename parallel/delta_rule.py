@@ -272,7 +272,7 @@ def activated_convolution(
     return silu(causal_convolution(x, weight, stage.cu_seqlens, before, bias))
 
 
-def read_memories(
+def run_stages(
     x: Tensor,
     weight: Tensor,
     rule: Rule,
@@ -280,8 +280,9 @@ def read_memories(
     bias: Tensor | None = None,
     convolution: Convolution = activated_convolution,
 ) -> Tensor:
-    """Outputs [T, ...] of `rule`, such as `gated_delta_rule`, after `convolution` of `x` [T,
-    channels] with `weight` and `bias`."""
+    """Convolve `x` [T, channels] and apply `rule`, stage by stage; returns the outputs [T, ...]. A
+    run starts from the memory and the last tokens of the run that it continues."""
+    # By run number: memories, and last tokens for the convolution of the run that follows.
     outputs, memories, lasts = [], x.new_zeros(0), x.new_zeros(0)
     for stage in stages:
         own, memory = x[stage.tokens], None

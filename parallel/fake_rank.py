@@ -35,7 +35,7 @@ def fake_rank(dims: ParallelDims, rank: int) -> Iterator[Groups]:
 def _fake_group(
     ranks: Sequence[int], timeout: Any = None, backend: Any = None, **options: Any
 ) -> Any:
-    """Creates only groups that contain this rank; thousands of others would take 1 ms each."""
+    """Creates only groups with this rank: thousands of other groups would take 1 ms each."""
     if dist.get_rank() not in ranks:
         return dist.GroupMember.NON_GROUP_MEMBER
     return distributed_c10d.new_group(ranks, backend="fake")
@@ -60,7 +60,7 @@ class WithoutMemory(TorchFunctionMode):
         if func is Tensor.cuda:
             return args[0]
         # Modules of a large model call torch a hundred thousand times. For speed, skip the modes
-        # below this one: that of `torch.device`, and the one of `cpu_device`.
+        # below this one: `torch.device`'s and `cpu_device`'s.
         with torch._C.DisableTorchFunction():
             if func is Tensor.type and len(args) == 1 and not kwargs:
                 # Megatron's optimizer sorts its parameters by this name.

@@ -69,7 +69,7 @@ class Box:
         ]
         if inner <= max_elements:
             return parts
-        # One index of this dimension is too large, too: cut on along the next ones.
+        # A single index of this dimension is still too large: cut along the next dimension.
         return [smaller for part in parts for smaller in part.cut(max_elements)]
 
     def narrowed(self, dim: int, offset: int, size: int) -> "Box":

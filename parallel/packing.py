@@ -288,7 +288,7 @@ def _laid_routes(
     """`routed_experts` and `chosen_tokens` of a batch, for segments that begin at `starts`.
 
     Tokens without routes (padding, last tokens and failed sequences) go to all experts in turn and
-    attend to the first token of their sequence. No token of the loss is one of them or reads one.
+    attend to the first token of their sequence. No token of the loss is or reads one of these.
     """
     found = [
         (start, segment.routes)

@@ -109,9 +109,9 @@ class SecondTokens:
     def of(
         cls, cu_seqlens: Tensor, select: Tensor, local: Tensor, num_parts: int
     ) -> "SecondTokens":
-        """See `RankPart.of`; `local` are the rank's own positions."""
+        """Second tokens for `local`, positions of the rank; arguments as in `RankPart.of`."""
         following = prediction_targets(cu_seqlens, local)
-        # Masked, because the target of -1 is 0, a position like any other.
+        # `prediction_targets` of -1 (no next token) gives 0, a valid position: mask it.
         second = prediction_targets(cu_seqlens, following).masked_fill(following < 0, -1)
         return cls(next=following.relu(), predictions=Predictions.of(second, select, num_parts))
 

@@ -65,14 +65,14 @@ class _Planner:
             size: max_tokens * size // dims.context // total * total
             for size, total in totals.items()
         }
-        """Most tokens of a microbatch, by number of ranks that split it."""
+        """Most tokens of a microbatch, by the number of ranks that split it."""
         fits = [
             -(-self.lengths // totals[size]) * totals[size] <= room
             for size, room in self.capacity.items()
         ]
         # argmax finds the first True, and sizes ascend.
         self.size_of = np.array([*self.capacity])[np.array(fits).argmax(axis=0)]
-        """[sequences] smallest number of ranks with memory for each."""
+        """[sequences] smallest number of ranks that have memory for the sequence."""
 
     def plan(self, search: bool) -> list[list[Turn]]:
         """Turns in descending order of size, or with `search` in the fastest simulated order."""

@@ -185,18 +185,16 @@ all_engines_run() {
 # Start one torchrun per node; sets TRAINER to the process id of the step's srun. Rank 0 writes to the
 # log of its task, every other rank to its own file in a folder next to it.
 start_trainer() {
-    local address nodes others
+    local address nodes
     address=$(address_of "${TRAINERS[0]}") || return 1
     nodes=${#TRAINERS[@]}
-    others=$(seq -s, -f '%g:3' 1 $((RANKS_PER_NODE - 1)))
     # shellcheck disable=SC2016  # each task fills in its own number
-    MEGATRON_GRPO_OWN_LOGS=1 step --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
+    step --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
         --kill-on-bad-exit=0 \
         --nodelist="$(IFS=,; echo "${TRAINERS[*]}")" --output="$LOGS/trainer_%t.log" \
-        bash -c 'redirects=3; ((SLURM_PROCID > 0)) || redirects=$1; exec python \
-            -m megatron_grpo.launch.torchrun --node-rank="$SLURM_PROCID" \
-            --redirects="$redirects" --log-dir="$2/host_$SLURM_PROCID" "${@:3}"' \
-        torchrun "${others:-0}" "$LOGS" \
+        bash -c 'exec python -m megatron_grpo.launch.torchrun --node-rank="$SLURM_PROCID" \
+            --log-dir="$1/host_$SLURM_PROCID" "${@:2}"' \
+        torchrun "$LOGS" \
         --nnodes="$nodes" --nproc-per-node="$RANKS_PER_NODE" \
         --master-addr="$address" --master-port="$FIRST_PORT" --rdzv-id="$SLURM_JOB_ID" \
         -m megatron_grpo train "$@" "rollout.base_urls=[$(IFS=,; echo "${urls[*]}")]" &

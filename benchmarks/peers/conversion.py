@@ -69,7 +69,7 @@ NUM_BYTES = (
     * HIDDEN_SIZE
     * (VOCAB_SIZE + NUM_LAYERS * (2 * HIDDEN_SIZE + 2 * 2 * 128 + 3 * INTERMEDIATE_SIZE))
 )
-"""Of the model, but for biases and norms."""
+"""Bytes of the model without biases and norms."""
 DIMS = ParallelDims(tensor=2)
 FILE_BYTES = 10**9
 WARM_BYTES = NUM_BYTES * 8 // 3
@@ -100,7 +100,7 @@ SETTINGS = {
     "were added; torch.cuda's calls answered for the CPU as for ours",
 }
 WORK = ("memory file write", NUM_BYTES)
-"""Of export and save; to load takes a copy alone."""
+"""Work of an export or a save; a load needs only a copy."""
 GOALS = [
     ("load_seconds", "megatron-bridge", 5.0),
     ("load_seconds", "mbridge", 5.0),
@@ -263,7 +263,7 @@ def measured(name: str, step: Callable[[], object]) -> dict[str, float]:
 
 
 def bytes_received() -> int:
-    """By all TCP connections that this process has."""
+    """Bytes that all TCP connections of this process have received."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -279,7 +279,7 @@ def bytes_received() -> int:
 
 
 def measured_side(side: str, folder: Path) -> dict[str, float]:
-    """Of every figure that of the rank that has the most."""
+    """Run `side` on two ranks; returns the larger value of each figure."""
     with TemporaryDirectory(dir=IN_MEMORY, prefix="conversion-") as memory:
         source = Path(memory) / "source"
         write_model(source)
@@ -314,7 +314,7 @@ def write_model(folder: Path) -> None:
 
 
 def digests_of(folder: Path) -> dict[str, str]:
-    """Of every tensor in the files of a folder."""
+    """Digest of each tensor in the files of a folder, by name."""
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -323,7 +323,7 @@ def digests_of(folder: Path) -> dict[str, str]:
 
 
 def digest(tensor: Tensor) -> str:
-    """Of shape and bits."""
+    """Shape and hash of the bits."""
     words = tensor.contiguous().view(torch.int16).numpy()
     return f"{list(tensor.shape)} {hashlib.sha256(words).hexdigest()}"
 

@@ -32,7 +32,7 @@ DTYPE = product_dtype(torch.bfloat16)
 WARM_TOKENS = 64
 M_MMAP_THRESHOLD = -3
 WITHIN = 0.1
-"""Of a log-probability: TRL takes the softmax in bfloat16."""
+"""Allowed error of a log-probability: TRL takes the softmax in bfloat16."""
 
 MEGATRON, TRL = f"megatron-core {version('megatron-core')}", f"trl {version('trl')}"
 ROUNDS = 3
@@ -69,7 +69,7 @@ GOALS = [
 ]
 
 Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of tokens [n], from hidden states [n, H] and head [V, H]."""
+"""(hidden states [n, H], head [V, H], tokens [n]) -> log-probabilities [n]."""
 
 
 def measured(

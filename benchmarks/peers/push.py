@@ -52,7 +52,8 @@ BUFFER_BYTES = 64_000_000
 PUSHES = 3
 TIMEOUT = timedelta(seconds=120)
 WARM_FACTOR = 0.5
-"""Of the model: Megatron-Core's receiver took 0.3 of it, for what is not contiguous."""
+"""Fraction of the model's bytes: Megatron-Core's receiver took 0.3 for tensors that are not
+contiguous."""
 
 TITLE = (
     f"Push of {LLAMA.num_layers} layers of Llama-3.2-1B, untied, bf16, TP2 to TP1 on one machine"
@@ -252,7 +253,7 @@ def resident(field: str) -> int:
 
 
 def digest(weights: Mapping[str, Tensor]) -> str:
-    """Of all bits, in the order of names."""
+    """Hash of all bits, in the order of names."""
     found = sha256()
     for name in sorted(weights):
         found.update(weights[name].view(torch.uint8).numpy())

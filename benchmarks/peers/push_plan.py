@@ -85,7 +85,7 @@ def ours(folder: Path) -> dict[str, float]:
 
 
 def awex(folder: Path) -> dict[str, float]:
-    """Its planner."""
+    """Plan by awex's `TransferPlanBuilder`."""
     from awex import logging
     from awex.transfer.transfer_plan import TransferPlanBuilder
 
@@ -107,7 +107,8 @@ def awex(folder: Path) -> dict[str, float]:
 
 
 def awex_metadata(dims: ParallelDims) -> list[Any]:
-    """Of all tensors, as its resolvers make it of what the ranks of `dims` hold."""
+    """awex's metadata of all tensors, as its resolvers derive it from the shards of the ranks of
+    `dims`."""
     import torch
     from awex.meta.weight_meta import ParameterMeta, ParameterReplicaMeta, ParameterShardMeta
     from awex.sharding.param_sharding import ShardingType

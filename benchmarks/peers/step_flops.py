@@ -267,7 +267,7 @@ def count(step: Callable[[], float]) -> tuple[float, int]:
 
 
 def useful_flops(given: Inputs) -> int:
-    """By formula: three times those of a forward, whose attention is a whole rectangle."""
+    """Operations by formula: three forwards, with attention to all keys, future ones included."""
     shape = SHAPE
     heads = shape["num_attention_heads"] * shape["head_dim"]
     keys = shape["num_key_value_heads"] * shape["head_dim"]
@@ -291,7 +291,8 @@ def leave(
 
 
 def _logprobs(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
-    """Of the completion's tokens [n], with the head at the n positions before them only."""
+    """Log-probabilities of the completion [n]; the head runs only at the n positions that predict
+    it."""
     tokens = torch.tensor([[*prompt, *completion]])
     assert not (tokens == PAD_ID).any()
     hidden = model.model(tokens, use_cache=False).last_hidden_state[0]

@@ -218,7 +218,7 @@ class InVllm:
     name: str = ""
     """Empty: the name of the only source."""
     parts: tuple[tuple[str, int], ...] = ()
-    """(name, number of sources) of each engine parameter, if there are several in its place."""
+    """(name, number of sources) of each engine parameter, if vLLM has several for this one."""
     rows: tuple[int, int] | None = None
     """(first row, rows of the whole), if this is a part of an engine parameter."""
     split: int | None = None
@@ -268,7 +268,7 @@ class Parameter:
 
     @property
     def name_in_engine(self) -> str:
-        """Name of the vLLM engine's parameter in its place, if there is only one."""
+        """Name of the vLLM engine's parameter for this parameter, if there is only one."""
         return self.vllm.name or self.sources[0].name
 
     def renamed_in_engine(self, name: str) -> "Parameter":
@@ -276,7 +276,7 @@ class Parameter:
         return replace(self, vllm=replace(self.vllm, name=name))
 
     def in_engine(self) -> list["Parameter"]:
-        """Parameters of a vLLM engine in its place."""
+        """Parameters of a vLLM engine that stand for this parameter."""
         found, first = [], 0
         for name, num_sources in self.vllm.parts:
             sources = self.sources[first : first + num_sources]

@@ -219,7 +219,7 @@ def _place_in_folder(key: str, place: dict[str, Any]) -> tuple[str, int, int]:
     if file != Path(file).name or file == "..":
         raise ValueError(f"{key} is in a file outside the folder: {file}")
     offset, length = _whole_numbers((place["offset"], place["length"]))
-    return file, offset, length
+    return file, offset, length  # `length` is in bytes
 
 
 def _whole_numbers(values: Any) -> Shape:

@@ -12,4 +12,4 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 STORED_DTYPES: dict[str, torch.dtype] = DTYPES | {
     name: getattr(torch, torch_name) for name, torch_name in QUANTIZED_TORCH_NAMES.items()
 }
-"""`DTYPES` and those of quantised weights."""
+"""`DTYPES` and the dtypes of quantised weights."""

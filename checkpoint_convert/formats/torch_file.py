@@ -70,7 +70,7 @@ def _load(descriptor: int, path: Path, offset: int, length: int) -> tuple[Any, d
             file = cast(IO[bytes], part)
             return torch.load(file, map_location="meta", weights_only=True), records
     except Exception as error:  # a malformed file can provoke any
-        # zipfile and torch replace an error of reading by one of their own.
+        # zipfile and torch replace an error of the read by an error of their own.
         if part.failure is not None:
             with errors_named(path):
                 raise part.failure from None

@@ -36,7 +36,7 @@ class QuantizedModel:
     matrices: dict[str, Shape]
     """Shape of each quantised weight, by its name in the weight files."""
     fused: dict[str, tuple[str, ...]]
-    """For each weight, all that are rows of one matrix with it (q, k and v), itself included.
+    """For each weight, all weights fused with it into one matrix (q, k and v), itself included.
 
     A rank that holds a part of the queries may hold none of the keys.
     """
@@ -112,7 +112,7 @@ def quantized_model(
 
 
 def _fused(linear: list[Parameter]) -> dict[str, tuple[str, ...]]:
-    """`QuantizedModel.fused`, by engines: they fuse more matrices than ranks do."""
+    """Weights fused with each weight in engines, which fuse more matrices than ranks do."""
     together: dict[str, dict[str, None]] = {}
     for each in linear:  # an engine's experts are stacked, not fused
         key = each.sources[0].name if each.is_expert else each.name_in_engine
@@ -122,7 +122,7 @@ def _fused(linear: list[Parameter]) -> dict[str, tuple[str, ...]]:
 
 
 def _is_matrix(parameter: Parameter) -> bool:
-    """Whether an engine's parameter is the weight of a linear layer."""
+    """Whether a parameter of an engine is the weight of a linear layer."""
     is_of_layer = ".layers." in parameter.sources[0].name
     return len(parameter.shape) == 2 and is_of_layer and parameter.name != ROUTER
 
@@ -214,10 +214,10 @@ def _upper(parameter: Parameter) -> Iterator[tuple[str, Shape]]:
 def quantized_layout(
     layout: Layout, model: QuantizedModel, tensor_rank: int, expert_tensor_rank: int
 ) -> Layout:
-    """Layout of a rank of the quantised model, from its `layout` before quantisation.
+    """Layout of a rank of the quantised model, from the rank's `layout` before quantisation.
 
-    The first tensor rank with a part of a weight owns its agreed scales. Raises ValueError, naming
-    a weight, if the rank holds parts of blocks that must be whole.
+    With a part of a weight, a rank holds the agreed scales of all weights fused with it; the first
+    such tensor rank owns them. Raises ValueError, naming a weight, for a part of a block.
     """
     shapes, pieces, scales = {**layout.shapes}, [], {}
     for piece in layout.pieces:
@@ -226,14 +226,15 @@ def quantized_layout(
             continue
         if not model.scheme.whole:
             pieces.append(piece)
-        else:
-            # Gone already if an earlier piece is of the same local tensor (q, k, v).
+        else:  # NVFP4: each rank has its own packed numbers and block scales
+            # An earlier piece of the same local tensor (q, k, v) may have removed it.
             shapes.pop(piece.local, None)
             size = Box.whole(layout.shapes[piece.local])
             for suffix, block in model.scheme.cut.items():
                 pieces.append(_divided(piece, suffix, block))
                 shapes[piece.local + suffix] = over(size, block).size
         rank = expert_tensor_rank if piece.tensor in model.experts else tensor_rank
+        # A rank with a part of q may hold none of k: its layout still has the scales of k.
         for weight in model.fused[piece.tensor]:
             name, box = model.scale_name(weight), Box.whole(model.agreed_shape(weight))
             scales[name] = ShardMapping(name, box, name, box, piece.is_replica or rank > 0)

@@ -30,7 +30,7 @@ _TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 # Elements to multiply at a time: 4 MiB in float32.
 _MAX_ELEMENTS = 1 << 20
 _SCALE_ERROR = 1.5
-"""Largest factor by which rounding to FP8 makes a scale too small: that of its smallest numbers."""
+"""Largest factor by which rounding to FP8 makes a scale too small: at FP8's smallest numbers."""
 
 
 def block_maxima(values: Tensor, block: Shape, offset: Shape = (0, 0)) -> Tensor:

@@ -160,7 +160,7 @@ def _check_scale(
 class Mxfp4Place(TensorPlace):
     """Where the blocks and scales of a stack in MXFP4 are stored.
 
-    `shape` is the stack's, `dtype` that of the dequantised numbers.
+    `shape` is the stack's shape, `dtype` the dtype of the dequantised numbers.
     """
 
     scale_name: str

@@ -184,7 +184,7 @@ def quantization_config(name: str, ignored: Sequence[str]) -> dict[str, Any]:
 def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Shorten a `quantization_config` for a command line: Linux limits an argument to 128 KiB."""
     # A layer's experts are ignored all or none, so expert 0 stands for all: vLLM and SGLang look up
-    # its name, or one that has the layer's in it.
+    # its name, or a name that contains the layer's.
     key = _ignoring(config)
     return {**config, key: [name for name in config[key] if not _LATER_EXPERT.search(name)]}
 

@@ -76,11 +76,11 @@ class Dialogue:
         self.text += choice.text
         self._is_cut = choice.finish_reason == "length"
 
-    def add_first_observation(self, observation: str | None, turns: ObservationTemplate) -> None:
+    def add_first_observation(self, observation: str | None, template: ObservationTemplate) -> None:
         """Append the first observation, if any, to the prompt; it takes from `room`."""
         if observation is None:
             return
-        longer = turns.with_first_observation(self.prompt, observation)
+        longer = template.with_first_observation(self.prompt, observation)
         room = self.room - (len(longer.token_ids) - len(self.prompt.token_ids))
         if room < 1:
             raise InstanceFailed(
@@ -89,7 +89,7 @@ class Dialogue:
             )
         self.prompt, self.room = longer, room
 
-    def add_step(self, step: Step, turns: ObservationTemplate, max_turns: int) -> None:
+    def add_step(self, step: Step, template: ObservationTemplate, max_turns: int) -> None:
         """Append the observation of an environment step, or end the dialogue."""
         self.step_rewards.append((len(self.completion_ids) - 1, step.reward))
         if self._is_cut:
@@ -99,7 +99,7 @@ class Dialogue:
         elif len(self.step_rewards) == max_turns:
             self.finish_reason = "max_turns"
         else:
-            tokens, text = turns.encode_observation(step.observation, self.completion_ids[-1])
+            tokens, text = template.encode_observation(step.observation, self.completion_ids[-1])
             if len(tokens) >= self.room:  # not `>`: the model's next turn needs at least one token
                 self.finish_reason = "length"
             else:
@@ -149,11 +149,12 @@ class DialogueGroup(Group):
         _: Json | None = None,
         *,
         environments: ForkPool,
-        turns: ObservationTemplate,
+        template: ObservationTemplate,
         max_turns: int,
     ) -> None:
+        # `_`: image features, as in every `NewGroup`; dialogues have no images.
         super().__init__(prompt, params, priority)
-        self._environments, self._turns, self._max_turns = environments, turns, max_turns
+        self._environments, self._template, self._max_turns = environments, template, max_turns
 
     async def sample(self, router: RequestRouter) -> list[Sample]:
         samples = range(self.params.num_generations)
@@ -179,7 +180,7 @@ class DialogueGroup(Group):
         try:
             own_seed = params.turn_seed(dialogue.sample_index, turn=-1)
             first = await asyncio.wrap_future(environment.begin(prompt.text, prompt.row, own_seed))
-            dialogue.add_first_observation(first, self._turns)
+            dialogue.add_first_observation(first, self._template)
             while not dialogue.finish_reason:
                 request = self._request(dialogue, url)
                 router.submit([request])
@@ -196,7 +197,7 @@ class DialogueGroup(Group):
                     tokens_left=dialogue.room,
                 )
                 answer = Step(*await asyncio.wrap_future(step))
-                dialogue.add_step(answer, self._turns, self._max_turns)
+                dialogue.add_step(answer, self._template, self._max_turns)
         finally:
             environment.end()
 

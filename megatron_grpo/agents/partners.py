@@ -40,7 +40,7 @@ class Environments:
         return partial(
             DialogueGroup,
             environments=self._pool,
-            turns=ObservationTemplate.from_config(cfg, self._tokenizer, self._end_tokens),
+            template=ObservationTemplate.from_config(cfg, self._tokenizer, self._end_tokens),
             max_turns=cfg.environment.max_turns,
         )
 

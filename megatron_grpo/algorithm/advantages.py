@@ -122,7 +122,7 @@ def process_advantages(
     at_token = [torch.zeros(length, dtype=torch.float64) for length in lengths]
     for (owner, token, _), reward in zip(flat, normalized, strict=True):
         at_token[owner][token] += reward
-    # A sum from the end: each token has its own step's reward and those of later steps.
+    # A sum from the end: each token gets the rewards of its own step and of later steps.
     return [rewards.flip(0).cumsum(0).flip(0) for rewards in at_token]
 
 

@@ -127,7 +127,7 @@ class GRPOLoss:
 
     total: Tensor  # scalar: this microbatch's part of the loss of the whole batch
     per_token: Tensor  # weighted; sums to `total`
-    policy_loss: Tensor  # the same without KL penalty and entropy bonus
+    policy_loss: Tensor  # the loss without KL penalty and entropy bonus
     log_ratio: Tensor  # log(new policy / old policy)
     clipped_low: Tensor  # bool: the lower clip removed the gradient
     clipped_high: Tensor  # bool: the upper clip removed the gradient or bounded the weight

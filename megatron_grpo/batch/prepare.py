@@ -179,7 +179,7 @@ class Preparation:
         if not any_rank(bool(logprobs), self.device):
             return list(batches)
         # The fault that skipped the step may be in its log-probabilities, too. The weights have not
-        # changed, so a second forward gives the same ones.
+        # changed, so a second forward would give the same log-probabilities.
         temperature = self.cfg.rollout.temperature
         computed = compute_logprobs(self.policy, batches, temperature, self.groups)
         return _filled(batches, "old_logprobs", [values for values, _ in computed])

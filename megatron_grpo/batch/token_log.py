@@ -30,7 +30,7 @@ def first_rows(lengths: Sequence[int], num_rows: int) -> list[int | None]:
 
 
 class TokenLog:
-    """One rank's part of the log; masked tokens and those of other ranks have rows of zeros.
+    """One rank's part of the log; masked tokens and tokens of other ranks have rows of zeros.
 
     `mask` is 1 in filled rows. `logprob` and `entropy` are the current policy's, `ratio` is over
     the old policy, and `gap` is trainer minus engine under the policy that generated. `loss_weight`

@@ -71,7 +71,7 @@ def write_experience(folder: Path, experience: Experience, prefix: str) -> None:
 
 def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str) -> Experience | None:
     """Read the files that `write_experience` wrote for `prefix`; None if there are none. Raises
-    ValueError if the data's `prompts` lack one of theirs."""
+    ValueError if `prompts`, the data, lack a prompt of these samples."""
     samples_file = folder / f"{prefix}{SAMPLES_FILE}"
     if not samples_file.exists():
         return None

@@ -1,4 +1,4 @@
-"""Loads the newest good checkpoint, or the one of another run, on all ranks together.
+"""Loads the newest good checkpoint, or another run's, on all ranks together.
 
 Loading a pickle calls whatever it names, and torch and Megatron-Core load a checkpoint's index and
 objects as pickles: all of them are screened first.
@@ -153,7 +153,7 @@ def _read_start(checkpoint: Path, policy: Policy) -> None:
     if dist.get_rank() == 0:
         screen_checkpoint(checkpoint)
     counters = trainer_state.read_record(checkpoint, folders.step_in(checkpoint)).counters
-    # The schedule starts anew. Adam's step count does not: its bias correction fits the moments.
+    # The schedule starts anew, but Adam's step count is kept: bias correction must fit the moments.
     own_schedule = {"scheduler": policy.scheduler.state_dict()}
     megatron_state.set_counters(policy, counters | own_schedule)
     parts = megatron_state.parts_saved(policy, None)

@@ -74,8 +74,8 @@ def read_parts(
 ) -> None:
     """Fill all parts, in place, from a checkpoint that was saved at any layout.
 
-    Raises ValueError naming missing tensors and other shapes, or if only one of checkpoint and
-    resumed run has a reference that follows the policy: it would silently start over.
+    Raises ValueError that names missing tensors and wrong shapes, or if only the checkpoint or only
+    the resumed run has a reference that follows the policy: it would silently start over.
     """
     keys = {part.key for part in parts}
     done, num_bytes = 0, sum(part.values.nbytes for part in parts)

@@ -194,7 +194,7 @@ def _random_states() -> list[Tensor]:
 
 def _sharded(model: Model) -> Iterator[Any]:
     """Megatron's descriptions of every parameter, and of other objects of the modules. A model with
-    adapters gives those of the adapters alone, as PEFT's tensors."""
+    adapters gives the adapters alone, as PEFT's tensors."""
     if model.adapters is not None:
         yield from model.adapters.sharded()
         return

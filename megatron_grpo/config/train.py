@@ -51,7 +51,7 @@ class ModelConfig(Section):
         if only_config and not (self.path / "config.json").is_file():
             problem = "has no config.json: plan needs only this file of a model"
         elif not self.path.is_dir():
-            problem = "is not a folder: download the model first"
+            problem = "is not a folder: give its path from here, or download the model first"
         else:
             return
         is_name = HUB_NAME.fullmatch(str(self.path)) and not self.path.exists()

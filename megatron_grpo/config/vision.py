@@ -43,7 +43,7 @@ def has_tower(cfg: Config, shape: ModelShape, stage: int) -> bool:
 
 
 def trained_vision(cfg: Config, shape: ModelShape) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """`ModelShape.vision` of the run; raises ValueError if the tower cannot be trained."""
+    """Names and shapes of the tower's weights, if trained; ValueError if it cannot be trained."""
     if cfg.model.freeze_vision:
         return ()
     kind = read_json(cfg.model.path / "config.json").get("model_type")

@@ -178,7 +178,7 @@ def first_worker(shape: ModelShape, rollout: RolloutConfig) -> Layout:
 def worker_dtypes(
     shape: ModelShape, rollout: RolloutConfig, dtype: str, model: QuantizedModel | None = None
 ) -> dict[str, str]:
-    """Dtype of every parameter of the workers, by name; `dtype` is that of unquantised ones."""
+    """Dtype of every parameter of the workers, by name; unquantised parameters have `dtype`."""
     shape = served_shape(shape, rollout)
     dtypes = engine_dtypes(shape, dtype)
     if model is not None:
@@ -200,7 +200,8 @@ def _sglang_layout(layout: Layout, shape: ModelShape, dims: EngineDims, number: 
     if FAMILIES[shape.family].engines.sglang.has_whole_embedding:
         shapes[EMBEDDING] = (shape.vocab_size, shape.hidden_size)
         box = Box.whole(shapes[EMBEDDING])
-        # All workers hold it whole: one piece is the element's own, the others are replicas.
+        # All workers hold the whole embedding: the first worker's is the original, the others' are
+        # replicas.
         own = ShardMapping(EMBEDDING, box, EMBEDDING, box, is_replica=number > 0)
         pieces = (own, *(piece for piece in pieces if piece.local != EMBEDDING))
         zeros = tuple((name, box) for name, box in zeros if name != EMBEDDING)
@@ -263,8 +264,8 @@ def _num_quantized(model: QuantizedModel, ending: str) -> int:
 
 
 def num_copied_latents(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> int:
-    """Number of layers whose latent up-projection workers hold twice: SGLang all, vLLM only the
-    quantised ones, and views of the others."""
+    """Number of layers whose latent up-projection workers hold twice: all layers in SGLang,
+    quantised layers in vLLM (in its other layers, the second is a view)."""
     if shape.latent is None or (rollout.engine, rollout.quantization) == ("vllm", "none"):
         return 0
     if rollout.engine != "vllm" or not rollout.quantization_ignore:

@@ -98,7 +98,7 @@ class Choice(msgspec.Struct):
                 for span in self.weight_versions
                 if span.start < num_tokens
             ],
-            # From the end: routes begin with those of the prompt.
+            # From the end: the prompt's routes come first.
             routed_experts=known and npy_of(self.routes[: len(self.routes) - num_dropped]),
         )
 

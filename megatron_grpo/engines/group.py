@@ -102,7 +102,7 @@ class CompletionGroup(Group):
                 del self._requests[sample.sample_index]
 
     def _take(self, index: int, answer: "asyncio.Future[tuple[Choice, str]]") -> None:
-        """Turn an answer, of over a hundred bytes per token, into a smaller sample."""
+        """Replace an answer by its sample at once: it takes over a hundred bytes per token."""
         if answer.cancelled():
             return
         choice, url = answer.result()

@@ -60,7 +60,7 @@ async def answer_to(
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """Send a request to the engine at `url`; yields the response before its body is read.
 
-    `limit`: seconds until the response, and between two parts of its body; by default that of
+    `limit`: seconds until the response, and between two parts of its body; by default the limit of
     `http`. Raises EngineDown, EngineError and TimeoutError.
     """
     engine = f"rollout engine {url}"

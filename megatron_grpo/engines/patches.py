@@ -27,7 +27,7 @@ class Patch:
 
 
 def apply(patches: Iterable[Patch]) -> None:
-    """Replace all attributes in this process; AttributeError for one that the engine lacks."""
+    """Replace all attributes in this process; AttributeError if the engine lacks an attribute."""
     for patch in patches:
         module, _, path = patch.target.partition(":")
         *owners, name = path.split(".")

@@ -95,7 +95,7 @@ class JoinFolder:
         return dict(filter(None, map(self._read, sorted(self.folder.glob(f"*{JOINED}")))))
 
     def _read(self, file: Path) -> tuple[str, int] | None:
-        """An item of `joined`; None if the engine is refused, or has left."""
+        """Address and change time of the engine of `file`; None if it is refused, or has left."""
         try:
             changed = file.stat().st_mtime_ns
             engine = msgspec.json.decode(file.read_bytes(), type=JoinedEngine)

@@ -48,7 +48,7 @@ class RequestRouter:
     def __init__(self, client: RolloutClient, decode: Decode, *, streams: bool = True) -> None:
         self.failure: Exception | None = None
         self.changed = Notice()
-        """Given at every failure, and by others for the conditions that they wait for."""
+        """Wakes every `until`: given at a failure, or by callers when a condition may hold."""
         self.policy_version = 0
         """Version of the weights that the engines hold."""
         self.loop = client.loop

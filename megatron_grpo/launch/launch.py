@@ -160,15 +160,12 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
     torchrun = [sys.executable, "-m", "megatron_grpo.launch.torchrun"]
     torchrun += ["--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port=0"]
     torchrun += [f"--nproc-per-node={num_ranks}", "--rdzv-id=ranks", f"--log-dir={logs}"]
-    if num_ranks > 1:
-        to_files = ",".join(f"{rank}:3" for rank in range(1, num_ranks))
-        torchrun += [f"--redirects={to_files}"]
     found = [f"train.num_steps={cfg.num_steps}", "train.num_epochs=null"]
     if cfg.data.date is not None:
         found += [f"data.date={json.dumps(cfg.data.date)}"]
     command = [*torchrun, "-m", "megatron_grpo", *arguments, *found]
     # exec keeps the process id, by which ranks know torchrun.
-    for_ranks = {LAUNCHER_VARIABLE: str(os.getpid()), OWN_LOGS_VARIABLE: "1"}
+    for_ranks = {LAUNCHER_VARIABLE: str(os.getpid())}
     if token is not None:
         for_ranks[TOKEN_VARIABLE] = token
     # Until torchrun can handle them: it first imports torch, which takes seconds.

@@ -72,7 +72,7 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     num_engines = cfg.num_engines
     if num_engines:
         check_engine_size(cfg.rollout, gpus_per_node)
-    is_free = _beside_reward_models(cfg, nodes[0], ranks_per_node, gpus_per_node)
+    is_free = _avoids_reward_models(cfg, nodes[0], ranks_per_node, gpus_per_node)
     free = [
         *filter(is_free, _places(nodes[:num_trainers], ranks_per_node, gpus_per_node, size)),
         *_places(nodes[num_trainers:], 0, gpus_per_node, size),
@@ -102,7 +102,7 @@ def check_shared(rollout: RolloutConfig, num_ranks: int, num_gpus: int) -> None:
         )
 
 
-def _beside_reward_models(
+def _avoids_reward_models(
     cfg: Config, node: str, ranks_per_node: int, gpus_per_node: int
 ) -> Callable[[EnginePlace], bool]:
     """Test that an engine's place leaves free the reward models' GPUs, behind the ranks of `node`;

@@ -1,7 +1,8 @@
 """torchrun with the exit codes, signals and messages of a run, over torch's static rendezvous.
 
 Failures that the ranks' watchdog has not reported take a few lines instead of pages. Preemption
-signals are forwarded to the ranks. The store listens on `--master-addr` alone, not on all
+signals are forwarded to the ranks. Rank 0 writes to the terminal, every other rank to a file of its
+own in `--log-dir`. The store listens on `--master-addr` alone, not on all
 interfaces; with `--master-port=0` at any free port. `--nnodes`, `--master-port` and `--log-dir` are
 required.
 """
@@ -15,8 +16,9 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Mapping
-from datetime import timedelta
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from types import FrameType
 
 from torch.distributed import DistError, TCPStore, run
@@ -24,7 +26,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from checkpoint_convert.utf8_mode import enter_utf8_mode
-from megatron_grpo.launch.launch import LAUNCHER_VARIABLE
+from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, OWN_LOGS_VARIABLE
+from megatron_grpo.launch.network import check_reachable
 from megatron_grpo.launch.parent_death import children
 from megatron_grpo.launch.process import (
     EXIT_INTERRUPTED,
@@ -38,8 +41,12 @@ from parallel.clock import running_time
 
 RENDEZVOUS_SECONDS = 600
 """Time in which the torchruns of all hosts must connect."""
+SILENT_SECONDS = 10
+"""A wait for the first host that takes longer is printed."""
 POLL_SECONDS = 0.05
 """Polling interval while hosts are missing: a wait in torch's store would delay signals."""
+ORPHAN_SECONDS = 20
+"""Time that ranks have to end by themselves once the first host's launcher has ended."""
 NUM_LINES_SHOWN = 30
 VERDICT = re.compile(r"^megatron-grpo: .*", re.MULTILINE | re.DOTALL)
 """The verdict of the watchdog, at the end of a rank's log."""
@@ -50,6 +57,7 @@ def main() -> None:
     enter_utf8_mode()
     allow_open_files()
     arguments = run.parse_args(sys.argv[1:])
+    _redirect(arguments)
     # Not the signals that this process was started to ignore, as by `nohup`: a handler undoes that.
     arguments.signals_to_handle = ",".join(
         name
@@ -57,11 +65,18 @@ def main() -> None:
         if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
     )
     forwarded = _forward_preemption()
+    orphaned: list[str] = []
     logging.disable(logging.ERROR)  # torchrun's own failure report; ours is below
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, START_SIGNALS)
         # torch's static rendezvous takes the store that this process already has at the port.
-        store = _first_store(arguments) if arguments.node_rank == 0 else _further_store(arguments)
+        if arguments.node_rank == 0:
+            store = _first_store(arguments)
+        else:
+            first = _connection(arguments)
+            store = TCPStore(arguments.master_addr, arguments.master_port)
+            store.set(f"host/{arguments.node_rank}", "")
+            Thread(target=_end_orphans, args=(first, orphaned), daemon=True).start()
         arguments.master_port = store.port
         run.run(arguments)
     except ChildFailedError as error:
@@ -69,6 +84,8 @@ def main() -> None:
         codes = [failure.exitcode for failure in error.failures.values()]
         if all(code == EXIT_PREEMPTED or -code in forwarded for code in codes):
             sys.exit(EXIT_PREEMPTED)
+        if orphaned:
+            sys.exit(orphaned[0])
         if report := _failure_report(error.failures, Path(arguments.log_dir)):
             print(report, file=sys.stderr)
         sys.exit(next((code for code in codes if code > 0), 1))
@@ -83,6 +100,13 @@ def main() -> None:
         sys.exit(128 + ended.sigval)
     except DistError:
         sys.exit(f"{socket.gethostname()}: the first host left before all hosts had joined")
+
+
+def _redirect(arguments: Namespace) -> None:
+    """Have every rank but rank 0 write to a file of its own in `--log-dir`."""
+    own = range(int(arguments.node_rank == 0), int(arguments.nproc_per_node))
+    arguments.redirects = ",".join(f"{rank}:3" for rank in own) or "0"
+    os.environ[OWN_LOGS_VARIABLE] = "1"
 
 
 def _forward_preemption() -> set[int]:
@@ -105,6 +129,11 @@ def _forward_preemption() -> set[int]:
 
 def _first_store(arguments: Namespace) -> TCPStore:
     """Serve the job's store on the first host; return it once all hosts have connected."""
+    if int(arguments.nnodes) > 1:
+        try:
+            check_reachable(arguments.master_addr)
+        except (ValueError, OSError) as error:
+            sys.exit(f"megatron-grpo: {error}")
     # A listener of our own: TCPStore would listen on all interfaces.
     listener = socket.create_server((arguments.master_addr, arguments.master_port))
     store = TCPStore(
@@ -128,19 +157,47 @@ def _first_store(arguments: Namespace) -> TCPStore:
     return store
 
 
-def _further_store(arguments: Namespace) -> TCPStore:
-    """Connect a further host to the job's store."""
-    timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
-    try:
-        store = TCPStore(arguments.master_addr, arguments.master_port, timeout=timeout)
-    except DistError as error:
-        sys.exit(
-            f"megatron-grpo: host {arguments.node_rank} ({socket.gethostname()}) did not reach the "
-            f"first of the {arguments.nnodes} at {arguments.master_addr}:{arguments.master_port} "
-            f"within {RENDEZVOUS_SECONDS} s: {str(error).splitlines()[0]}"
-        )
-    store.set(f"host/{arguments.node_rank}", "")
-    return store
+def _connection(arguments: Namespace) -> socket.socket:
+    """A connection of a further host to the port of the job's store, once the first host has it."""
+    place = f"{arguments.master_addr}:{arguments.master_port}"
+    host = f"megatron-grpo: host {arguments.node_rank} ({socket.gethostname()})"
+    start, is_silent = running_time(), True
+    while True:
+        try:
+            # Not by torch's store, which prints a stack in C++ for each attempt.
+            first = socket.create_connection((arguments.master_addr, arguments.master_port), 5.0)
+        except OSError as error:
+            if running_time() > start + RENDEZVOUS_SECONDS:
+                sys.exit(
+                    f"{host} did not reach the first of the {arguments.nnodes} at {place} within "
+                    f"{RENDEZVOUS_SECONDS} s: {error}"
+                )
+            if is_silent and running_time() > start + SILENT_SECONDS:
+                is_silent = False
+                print(f"{host} waits for the first at {place}: {error}", file=sys.stderr)
+            time.sleep(POLL_SECONDS)
+        else:
+            first.settimeout(None)
+            return first
+
+
+def _end_orphans(first: socket.socket, orphaned: list[str]) -> None:
+    """Kill the ranks here some time after the launcher at the other end of `first` has ended, and
+    put the reason into `orphaned`.
+
+    Ranks that have met rank 0 end by themselves, with its watchdog. If rank 0 found a mistake
+    before, they would try to reach it for an hour.
+    """
+    address = first.getpeername()[0]
+    with suppress(OSError):
+        first.recv(1)  # the store sends nothing
+    time.sleep(ORPHAN_SECONDS)
+    orphaned.append(
+        f"megatron-grpo: the first host, {address}, has ended before the ranks on "
+        f"{socket.gethostname()}: its log says why"
+    )
+    for rank in children(os.getpid()):
+        os.kill(rank, signal.SIGKILL)
 
 
 def _failure_report(failures: Mapping[int, ProcessFailure], log_dir: Path) -> str:

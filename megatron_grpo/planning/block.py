@@ -155,7 +155,7 @@ class Weights(NamedTuple):
 
 PASSES, FROZEN_PASSES = 3, 2
 """Cost of a forward with its backward, in forwards. The backward costs one for the gradients of
-inputs and one for those of trained weights (Kaplan et al., arXiv 2001.08361)."""
+inputs and one for the gradients of trained weights (Kaplan et al., arXiv 2001.08361)."""
 
 
 class Flops(NamedTuple):
@@ -190,7 +190,7 @@ class Block:
     """Exchanges, with the part whose recomputation repeats each: {"tensor": "mlp"}."""
 
     def weights(self) -> Iterator[Weights]:
-        """Weights that a token is multiplied with, without those of norms."""
+        """Weights that a token is multiplied with, norms excluded."""
         raise NotImplementedError
 
     def other_flops(self, work: Computed) -> Iterator[Flops]:
@@ -232,8 +232,8 @@ class Block:
         """Elements that tensor ranks exchange in forwards and a backward.
 
         They all-gather the inputs of split matrices, and reduce-scatter what these add to hidden
-        states. A backward does both for gradients, and gathers the inputs once more for those of
-        weights.
+        states. A backward does both for gradients, and gathers the inputs once more for the
+        weights' gradients.
         """
         inputs, others = self.gathered
         return (forwards + 1) * (inputs + others + self.shape.hidden_size) + inputs

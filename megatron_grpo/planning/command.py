@@ -286,7 +286,7 @@ def _link_lines(cfg: Config, plan: JobPlan) -> list[str]:
 
 
 def _asynchrony_lines(cfg: Config, loop: Loop) -> list[str]:
-    """Gain of each `rollout.max_staleness`; a star marks that of `cfg`."""
+    """Gain of each `rollout.max_staleness`; a star marks the value in `cfg`."""
     own, updates = mode_of(cfg), BatchSchedule.of(cfg.grpo).updates_per_generation
     head = ["step", "tokens/s", "engines busy", "trainer busy", "staleness", "at worst"]
     rows = [["rollout.max_staleness", *head]]

@@ -30,7 +30,7 @@ class LayerKind:
 
     @cached_property
     def one_layer(self) -> ModelShape:
-        """A model with one of these layers."""
+        """The model with a single layer, of this kind."""
         return replace(self.shape, num_layers=1)
 
     @cached_property

@@ -37,7 +37,7 @@ class Mlp(Block):
 
 @dataclass(frozen=True)
 class Experts(Mlp):
-    """A router, experts that get equally many tokens, and one that all tokens go to."""
+    """A router, experts that get equally many tokens, and a shared expert for all tokens."""
 
     has_own_norm = True
     attainable = 0.3

@@ -124,7 +124,8 @@ class Muon(Optimizer):
         # Exchanges are cut at MAX_EXCHANGED elements, but never inside of a matrix.
         most = max(largest, min(MAX_EXCHANGED, owned))
         of_matrix = 3 * FLOAT + 2 * ITEMSIZE["bfloat16"]
-        # A rank computes one of `num_splits` matrices itself, and sends its parts of the others.
+        # A rank computes one of `num_splits` matrices itself, and sends its parts of the other
+        # matrices.
         sent = sum(each.owned - each.owned // each.num_splits for each in matrices)
         return OptimizerBytes(
             optimizer=adam.optimizer - owned * FLOAT,

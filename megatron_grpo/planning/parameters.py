@@ -39,7 +39,7 @@ class Parameter(NamedTuple):
 
     @property
     def is_expert(self) -> bool:
-        """Whether it is an expert's, and so replicated over other ranks than the rest."""
+        """Whether it belongs to an expert: experts are replicated over other ranks."""
         return ".experts." in self.name
 
     @property
@@ -60,7 +60,7 @@ class Buffer:
 def rank_buffers(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Iterator[Buffer]:
     """Gradient buffers of the rank at `at`.
 
-    One layer of each kind and one expert of a layer are laid out, and repeated for the others.
+    One layer of each kind and one expert per layer are laid out, and repeated for equal ones.
     """
     kinds = layer_kinds(shape)
     kind_of = kind_of_layers(kinds)
@@ -150,7 +150,7 @@ def _tiny_chunk(
     )
     at = Coordinates(tensor=rank, context=0, data=0, pipeline=stage)
     tiny = replace(shape, num_layers=stages)
-    # Transformer Engine names norms differently, but they have as many elements.
+    # Transformer Engine names norms differently, but their sizes are equal.
     layout = megatron_layout(tiny, dims, at, transformer_engine=False)
     largest = dict.fromkeys(layout.shapes, 0)
     wholes = {

@@ -210,7 +210,7 @@ def _sent_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> float:
 
     Groups that share experts: a node sends each of its tokens once to every other node with one of
     the token's experts (if experts are split, to all nodes), and receives it back once. Nodes have
-    equally many tokens. In a group on several nodes, the others need the token, too.
+    equally many tokens. In a group on several nodes, the group's other nodes need the token, too.
     """
     rollout, size = cfg.rollout, shape.hidden_size * ITEMSIZE[cfg.model.dtype]
     nodes, groups = rollout.gpus_per_engine // card.per_node, rollout.data_parallel_size

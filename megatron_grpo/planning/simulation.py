@@ -41,7 +41,7 @@ class Loop:
     """Engines and a trainer; seconds of the trainer are those for one generation."""
 
     lengths: Sequence[int]
-    """Tokens of completions, of which each generation draws its own."""
+    """Tokens of completions; each generation draws its lengths from them."""
     batch: int
     """Completions of a generation."""
     num_engines: int

@@ -49,14 +49,14 @@ class StateBytes:
     frozen: int
     """Part of `weights` that is frozen, under adapters."""
     expert_weights: int
-    """Part of the trained weights in experts, which have replicas on other ranks than the rest."""
+    """Trained weights of experts, which have their replicas on other ranks."""
     gradients: int
     optimizer: int
     """The rank's shard of moments and of float32 master weights, and gradients that it keeps."""
     reference: int
     """Weights of the reference model if `grpo.beta` > 0; with `grpo.sync_ref_model` also a float32
-    copy, if `model.dtype` would round them. With adapters: one copy of them for `sync_ref_model`,
-    else nothing."""
+    copy, if `model.dtype` would round the weights. With adapters: one copy of the adapters for
+    `sync_ref_model`, else nothing."""
     update: int
     """Additional bytes while weights are updated."""
     host: int

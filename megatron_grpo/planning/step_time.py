@@ -357,7 +357,7 @@ def _data_bytes(cfg: Config, states: Sequence[StateBytes]) -> float:
 def _data_covers(cfg: Config, states: Sequence[StateBytes], forward: float) -> list[Cover]:
     """Computation that hides sums of gradients and gathers of weights.
 
-    Counted for the first stage: later ones wait for it anyway. Its last bucket of gradients is
+    Counted for the first stage: later stages wait for it anyway. Its last bucket of gradients is
     complete only at the end of the last backward, and its first weights are needed at once. The
     step before a push gathers all weights at once, and so does every pass with a trained vision
     tower.

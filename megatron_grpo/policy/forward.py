@@ -203,7 +203,8 @@ def pipeline_arguments(
     """Arguments of Megatron's schedule for one pass over `batches`; none without a pipeline."""
     if groups.dims.pipeline == 1:
         return {}
-    # With a communicator, the schedules demand a collection of groups, too: Megatron's defaults.
+    # Given a communicator, the schedules demand a collection of groups, too: pass Megatron's
+    # defaults.
     own = ProcessGroupCollection()
     own.tp, own.cp, own.pp = groups.tensor, groups.contexts[groups.dims.context], groups.pipeline
     own.embd = parallel_state.get_embedding_group(check_initialized=False)

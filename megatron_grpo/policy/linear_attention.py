@@ -43,7 +43,7 @@ from parallel.delta_rule import (
     Stage,
     activated_convolution,
     gated_delta_rule,
-    read_memories,
+    run_stages,
     unit_heads,
 )
 from parallel.state_space import state_space
@@ -258,7 +258,7 @@ class GatedDeltaNet(LinearAttention):
             return gated_delta_rule(*heads, *rates, stage.chunks, memory)
 
         kernel = conv.squeeze(1)
-        read = read_memories(x, kernel, rule, params.stages, convolution=self._convolution)
+        read = run_stages(x, kernel, rule, params.stages, convolution=self._convolution)
         read = read.to(conv.dtype)
         # All heads share the weight, and a tensor rank has some heads: the gradient is a sum over
         # tensor ranks.
@@ -322,7 +322,7 @@ class Mamba(LinearAttention):
             return read + x * skip.unsqueeze(-1), after
 
         x, kernel = xbc.flatten(1), conv.squeeze(1)
-        read = read_memories(x, kernel, rule, params.stages, bias, self._convolution)
+        read = run_stages(x, kernel, rule, params.stages, bias, self._convolution)
         gated = read.flatten(1).unflatten(1, (-1, values)) * silu(gate.to(wide))
         normed = rms_norm(gated, gated.shape[-1:], eps=self.config.layernorm_epsilon)
         return (normed.flatten(1) * weight).to(projected.dtype)

@@ -89,7 +89,7 @@ class Adapter(torch.nn.Module):
         return torch.cat(outputs, dim=-1) * self.scale
 
     def _complete(self, low: Tensor) -> Tensor:
-        """Complete A x for the tokens whose outputs this rank computes."""
+        """Complete A x for the tokens of this rank's outputs: gather, scatter or reduce."""
         if self.target.split == "rows":
             gather = gather_from_sequence_parallel_region
             return gather(low) if self.sequence else copy_to_tensor_model_parallel_region(low)

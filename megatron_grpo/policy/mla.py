@@ -28,7 +28,7 @@ from megatron_grpo.policy.packed_params import PackedParams
 class LatentAttention(Attention):
     """Latent attention with the submodules of Megatron's ``MLASelfAttention``.
 
-    `head_dim` is the head size of queries and keys; `config.kv_channels` that of values.
+    `head_dim` is the head size of queries and keys; `config.kv_channels` the size of values.
     """
 
     def __init__(

@@ -74,8 +74,8 @@ class MtpLayer(MegatronModule):
     def forward(
         self, hidden: Tensor, embedded: Tensor, rotary: Tensor, params: PackedParams
     ) -> Tensor:
-        """The head's input from final hidden states and embeddings of the next tokens, [t, 1, H]
-        each; with sequence parallelism, t are a tensor rank's tokens."""
+        """Compute the head's input from final hidden states and embeddings of the next tokens, all
+        [t, 1, H]; with sequence parallelism, t is the tensor rank's share of the tokens."""
         joined, _ = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
 
         def through(joined: Tensor) -> Tensor:

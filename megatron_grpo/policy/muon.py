@@ -68,7 +68,7 @@ class Muon:
         group: ProcessGroup,
         cfg: OptimizerConfig,
     ) -> None:
-        """`part`: one of the optimizers that Megatron chains; `parameters`: those of `layout`.
+        """`part`: one of the optimizers that Megatron chains; `parameters`: tensors of `layout`.
 
         `group`: all ranks with parts of its matrices. `shapes` returns the shapes of the weight
         files' tensors; the first step calls it.

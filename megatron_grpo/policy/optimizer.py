@@ -171,7 +171,8 @@ def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> Opti
         end_wd=cfg.weight_decay,
         wd_incr_steps=num_steps,
         wd_incr_style="constant",
-        # A resumed run may have more steps than the one that saved the schedule: take the config's.
+        # A resumed run may have more steps than the run that saved the schedule: take the config's
+        # number.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

@@ -54,7 +54,7 @@ class SplitFloats:
         return (self._upper() + self.rest).view(torch.float32)
 
     def copy_(self, values: Tensor) -> None:
-        """Set the rest for `values`; `weights` must already be the values, rounded."""
+        """Set `rest` for `values`; `weights` must already hold the rounded values."""
         rest = values.to(self.rest.device).view(torch.int32) - self._upper()
         # A value half-way between two weights may have been rounded down, to even. Its rest is
         # 2^15, one too large for int16: the clamp loses the value's last bit.
@@ -133,9 +133,9 @@ def steps_taken(optimizer: Any) -> int:
 
 
 def set_steps_taken(optimizer: Any, num_steps: int) -> None:
-    """Restore `steps_taken`."""
-    # Not by `load_state_dict`: Transformer Engine's allocates new moments while the old ones are
-    # alive.
+    """Set the number of updates, on which Adam's bias correction depends: see `steps_taken`."""
+    # Not by `load_state_dict`: in Transformer Engine, it allocates new moments while the old ones
+    # are alive.
     for part in optimizer.chained_optimizers:
         for adam in inner_optimizers(part.optimizer):
             if isinstance(adam, TORCH_ADAM):

@@ -150,7 +150,7 @@ def add_tower(chunk: Any, cfg: Config) -> None:
     modules = {"visual": chunk.visual, **chunk._modules}
     chunk._modules.clear()
     chunk._modules.update(modules)
-    # Activations of all blocks for one image can exceed those of a microbatch of text.
+    # Activations of all blocks for one image can exceed the activations of a microbatch of text.
     chunk.visual.gradient_checkpointing_enable({"use_reentrant": False})
 
 

@@ -346,7 +346,7 @@ def gap_metrics(
     for sample, first in zip(samples, firsts, strict=True):
         if first is None:
             continue
-        # May be shorter than the completion: the log ends within the last one that it has room for.
+        # May be shorter than the completion: a full log ends within a completion.
         own = gaps[first : first + len(sample.completion_ids)]
         versions, lengths = zip(*sample.spans, strict=True)
         version = np.repeat(versions, lengths)[: len(own)]
@@ -369,8 +369,8 @@ def gap_metrics(
 
 
 def _follows_other_versions(sample: Sample, version: np.ndarray) -> np.ndarray:
-    """[len(version)] bool: whether a token follows one of another version in its turn. The prompt
-    of a turn counts as of the weights that sample its first token."""
+    """[len(version)] bool: whether the token's turn began with another version. The prompt of a
+    turn counts as of the weights that sample its first token."""
     mask = np.asarray(sample.loss_mask[: len(version)])
     begins = np.diff(mask, prepend=0) == 1
     # Index of the first token of each token's turn.

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from megatron_grpo.bars import Show, Wait, progress_bar
 from megatron_grpo.evaluation.evaluation import metrics_of
-from megatron_grpo.timing import is_beside
+from megatron_grpo.timing import is_in_background
 
 SHOWN_SECONDS = 0.05
 """Shorter phases are left out: they would print as 0.0."""
@@ -160,11 +160,11 @@ def evaluation_line(name: str, metrics: Mapping[str, float]) -> str:
 
 
 def phase_line(metrics: Mapping[str, float]) -> str:
-    """Seconds per phase in execution order; phases that ran beside the step are left out."""
+    """Seconds per phase in execution order, without phases in the background."""
     phases = [
         f"{name.removeprefix('time/')} {seconds:.1f}"
         for name, seconds in metrics.items()
         if name.startswith("time/") and name != "time/step" and seconds >= SHOWN_SECONDS
-        if not is_beside(name, metrics)
+        if not is_in_background(name, metrics)
     ]
     return ", ".join(phases)

@@ -15,7 +15,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 
 from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.reporting.tracking import METRICS_FILE
-from megatron_grpo.timing import is_beside
+from megatron_grpo.timing import is_in_background
 
 CURVES_FILE = "curves.png"
 Record = dict[str, float]
@@ -194,18 +194,20 @@ def draw_grad_norm(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_time(axis: Axes, records: Sequence[Record]) -> None:
-    """Seconds of each step, stacked by phase in execution order; a generation made beside training
+    """Seconds of each step, stacked by phase in execution order; a generation in the background
     counts with the time that the step waited for it."""
     _name(axis, "Seconds per step")
     records = _of_steps(records)
-    found = {n: None for r in records for n in r if n.startswith("time/") and not is_beside(n, r)}
+    found = {
+        n: None for r in records for n in r if n.startswith("time/") and not is_in_background(n, r)
+    }
     phases = [name for name in found if name not in ("time/step", "time/eval")]
     steps = [record["step"] for record in records]
     edges = [steps[0] - 0.5, *(step + 0.5 for step in steps)]
     below = np.zeros(len(records))
     for name in phases:
         above = below + [
-            0.0 if is_beside(name, record) else record.get(name, 0.0) for record in records
+            0.0 if is_in_background(name, record) else record.get(name, 0.0) for record in records
         ]
         label = name.removeprefix("time/")
         color = PHASES.get(label, FAINT)

@@ -2,7 +2,7 @@
 
 Every line is a JSON object with its `step` near the start, in ascending order: bisection over byte
 offsets finds the first line of a step in about 20 reads. A line without a newline is still being
-written. A timeline may repeat steps after a resume; then one of the repetitions is found.
+written. A timeline may repeat steps after a resume; a search then finds any of the repetitions.
 """
 
 import os
@@ -102,7 +102,7 @@ def identity_of(line: bytes) -> tuple[int, ...] | None:
 
 
 def _seek(file: BinaryIO, step: int) -> None:
-    """Move to the first row with at least `step`, or at most `NEAR` bytes and a line before it."""
+    """Move to the first row of `step` or later, or at most `NEAR` bytes and one line before it."""
     # Invariant: rows from `high` on have at least `step`, rows before `low` have less.
     low, high = 0, file.seek(0, os.SEEK_END)
     while high - low > NEAR:

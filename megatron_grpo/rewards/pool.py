@@ -42,7 +42,7 @@ class RewardWorkerProcess(SupervisedWorker):
         self.deadlines = {LOAD: running_time() + load_seconds(cfg.timeout)}
         """Deadline of each open call by number; loading is the call `LOAD`."""
         self.is_retired = False
-        """Whether the worker gets no more calls and is replaced after its open ones."""
+        """Whether the worker gets no more calls, and is replaced once its open calls have ended."""
         self.failure = ""
         """Reason of the worker's failure; empty while it works."""
 

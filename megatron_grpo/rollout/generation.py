@@ -72,7 +72,7 @@ class Generation:
 
     policy_version: int
     record: Record | None = None
-    """Callback for each finished phase, if the generation is made beside training."""
+    """Callback for each finished phase, if the generation is made in the background."""
     failure: Exception | None = None
     """First error of a group; it ends the run when the generation is taken."""
     num_sampling: int = 0

@@ -1,11 +1,11 @@
-"""Queue of groups: decides which groups to open, and which complete ones form a generation.
+"""Queue of groups: decides which groups to open, and which complete groups form a generation.
 
 In order (without `rollout.over_sampling`), a generation has the groups of its own prompts. Dynamic
 sampling replaces rejected groups in rounds; a round is opened when all groups of the last one are
 scored, so that the prompts depend only on the generation's number and the rewards, never on timing.
 
-With over-sampling, more groups are open than a generation needs. The first complete ones form a
-generation; the others continue into the next, until they are too old. Each rejected group is
+With over-sampling, more groups are open than a generation needs. The first complete groups form a
+generation; open groups continue into the next, until they are too old. Each rejected group is
 replaced at once.
 
 The queue only counts: without engines, threads or clocks, a test can drive it through any order of
@@ -48,7 +48,7 @@ class GroupQueue:
     """Limit of a generation's rounds; with over-sampling, it replaces `most_rounds` * `size` groups
     at most."""
     widening: float = 1.0
-    """Groups that a round opens for each missing one."""
+    """Groups that a round opens for each missing group."""
     next_number: int = 0
     """Position in the stream of the first group that was never opened."""
     reopened: list[GroupKey] = field(default_factory=list)

@@ -34,8 +34,8 @@ def place_of(stack: str) -> str:
 def stragglers(stacks: Mapping[int, str], progress: Mapping[int, tuple[int, int]]) -> list[int]:
     """Guess the ranks that the others wait for, from stacks and (step, ticks); may be empty.
 
-    If at least half of the ranks wait in collectives, the others are meant; else at most half with
-    the least progress; else the minority at another place than most.
+    Ranks outside of collectives, if they are at most half; else the ranks with the least progress,
+    if at most half; else the ranks whose stack differs from the majority's.
     """
     busy = [rank for rank, stack in stacks.items() if not WAITS.search(stack)]
     if busy and 2 * len(busy) <= len(stacks):

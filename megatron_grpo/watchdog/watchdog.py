@@ -178,22 +178,23 @@ def server_host(place: RankPlace, store: Store) -> str:
 
 
 def _failure(error: BaseException, step: int) -> Failure:
-    """Report an exception in optimizer step `step`: its message if that is enough, or a traceback.
+    """Convert an exception in optimizer step `step` to the rank's report: message or traceback.
 
-    Before the first step (0), ValueError, OSError and ModuleNotFoundError mean that config, data,
-    files or packages need fixing, unless transient. Later the same command may succeed.
+    In step 0, a ValueError, OSError or ModuleNotFoundError is the user's to fix (config, data,
+    files or packages), unless it is transient. In later steps the same command may succeed.
     """
     trace = "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
-    is_ours = isinstance(error, (ValueError, OSError, ModuleNotFoundError))
+    may_be_input = isinstance(error, (ValueError, OSError, ModuleNotFoundError))
+    # A lost connection: another rank, or an engine, has failed first.
     is_consequence = (
         isinstance(error, ConnectionError)
-        if is_ours
+        if may_be_input
         else isinstance(error, DistError) or "gloo" in trace
     )
-    is_early = is_ours and step == 0
+    is_early = may_be_input and step == 0
     is_for_user = is_early and is_user_error(error)
     # System errors (with errno) say neither what was tried nor where.
-    is_whole = isinstance(error, OSError) and error.errno is None
-    if str(error) and (is_early or is_whole or isinstance(error, RewardError)):
+    has_own_message = isinstance(error, OSError) and error.errno is None
+    if str(error) and (is_early or has_own_message or isinstance(error, RewardError)):
         return Failure(str(error), trace, is_for_user, is_consequence)
     return Failure(trace, "", is_for_user, is_consequence)

@@ -45,12 +45,12 @@ class WeightSender:
         device: torch.device,
         timeout: timedelta = TIMEOUT,
     ) -> None:
-        """Publish what `rank` sends to each worker, and open channels to the workers.
+        """Publish the copies that `rank` sends to each worker (`sends`), and open the channels.
 
-        `rendezvous` belongs to the init info. `shapes` has the parameters of each worker, `dtypes`
-        those of all: tensors on `device` are sent in these dtypes. No copy exceeds a bucket.
-        Raises ChannelError when a worker does not connect within `timeout`, and at once when any
-        process of the rendezvous has failed; publishes its own failure there.
+        `shapes` are of each worker's parameters, `dtypes` of all workers' parameters; tensors on
+        `device` are sent in these dtypes. A copy must fit into a bucket. Raises ChannelError when a
+        worker does not connect within `timeout`, and at once when any process of the rendezvous has
+        failed; publishes its own failure there.
         """
         workers = [worker for worker, ranks in enumerate(init_info.senders) if rank in ranks]
         assert sorted(sends) == workers, f"rank {rank} sends to {sorted(sends)}, not {workers}"

@@ -95,7 +95,7 @@ def add_tokenizer(writer, tokenizer):
 
 
 def add_weights(writer, model):
-    """With llama.cpp's names, and its order of the rows of queries and keys."""
+    """Add the weights by llama.cpp's names, with its order of the rows of queries and keys."""
     shape = read_shape(model)
     heads = {"q_proj": shape.num_attention_heads, "k_proj": shape.num_key_value_heads}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, shape.num_layers)

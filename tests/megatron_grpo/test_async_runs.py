@@ -272,7 +272,7 @@ DIES = InCall(kill_an_engine, 0, "megatron_grpo.rollout.runner", "features_of", 
 
 @pytest.mark.slow
 def test_engine_that_dies_beside_the_training_comes_back(async_runs, whole):
-    """It is started again at the request of a thread that ends, and must not end with that."""
+    """The thread that restarts the engine ends; the engine must not end with it."""
     own = OWN, "rollout.num_engines=2"
     ended = async_runs.finish("dies", *ASYNC, *own, engine=None, sabotage=DIES)
     assert ended.output.count("is lost: ended with signal SIGKILL") == 1

@@ -31,8 +31,8 @@ from megatron_grpo.prompt_checks import what_was_tried
 
 TOKEN = "0123456789abcdef"
 MILLIONS = 200
-"""Of numbers, in whose CPU time a mistake must be told: some 14 s. Most of it are imports, of
-Megatron-Core where it is the data that cannot be used."""
+"""A mistake must be reported within the CPU time of so many million numbers, some 14 s. Imports
+take most of it; with a mistake in the data, also of Megatron-Core."""
 
 
 @pytest.fixture
@@ -133,10 +133,10 @@ def run_check(*overrides: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("settings", "scores", "tried"),
     [
-        ([], {"f": 0.0}, "; rewards were tried"),
+        ([], {"f": 1.0}, "; rewards were tried"),
         (["reward.functions=[]", "environment.name=a.py:B"], {}, ""),
         (["reward.functions=[]", "agent.command=a"], {}, "; the agent was started"),
-        (["agent.listen=0.0.0.0:0"], {"f": 0.0}, "; rewards were tried"),
+        (["agent.listen=0.0.0.0:0"], {"f": 1.0}, "; rewards were tried"),
     ],
 )
 def test_check_says_which_code_of_the_user_it_has_tried(settings, scores, tried):

@@ -48,7 +48,7 @@ IN_HALVES = "grpo.steps_per_generation=2"
 
 @pytest.fixture(scope="module")
 def arguments(tied_model: Path, tmp_path_factory) -> list[str]:
-    """Those of a run of several sources, the environment of which wants a fourth turn in vain."""
+    """Arguments of a run with several sources; its environment wants a fourth turn in vain."""
     folder = tmp_path_factory.mktemp("talkative")
     model, file = talkative(folder / "model", tied_model), folder / "mine.py"
     file.write_text(FILE)

@@ -37,9 +37,9 @@ MOVES = {
     "all is away": (InPhase(tell_and_die, 1, "save", nth=4), ALL, "step_2"),
     "all comes back": (InPhase(tell_and_die, 1, "sleep", nth=3), ALL, "step_2"),
 }
-"""Where rank 1 dies, the parts that have no memory then, and the newest checkpoint."""
+"""(place where rank 1 dies, parts without memory there, newest checkpoint)."""
 LESS = {"all is away": "[gradients, weights]"}
-"""What leaves where such a run goes on; else the optimizer."""
+"""Parts that leave in the resumed run; by default the optimizer."""
 
 
 @pytest.mark.slow

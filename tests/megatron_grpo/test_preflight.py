@@ -404,6 +404,9 @@ def test_preflight_calls_the_rewards(config, tmp_path, capfd):
     right = preflight(config("reward.functions=[exact]"), None)
     assert "\n  exact 1: '0'\n  exact 0: 'The answer is 42.'\n" in right.prompt
     assert right.tried == "; rewards were tried"
+    file.write_text("def never(completions, **_): return [0.0] * len(completions)")
+    never = preflight(config(f"reward.functions=[{{name: '{file}:never'}}]"), None)
+    assert never.tried.endswith("'0' scores 0: does the reward know the right answer?")
 
 
 def test_preflight_lists_answers_that_the_reward_cannot_read(config, tmp_path):

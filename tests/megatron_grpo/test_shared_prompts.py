@@ -119,7 +119,7 @@ def test_tokens_of_shared_prompts_are_packed_once_within_the_budget(
 
 
 def branched(sample: Sample) -> Sample:
-    """Of the tokens of the completion, some part from the first ones, and others from these."""
+    """Branch the completion: one branch leaves the root, another leaves that branch."""
     first, length = len(sample.prompt.token_ids), len(sample.completion_ids)
     if length < 6:
         return sample

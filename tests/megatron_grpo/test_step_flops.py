@@ -11,7 +11,8 @@ from helpers.ranks.processes import CONTEXT
 
 @pytest.mark.slow
 def test_what_is_executed_is_what_every_sequence_needs_by_itself(tmp_path: Path) -> None:
-    """The same gradient, with no pass, no padding and no head that is not needed: but for 2%."""
+    """Passes, padding and heads beyond the necessary ones cost at most 2%, for the same
+    gradient."""
     folders = [tmp_path / side for side in ("ours", "limit")]
     found = []
     for folder in folders:

@@ -165,7 +165,7 @@ def address_of_meeting(rank: int, folder: Path) -> str:
 
 
 class Servers:
-    """Servers of two engines of ours, of which nothing listens: of the second, the end is known."""
+    """Servers of two engines that the run started; none listens. `ends` has how an engine ended."""
 
     token, are_ours = "0123456789abcdef", True
     base_urls = ("http://127.0.0.1:9", "http://127.0.0.1:10")

@@ -9,7 +9,7 @@ from parallel.delta_rule import (
     causal_convolution,
     gated_delta_rule,
     last_tokens,
-    read_memories,
+    run_stages,
     stages,
 )
 
@@ -109,7 +109,7 @@ def test_completions_and_branches_have_the_outputs_of_whole_sequences():
             own = rates[stage.tokens]
             return gated_delta_rule(*heads(mixed), -own, own, stage.chunks, memory)
 
-        return read_memories(x, weight, rule, stages)
+        return run_stages(x, weight, rule, stages)
 
     found = read(x, rates, stages(cu_seqlens, prefixes))
     for own, before in zip(paths, roots, strict=True):

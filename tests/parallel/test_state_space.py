@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import pad, silu
 
-from parallel.delta_rule import Chunks, causal_convolution, read_memories, stages
+from parallel.delta_rule import Chunks, causal_convolution, run_stages, stages
 from parallel.state_space import state_space
 
 LENGTHS = (5, 130, 64, 1, 65)
@@ -81,7 +81,7 @@ def test_completions_of_a_prompt_have_the_outputs_of_whole_sequences():
             value = value.unflatten(1, (HEADS, -1))
             return state_space(query, key, value, rates, stage.chunks, memory)
 
-        return read_memories(x[tokens], weight, rule, stages, bias)
+        return run_stages(x[tokens], weight, rule, stages, bias)
 
     found = read([*range(79)], stages(cu_seqlens, prefixes))
     for own in (range(70, 75), range(75, 79)):

@@ -66,6 +66,7 @@ class ModelWorker(PushWorker):
     """The weights of a transformers model in the layout of an engine's single worker."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, dtype: str, engine: str) -> None:
+        """Hold the weights in `folder` as a worker of `engine` would; `model` generates."""
         super().__init__(0, model.device)
         shape, rollout = read_shape(folder), RolloutConfig(engine=engine, max_completion_length=1)
         self.model = model

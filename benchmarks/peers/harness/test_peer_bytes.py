@@ -48,7 +48,7 @@ def destined(model, tensors, num_workers, shard_axis_size):
 
 
 def num_mlps(shape: ModelShape) -> int:
-    """Of dense layers and shared experts."""
+    """Number of layers with a dense MLP or a shared expert."""
     has_shared = shape.moe is not None and shape.moe.shared_intermediate_size > 0
     return shape.num_layers if has_shared else shape.num_dense_layers
 
@@ -56,7 +56,7 @@ def num_mlps(shape: ModelShape) -> int:
 @pytest.mark.slow
 def test_m2n_elements_equal_vllms_plan(tmp_path):
     cases = []
-    # Of matrices that are fused in the weight files it sends every worker all rows.
+    # Fused matrices of weight files are left out: `nccl_m2n` sends every worker all their rows.
     for number, family in enumerate(n for n, f in FAMILIES.items() if not f.has_fused_weights):
         folder = servable_model(tmp_path / family, family, tied=number % 2 == 0)
         cases.append((folder, EngineDims(tensor=2)))

@@ -44,7 +44,7 @@ NEEDED = {
     "enable_priority_scheduling": True,
     "schedule_low_priority_values_first": True,
     "disable_priority_preemption": True,
-    # Else shared experts become one more expert in the stack of the others.
+    # Otherwise SGLang appends the shared expert to the stack of experts.
     "disable_shared_experts_fusion": True,
     # Requests bring pixels, in host memory.
     "mm_feature_transport": "cpu",

@@ -186,7 +186,7 @@ def keep_routes(
 def collect_kept_routes(
     collect: Callable[..., None], processor: SchedulerBatchResultProcessor, req: Req
 ) -> None:
-    """Return a request's kept experts in place of those of its recomputed tokens."""
+    """Return a request's kept experts in place of the experts of its recomputed tokens."""
     collect(processor, req)
     if req.routed_experts is not None and (kept := getattr(req, "kept_routes", [])):
         rest = req.routed_experts[sum(map(len, kept)) :]

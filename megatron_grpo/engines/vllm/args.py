@@ -146,7 +146,8 @@ def own_arguments(
     return {
         "dtype": dtype,
         "hf_overrides": {**hf_overrides} or None,
-        # vLLM prefers Mistral's own files, but the trainer reads the others.
+        # vLLM prefers files in Mistral's format; the trainer reads files in the Hugging Face
+        # format.
         "config_format": "hf",
         "tokenizer_mode": "hf",
         "tensor_parallel_size": rollout.tensor_parallel_size,

@@ -150,7 +150,7 @@ class VllmWorker(PushWorker):
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
         """Receive a push, and recompute what vLLM derives from weights (`absorb_latents`). With
-        adapters, the checksums include those of the weights."""
+        adapters, the checksums of the weights are included."""
         # Without vLLM's layerwise reload, which is for layouts that change after loading: ours do
         # not (see `moe_backend` in args.py).
         sums = {**super().receive(receiver, self.tensors())}

@@ -21,6 +21,7 @@ import psutil
 from demo.make_sums import sums as all_sums
 from helpers.engines.live import TestEngine
 from helpers.ranks.processes import CONTEXT
+from helpers.runs.hosts import Host, enter_host
 from helpers.runs.train import (
     RUN_MARK,
     TINY_CONFIG,
@@ -67,7 +68,9 @@ class Job:
         config: Path = TINY_CONFIG,
         token: str = "",
         sabotage: Sabotage | None = None,
+        hosts: Sequence[Host] = (),
     ) -> None:
+        """Ranks on this host, or evenly on `hosts`."""
         self.mark = uuid.uuid4().hex
         log_dir.mkdir(parents=True, exist_ok=True)
         self._reserved = reserve_port()  # rank 0 imports for seconds first
@@ -75,23 +78,27 @@ class Job:
         self.logs = [log_dir / f"rank_{rank}_{self.mark[:6]}.log" for rank in range(num_ranks)]
         self.ranks = []
         for rank, log in enumerate(self.logs):
+            num_hosts = max(1, len(hosts))
+            host, local_rank = divmod(rank, num_ranks // num_hosts)
             environment = {
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                "LOCAL_RANK": str(local_rank),
                 "WORLD_SIZE": str(num_ranks),
-                "LOCAL_WORLD_SIZE": str(num_ranks),
-                "GROUP_WORLD_SIZE": "1",
-                "MASTER_ADDR": "127.0.0.1",
+                "LOCAL_WORLD_SIZE": str(num_ranks // num_hosts),
+                "GROUP_WORLD_SIZE": str(num_hosts),
+                "MASTER_ADDR": hosts[0].address if hosts else "127.0.0.1",
                 "MASTER_PORT": str(self.port),
-                "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
                 RUN_MARK: self.mark,
                 TOKEN_VARIABLE: token,
                 "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             }
+            if not hosts:
+                environment["GLOO_SOCKET_IFNAME"] = "lo"
             command = ["train", str(config), *map(str, arguments)]
+            init = hosts[host].init if hosts else None
             process = CONTEXT.Process(
-                target=_be_rank, args=(rank, command, environment, log, sabotage)
+                target=_be_rank, args=(rank, command, environment, log, sabotage, init)
             )
             process.start()
             self.ranks.append(process)
@@ -171,12 +178,15 @@ def _be_rank(
     environment: Mapping[str, str],
     log: Path,
     sabotage: Sabotage | None,
+    init: int | None,
 ) -> None:
     import sys
 
     import torch
 
     os.setsid()
+    if init is not None:
+        enter_host(init)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

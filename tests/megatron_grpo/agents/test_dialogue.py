@@ -48,7 +48,7 @@ class Recorded(Completions):
             prompts,
             params,
             new_group=partial(
-                DialogueGroup, environments=environments, turns=turns(), max_turns=max_turns
+                DialogueGroup, environments=environments, template=turns(), max_turns=max_turns
             ),
         )
 
@@ -264,7 +264,7 @@ def test_dialogue_ends_when_done_at_max_turns_or_without_room(reference, tmp_pat
     samples = ask(max_completion_length=40, max_turns=9)
     assert {s.finish_reason for s in samples} == {"length"}
     for sample in samples:
-        # What the environment has said last is left out where nothing can follow it.
+        # The last observation is left out, as no turn can follow it.
         assert len(sample.completion_ids) <= 40 and sample.loss_mask[-1]
         assert sample.step_rewards[-1][0] == len(sample.completion_ids) - 1
 
@@ -278,7 +278,7 @@ def test_first_observation_is_part_of_the_prompt(reference, tmp_path):
     assert {s.finish_reason for s in samples} == {"failed"}
     assert ", reset: its first observation is " in generation.failures[0]
     assert "tokens too long" in generation.failures[0]
-    # As it is packed, too, it may not keep what does not fit.
+    # Failed samples are packed, too: they must not keep an observation that does not fit.
     assert all(s.prompt.token_ids == too_long[0].token_ids for s in samples)
 
 

@@ -170,7 +170,7 @@ def of_trl(case, folder, options):
 
 
 def of_ours(case, options, one_rank):
-    """The same."""
+    """Advantages, loss and gradient by our code."""
     cfg = GRPOConfig(generation_batch_size=8, num_generations=NUM_GENERATIONS, **options)
     scores, weights = torch.tensor(SCORES).double(), torch.tensor(WEIGHTS).double()
     ids = torch.arange(8) // NUM_GENERATIONS

@@ -54,7 +54,7 @@ PLAIN, BRANCHED = sample(()), sample(BRANCHES)
 
 
 def sequences() -> dict[int, TokenSequence]:
-    """Of a sample without branches and one with five."""
+    """Sequences of a sample without branches and of a sample with five."""
     return numbered_sequences([PLAIN, BRANCHED], [whole_of(PLAIN), whole_of(BRANCHED)])
 
 

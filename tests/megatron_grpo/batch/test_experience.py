@@ -176,7 +176,7 @@ def test_rewards_that_are_normalized_first_are_then_added_up_by_weight():
         for exact, answer in zip([100.0, 0, 0, 100], [0.0, 1, 1, 1], strict=True)
     ]
     advantages = experience_of(samples(), rewards, cfg).advantages
-    # Of the first prompt the larger weight decides, not the larger reward.
+    # Prompt 0: the larger weight decides, not the larger reward.
     assert advantages[0] < 0 < advantages[1]
     assert advantages.mean() == pytest.approx(0, abs=1e-12)
 

@@ -141,8 +141,8 @@ NOT_FINITE = ("decoder", "optimizer.state.exp_avg_sq")
 
 @pytest.fixture(scope="module")
 def four(saved, died, model, tmp_path_factory):
-    """The folder of runs that could not save, one run that would run code, and what each rank had
-    and was told."""
+    """The folder of runs that could not save, a run whose checkpoint would execute code, and the
+    state and messages of each rank."""
     runs, evil = tmp_path_factory.mktemp("failed"), tmp_path_factory.mktemp("evil")
     newest = shutil.copytree(saved[0] / "checkpoints", evil / "checkpoints") / "step_2"
     torch.save({"args": Bomb(evil / "made")}, newest / "common.pt")
@@ -535,7 +535,7 @@ def test_load_names_a_flipped_bit_in_any_file_and_goes_back(two):
 
 
 def load_without_descriptors(policy: Policy, model: Path, run: Path) -> str:
-    """The message if rank 1 cannot open files for a while, which is a transient error."""
+    """Load while rank 1 cannot open files, a transient error; returns the error's message."""
     save_checkpoint(run, 1, policy, model, PAIR)
     save_checkpoint(run, 2, policy, model, PAIR)
     checkpoints = checkpoints_of(run, policy, model, PAIR)

@@ -525,7 +525,7 @@ def test_a_shaped_reward_does_not_judge_an_evaluation_unasked(functions, judge):
     load_config(DEMO, [shaped])
     load_config(DEMO, [shaped, "eval.data.path=test.jsonl", "eval.pass_threshold=1.0"])
     load_config(DEMO, [shaped, "eval.data.path=test.jsonl", f"eval.reward.functions=[{judge}]"])
-    # Of which the functions are still those of training.
+    # The evaluation still has the reward functions of training.
     assert message == refusal(shaped, "eval.data.path=test.jsonl", "eval.reward.timeout=120")
     judged = "eval.sets.one={data: {}, pass_threshold: 0.5}"
     message = refusal(shaped, judged, "eval.sets.two.data={}")

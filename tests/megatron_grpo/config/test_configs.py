@@ -137,9 +137,9 @@ def test_trainer_and_engine_fit_on_a_gpu(name, published, tmp_path, elsewhere):
     together = sum(trainer) + engine
     if cfg.rollout.enable_sleep_mode and "optimizer" in parts_moved(cfg.train.offload):  # by turns
         together = max(sum(trainer), first.weight_bytes + engine)
-    # What is left is for activations, logits and buffers of the communication.
+    # The rest is for activations, logits and communication buffers.
     assert together < 0.82 * memory
-    # The config's reader is told the same.
+    # A comment in the config states the same numbers.
     said = " + ".join(str(round(num_bytes / 1e9)) for num_bytes in trainer)
     text = " ".join((CONFIGS / f"{name}.yaml").read_text().replace("#", "").split())
     assert f"float32 gradients, master weights and moments of a rank: {said} GB" in text

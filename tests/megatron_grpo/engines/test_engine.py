@@ -43,7 +43,7 @@ PLAIN = {"token_ids": [7, 8, 9], "sampling_params": {"max_tokens": 3}}
 # Two tokens of the prompt are known from before; the last one of the completion was not read.
 ROUTED = PLAIN | {"sampling_params": {"max_tokens": 3, "routed_experts_prompt_start": 2}}
 ROUTES = np.array([[[255, 1]], [[2, 3]], [[4, 5]]])
-# Indexers choose three tokens: that at position 2 has all that it sees, whatever is told of it.
+# Indexers choose three tokens: the token at position 2 sees just three, whatever the answer says.
 INDEXED = PLAIN | {"sampling_params": ROUTED["sampling_params"] | {"index_topk": 3}}
 CHOSEN = np.array([[[1, 9, 9, 9]], [[1, 3, 1, 0]]], np.int16)  # an expert, then the tokens
 

@@ -91,7 +91,7 @@ def test_router_samples_each_token_by_its_version(live_engine, router, tied_mode
 
 
 FEW = {"vllm": {"max_num_seqs": 1}, "sglang": {"max_running_requests": 1}}
-"""Of an engine that answers one request at a time, so that it is not done before it is killed."""
+"""An engine that answers one request at a time is killed before it has answered all."""
 
 
 @pytest.mark.long
@@ -102,7 +102,7 @@ def test_router_keeps_what_a_killed_engine_has_streamed(
     begun, killed, told = threading.Event(), threading.Event(), set()
 
     def note(self, choice, url, decode):
-        # Of the engine that is killed: the other one is aborted if that is found out by a push.
+        # Only the killed engine's: a push that finds out about the kill aborts the other engine.
         if choice.token_ids and choice.finish_reason == CUT and url == pair.servers.base_urls[0]:
             kept[self.priority] = choice
         take(self, choice, url, decode)

@@ -55,7 +55,7 @@ class Torchrun:
         os.kill(self.pid, number)
 
     def end(self, timeout: float) -> tuple[int, str]:
-        """Its exit code, and what it has told on stderr."""
+        """Wait for the end; returns the exit code and the text on stderr."""
         self._process.join(timeout)
         assert self._process.exitcode is not None, "it has not ended in time"
         return self._process.exitcode, self._told.read_text()
@@ -86,6 +86,7 @@ def _torchrun(
         resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard))
     sys.argv = ["torchrun", *arguments]
     torchrun.RENDEZVOUS_SECONDS = patience
+    torchrun.ORPHAN_SECONDS = 1
     torchrun.main()
 
 
@@ -106,7 +107,7 @@ def start(tmp_path: Path):
 @pytest.fixture
 def two_ranks(start, tmp_path):
     """Starts a script as two ranks."""
-    options = [*ONE_HOST, "--nproc-per-node=2", "--redirects=1:3", f"--log-dir={tmp_path}"]
+    options = [*ONE_HOST, "--nproc-per-node=2", f"--log-dir={tmp_path}"]
     return lambda script: start(script, *options)
 
 
@@ -123,7 +124,7 @@ def two_hosts(start, port, tmp_path):
 
     def two_hosts(script: str) -> list[Torchrun]:
         options = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
-        options += ["--nproc-per-node=1", "--redirects=3"]
+        options += ["--nproc-per-node=1"]
         of_hosts = [[f"--node-rank={host}", f"--log-dir={tmp_path}/{host}"] for host in (0, 1)]
         return [start(script, *options, *of_host) for of_host in of_hosts]
 
@@ -218,6 +219,19 @@ def test_torchrun_shows_the_log_of_a_failure_elsewhere(two_hosts):
 
 
 VERDICT = "megatron-grpo: rank 0 died in phase train of step 3"
+
+
+def test_ranks_of_a_host_end_after_the_launcher_of_the_first_host(two_hosts):
+    first, second = two_hosts("[ $RANK = 0 ] && exit 2; sleep 600")
+    assert first.end(30)[0] == 2
+    code, message = second.end(30)
+    assert code == 1
+    assert message == (
+        f"megatron-grpo: the first host, 127.0.0.1, has ended before the ranks on {HERE}: "
+        "its log says why\n"
+    )
+
+
 REPORTS = {  # exit code, number on its host, and log of each rank; the report, with * for the log
     "of rank 0 is there": ({0: (2, 0, "told"), 1: (1, 1, "")}, ""),
     "before the watchdog begins": (

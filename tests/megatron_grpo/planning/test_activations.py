@@ -36,7 +36,8 @@ TOKENS = 512
 LENGTHS = [[(64, 192), (32, 96), (32, 96)]]
 WIDE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
 MASK_BYTES = 4 * sum(length // 4 * length * 5 // 4 for length in map(sum, LENGTHS[0]))
-"""Of context rank 1 of 2: its chunks, a quarter of a sequence each, see two and three of four."""
+"""Mask of context rank 1 of 2: its chunks, the second and third quarter of a sequence, see two and
+three quarters."""
 FULL = ["recompute_granularity: full", "recompute_method: uniform", "recompute_num_layers: 1"]
 
 

@@ -191,14 +191,14 @@ def test_quantized_engine_has_latents_projections_twice(quantized_engine):
         ("Qwen3-235B-A22B", "fp8", "235b_a22b", 0),
         ("DeepSeek-V3", "none", "671b_a37b", 512 * 128 * (128 + 128)),
         ("DeepSeek-V3", "fp8", "671b_a37b", 512 * 128 * (128 + 128)),
-        # Of whose indexers it has two matrices, where vLLM has one.
+        # SGLang has two matrices of an indexer where vLLM fuses them into one.
         ("DeepSeek-V3.2", "none", "671b_a37b", 512 * 128 * (128 + 128)),
     ],
 )
 def test_quantized_engine_of_sglang_is_one_of_vllm(
     quantized_engine, published, quantization, config, copied
 ):
-    """But that it always copies what projects latents up."""
+    """Except that SGLang always copies the up-projection of latents."""
     of_vllm, of_sglang = (
         quantized_engine(
             published,

@@ -69,7 +69,7 @@ def measure(rank: int, cfg: Config, lengths: Lengths) -> Taken:
 def planned_and_measured(
     folder: Path, dims: ParallelDims, *overrides: str
 ) -> tuple[list[Taken], list[Taken]]:
-    """Of every rank, one per stage."""
+    """Planned and measured bytes of every rank, one rank per stage."""
     cfg = tiny_config(
         folder,
         dims,

@@ -118,15 +118,15 @@ def test_rollout_time_sends_tokens_to_nodes_with_their_experts(engine, sums, tim
     "limit", ["max_num_seqs: 4", "kv_cache_memory_bytes: 286261248"], ids=["requests", "cache"]
 )
 def test_rollout_time_has_more_passes_where_not_all_run_at_once(limit, time_of):
-    # 16 completions of 1,000 tokens: four at once. Or as many as 2,184 tokens of 131,072 bytes
-    # hold, where a completion has a quarter of its prompt and on average half of itself.
+    # 16 completions of 1,000 tokens: four at once; or as many as fit into a cache of 2,184 tokens
+    # (131,072 bytes each), with a quarter of the prompt and on average half of the completion.
     time, _ = time_of("Llama-3.1-8B", [1100], f"rollout.vllm={{{limit}}}")
     assert time.passes == {"m": 4000, "k": -(-16 * (25 + 500) * 1000 // 2184)}[limit[0]]
 
 
 def test_rollout_time_counts_memories_of_linear_attention_as_cached(time_of):
-    # 8 of 32 layers have 4 heads of keys and values of 256. A cache for 20,000 tokens, of which
-    # each memory takes the place of some.
+    # 8 of 32 layers cache keys and values, 4 heads of 256. Each memory takes the place of some of
+    # the cache's 20,000 tokens.
     token, memory = 8 * 2 * 4 * 256 * 2, 24 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
     limit = f"rollout.vllm.kv_cache_memory_bytes={20_000 * token}"
     few, _ = time_of("Qwen3.5-9B", [1100], limit)

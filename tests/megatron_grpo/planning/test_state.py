@@ -125,7 +125,7 @@ def test_state_bytes_of_muon_keep_one_moment_and_send_parts_of_split_matrices(st
     one, two = (state_of(LLAMA, "optimizer.optimizer=muon", tensor=n) for n in (1, 2))
     assert (one.optimizer, one.exchanged) == (12 * OF_LLAMA - 4 * matrices, 0)
     assert two.exchanged == 4 * matrices // 2 // 2
-    # Of gate and up, which Megatron-Core fuses, each is a matrix.
+    # Gate and up are two matrices for Muon, though Megatron-Core fuses them.
     assert one.update == two.update == 2 * 4 * MAX_EXCHANGED + 16 * 4096 * 14336
 
 

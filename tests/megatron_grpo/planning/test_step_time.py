@@ -156,7 +156,7 @@ def test_stage_flops_recompute_the_first_layers_of_each_chunk(flops, traffic, jo
     more = [a - b for a, b in zip(some, none, strict=True)]
     assert more == pytest.approx([2 * 3 * layer] * 2)  # of two chunks of eight layers
     assert most == full
-    # Of 16 layers 10 exchange as without recomputation; see `test_links_by_hand`.
+    # 10 of 16 layers exchange as without recomputation; see `test_links_by_hand`.
     plain, some = (traffic(dims, *each) for each in ([], [block(3)]))
     assert some["tensor"] == pytest.approx(plain["tensor"] * (10 * 10 + 6 * 14) / (16 * 10))
     assert some["context"] == pytest.approx(plain["context"] * (10 * 3 + 6 * 4) / (16 * 3))
@@ -203,7 +203,7 @@ def test_muon_computes_each_matrix_once_on_a_rank_of_its_stage(plan, job_of):
     assert muon.compute_seconds - adam.compute_seconds == pytest.approx(seconds)
     more = (muon.estimate - muon.waits) - (adam.estimate - adam.waits)
     assert more == pytest.approx(seconds / 0.5)
-    # Of a single layer on eight ranks, three have a matrix of the MLP each.
+    # One layer on eight ranks: three ranks have one MLP matrix each.
     alone = job_of(LLAMA, MUON, dims=ParallelDims(tensor=8, pipeline=32))
     of_mlp = of_matrix(4096, 14336)
     assert planned_optimizer(alone.cfg).flops(alone.shape, alone.cfg.dims) == (

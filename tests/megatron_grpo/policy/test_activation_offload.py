@@ -42,7 +42,8 @@ BFLOAT16 = ["model.dtype=bfloat16", "model.megatron.transformer_impl=local"]
 def gradients(
     rank: int, folder: Path, dims: ParallelDims, overrides: list[str]
 ) -> dict[int, list[Tensor]]:
-    """Of schedules of different numbers of microbatches, each after one without gradients."""
+    """Gradients after schedules of different lengths, each preceded by a forward without
+    gradients."""
     policy, groups = start_policy(rank, folder, dims, *overrides)
     share = pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data]
     seen = {}

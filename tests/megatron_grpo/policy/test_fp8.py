@@ -13,7 +13,7 @@ from parallel import ParallelDims
 
 
 def passes(rank: int, folder: Path, dims: ParallelDims) -> list[list[tuple[int, int]]]:
-    """Of each pass, and of each layer: products that quantised the weight, and that did not.
+    """Products by pass and layer: (with, without) quantising the weight.
 
     Layers have the two attributes of Transformer Engine's, which runs on GPUs alone.
     """

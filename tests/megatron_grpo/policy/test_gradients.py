@@ -56,7 +56,7 @@ def own_weights(policy: Policy) -> dict[str, Tensor]:
 
 
 def fault(policy: Policy, groups: Groups, share: Sequence[PackedBatch]) -> str:
-    """Of which tensor a step says that its gradient is not finite; nothing is updated.
+    """Name of the tensor whose gradient a step reports as not finite; nothing is updated.
 
     How many of its values a rank has contributed itself depends on where shards lie.
     """
@@ -78,7 +78,8 @@ def take_steps(
     saved: Path,
     *overrides: str,
 ) -> Steps:
-    """What steps of several lengths see, whether the weights were whole after each; and these."""
+    """Results of steps with different numbers of microbatches, whether the weights were whole after
+    each step, and the weights."""
     with in_buckets(size):
         policy, groups = start_policy(rank, folder, dims, *STEPS, *overrides)
     share = own_share(pack_all(LENGTHS * 2, dims), groups)

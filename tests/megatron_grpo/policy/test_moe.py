@@ -193,9 +193,9 @@ class Stored:
     saved_at: str
     loaded_at: str
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of layers, by the names and shapes that Megatron-Core has of Transformer Engine's."""
+    """Shape of each parameter of Transformer Engine's layers, by Megatron-Core's name."""
     fixed: dict[str, str] = field(default_factory=dict)
-    """What is not trained and has no moments, and its names in the weight files."""
+    """Parameters without training and moments, with their names in the weight files."""
     overrides: tuple[str, ...] = ()
 
 

@@ -213,7 +213,8 @@ def test_mtp_of_a_multimodal_model_is_in_them_too(tmp_path):
 
 
 def train_with_nan(rank, folder, case, run_dir):
-    """Metrics of a step with NaN in the layer, what the step has moved, and what it told."""
+    """Metrics of a step with NaN in the layer, the parameters that moved, and the text on
+    stderr."""
     policy, cfg, groups, _ = start(rank, folder, ParallelDims(), run_dir)
     with torch.no_grad():
         policy.mtp.module.module.eh_proj.weight[0, 0] = torch.nan

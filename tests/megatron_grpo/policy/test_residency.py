@@ -189,7 +189,8 @@ def test_a_copy_is_readable_while_its_tensor_is_away_and_is_made_anew_in_each_mo
 
 
 def change_after_the_copy(rank: int, folder: Path) -> list[bool]:
-    """What leaves after two steps is overwritten once it has been copied; is it back as it was?"""
+    """Overwrite tensors that have been copied ahead, after each of two steps; whether they come
+    back as they were."""
     policy, groups = start_policy(rank, folder, ParallelDims())
     cfg = config(folder, ParallelDims(), "float32", "all")
     cfg = cfg.model_copy(update={"grpo": cfg.grpo.model_copy(update={"sync_ref_model": False})})

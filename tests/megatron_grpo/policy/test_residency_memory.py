@@ -28,7 +28,7 @@ WIDE = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-"""Of a model of 47 million parameters, whose state is much more than what else a rank takes."""
+"""A model of 47 million parameters: its state exceeds everything else that a rank holds."""
 ONE = ParallelDims()
 CASES: list[tuple[ParallelDims, str, str]] = [
     *((ONE, offload, "float32") for offload in ("none", "optimizer", "[gradients]", "[weights]")),

@@ -188,7 +188,7 @@ def test_products_in_fp8_need_transformer_engine(given, told):
 
 @pytest.fixture
 def library(monkeypatch):
-    """Of Transformer Engine only what is asked here: whether the GPU has a recipe."""
+    """A stand-in for Transformer Engine that only says which FP8 recipes the GPU supports."""
     answers = {
         "is_fp8_available": (True, ""),
         "is_fp8_block_scaling_available": (True, ""),

@@ -145,7 +145,7 @@ def test_reduce_does_not_depend_on_the_split_over_ranks(split):
         "rollout/stale_gap_mean": mean(abs(new - old) for new, old, _, _, _ in every),
         "entropy/high_ratio": 4 / 7,  # 0.7, 1.5, 2.5 and 0.9
         "entropy/threshold": 0.35,
-        # Of negative advantage is the second alone: the engine is ahead by 0.5 and by -0.5.
+        # Only the second sample has a negative advantage: the engine is ahead by 0.5 and by -0.5.
         "off_policy_mask_ratio": 0.0,
     }
     assert report.metrics == pytest.approx(expected, rel=1e-6)

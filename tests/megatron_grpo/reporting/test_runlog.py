@@ -85,7 +85,7 @@ def test_run_log_on_a_full_disk_leaves_the_config(tied_model: Path, tmp_path: Pa
 
 
 def test_staleness_metrics_are_shares_of_generations():
-    """Of generation 2, of two steps each; completions began at generations 0 and 1."""
+    """Generation 2, with two steps per generation; completions began at generations 0 and 1."""
     rollout = RolloutConfig(max_completion_length=8, max_staleness=2, in_flight_updates=True)
     cut = sample(versions=((0, 1), (2, 2), (4, 3)))
     found = staleness_metrics(2, [cut, sample(versions=()), sample(versions=())], 2, rollout)
@@ -102,7 +102,8 @@ def test_staleness_metrics_are_shares_of_generations():
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_gap_metrics_tell_weights_from_kept_caches(recompute):
-    """Of two turns, a push falls into the first; and half a completion of old weights is logged."""
+    """Two turns with a push during the first; and a completion of old weights, half of it
+    logged."""
     rollout = RolloutConfig(
         max_completion_length=8,
         max_staleness=2,

@@ -123,7 +123,7 @@ BUCKET = {
 
 
 def test_a_run_that_wandb_refuses_ends_at_once(tmp_path: Path) -> None:
-    """With a key that was revoked all its days would go unrecorded."""
+    """With a revoked key, nothing of a run of days would be recorded."""
     with (
         json_server(lambda _: (401, {})) as server,
         one_step(tmp_path, server.url, WANDB_INIT_TIMEOUT="20") as process,

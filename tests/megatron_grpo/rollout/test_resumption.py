@@ -129,7 +129,7 @@ class Process:
         self.scheduler = RolloutScheduler(services.cfg, self.runner, lambda step: None)
         self.step, self.weights = 0, b"pretrained"
         self.batches: dict[int, RolloutBatch] = {}
-        """Those that were trained on."""
+        """Batches that were trained on."""
         if saved := [int(each.name) for each in folder.iterdir()]:
             self._load(max(saved))
         self.engine.version, self.engine.weights[self.step] = self.step, self.weights

@@ -39,7 +39,7 @@ from megatron_grpo.rollout.runner import PRIORITIES, GenerationRunner
 from megatron_grpo.rollout.saved_groups import groups_of
 from megatron_grpo.rollout.schedule import RolloutScheduler
 from megatron_grpo.rollout.services import RolloutServices
-from megatron_grpo.timing import PhaseTimer, is_beside
+from megatron_grpo.timing import PhaseTimer, is_in_background
 from parallel import ParallelDims
 from parallel.images import PromptImages
 
@@ -105,9 +105,9 @@ def read_back(folder: Path, runner: GenerationRunner, services: RolloutServices)
 @pytest.mark.parametrize(
     ("services", "begun", "first_held", "num_left", "num_whole", "num_engines"),
     [
-        # Of generations 0 to 2, the first is complete and of the second half is answered.
+        # Generation 0 is complete, and half of generation 1 is answered.
         ((), (0, 1, 2), PRIORITIES + SIZE // 2, 2 * SIZE, SIZE // 2, [2, 1]),
-        # Of six groups, two are answered and half of another; the rest goes on.
+        # Two and a half of six groups are answered; the rest goes on.
         ((OVER_SAMPLED,), (), 10, 24, 10, [2]),
     ],
     indirect=["services"],
@@ -155,7 +155,7 @@ def test_a_resumed_run_goes_on_with_whole_and_cut_samples_and_asks_for_none_agai
         assert sample.spans == ((0, 2), (1, MAX_LENGTH - 2))
         first = len(sample.prompt.token_ids)
         assert [*sample.completion_ids] == [*range(first, first + MAX_LENGTH)]
-        # Of a token that is read, those with which the one behind it was sampled.
+        # A token that was read has the experts with which the next token was sampled.
         routes = [0] * (first + 1) + [1] * (MAX_LENGTH - 2)
         assert sample.routes.flatten().tolist() == routes
 
@@ -189,7 +189,7 @@ def test_finish_of_a_generation_that_is_there_waits_0_seconds(services):
         wait_for(lambda: runner._queue.next_generation(0) is not None)
         metrics = runner.finish(0, timer).metrics | timer.metrics()
     assert metrics["time/wait_rollout"] < metrics["time/generate"]
-    assert is_beside("time/generate", metrics)  # not shown as a part of the step
+    assert is_in_background("time/generate", metrics)  # not shown as a part of the step
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,8 @@ def test_every_worker_holds_what_vllm_would_have_loaded(tmp_path, engines, other
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
-        # All that deepseek_v3 has, which has all of qwen3_moe but its attention, that is qwen3's;
-        # and indexers, of which engines have two matrices as one.
+        # Covers deepseek_v3, which covers qwen3_moe except for attention (qwen3's). Engines fuse
+        # two matrices of its indexers.
         "deepseek_v32",
         "qwen3_next",  # linear attention, whose rows engines have in another order
         "nemotron_h",  # and another value of one

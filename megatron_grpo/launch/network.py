@@ -1,0 +1,41 @@
+"""The network interface of this host that reaches the other hosts of a job."""
+
+import ipaddress
+import socket
+from collections.abc import MutableMapping
+from pathlib import Path
+
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+def choose_interface(environ: MutableMapping[str, str]) -> None:
+    """Have gloo listen on the interface that routes to MASTER_ADDR, unless one is given.
+
+    By itself it takes the address of the host's own name, which Debian maps to loopback.
+    """
+    family, *_, place = socket.getaddrinfo(environ["MASTER_ADDR"], None)[0]
+    if family == socket.AF_INET:
+        environ.setdefault(GLOO_VARIABLE, interface_towards(str(place[0])))
+
+
+def interface_towards(address: str, routes: Path = Path("/proc/net/route")) -> str:
+    """Name of the interface that routes to an IPv4 address: the one with the longest prefix."""
+    # The table has addresses as numbers of the host's byte order: here, little-endian.
+    target = int.from_bytes(socket.inet_aton(address), "little")
+    found = [(0, "lo")]
+    if not ipaddress.ip_address(address).is_loopback:
+        for line in routes.read_text(encoding="ascii").splitlines()[1:]:
+            name, destination, _, _, _, _, _, mask = line.split()[:8]
+            if target & int(mask, 16) == int(destination, 16):
+                found.append((int(mask, 16).bit_count(), name))
+    return max(found, key=lambda route: route[0] + (route[1] != "lo"))[1]
+
+
+def check_reachable(name: str) -> None:
+    """Raise ValueError if this host's `name` is a loopback address, which no other host reaches."""
+    address = socket.gethostbyname(name)
+    if ipaddress.ip_address(address).is_loopback and name not in (address, "localhost"):
+        raise ValueError(
+            f"{name} is {address} on {socket.gethostname()} itself (/etc/hosts), where no other "
+            "host reaches it: give --master-addr its address in the network, one of `ip address`"
+        )

@@ -1,0 +1,206 @@
+"""Runs over several hosts: their bits are those of one host; faults are named, and leave nothing.
+
+Each of the four ranks has a host of its own, and so has the engine: tests/helpers/runs/hosts.py.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.engines.live import wait_until
+from helpers.runs.hosts import Host, await_end, can_make_hosts, running_hosts
+from helpers.runs.jobs import Ended, Job, assert_same_run, layout, write_sums
+from helpers.runs.sabotage import InPhase, slowly
+from helpers.runs.train import TINY_CONFIG, steps_of
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
+
+pytestmark = [
+    pytest.mark.skipif(not can_make_hosts(), reason="network namespaces need root"),
+    pytest.mark.timeout(300),
+]
+NAMES = ("alpha", "beta", "gamma", "delta", "engine")
+ENVIRONMENT = {TOKEN_VARIABLE: "a" * 64, "OMP_NUM_THREADS": "1"}
+FOUR_RANKS = ("tensor", "pipeline")
+
+
+@pytest.fixture(scope="module")
+def given(tied_model, tmp_path_factory):
+    """Arguments of every run."""
+    return [
+        f"model.path={tied_model}",
+        f"data.path={write_sums(tmp_path_factory.mktemp('data'))}",
+        "train.num_steps=4",
+        "train.save_interval=1",
+        "grpo.steps_per_generation=2",
+        "rollout.health_timeout=5",
+        "rollout.base_urls=[http://engine:8000]",
+    ]
+
+
+@pytest.fixture(scope="module")
+def hosts(given, tmp_path_factory):
+    """Four hosts for ranks, and one with an engine that serves."""
+    folder = tmp_path_factory.mktemp("hosts")
+    with running_hosts(folder, NAMES) as hosts:
+        engine = hosts[-1]
+        serve = [sys.executable, "-m", "megatron_grpo", "serve", TINY_CONFIG, *given]
+        serve += [f"train.run_dir={folder / 'engine'}", f"--host={engine.address}"]
+        engine.start(*serve, log=folder / "engine.log", environment=ENVIRONMENT)
+        assert wait_until(lambda: (engine.address, 8000) in engine.listeners(), 120)
+        yield hosts
+
+
+def start(given, run_dir: Path, hosts, *arguments: str, axes=FOUR_RANKS, sabotage=None) -> Job:
+    """A run with as many ranks on each of `hosts`."""
+    given = [*layout(*axes), *given, *arguments, f"train.run_dir={run_dir}"]
+    logs, token = run_dir.parent / f"{run_dir.name}_logs", ENVIRONMENT[TOKEN_VARIABLE]
+    return Job(given, 2 ** len(axes), logs, token=token, hosts=hosts, sabotage=sabotage)
+
+
+def finish(given, run_dir: Path, hosts, *arguments: str, code: int = 0, **how) -> Ended:
+    with start(given, run_dir, hosts, *arguments, **how) as job:
+        ended = job.end(120)
+    assert ended.exit_codes == [code] * len(job.ranks), ended.output
+    assert ended.survivors == []
+    return ended
+
+
+@pytest.fixture(scope="module")
+def one_host(hosts, given, tmp_path_factory):
+    """Starts a run of one host, once for each layout; returns its run directory."""
+    folder = tmp_path_factory.mktemp("one_host")
+
+    def one_host(*axes: str) -> Path:
+        run_dir = folder / "_".join(axes)
+        if not run_dir.exists():
+            finish(given, run_dir, hosts[:1], axes=axes)
+        return run_dir
+
+    return one_host
+
+
+@pytest.mark.parametrize(("axes", "num_hosts"), [(FOUR_RANKS, 4), (("data",), 2)])
+def test_a_run_over_hosts_has_the_bits_of_one_host(
+    axes, num_hosts, hosts, given, one_host, tmp_path
+):
+    finish(given, tmp_path / "run", hosts[:num_hosts], axes=axes)
+    assert_same_run(tmp_path / "run", one_host(*axes))
+
+
+def test_a_cable_that_is_out_for_five_seconds_changes_no_bit(hosts, given, one_host, tmp_path):
+    run_dir, beta = tmp_path / "run", hosts[1]
+    with start(given, run_dir, hosts[:4]) as job:
+        job.wait_for(lambda: 1 in steps_of(run_dir), 60)
+        beta.pull()
+        time.sleep(5)
+        assert job.is_running
+        beta.plug()
+        ended = job.end(60)
+    assert ended.exit_codes == [0] * 4, ended.output
+    assert_same_run(run_dir, one_host(*FOUR_RANKS))
+
+
+LOSSES = {
+    "in a collective": ("beta", Host.pull, Host.plug, "train"),
+    "in a push": ("gamma", Host.pull, Host.plug, "push"),
+    "of its sends alone": ("delta", Host.mute, Host.unmute, "train"),
+    "of rank 0": ("alpha", Host.pull, Host.plug, "train"),
+}
+
+
+@pytest.mark.parametrize(("name", "break_it", "mend", "phase"), LOSSES.values(), ids=LOSSES)
+def test_a_host_whose_cable_is_out_is_named_and_all_ranks_end(
+    name, break_it, mend, phase, hosts, given, one_host, tmp_path
+):
+    run_dir, rank = tmp_path / "run", NAMES.index(name)
+    with start(given, run_dir, hosts[:4], sabotage=InPhase(slowly, rank, phase)) as job:
+        job.wait_for(lambda: 1 in steps_of(run_dir), 60)
+        break_it(hosts[rank])
+        ended = job.end(45)
+    mend(hosts[rank])
+    assert all(ended.exit_codes), ended.output
+    assert f"rank {rank} on {name}" in ended.output
+    assert "has not answered for 20 s" in ended.output
+    assert ended.survivors == []
+    finish(given, run_dir, hosts[:4])
+    assert_same_run(run_dir, one_host(*FOUR_RANKS))
+
+
+@pytest.mark.parametrize("name", ["alpha", "delta"])
+def test_a_host_that_is_killed_ends_the_run_in_seconds(name, hosts, given, one_host, tmp_path):
+    run_dir, rank = tmp_path / "run", NAMES.index(name)
+    with start(given, run_dir, hosts[:4], sabotage=InPhase(slowly, rank, "train")) as job:
+        job.wait_for(lambda: 1 in steps_of(run_dir), 60)
+        hosts[rank].kill()
+        ended = job.end(10)
+    hosts[rank].boot()
+    assert all(ended.exit_codes), ended.output
+    assert f"rank {rank} on {name}" in ended.output
+    assert ended.survivors == []
+    finish(given, run_dir, hosts[:4])
+    assert_same_run(run_dir, one_host(*FOUR_RANKS))
+
+
+def test_a_run_waits_for_the_host_of_its_last_engine_and_gives_up_in_time(
+    hosts, given, one_host, tmp_path
+):
+    engine = hosts[-1]
+    back, gone = tmp_path / "back", tmp_path / "gone"
+    with start(given, back, hosts[:4]) as job:
+        job.wait_for(lambda: 1 in steps_of(back), 60)
+        engine.pull()
+        job.wait_for(lambda: "is lost" in job.output, 60)
+        engine.plug()
+        ended = job.end(60)
+    assert ended.exit_codes == [0] * 4, ended.output
+    assert_same_run(back, one_host(*FOUR_RANKS))
+
+    with start(given, gone, hosts[:4], "rollout.startup_timeout=10") as job:
+        job.wait_for(lambda: 1 in steps_of(gone), 60)
+        engine.pull()
+        ended = job.end(60)
+    engine.plug()
+    assert ended.exit_codes == [1] * 4, ended.output
+    assert "no rollout engine serves any more" in ended.output
+    finish(given, gone, hosts[:4])
+    assert_same_run(gone, one_host(*FOUR_RANKS))
+
+
+@pytest.fixture
+def loopback_names(hosts, tmp_path):
+    """The first two hosts map their own names to loopback, as Debian does."""
+    pair = hosts[:2]
+    for host in pair:
+        known = tmp_path / f"hosts_of_{host.name}"
+        known.write_text(f"127.0.1.1 {host.name}\n{hosts[-1].address} engine\n")
+        host.run("mount", "--bind", str(known), "/etc/hosts")
+    yield pair
+    for host in pair:
+        host.run("umount", "/etc/hosts")
+
+
+def launcher(given, folder: Path, host: Host, first: str, number: int):
+    """Start the launcher of two hosts on the one with this number."""
+    torchrun = [sys.executable, "-m", "megatron_grpo.launch.torchrun", "--nproc-per-node=1"]
+    torchrun += ["--nnodes=2", f"--node-rank={number}", f"--log-dir={folder / host.name}"]
+    torchrun += [f"--master-addr={first}", "--master-port=29500", "-m", "megatron_grpo", "train"]
+    arguments = [*layout("tensor"), *given, f"train.run_dir={folder / 'run'}"]
+    log = folder / f"{host.name}.log"
+    return host.start(*torchrun, TINY_CONFIG, *arguments, log=log, environment=ENVIRONMENT), log
+
+
+def test_hosts_with_names_on_loopback_meet_at_an_address(loopback_names, given, tmp_path):
+    alpha, beta = loopback_names
+    process, log = launcher(given, tmp_path, alpha, "alpha", 0)
+    assert await_end(process, 30, log) == 1
+    assert "alpha is 127.0.1.1 on alpha itself" in log.read_text()
+    for process, log in [
+        launcher(given, tmp_path, alpha, alpha.address, 0),
+        launcher(given, tmp_path, beta, alpha.address, 1),
+    ]:
+        assert await_end(process, 120, log) == 0, log.read_text()
+        assert "Traceback" not in log.read_text()
+    assert steps_of(tmp_path / "run") == [1, 2, 3, 4]
+    assert alpha.processes() == beta.processes() == set()
