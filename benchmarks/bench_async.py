@@ -210,7 +210,7 @@ def slowdown(engine: TestEngine, arguments: argparse.Namespace, folder: Path) ->
         start = time.perf_counter()
         engine.generate(
             random_prompts(BATCH // 8),
-            [EOS_ID, *END_TOKENS],
+            stop_token_ids=(EOS_ID, *END_TOKENS),
             num_generations=8,
             max_completion_length=longest,
         )
