@@ -2,18 +2,17 @@
 
     python benchmarks/bench_async.py [--rounds 3] [--steps 16]
 
-A random Qwen3 of 4 layers trains on one core, and one engine of vLLM generates on another. 64
-completions per step end at random, after 64 tokens in the mean and 1,024 at most, so that a
-generation ends with a few long ones. Runs take turns; of each, the seconds of a step without the
-first four, in which the queue fills, and the last, in which it runs empty; how much of them the
-ranks waited for the engine; and the share of the time in which the engine had nothing to do.
-Ideally a step takes as long as what the ranks or what the engine do in it, whichever is more.
+A random Qwen3 of 4 layers trains on one core, and one vLLM engine generates on another. 64
+completions per step end at random, after 64 tokens on average and 1,024 at most, so that a
+generation ends with a few long ones. Runs take turns. For each the table has the seconds of a step
+(without the first four, which fill the queue, and the last, which empties it), the seconds in which
+the ranks waited for the engine, and the share of the time in which the engine was idle. Ideally a
+step takes as long as the busier of ranks and engine.
 
-Beside it is what `megatron_grpo.planning.simulation` predicts, from the first kind of run alone:
-what the ranks need for a step, what their core computes for requests meanwhile, the lengths of
-completions, and the engine's seconds per forward pass. Measured before, each by itself: how long a
-token of a prompt takes the engine, and to take a request; and how much slower it is while the ranks
-train on the core beside it, on the completions of a run before.
+The table also has the prediction of `megatron_grpo.planning.simulation` from synchronous runs
+alone: seconds of the ranks, their core's seconds for requests, lengths of completions, and the
+engine's seconds per forward pass. Measured separately before: the engine's seconds per prompt token
+and per request, and its slowdown while the ranks train next to it on an earlier run's completions.
 """
 
 import argparse
@@ -68,54 +67,54 @@ KINDS = (
 )
 PROMPT_TOKENS = 1000
 ARRIVAL_SECONDS = 2.0
-"""Within which all requests of a generation reach the engine, and in which it does nothing else."""
+"""Time for all requests of a generation to reach the paused engine."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured before the runs."""
+    """The engine's costs, measured before the runs."""
 
     token_seconds: float
-    """Engine time to compute one prompt token."""
+    """Seconds to compute a prompt token."""
     receive_seconds: float
-    """Engine time to take a request."""
+    """CPU seconds to receive a request."""
     slowdown: float
     """Seconds of the engine for a generation while the ranks train, over those without."""
 
     def __str__(self) -> str:
         return (
             f"a token of a prompt takes the engine {self.token_seconds * 1e6:.0f} us, a request "
-            f"{self.receive_seconds * 1e3:.1f} ms; beside training it takes {self.slowdown:.2f} "
+            f"{self.receive_seconds * 1e3:.1f} ms; next to training it takes {self.slowdown:.2f} "
             "times as long"
         )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The steps of one run that count; seconds are those of a step in the mean."""
+    """The counted steps of one run; seconds are means over steps."""
 
     step: float
     waits: float
-    """For a generation."""
+    """Waits for generations."""
     train: float
     push: float
     idle: float
-    """Share of the time in which the engine had nothing to do."""
+    """Share of the time in which the engine was idle."""
     requests: float
-    """Seconds of the ranks' core for requests and their answers: neither training nor a push."""
+    """Seconds of the ranks' core besides training and pushes: requests and their answers."""
     looks: list[Look]
     lengths: list[int]
     prompt_tokens: float
-    """Mean tokens of a prompt."""
+    """Mean length of a completion's prompt."""
 
     @property
     def start(self) -> float:
-        """Seconds of a synchronous step before the first token, in which the ranks do not train."""
+        """Seconds of a synchronous step without training and before the first token."""
         return max(0.0, self.idle * self.step - self.train - self.push)
 
     @property
     def ideal(self) -> float:
-        """Seconds of a step if ranks and engine did the same without waiting."""
+        """Seconds of a step if neither ranks nor engine waited."""
         return max(self.train + self.push, (1 - self.idle) * self.step)
 
 
@@ -124,7 +123,7 @@ def json_lines(path: Path) -> list[dict]:
 
 
 def measured(run_dir: Path, steps: int, watch: Watch) -> Measured:
-    """What a run took until `steps`, by its records, and what the engine did meanwhile."""
+    """A run's means until `steps`, by its records and the watched engine."""
     records = json_lines(run_dir / "metrics.jsonl")[FIRST:steps]
 
     def seconds(*names: str) -> float:
@@ -150,7 +149,7 @@ def measured(run_dir: Path, steps: int, watch: Watch) -> Measured:
 
 
 def window(run_dir: Path, steps: int) -> tuple[float, float]:
-    """From the end of training in step `FIRST` to that in step `steps`, as `time.time()`."""
+    """Times (`time.time()`) at the ends of training in step `FIRST` and in step `steps`."""
     lines = (run_dir / "timeline.json").read_text(encoding="utf-8").splitlines()[1:]
     events = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
     ends = [each["ts"] + each["dur"] for each in events if each["name"] == "train"]
@@ -158,7 +157,7 @@ def window(run_dir: Path, steps: int) -> tuple[float, float]:
 
 
 def prompt_token_seconds(engine: TestEngine) -> float:
-    """Seconds to compute a token of a prompt, by four prompts more and one token of each."""
+    """Seconds per prompt token: five prompts against one, with one sampled token each."""
 
     def seconds(count: int, seed: int) -> float:
         prompts = random_prompts(count, seed, (PROMPT_TOKENS, PROMPT_TOKENS + 1))
@@ -172,8 +171,8 @@ def prompt_token_seconds(engine: TestEngine) -> float:
 
 
 def receive_seconds(engine: TestEngine) -> float:
-    """Seconds that the engine computes to take a request, by a generation's that reach it while it
-    is paused, less what it computes then without any."""
+    """CPU seconds of the engine per request: a generation's requests reach it while it is paused,
+    and its seconds without requests are subtracted."""
     router = Router(engine.client(), str)
     router.resume(engine.version)
 
@@ -185,7 +184,7 @@ def receive_seconds(engine: TestEngine) -> float:
     def more(number: int) -> float:
         prompts = random_prompts(BATCH // 8, number)
         params = sampling_params(num_generations=8, policy_version=engine.version)
-        seconds()  # of the requests before
+        seconds()  # lets earlier requests end
         engine.pause()
         without = seconds()
         answered = router.submit(Completions(prompts, params, number))
@@ -203,7 +202,7 @@ def receive_seconds(engine: TestEngine) -> float:
 def slowdown(engine: TestEngine, arguments: argparse.Namespace, folder: Path) -> float:
     """Seconds of the engine for a generation while the ranks train, over those without.
 
-    The ranks train on generations that were made before, so that they ask the engine for nothing.
+    The ranks train on an earlier run's generations, so they send no requests.
     """
     model, steps = folder / "model", arguments.steps
 
@@ -211,29 +210,29 @@ def slowdown(engine: TestEngine, arguments: argparse.Namespace, folder: Path) ->
         start = time.perf_counter()
         engine.generate(
             random_prompts(BATCH // 8),
-            [EOS_ID, *END_TOKENS],
+            stop_token_ids=(EOS_ID, *END_TOKENS),
             num_generations=8,
             max_completion_length=longest,
         )
         return time.perf_counter() - start
 
-    def of_passes() -> float:
+    def pass_time() -> float:
         return seconds(1024) - seconds(1)
 
     keys = [f"train.num_steps={steps}", "train.save_generations=true"]
     with job(folder, "made", engine, arguments, *keys) as making:
         assert making.end(600).exit_codes == [0], making.output
     engine.push(model)
-    of_passes()
-    alone = [of_passes() for _ in range(5)]
+    pass_time()
+    alone = [pass_time() for _ in range(5)]
     keys = [f"train.num_steps={steps}", f"train.replay={folder / 'made'}"]
-    records, beside = folder / "replayed" / "metrics.jsonl", list[float]()
+    records, training_times = folder / "replayed" / "metrics.jsonl", list[float]()
     with job(folder, "replayed", engine, arguments, *keys) as training:
         training.wait_for(records.exists, 600)
         while training.is_running and records.read_text(encoding="utf-8").count("\n") < steps:
-            beside.append(of_passes())
-    assert len(beside) > 1, "training was over before a generation: it needs more --steps"
-    return median(beside[:-1]) / median(alone)  # in the last, training has ended
+            training_times.append(pass_time())
+    assert len(training_times) > 1, "training was over before a generation: it needs more --steps"
+    return median(training_times[:-1]) / median(alone)  # training ends during the last
 
 
 def predicted(runs: Sequence[Measured], costs: Costs) -> Callable[[Mode], float]:

@@ -1,10 +1,10 @@
-"""How much code a newcomer reads: its size, and what one training step enters.
+"""Size of the code, and the part of it that one training step enters.
 
 Prints lines, files, functions and prose of the packages in a checkout (default: this one), the
-lines of each room, and traces two runs of configs/tiny_cpu.yaml there, one with agents: which files
-and functions each rank enters from one call of `train_step` to the next, engines aside. Any
-checkout can be measured, so that a refactor can be compared with what it changes. Takes two
-minutes, for the runs. tests/test_ceilings.py holds these figures down.
+lines of each room, and the files and functions that each rank enters between two calls of
+`train_step` (engines aside), in two runs of configs/tiny_cpu.yaml, one with agents. Any checkout
+can be measured, so that a refactor can be compared with its base. The runs take two minutes.
+tests/test_ceilings.py holds these figures down.
 """
 
 import ast
@@ -64,8 +64,8 @@ def main() -> None:
 
 
 def lines_of_rooms(checkout: Path) -> dict[str, int]:
-    """Lines of Python by room: a folder of the packages with its subfolders, and a package's own
-    files. Comments are not counted: to explain hard code costs nothing."""
+    """Lines of Python by room: a folder with its subfolders, or a package's own files. Comments are
+    not counted, so that explaining hard code costs nothing."""
     lines: dict[str, int] = defaultdict(int)
     for package in PACKAGES:
         for file in sorted((checkout / package).rglob("*.py")):
@@ -98,9 +98,9 @@ def show_size(files: list[Path]) -> None:
 
 
 def trace_step(checkout: Path, *, has_agents: bool = False) -> dict[str, set[tuple[str, str]]]:
-    """By rank: the files and functions that the second step of a tiny run enters.
+    """Files and functions that the second step of a tiny run enters, by rank.
 
-    Its completions are of one turn, 16 a step; agents ask for them with `has_agents`.
+    A step has 16 completions of one turn; with `has_agents`, agents request them.
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -118,7 +118,7 @@ def trace_step(checkout: Path, *, has_agents: bool = False) -> dict[str, set[tup
         def run(*command: str) -> None:
             subprocess.run([sys.executable, *command], cwd=checkout, env=environ, check=True)
 
-        places = ("helpers/models/tiny.py", "helpers/models.py", "models.py")  # it has moved twice
+        places = ("helpers/models/tiny.py", "helpers/models.py", "models.py")  # it has moved
         make_model = next(tests / name for name in places if (tests / name).exists())
         run(str(make_model), str(folder / "model"))
         run("-m", "demo.make_sums", str(folder / "sums.jsonl"))

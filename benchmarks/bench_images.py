@@ -1,11 +1,11 @@
-"""How long the pixels of prompts take, in threads, as ranks make them, and in processes.
+"""Seconds to make the pixels of prompts: in threads, as ranks do, and in processes.
 
     PYTHONPATH=.:tests .venv/bin/python benchmarks/bench_images.py [IMAGES]
 
-Prints, for the image processors of Qwen2.5-VL and Qwen3-VL and for one and two workers, the
-milliseconds of wall time for each of IMAGES (64) photographs of 1024 x 768 pixels as JPEG: for its
-pixels, and for these with the request to an engine, which has them as base64. Processes have
-imported the processor before, and send what they made to the process that asks.
+Prints wall-clock milliseconds for each of IMAGES (64) JPEG photographs of 1024 x 768 pixels, with
+the image processors of Qwen2.5-VL and Qwen3-VL and with one and two workers: for its pixels alone,
+and with the request to an engine, which has them as base64. Processes have imported the processor
+before, and send their results to the calling process.
 """
 
 import json
@@ -32,12 +32,12 @@ from parallel import ParallelDims
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 WIDTH, HEIGHT = 1024, 768
 LEAST, MOST = 56 * 56, 28 * 28 * 1280
-"""Pixels that an image has at least and at most."""
+"""Least and largest number of pixels of an image."""
 REPEATS = 3
 
 
 def photographs(count: int) -> list[bytes]:
-    """Smooth colours with some noise: about the bytes and the decoding of a photograph."""
+    """Smooth colours with some noise, which decode like photographs of about the same bytes."""
     generator = np.random.default_rng(0)
     files = []
     for _ in range(count):
@@ -51,10 +51,10 @@ def photographs(count: int) -> list[bytes]:
 
 
 def image_reader(folder: Path, family: str) -> ImageReader:
-    """The processor of a model, which makes photographs no smaller."""
+    """A model's image processor that leaves photographs at their size."""
     file = tiny_vision_model(folder, family) / "preprocessor_config.json"
     size = {"shortest_edge": LEAST, "longest_edge": MOST}
-    sizes = {"min_pixels": LEAST, "max_pixels": MOST, "size": size}  # by either name
+    sizes = {"min_pixels": LEAST, "max_pixels": MOST, "size": size}  # processors use either name
     file.write_text(
         json.dumps(json.loads(file.read_text(encoding="utf-8")) | sizes), encoding="utf-8"
     )
@@ -108,10 +108,10 @@ def main() -> None:
                 }
                 for name, pool in pools.items():
                     with pool:
-                        of_pixels, of_requests = (
+                        pixel_time, request_time = (
                             milliseconds(pool, work, prompts) for work in (pixels, request)
                         )
-                    print(f"{family}, {workers} {name}: {of_pixels:.1f} ms, {of_requests:.1f} ms")
+                    print(f"{family}, {workers} {name}: {pixel_time:.1f} ms, {request_time:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a thousand concurrent completions take of the trainer, beside an engine that takes no time.
+"""The trainer's cost of a thousand concurrent completions, with an engine that takes no time.
 
     .venv/bin/python benchmarks/bench_requests.py
 
-The engine is a process that answers the completions of a round when it has all of them. Prints the
-seconds and the CPU seconds of the best round, and the milliseconds of one request over a client
-that was just made, and over one that is kept.
+The engine is a process that answers a round once it has all of its requests. Prints wall-clock and
+CPU seconds of the best round, and the milliseconds of one request with a new and with a kept
+client.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ CHOICE = {
 REQUEST = {"token_ids": [*range(NUM_TOKENS)], "sampling_params": {"max_tokens": NUM_TOKENS}}
 
 
-async def serve(told: Connection) -> None:
-    """Answer completions, a round at a time, and at once how many are open."""
+async def serve(pipe: Connection) -> None:
+    """Answer completions a round at a time, and /load at once."""
     answer, waiting = json.dumps({"choices": [CHOICE]}).encode(), []
 
     async def complete(request: web.Request) -> web.Response:
@@ -54,16 +54,16 @@ async def serve(told: Connection) -> None:
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=2 * NUM_REQUESTS).start()
-    told.send(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    pipe.send(f"http://127.0.0.1:{runner.addresses[0][1]}")
     await asyncio.Event().wait()
 
 
-def run_server(told: Connection) -> None:
-    asyncio.run(serve(told))
+def run_server(pipe: Connection) -> None:
+    asyncio.run(serve(pipe))
 
 
 async def measure(url: str) -> None:
-    """Print what the requests take."""
+    """Print the seconds of the requests."""
     seconds, cpu_seconds, fresh, kept = [], [], [], []
     async with http_client(url, "token", 60.0, 60.0) as http:
         engine = Engine(url, http, health_timeout=60.0, stall_timeout=60.0)

@@ -5,13 +5,13 @@
 Four ranks that hold a random model of Qwen2.5-0.5B's shape (bf16, 0.99 GB) as TP2 x PP2 push it
 into the two workers of a vLLM engine, over shared memory and over the network (here loopback). The
 seconds are those of the whole verified push. "Bare": a push without checksums, in turns with the
-verified one, so that the difference is the cost of verification. "Raw": the same bytes over the
-same channels in the same buckets, copied from one plain tensor into another; the speed of a bare
-push is given as a fraction of the raw copy's. "Gather": whole tensors to rank 0, from there to
-every worker through one file in memory or over the same network, and vLLM's own `load_weights` in
-the workers. After every push, each parameter of the workers must be bitwise equal to what vLLM
-loaded at first, and is then zeroed. Memory is the peak of a rank and of a worker above their use
-before the channels were made; memory that two processes share counts in both.
+verified one; the difference is the cost of verification. "Raw": the same bytes over the same
+channels in the same buckets, copied from one plain tensor into another; the speed of a bare push is
+given as a fraction of the raw copy's. "Gather": whole tensors to rank 0, from there to every worker
+through one file in memory or over the same network, and vLLM's own `load_weights` in the workers.
+After every push, each parameter of the workers must be bitwise equal to the one that vLLM loaded at
+first, and is then zeroed. Memory is the peak of a rank and of a worker above their use before the
+channels were made; memory that two processes share counts in both.
 
 Also prints what each worker receives at TP8 from vLLM's own backends, computed from configs alone.
 """
@@ -75,7 +75,7 @@ TRANSPORTS = {"memory": "auto", "network": "network"}
 KINDS = ("", " bare", " raw", " gather")
 
 Figures = dict[str, list[float]]
-"""For each name, one value per round."""
+"""One value per round, by name."""
 
 
 def main() -> None:
@@ -158,7 +158,7 @@ def measure(
 def weight_sync(
     rank: int, model: Path, engines: WorkerEngines, transport: str, megabytes: int
 ) -> WeightSync:
-    """The `WeightSync` that a trainer would make."""
+    """The `WeightSync` of a trainer."""
     cfg = tiny_config(
         model,
         RANKS,
@@ -192,7 +192,7 @@ def start(process: WorkerProcess, model: Path) -> None:
 
 
 def check(rank: int, engines: WorkerEngines) -> None:
-    """Fail unless all workers hold what vLLM loaded at first; zeroes their parameters."""
+    """Fail unless all workers hold the parameters that vLLM loaded at first; zeroes them."""
     if rank == 0:
         [differing] = engines.call(compare_and_wipe)
         assert not any(differing), differing
@@ -200,7 +200,7 @@ def check(rank: int, engines: WorkerEngines) -> None:
 
 
 def compare_and_wipe(process: WorkerProcess) -> list[str]:
-    """Names of parameters that differ from what vLLM loaded; zeroes all of them."""
+    """Names of parameters that differ from those that vLLM loaded; zeroes all parameters."""
     held = parameters_of(process.worker)
     differing = [
         name
@@ -224,7 +224,7 @@ def timed(figures: Figures, name: str) -> Iterator[None]:
 
 @contextmanager
 def watched(rank: int, engines: WorkerEngines, figures: Figures, name: str) -> Iterator[None]:
-    """Record how far memory peaks above its start: of this rank and, on rank 0, of the workers."""
+    """Record the peak of memory above its start, for this rank and, on rank 0, for the workers."""
     before = resident_bytes(peak=False)
     if rank == 0:
         before_workers = engines.call(forget_peak)

@@ -1,8 +1,8 @@
-"""How soon `megatron-grpo view` shows a step of a run of a million completions, about a gigabyte.
+"""Seconds until `megatron-grpo view` shows a step of a run of a million completions (a gigabyte).
 
     .venv/bin/python benchmarks/bench_view.py
 
-Prints the seconds from the start of the command to the answers to the page's first questions: the
+Prints the seconds from the start of the command to the answers to the page's first requests: the
 page, all metrics, and the completions of a step. The file was just written, so it is cached.
 """
 
@@ -21,7 +21,7 @@ STEPS = COMPLETIONS // PER_STEP
 
 
 def write_run(run_dir: Path) -> int:
-    """A run whose completions have 200 to 1000 characters; returns the bytes of them."""
+    """Write a run with completions of 200 to 1000 characters; returns the bytes of their file."""
     chance = random.Random(0)
     text = " ".join(str(chance.randrange(1000)) for _ in range(5000))
     with (run_dir / "completions.jsonl").open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""How long a piece of work takes when nothing disturbs it."""
+"""The time of a piece of work when nothing disturbs it."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Upper bounds of what this machine can do, to compare other figures with."""
+"""Upper bounds of this machine's rates, to compare other figures with."""
 
 import json
 import mmap
@@ -24,7 +24,7 @@ GEMM = (512, 1024, 8192)  # rows, inner, columns
 
 
 def measure_ceilings(num_threads: int) -> dict[str, float]:
-    """The best rates, measured in a separate process: in GB/s, or GFLOP/s for matrix products."""
+    """The best rates in GB/s, or GFLOP/s for matrix products, measured in a separate process."""
     environ = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
     command = [sys.executable, __file__]
     done = subprocess.run(

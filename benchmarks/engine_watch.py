@@ -1,4 +1,4 @@
-"""Watches an engine while a run uses it: its tokens, how many completions run, the ranks' core."""
+"""Watches an engine during a run: its tokens, its running completions, and the ranks' core."""
 
 import re
 import threading
@@ -15,7 +15,7 @@ import psutil
 from megatron_grpo.launch.run_dir import bearer
 
 INTERVAL = 0.25
-"""Seconds between two looks; a look takes the engine some milliseconds."""
+"""Seconds between two looks; a look costs the engine some milliseconds."""
 RUNNING = re.compile(r"^vllm:num_requests_running(?:{.*})? (\S+)$", re.MULTILINE)
 GENERATED = re.compile(r"^vllm:generation_tokens_total(?:{.*})? (\S+)$", re.MULTILINE)
 PROMPTS = re.compile(r"^vllm:prompt_tokens_total(?:{.*})? (\S+)$", re.MULTILINE)
@@ -23,21 +23,21 @@ PROMPTS = re.compile(r"^vllm:prompt_tokens_total(?:{.*})? (\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Look:
-    """What an engine's metrics say at a time."""
+    """Metrics of an engine at one time."""
 
     at: float
     """`time.time()`"""
     running: float
     generated: float
-    """Tokens since its start."""
+    """Generated tokens since the engine's start."""
     prompts: float
-    """Tokens of prompts since its start."""
+    """Prompt tokens since the engine's start."""
     computed: float
-    """Seconds that the ranks' core has computed since the machine's start."""
+    """Busy seconds of the ranks' core since the machine's start."""
 
 
 class Watch:
-    """Looks at an engine, and at the core of the ranks, while the block runs."""
+    """Looks at an engine and at the ranks' core during the block."""
 
     def __init__(self, url: str, token: str, core: int) -> None:
         self.looks: list[Look] = []
@@ -56,7 +56,7 @@ class Watch:
         self._http.close()
 
     def between(self, start: float, end: float) -> list[Look]:
-        """The looks from one time to another."""
+        """Looks between two times."""
         return [each for each in self.looks if start <= each.at <= end]
 
     def _run(self) -> None:
@@ -68,22 +68,22 @@ class Watch:
 
 
 def children_seconds() -> float:
-    """Seconds that the processes which this one has started have computed: those of its engine."""
+    """CPU seconds of this process's descendants, which are those of its engine."""
     children = psutil.Process().children(recursive=True)
     return sum(sum(each.cpu_times()[:2]) for each in children)
 
 
 def idle_share(looks: Sequence[Look]) -> float:
-    """Share of the time in which nothing ran."""
+    """Share of the looks without running completions."""
     return sum(not each.running for each in looks) / len(looks)
 
 
 def pass_seconds(looks: Sequence[Look]) -> Callable[[int], float]:
     """Seconds of a forward pass by the number of running completions: constant + slope * number.
 
-    Between two looks with n completions, a pass generated n tokens. The seconds between looks are
-    fitted, so that their sum is about right, and a pause of the engine weighs no more than it took.
-    Prompts count as idle time: completions count as running from the end of their first pass on.
+    Between two looks with n completions, a pass generated n tokens. Seconds between looks are
+    fitted, so that their sum is about right, and a pause of the engine weighs only its own seconds.
+    Prompts count as idle time: a completion counts as running from the end of its first pass on.
     """
     rows, seconds = [], []
     for before, after in pairwise(looks):

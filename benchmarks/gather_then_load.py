@@ -1,8 +1,8 @@
-"""The baseline that needs no engine layouts: whole tensors to rank 0, then `load_weights`.
+"""The baseline without engine layouts: whole tensors to rank 0, then `load_weights`.
 
-This is what most trainers do, and no slower: ranks send to rank 0 only, and never send a replica.
-From rank 0 every worker gets every tensor, either from one file in memory that all read, or over
-its own connection, as with vLLM's `nccl` backend.
+Most trainers do this, and no faster: ranks send to rank 0 only, and never send a replica. From
+rank 0 every worker gets every tensor, either from one file in memory that all read, or over its own
+connection, as with vLLM's `nccl` backend.
 """
 
 import socket
@@ -72,7 +72,7 @@ def _gathered(
 
 
 def _owned(layout: Layout) -> dict[str, list[ShardMapping]]:
-    """The pieces of each whole tensor that a rank sends."""
+    """Pieces that a rank sends, by whole tensor."""
     owned: dict[str, list[ShardMapping]] = {}
     for piece in layout.pieces:
         if not piece.is_replica:
@@ -85,7 +85,7 @@ def _values(piece: ShardMapping, parameters: Mapping[str, Tensor]) -> Tensor:
 
 
 def by_file(tensors: Tensors, file: Path, engines: WorkerEngines) -> None:
-    """Write the tensors to `file`, which is in memory, and let all workers load it."""
+    """Write the tensors to `file` in memory, and let all workers load it."""
     save_file(dict(tensors), file)
     engines.call(_load_file, file)
     file.unlink()
@@ -99,7 +99,7 @@ def by_network(tensors: Tensors, shape: ModelShape, engines: WorkerEngines) -> N
             engines.call, _load_received, server.getsockname(), hf_tensors(shape)
         )
         ends = [stack.enter_context(server.accept()[0]) for _ in range(num_workers)]
-        # One thread per worker, so that no worker waits for another.
+        # A thread for each worker, so that no worker waits for another.
         senders = [(end, stack.enter_context(ThreadPoolExecutor(1))) for end in ends]
         sent = [
             thread.submit(end.sendall, bytes_of(tensor).numpy())
@@ -126,7 +126,7 @@ def _load_received(
 def _received(
     connection: socket.socket, buffer: Tensor, sizes: Mapping[str, tuple[int, ...]]
 ) -> Tensors:
-    """Yield the tensors one by one, all in the same `buffer`, whose pages are already mapped."""
+    """Yield the tensors one by one, all in `buffer` with its already mapped pages."""
     for name, size in sizes.items():
         data = buffer[: DTYPE.itemsize * prod(size)]
         count = connection.recv_into(data.numpy(), flags=socket.MSG_WAITALL)

@@ -1,11 +1,11 @@
-"""How far INT8 engines of a pretrained model are from themselves, if one kernel rounds otherwise.
+"""The gap between two INT8 engines of a pretrained model if one kernel rounds differently.
 
     PYTHONPATH=.:tests .venv/bin/python benchmarks/int8_activations.py models/SmolLM2-135M-Instruct
 
 Prints the mean difference of log-probabilities over the tokens of a text between two forwards of
-the model in bfloat16 by transformers. Both may have attention by one kernel, or each by another;
-both may have layers of `rollout.quantization: int8` as on CPUs, or one of them may have their
-weights alone, dequantised, as the trainer has with `rollout.quantization_aware`.
+the bfloat16 model by transformers: with equal or different attention kernels, and with the layers
+of `rollout.quantization: int8` on CPUs in both, or in one against their dequantised weights, which
+the trainer has with `rollout.quantization_aware`.
 """
 
 import sys
@@ -32,14 +32,14 @@ ROWS = (
 
 
 class Int8Linear(torch.nn.Module):
-    """A linear layer as engines of `int8` have it: each token is quantised as each row is."""
+    """The linear layer of `int8` engines: each token is quantised like each row of the weight."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.numbers, self.scales = _quantized(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product."""
+        """Multiply the quantised factors."""
         return product_of_rows(x, self.numbers, self.scales, None)
 
 
@@ -50,7 +50,7 @@ def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def logprobs(folder: str, kind: str | None, kernel: str) -> Tensor:
-    """Log-probabilities [tokens - 1] of the tokens of TEXT after the first."""
+    """Log-probabilities of the tokens of TEXT after the first, [tokens - 1]."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation=kernel
     )

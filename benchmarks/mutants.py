@@ -1,18 +1,18 @@
-"""How many faults of one operator the tests of a module alone find, in modules of pure functions.
+"""Mutation testing of modules of pure functions, each by its own tests.
 
     make mutants [ARGS="--number 120 --seed 0 --by-test --modules parallel/tiles.py ..."]
 
-Operators of comparison, arithmetic and logic, and the indices 0 and 1, are exchanged one at a time,
-in a copy of the checkout: at most so many of them, drawn with the seed. A mutant is killed if the
+A mutant exchanges one operator of comparison, arithmetic or logic, or one of the indices 0 and 1,
+in a copy of the checkout; `--number` mutants are drawn with `--seed`. A mutant is killed if the
 tests of its module fail, or take four times as long as without it. Prints the survivors: each is a
-hole in the tests, or changes nothing that anybody can see.
+hole in the tests, or an invisible change.
 
-The tests run in processes forked from this one, which imports every library that they have used
-without a fault: that alone takes longer than most of these tests.
+The tests run in processes forked from this one, which imports the libraries that the tests use: the
+imports take longer than most of these tests.
 
-`--by-test` runs all tests on each mutant, not only up to the first that fails, and prints how many
-mutants each test kills, and how many no other test does: one of 0 and 0 asserts nothing about
-operators, one of 9 and 0 repeats others.
+`--by-test` runs all tests on each mutant, not only up to the first failure, and prints two counts
+for each test: mutants that it kills, and mutants that only it kills. A test with 0 and 0 asserts
+nothing about operators, one with 9 and 0 repeats others.
 """
 
 import argparse
@@ -43,7 +43,7 @@ TESTS = {
     for folder, modules in yaml.safe_load((ROOT / "benchmarks/mutants.yaml").read_text()).items()
     for module, names in modules.items()
 }
-"""Modules, and files of tests below tests/."""
+"""Test files below tests/, by module."""
 EXCHANGED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -70,9 +70,9 @@ EXCHANGED_INDICES = {0: 1, 1: 0}
 SLOWER = 4
 TOO_LATE = "(none: took too long)"
 ENGINES = {"engine", "live_engine", "pair", "reference_engine", "shared_engine"}
-"""Fixtures that start one."""
+"""Fixtures that start an engine."""
 LIBRARIES = ["hypothesis", "megatron.core", "torch", "transformers"]
-"""Imported first; all others when the tests of a module have used them."""
+"""Libraries to import first; others are imported once the tests of a module have used them."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ class Mutant:
     before: str
     after: str
     source: str
-    """Source text of the whole module."""
+    """Source of the whole mutated module."""
 
 
 def main() -> None:
-    """Print what survives, and the share of those killed."""
+    """Print the surviving mutants and the number of killed ones."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -135,7 +135,7 @@ def print_by_test(tests: set[str], killers: list[set[str]]) -> None:
 
 
 def mutants_of(module: str) -> Iterator[Mutant]:
-    """Each operator and index of the module exchanged, but for those in annotations."""
+    """A mutant for each operator and index of the module outside of annotations."""
     text = (ROOT / module).read_text(encoding="utf-8")
     for number, place in enumerate(operators(ast.parse(text))):
         tree = ast.parse(text)
@@ -152,8 +152,7 @@ def mutants_of(module: str) -> Iterator[Mutant]:
 
 
 def operators(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.AugAssign, int]]:
-    """The nodes with an operator or index that can be exchanged, and which of a comparison's it
-    is."""
+    """(node, position among a comparison's operators) of each exchangeable operator or index."""
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns"):
             continue
@@ -172,17 +171,16 @@ def operators(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.AugAssign, int]]:
 
 
 def is_exchanged(index: ast.expr) -> bool:
-    """Whether it is one of EXCHANGED_INDICES."""
     return isinstance(index, ast.Constant) and index.value in EXCHANGED_INDICES
 
 
 def exchange(operator: ast.AST) -> ast.AST:
-    """The operator in its place."""
+    """The operator that replaces this one."""
     return EXCHANGED[type(operator)]()
 
 
 def copy_of_checkout(folder: Path) -> Path:
-    """The files that git knows, below `folder`."""
+    """Copy the files that git tracks to `folder`."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"],
         cwd=ROOT,
@@ -199,21 +197,20 @@ def copy_of_checkout(folder: Path) -> Path:
 
 
 def unchanged(copy: Path, module: str) -> tuple[float, list[str]]:
-    """How long its tests take without a fault, at least a second, and their functions."""
+    """(seconds, test functions) of a module's tests without a fault; at least one second."""
     for _ in range(2):  # the first imports
         start = time.monotonic()
         ended, report = run_tests(copy, module, 600, every=False)
         if ended:
             raise SystemExit(f"the tests of {module} fail without a fault: exit code {ended}")
         for name in report["libraries"]:
-            with suppress(ImportError):  # of a stand-in that a test has made
+            with suppress(ImportError):  # a fake library that a test has made
                 importlib.import_module(name)
     return max(1.0, time.monotonic() - start), report["tests"]
 
 
 def killed_by(copy: Path, mutant: Mutant, limit: float, every: bool) -> set[str]:
-    """Functions of tests that fail with the mutant in place: the first, or `every`; empty if it
-    survives."""
+    """Test functions that fail on the mutant: the first, or `every` one; empty if it survives."""
     file = copy / mutant.module
     original = file.read_text(encoding="utf-8")
     file.write_text(mutant.source, encoding="utf-8")
@@ -229,8 +226,8 @@ def killed_by(copy: Path, mutant: Mutant, limit: float, every: bool) -> set[str]
 def run_tests(
     copy: Path, module: str, limit: float, every: bool
 ) -> tuple[int, dict[str, list[str]]]:
-    """Exit code of pytest, or the negative number of the signal that ended it, -1 after `limit`
-    seconds; and what `Report` has written."""
+    """(exit code of pytest, file of `Report`). The code is the negative number of a signal that
+    ended pytest, and -1 after `limit` seconds."""
     tests = [f"tests/{name}" for name in TESTS[module]]
     written = copy / "report.json"
     written.unlink(missing_ok=True)
@@ -251,11 +248,11 @@ def run_tests(
 
 
 def run_pytest(copy: Path, tests: list[str], written: Path, every: bool) -> None:
-    """Run these in the copy, silently, and end this process."""
+    """Run `tests` in the copy without output, and end this process."""
     os.chdir(copy)
     os.environ["PYTHONPATH"] = str(copy)
     sys.path[0] = str(copy)  # before the checkout
-    # Bytecode of a mutant must not outlive it; pytest's of tests, written at first, is worth a lot.
+    # Bytecode of a mutant must not outlive it; that of tests, written in the first run, saves time.
     sys.dont_write_bytecode = bool(list((copy / tests[0]).parent.glob("__pycache__/*")))
     silence = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
@@ -272,7 +269,7 @@ def run_pytest(copy: Path, tests: list[str], written: Path, every: bool) -> None
 
 
 class Report:
-    """Writes which functions of tests ran, which failed, and what libraries are imported then."""
+    """Writes the test functions that ran, those that failed, and the imported libraries."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -280,7 +277,7 @@ class Report:
         self._failed: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the function's name."""
+        """Record the function's name."""
         function = report.nodeid.partition("[")[0]
         self._tests.add(function)
         if report.failed:
@@ -300,10 +297,10 @@ class Report:
 
 
 class WithoutEngines:
-    """Leaves out tests that start an engine, which takes longer than all others."""
+    """Deselects tests that start an engine, since that takes longer than all others."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Function]) -> None:
-        """Keep tests whose fixtures start none."""
+        """Keep tests without fixtures that start an engine."""
         items[:] = [item for item in items if not ENGINES & {*item.fixturenames}]
 
 

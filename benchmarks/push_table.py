@@ -72,7 +72,7 @@ def push_table(cfg: Config) -> str:
 def _ends(
     cfg: Config, shape: ModelShape
 ) -> tuple[Iterable[Sender], list[Layout], Mapping[str, int]]:
-    """The ranks that send, what each worker gets, and the bytes of an element of it by name."""
+    """(sending ranks, layout of each worker, bytes per element by parameter)."""
     if cfg.lora.is_served:
         workers = worker_shards(cfg, shape).pushed
         itemsizes = dict.fromkeys(workers[0].shapes, ITEMSIZE[cfg.model.dtype])

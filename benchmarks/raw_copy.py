@@ -1,4 +1,4 @@
-"""Sends the bytes of a push over its channels and in its buckets, but between plain tensors."""
+"""A push's bytes over its channels and in its buckets, but between plain tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -15,13 +15,13 @@ from parallel.weight_transfer.streams import InStream, OutStream
 
 
 def plain_bytes(parameters: Mapping[str, Tensor]) -> Tensor:
-    """As many bytes as the parameters, plus 1 MiB for gaps between boxes; the pages are mapped."""
+    """A tensor of the parameters' bytes plus 1 MiB for gaps between boxes; its pages are mapped."""
     num_bytes = sum(value.nbytes for value in parameters.values())
     return torch.ones(num_bytes + (1 << 20), dtype=torch.uint8)
 
 
 def push_raw(sync: WeightSync, rank: int, plain: Tensor, engines: WorkerEngines) -> None:
-    """Send as many bytes of `plain` as a push would, over the channels of an earlier push."""
+    """Send a push's number of bytes from `plain`, over the channels of an earlier push."""
     assert isinstance(sync._transport, WeightChannels)
     sender = sync._transport._sender
     assert sender is not None

@@ -12,7 +12,7 @@ from parallel.checksum import BoxCopy, NamedSum
 from parallel.weight_transfer import streams, transfer
 
 PATCHES = ExitStack()
-"""Patches of a worker's process."""
+"""Patches in a worker's process."""
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 A virtual machine returns unused pages to its host, and each page it needs again waits for the host:
 `dd if=/dev/zero of=/dev/shm/x bs=1M count=12000` wrote 1.7 GB/s at first and 0.21 GB/s after 5 GB
 on the machine of docs/peers.md. Without warming, the side that uses the most memory would pay for
-this. All sides of a comparison warm the same amount: what the largest side takes in all its
+this. All sides of a comparison warm the same amount: the memory of the largest side in all its
 processes and files. /dev/shm must have room for it.
 """
 

@@ -3,11 +3,11 @@
     python -m demo.calculator models/tiny_calculator data/products.jsonl
     megatron-grpo train configs/learn_tool.yaml
 
-It is asked for products of four digits, which no model of two layers has in its head, and is
-rewarded for the right one alone: whether it calls, and with which numbers, is for it to find out.
-A random model would never write a call by chance. So this one is warmed up, by supervised learning
-for about a minute: it sees how calls are written, a fourth of them with other numbers than asked
-for, and then more and more answers that are guesses, up to nine of ten.
+Prompts ask for products of four digits, which a model of two layers cannot compute, and only the
+right product is rewarded: the model must learn to call the tool with the right numbers. A random
+model would never write a call, so supervised learning warms it up for about a minute. It sees the
+form of calls, a quarter of them with wrong numbers, and then more and more guessed answers, up to
+nine of ten.
 """
 
 import argparse
@@ -23,7 +23,7 @@ NUMBERS = range(32, 100)
 """All products have four digits."""
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<start>")
 CALL = '<tool_call>{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}</tool_call>"
-"""What stands before, between and after the numbers of a call: tokens of their own."""
+"""Text before, between and after the numbers of a call; each is one token."""
 CHARACTERS = "\n*0123456789aeilmnoprstuy"
 TEMPLATE = (
     "{% if tools %}<start>system\n{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
@@ -35,11 +35,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
 )
 ANSWER = "<start>assistant\n"
-"""What the template writes before a turn of the model."""
+"""Text of the template before a turn of the model."""
 SHARE_OF_CALLS, SHARE_OF_RIGHT_CALLS = 0.1, 0.75
-"""In the warm-up's last conversations; the first of them are all calls."""
+"""Share of calls in the warm-up's last conversations; the first ones are all calls."""
 IGNORED = -100
-"""The label of a token without a loss, as transformers has it."""
+"""transformers' label of a token without a loss."""
 NUM_STEPS, BATCH_SIZE, LR = 600, 32, 3e-3
 
 
@@ -79,7 +79,7 @@ def write_model(folder: Path) -> None:
 
 def make_tokenizer() -> "PreTrainedTokenizerBase":
     """A token for each character, and for each part of a call."""
-    # Rewards and tools import this file, too, and need none of these.
+    # Imported here, since rewards and tools import this file and need none of these.
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers  # noqa: PLC0415
     from tokenizers.models import WordLevel  # noqa: PLC0415
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
@@ -124,7 +124,7 @@ def make_model(vocab_size: int) -> "Qwen3ForCausalLM":
 
 
 def conversation(order: random.Random, share_of_calls: float) -> list[dict[str, Any]]:
-    """What the model is warmed up with: a guess, or a call and its result."""
+    """A conversation of the warm-up: a guess, or a call and its result."""
     a, b = order.choices(NUMBERS, k=2)
     question = {"role": "user", "content": f"{a}*{b}"}
     if order.random() > share_of_calls:
@@ -141,7 +141,7 @@ def conversation(order: random.Random, share_of_calls: float) -> list[dict[str, 
 
 
 def warm_up(model: "Qwen3ForCausalLM", tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Train on conversations, on the turns of the model alone."""
+    """Train on the model's turns of conversations."""
     import torch  # noqa: PLC0415
     from torch.nn.utils.rnn import pad_sequence  # noqa: PLC0415
 
@@ -159,7 +159,7 @@ def warm_up(model: "Qwen3ForCausalLM", tokenizer: "PreTrainedTokenizerBase") -> 
             pad_sequence([torch.tensor(row) for row in rows], True, padding)
             for rows, padding in zip(zip(*encoded, strict=True), (0, IGNORED), strict=True)
         )
-        loss = model(tokens, labels=labels).loss  # what comes after a row's end has no effect
+        loss = model(tokens, labels=labels).loss  # padding after a row's end has no effect
         loss.backward()
         optimizer.step()
         schedule.step()
@@ -171,8 +171,7 @@ def warm_up(model: "Qwen3ForCausalLM", tokenizer: "PreTrainedTokenizerBase") -> 
 def tokens_and_labels(
     text: str, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[list[int], list[int]]:
-    """The tokens of a conversation, and their labels: `IGNORED` for all that the model does not say
-    itself."""
+    """Tokens of a conversation, and their labels: `IGNORED` outside of the model's turns."""
     tokens: list[int] = []
     labels: list[int] = []
     first, *rest = text.split(ANSWER)

@@ -1,4 +1,4 @@
-"""Train the tiny model of `configs/learn_tool.yaml` to call a calculator, and draw how it learns.
+"""Train the tiny model of `configs/learn_tool.yaml` to call a calculator, and draw its curves.
 
 python -m demo.calculator_curve --out docs/agents_curve.png
 """
@@ -20,18 +20,18 @@ CONFIG = Path(__file__).parents[1] / "configs" / "learn_tool.yaml"
 
 
 def curves(run_dir: Path) -> dict[str, list[float]]:
-    """Mean reward and share of completions with a call, step by step."""
+    """Mean reward, and share of completions with a call, of every step."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return {
         "right products (the reward)": [record["reward"] for record in records],
-        # Who calls has a second turn, which is the last: agent.max_turns is 2.
+        # A call leads to a second turn, which is the last: agent.max_turns is 2.
         "calls of the calculator": [record["num_turns/mean"] - 1 for record in records],
     }
 
 
 def draw(found: dict[str, list[float]], out: Path) -> None:
-    """Both over optimizer steps."""
+    """Draw reward and share of calls over optimizer steps."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

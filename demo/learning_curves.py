@@ -49,7 +49,7 @@ STALENESS = {
         "rollout.over_sampling=2",
     ],
 }
-"""The same loss on samples of older weights, with a push after every optimizer step."""
+"""One loss on samples of older weights, with a push after every optimizer step."""
 
 
 def rewards(run_dir: Path) -> list[float]:
@@ -65,7 +65,7 @@ def steps_to(reward: float, curve: list[float]) -> int | None:
 
 
 def draw(panels: dict[str, dict[str, list[float]]], out: Path) -> None:
-    """Reward over optimizer steps, a line for each run, in a panel for each kind of runs."""
+    """Draw reward over optimizer steps, a line for each run and a panel for each kind of runs."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (title, curves) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):

@@ -6,7 +6,7 @@ Blocks of `fp8` need widths that are multiples of 128:
         hidden_size=256 intermediate_size=512 head_dim=64
     PYTHONPATH=tests/engines_on_cpu/plugin:.:tests python -m demo.quantised_curves
 
-Engines on CPUs have 8 bits by the plugin of tests alone.
+Engines on CPUs have 8 bits only with the tests' plugin.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def records(run_dir: Path) -> list[dict[str, float]]:
 
 
 def draw(runs: dict[str, list[dict[str, float]]], out: Path) -> None:
-    """Reward and gap over optimizer steps, and how much of the first gap is not by the weights."""
+    """Draw reward and gap over optimizer steps, and the part of the gap not caused by weights."""
     figure = Figure(figsize=(15, 4), layout="constrained")
     FigureCanvasAgg(figure)
     reward, gap, causes = figure.subplots(1, 3)

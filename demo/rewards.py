@@ -23,7 +23,7 @@ def share_of_digits(completions: list[str], **_: Any) -> list[float]:
 
 
 def share_of_kind(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """Share of the characters that are digits or capitals, as the answer names."""
+    """Share of the characters of the kind that the answer names: digits or capitals."""
     is_wanted = {"digits": str.isdigit, "capitals": str.isupper}
     return [
         sum(map(is_wanted[kind], completion)) / max(1, len(completion))
@@ -32,7 +32,7 @@ def share_of_kind(completions: list[str], answer: list[str], **_: Any) -> list[f
 
 
 def share_of_initial(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """Share of the characters that are the first one of the answer."""
+    """Share of the characters that equal the answer's first one."""
     return [
         completion.count(wanted[0]) / max(1, len(completion))
         for completion, wanted in zip(completions, answer, strict=True)

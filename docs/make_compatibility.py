@@ -1,4 +1,4 @@
-"""Writes the table of docs/compatibility.md: which features of a run exclude each other.
+"""Writes the table of docs/compatibility.md: features of a run that exclude each other.
 
     PYTHONPATH=. python docs/make_compatibility.py
 
@@ -51,11 +51,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "parallel.dynamic_context_parallel": (),
     "parallel.overlap_param_gather": (),
 }
-"""The features of the page, in its order, and what each is a kind of."""
+"""Features in the order of the page, each with those that it is a kind of."""
 
 
 def implied(feature: str) -> Iterator[str]:
-    """What is on in each run with the feature: its kinds, what it needs, and what these imply."""
+    """Features of every run with this one: its kinds, its needs, and whatever these imply."""
     yield feature
     needed = [other.removesuffix(": true") for (each, other) in NEEDS if each == feature]
     for other in (*FEATURES.get(feature, ()), *needed):
@@ -63,7 +63,7 @@ def implied(feature: str) -> Iterator[str]:
 
 
 def exclude(feature: str, other: str) -> bool:
-    """Whether a run has one of two features at most."""
+    """Whether a run can have only one of two features."""
     pairs = product(implied(feature), implied(other))
     return any((a, b) in CONFLICTS or (b, a) in CONFLICTS for a, b in pairs)
 
@@ -93,7 +93,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """The text of docs/compatibility.md, with the table as the conflicts are now."""
+    """The text of docs/compatibility.md, with the table of the present conflicts."""
     return PAGE.read_text(encoding="utf-8").partition(BEGIN)[0] + table()
 
 

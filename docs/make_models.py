@@ -1,8 +1,8 @@
-"""Writes the table in docs/models.md: what a run can do with each published model.
+"""Writes the table in docs/models.md: possible runs of each published model.
 
     PYTHONPATH=.:tests python docs/make_models.py
 
-Each cell is what the checks before a run say of the model's config.json.
+Each cell is the verdict of a run's checks on the model's config.json.
 """
 
 import re
@@ -32,17 +32,17 @@ PAGE = Path(__file__).with_name("models.md")
 TABLE = re.compile(r"\| model \|.*\nFurther families: [^\n]*\n", re.DOTALL)
 SIZES = range(1, 17)
 FEW = 8
-"""Layers of the models whose every matrix is checked: enough for one of each kind of layer."""
+"""Layers of a model when every matrix is checked: enough for one of each kind of layer."""
 RUN_WITH_SGLANG = (
     *("deepseek_v3", "gemma3_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "llama"),
     *("mistral", "olmo3", "qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe"),
     *("deepseek_v32", "glm_moe_dsa", "qwen3_next"),
 )
-"""Families whose pushed weights tests/sglang compares with loaded ones."""
+"""Families for which tests/sglang compares pushed weights with loaded ones."""
 RUN_IN_FP8 = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3", "qwen3_moe")
-"""Families whose quantised weights it compares, too."""
+"""Families for which tests/sglang compares quantised weights, too."""
 ATTENTION = (("o_proj",), ("o_proj", "out_proj"))
-"""One target in each layer: of attention, as experts have no adapters."""
+"""One target in each layer, of attention since experts have no adapters."""
 SCHEMES = ("fp8", "fp8_channel", "int8")
 
 
@@ -66,7 +66,7 @@ def rollout(**settings: Any) -> RolloutConfig:
 
 
 def lora(shape: ModelShape) -> str:
-    """How adapters of a model reach engines."""
+    """The ways of a model's adapters into engines."""
     fields = [LoraConfig(r=8, target_modules=names) for names in ATTENTION]
     if not any(is_accepted(check_lora, each, shape, 1) for each in fields):
         return "no"
@@ -149,7 +149,7 @@ def replay(shape: ModelShape) -> str:
 
 
 def table() -> str:
-    """Lines of the table, and the families that have no row in it."""
+    """Lines of the table, and families without a row."""
     rows = [
         [
             *("model", "family", "parameters", "trainer TP", "engine TP", "LoRA", "replay"),
@@ -167,7 +167,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """The page as it is, with the table made again."""
+    """The present page with a new table."""
     text, found = TABLE.subn(lambda _: table(), PAGE.read_text(encoding="utf-8"))
     assert found == 1, f"{PAGE} has no table to replace"
     return text

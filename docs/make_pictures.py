@@ -32,7 +32,7 @@ from parallel import Box, ParallelDims, all_shares
 
 FOLDER = Path(__file__).parent
 INK = "#123456"
-"""Stands for the colour of text, which the picture's style sheet chooses."""
+"""Placeholder for the colour of text, which the picture's style sheet chooses."""
 STYLE = """<style>
 svg { --ink: #1f2328 }
 @media (prefers-color-scheme: dark) { svg { --ink: #d9dfe6 } }
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def save(figure: Figure, name: str) -> None:
-    """Write the figure, with a style sheet in the place of fixed ink."""
+    """Write the figure, with a style sheet instead of fixed ink."""
     file = FOLDER / name
     figure.savefig(file, bbox_inches="tight", transparent=True, metadata={"Date": None})
     pyplot.close(figure)
@@ -108,7 +108,7 @@ FLOWS = (
 
 
 def architecture() -> Figure:
-    """Processes of a run, and over what they talk."""
+    """Processes of a run, and their connections."""
     figure, axes = canvas(10.5, 4.2)
     for name, lines, (x, y), color in NODES:
         box(axes, (x, y), (3.1, 1.4), color)
@@ -121,11 +121,11 @@ def architecture() -> Figure:
 
 
 WEIGHTS = ("model.layers.0.mlp.up_proj.weight", "model.layers.31.mlp.down_proj.weight")
-"""Of Llama-3.1-8B: split by rows in the first stage, and by columns in the last."""
+"""Weights of Llama-3.1-8B: split by rows in the first stage, and by columns in the last."""
 
 
 def push() -> Figure:
-    """Boxes of two weights as ranks hold them and as workers get them, from the real plan."""
+    """Boxes of two weights on ranks and on workers, from the real plan."""
     dims = ParallelDims(tensor=2, pipeline=2)
     with TemporaryDirectory() as folder:
         path = write_config(Path(folder), "Llama-3.1-8B")
@@ -138,15 +138,15 @@ def push() -> Figure:
     axes.text(2.0, 4.35, "4 ranks, TP2 PP2", ha="center", weight="bold")
     axes.text(7.6, 4.35, "an engine's 4 workers, TP4", ha="center", weight="bold")
     for number, weight in enumerate(WEIGHTS):
-        of_weight = [(rank, x) for rank, x in shares if x.have.tensor == weight]
+        copies = [(rank, x) for rank, x in shares if x.have.tensor == weight]
         bottom = 2.45 - 2.25 * number
-        ends = tuple(map(max, zip(*(x.box.end for _, x in of_weight), strict=True)))
+        ends = tuple(map(max, zip(*(x.box.end for _, x in copies), strict=True)))
         words = f"{weight.removeprefix('model.')}\n{list(ends)}"
         axes.text(4.8, bottom + 0.9, words, ha="center", va="center", fontsize=8)
         arrow(axes, (3.4, bottom + 0.35), (6.2, bottom + 0.35), INK)
         for left, places in (
-            (0.6, {(x.have.box, f"rank {rank}", rank) for rank, x in of_weight}),
-            (6.2, {(x.box, f"worker {x.worker}\nfrom {rank}", rank) for rank, x in of_weight}),
+            (0.6, {(x.have.box, f"rank {rank}", rank) for rank, x in copies}),
+            (6.2, {(x.box, f"worker {x.worker}\nfrom {rank}", rank) for rank, x in copies}),
         ):
             for piece, label, rank in sorted(places, key=str):
                 draw_piece(axes, piece, ends, (left, bottom), label, RANKS[rank])

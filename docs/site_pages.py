@@ -1,6 +1,6 @@
-"""Hooks of mkdocs: the site has README.md, CONTRIBUTING.md and CHANGELOG.md, too.
+"""Hooks of mkdocs: the site also has README.md, CONTRIBUTING.md and CHANGELOG.md.
 
-Links are written for the repository; on the site, those to other files than pages become names.
+Links are written for the repository; on the site, links to files that are no pages become names.
 """
 
 import re
@@ -32,7 +32,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Have links lead to pages of the site, and lists begin where GitHub begins them."""
+    """Point links at pages of the site, and begin lists where GitHub begins them."""
     markdown = LIST.sub(r"\1\n\n", markdown)
     return LINK.sub(lambda link: site_link(link, page.file.src_uri in PAGES.values()), markdown)
 

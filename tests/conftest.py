@@ -1,4 +1,4 @@
-"""Fixtures that are slow to start, shared by all tests of a session."""
+"""Fixtures of several folders, mostly slow to start and shared by a session; marks by folder."""
 
 from concurrent.futures import ProcessPoolExecutor
 
@@ -32,9 +32,9 @@ FOLDERS = {
     "parallel": ["fast"],
     "sglang": ["engines", "both_engines"],
 }
-"""Marks of all tests in a folder; files have others of their own."""
+"""Marks of all tests in a folder; files add their own."""
 LONG = {"live_engine", "reference_engine", "engine"}
-"""Fixtures of tests that take long."""
+"""Fixtures of long tests."""
 
 
 def pytest_addoption(parser):
@@ -52,10 +52,10 @@ def pytest_itemcollected(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Files with long tests come first, so that not one of two workers has the last of them alone.
+    """Put files with long tests first, so that no worker ends with one of them alone.
 
-    pytest-xdist keeps this order with `--no-loadscope-reorder`. With `--engine`, tests without an
-    engine of that kind are left out: they are the same as without.
+    pytest-xdist keeps this order with `--no-loadscope-reorder`. With `--engine`, tests that do not
+    use such an engine are left out, since they would run as without the option.
     """
     if (kind := config.getoption("--engine")) != "vllm":
         config.hook.pytest_deselected(items=[item for item in items if not _starts(item, kind)])
@@ -65,8 +65,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _starts(item, kind):
-    """Whether a test has an engine of the kind that `--engine` names: by the name of its folder,
-    of a fixture, or of one that is a parameter."""
+    """Whether a test uses an engine of `kind`, by its folder, its fixtures, or its parameters."""
     given = item.callspec.params.values() if hasattr(item, "callspec") else ()
     names = {name for name in given if isinstance(name, str)}
     if "reference_engine" in names:
@@ -78,7 +77,7 @@ def _starts(item, kind):
 
 @pytest.fixture(scope="session")
 def elsewhere():
-    """Calls a function in a separate process, where it may make the CPU pose as CUDA for good."""
+    """Call a function in a separate process, where the CPU may pose as CUDA for good."""
     with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=200)
 
@@ -115,15 +114,14 @@ def other_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def engine_kind(request):
-    """Which engine `running_engine` starts, and where it is installed."""
+    """The kind and interpreter of the engine that `running_engine` starts."""
     name = request.config.getoption("--engine")
     return {"engine": name, "python": SGLANG_PYTHON if name == "sglang" else None}
 
 
 @pytest.fixture(scope="session")
 def live_engine(engine_kind, tied_model, tmp_path_factory):
-    """An engine of `tied_model`: vLLM's, or another with `--engine`; a test must push weights
-    before it generates."""
+    """An engine of `tied_model`, vLLM or that of `--engine`; push weights before generating."""
     options = {"log_dir": tmp_path_factory.mktemp("engine-logs"), "tool_call_parser": "hermes"}
     with running_engine(folder=tied_model, **options, **engine_kind) as engine:
         yield engine
@@ -131,14 +129,14 @@ def live_engine(engine_kind, tied_model, tmp_path_factory):
 
 @pytest.fixture
 def seeds(engine_kind):
-    """For tests of what the seed of a request decides."""
+    """Skip tests of a request's seed where the engine has none."""
     if engine_kind["engine"] == "sglang":
         pytest.skip("SGLang follows seeds on GPUs only, with enable_deterministic_inference")
 
 
 @pytest.fixture(scope="session")
 def reference_engine(tied_model, tmp_path_factory):
-    """An engine of tests/reference_engine with `tied_model`; weights must be pushed first."""
+    """An engine of tests/reference_engine with `tied_model`; push weights before generating."""
     logs = tmp_path_factory.mktemp("reference-logs")
     with running_engine("reference", tied_model, logs) as engine:
         yield engine
@@ -146,7 +144,7 @@ def reference_engine(tied_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pair(tied_model, tmp_path_factory):
-    """A trainer and two reference engines that are soon taken for hung; every test leaves both
+    """A trainer and two reference engines with a short stall time-out; every test must leave both
     serving."""
     logs, limits = tmp_path_factory.mktemp("pair"), {"health_timeout": 3.0, "stall_timeout": 3.0}
     with (
@@ -159,7 +157,7 @@ def pair(tied_model, tmp_path_factory):
 
 @pytest.fixture(params=["live_engine", "reference_engine"])
 def engine(request, tied_model):
-    """Each of the two engines in turn, with the weights of `tied_model`."""
+    """The live and the reference engine in turn, with the weights of `tied_model`."""
     engine = request.getfixturevalue(request.param)
     engine.push(tied_model)
     return engine
@@ -167,13 +165,13 @@ def engine(request, tied_model):
 
 @pytest.fixture(scope="session")
 def runs(tied_model, live_engine, tmp_path_factory):
-    """Starts runs of one config, for tests that break them."""
+    """Runs of one config, for tests that break them."""
     return make_runs(tied_model, live_engine, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")
 def in_flight_runs(tied_model, live_engine, tmp_path_factory):
-    """Starts runs whose completions go on through pushes of weights."""
+    """Runs with pushes while completions are in progress."""
     return make_in_flight_runs(tied_model, live_engine, tmp_path_factory.mktemp("in_flight"))
 
 

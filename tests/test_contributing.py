@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md shows a family as it is, and what it says of the cost of adding holds."""
+"""CONTRIBUTING.md shows a family's file as it is, and its costs of additions hold."""
 
 import ast
 import re
@@ -12,14 +12,14 @@ from checkpoint_convert.families.multimodal import MULTIMODAL
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("megatron_grpo", "checkpoint_convert", "parallel")
 MOST_FILES = {"mamba": 13, "muon": 6}
-"""In how many files code may name a kind of layer, and an optimizer: they may only fall."""
+"""Most files in which code may name a kind of layer, and an optimizer; they may only fall."""
 
 
 def code(*folders: str) -> list[Path]:
     return [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
 
 
-def test_the_example_is_the_file_that_it_names():
+def test_the_example_equals_the_file_that_it_names():
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
     name, _, text = block.partition("\n")
     assert text == (ROOT / name.removeprefix("# ")).read_text()
@@ -35,13 +35,13 @@ def test_files_of_the_recipes_exist():
 
 
 @pytest.mark.parametrize("name", MOST_FILES)
-def test_what_is_added_is_named_in_few_files_of_the_product(name):
+def test_additions_touch_few_files_of_the_product(name):
     naming = [file for file in code(*PRODUCT) if name in words(ast.parse(file.read_text()))]
     assert len(naming) <= MOST_FILES[name], naming
 
 
 def words(tree: ast.AST) -> str:
-    """Names and strings of the code, in lower case, without docstrings."""
+    """Names and strings in the code, in lower case, without docstrings."""
     docs = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found = [node for node in ast.walk(tree) if node not in docs]
     names = (

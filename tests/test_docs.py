@@ -32,7 +32,7 @@ DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{f.name}" for f in ROOT.gl
 
 
 def headings(file: Path) -> set[str]:
-    """How links name the headings of a page."""
+    """Anchors of a page's headings."""
     found = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in found}
 
@@ -52,7 +52,7 @@ def test_links_and_commands_exist(document):
     assert not re.search(r"^\s*\+ ", text, re.MULTILINE), "Markdown takes it for a bullet"
 
 
-def test_the_config_that_the_readme_shows_can_be_used(tmp_path):
+def test_the_config_in_the_readme_is_legal(tmp_path):
     file = tmp_path / "config.yaml"
     (shown,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     file.write_text(shown)
@@ -67,7 +67,7 @@ SHOWN = [
 
 
 @pytest.mark.parametrize(("page", "number", "shown"), SHOWN, ids=lambda value: str(value)[:12])
-def test_the_sections_that_a_page_shows_are_legal(page, number, shown):
+def test_config_sections_in_a_page_are_legal(page, number, shown):
     sections = yaml.safe_load(shown).items()
     options = [
         f"{name}.{key}={json.dumps(x)}" for name, keys in sections for key, x in keys.items()
@@ -75,7 +75,7 @@ def test_the_sections_that_a_page_shows_are_legal(page, number, shown):
     load_config(ROOT / "configs" / "tiny_cpu.yaml", options)
 
 
-def test_the_tables_of_faults_name_tests_that_are_there():
+def test_the_tables_of_faults_name_existing_tests():
     tests = {
         path: re.findall(r"^ *(?:async )?def test_(\w+)", path.read_text(), re.MULTILINE)
         for path in ROOT.glob("tests/**/test_*.py")
@@ -93,7 +93,7 @@ def test_the_tables_of_faults_name_tests_that_are_there():
             assert any(each in name for name in all_names), each
 
 
-def test_the_tree_of_the_code_names_files_that_are_there():
+def test_the_tree_of_the_code_names_existing_files():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     tree = text.partition("## Where everything is")[2].partition("\n## ")[0]
     files = {file.name for folder in PACKAGES for file in (ROOT / folder).rglob("*")}
@@ -113,13 +113,13 @@ def published_methods() -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.parametrize("method", published_methods())
-def test_the_options_of_a_published_method_stand_together(method):
+def test_options_of_a_published_method_are_compatible(method):
     options = {"generation_batch_size": 64, **published_methods()[method]}
     rewards = ["reward.functions=[math_answer]", "environment.name=game.py:Game"]
     load_config(ROOT / "configs" / "tiny_cpu.yaml", [f"grpo={json.dumps(options)}", *rewards])
 
 
-def test_the_options_for_generations_ahead_stand_together():
+def test_options_for_generations_ahead_are_compatible():
     text = (ROOT / "docs" / "algorithms.md").read_text()
     text = text.partition("## Asynchronous training")[2]
     found = []
@@ -134,7 +134,7 @@ def test_the_options_for_generations_ahead_stand_together():
 
 
 def metrics_of_the_page() -> set[str]:
-    """The names in the first columns of docs/metrics.md; a placeholder as `{name}` is `*`."""
+    """Names in the first columns of docs/metrics.md; a placeholder like `{name}` becomes `*`."""
     text = (ROOT / "docs" / "metrics.md").read_text()
     cells = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
     names = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
@@ -142,7 +142,7 @@ def metrics_of_the_page() -> set[str]:
 
 
 def text_of(node: ast.AST | None) -> str:
-    """The text of a literal, with `*` for what an f-string inserts."""
+    """The text of a literal, with `*` for each value of an f-string."""
     match node:
         case ast.Constant(value=str(value)):
             return value
@@ -154,7 +154,7 @@ def text_of(node: ast.AST | None) -> str:
 def tables_of_the_code() -> Iterator[set[str]]:
     """The keys of each table of a run, and the names of phases as metrics."""
     for file in sorted((ROOT / "megatron_grpo").rglob("*.py")):
-        if file.parent.name == "doctor":  # its names with slashes are files
+        if file.parent.name == "doctor":  # its names with slashes are file names
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
@@ -170,7 +170,7 @@ def is_among(name: str, names: Iterable[str]) -> bool:
     return any(fnmatchcase(name, each) or fnmatchcase(each, name) for each in names)
 
 
-def test_the_page_of_metrics_names_what_the_code_writes_and_nothing_else():
+def test_the_page_of_metrics_names_exactly_the_metrics_of_the_code():
     page, has_slash = metrics_of_the_page(), re.compile(r"[a-z_*]+(/[\w*]*)+").fullmatch
     page |= {name.removeprefix("eval/") for name in page}
     tables = [{key for key in keys if key.strip("*")} for keys in tables_of_the_code()]
@@ -188,7 +188,7 @@ def test_the_page_of_metrics_names_what_the_code_writes_and_nothing_else():
     assert {name for name in page if not is_among(name.removeprefix("eval/"), keys)} == set()
 
 
-def test_the_page_for_users_of_other_trainers_names_keys_and_metrics_that_are_there():
+def test_the_page_for_users_of_other_trainers_names_existing_keys_and_metrics():
     keys = re.findall(r"^\| `([\w.]+)`", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
     known = {*keys, *metrics_of_the_page(), "rollout.vllm", "eval/*/mean@*"}
     sections = (ROOT / "docs" / "coming-from.md").read_text().split("\n## ")[1:-1]
@@ -212,12 +212,12 @@ def arithmetic() -> tuple[dict[str, object], str, str]:
     return variables, output.getvalue(), shown
 
 
-def test_the_arithmetic_of_formulas_prints_what_the_page_shows(arithmetic):
+def test_code_in_the_page_of_formulas_prints_the_shown_output(arithmetic):
     _, output, shown = arithmetic
     assert output == shown
 
 
-def test_the_formula_for_parameters_counts_what_a_rank_holds(arithmetic, tmp_path):
+def test_the_formula_for_parameters_counts_a_ranks_parameters(arithmetic, tmp_path):
     shape = read_shape(write_config(tmp_path, "Llama-3.3-70B"))
     dims = load_config(ROOT / "configs" / "grpo_70b.yaml").dims
     layout = megatron_layout(shape, dims, dims.coordinates(0), transformer_engine=True)
@@ -225,7 +225,7 @@ def test_the_formula_for_parameters_counts_what_a_rank_holds(arithmetic, tmp_pat
 
 
 def formula_rows() -> list[tuple[str, str, str]]:
-    """Heading of the value's column, formula and value of each row that has both."""
+    """(heading of the value's column, formula, value) of each row with both."""
     found, head, before = [], [], []
     for line in FORMULAS.read_text().partition("## Memory of one rank")[2].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -282,8 +282,8 @@ def test_the_functions_that_formulas_names_exist():
         ("DeepSeek-V3", "latents", LATENTS),
     ],
 )
-def test_the_formula_for_activations_is_that_of_the_plan(tmp_path, name, module, sizes):
-    """But for a float32 of each row of a norm, and of each head."""
+def test_the_formula_for_activations_equals_the_plan(tmp_path, name, module, sizes):
+    """Up to a float32 for each row of a norm, and for each head."""
     shape = read_shape(write_config(tmp_path, name))
     cfg = load_config(ROOT / "configs" / "grpo_8b.yaml", ["parallel.tensor_parallel_size=1"])
     kernels = kernels_of(cfg, precision(cfg))
@@ -297,7 +297,7 @@ def test_the_formula_for_activations_is_that_of_the_plan(tmp_path, name, module,
 
 
 @pytest.mark.parametrize("name", ["Qwen3-235B-A22B", "Qwen3-30B-A3B"])
-def test_the_formula_for_activations_of_experts_is_that_of_the_plan(tmp_path, name):
+def test_the_formula_for_activations_of_experts_equals_the_plan(tmp_path, name):
     shape = read_shape(write_config(tmp_path, name))
     cfg = load_config(ROOT / "configs" / "grpo_8b.yaml", ["parallel.tensor_parallel_size=1"])
     [kind] = layer_kinds(shape)
@@ -319,11 +319,11 @@ def test_the_overrides_of_quoted_commands_are_legal():
         load_config(ROOT / config[0], overrides.split())
 
 
-def test_the_page_of_pieces_to_import_is_that_of_the_docstrings_and_its_examples_run():
+def test_the_api_page_equals_the_docstrings_and_its_examples_run():
     assert make_api.PAGE.read_text() == make_api.page(), "run python docs/make_api.py"
 
 
-def test_the_page_of_models_is_what_the_checks_say_of_them():
+def test_the_page_of_models_equals_the_checks():
     command = "run PYTHONPATH=.:tests python docs/make_models.py"
     assert make_models.PAGE.read_text() == make_models.page(), command
 
@@ -336,6 +336,6 @@ def test_the_readme_is_a_screen_and_a_half():
     assert (ROOT / "README.md").stat().st_size <= 8_000
 
 
-def test_the_table_of_features_is_that_of_the_conflicts():
+def test_the_table_of_features_equals_the_conflicts():
     command = "run PYTHONPATH=. python docs/make_compatibility.py"
     assert make_compatibility.PAGE.read_text() == make_compatibility.page(), command

@@ -1,4 +1,4 @@
-"""The code computes what it computed when the golden values were recorded (golden/record.py)."""
+"""Results equal the recorded golden values (golden/record.py)."""
 
 from collections.abc import Iterator
 
@@ -21,8 +21,8 @@ from parallel import ParallelDims
 
 pytestmark = pytest.mark.fast
 
-# On a machine that rounds otherwise. AVX2 and SSE differ from AVX-512 by up to 2e-6 of the norm of
-# a gradient. In a run that becomes 1e-5 of a metric, and 5e-7 of one that is rounding alone, such
+# For machines that round differently. AVX2 and SSE differ from AVX-512 by up to 2e-6 of a
+# gradient's norm; in a run, by 1e-5 of a metric, and by 5e-7 in a metric of rounding errors such
 # as rollout/logprob_gap_max.
 STEP = {"rel": 1e-5, "abs": 1e-9}
 RUN = {"rel": 1e-4, "abs": 5e-6}
@@ -41,13 +41,13 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     LAYOUTS,
     ids=lambda value: layout_name(value) if isinstance(value, ParallelDims) else None,
 )
-def test_loss_gradients_and_logprobs_are_those_recorded(cases, family, dims, recipes):
+def test_loss_gradients_and_logprobs_equal_the_recorded_ones(cases, family, dims, recipes):
     assert differences("layouts", layout_values(cases[family], family, dims, recipes), **STEP) == []
 
 
 @pytest.fixture(scope="module")
 def recorded_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEngine]:
-    """An engine of the model that the runs were recorded with."""
+    """An engine of the model of the recorded runs."""
     folder = tmp_path_factory.mktemp("recorded")
     model = served_model(folder / "model", "qwen3", tied=True, intermediate_size=96)
     with running_engine("reference", model, folder / "logs") as engine:
@@ -60,7 +60,9 @@ def test_a_resumed_run_ends_with_the_recorded_weights_and_metrics(recorded_engin
 
 
 @pytest.mark.long
-def test_so_does_one_that_generates_while_it_trains_and_was_killed(recorded_engine, tmp_path):
+def test_a_killed_asynchronous_run_ends_with_the_recorded_weights_and_metrics(
+    recorded_engine, tmp_path
+):
     assert differences("runs", asynchronous_run(recorded_engine, tmp_path), **RUN) == []
 
 

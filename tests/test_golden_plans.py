@@ -1,4 +1,4 @@
-"""Plans of the shipped configs stay as they were: figures within half a percent, all else equal."""
+"""Plans of the shipped configs equal the recorded ones: figures within half a percent."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from golden import plans
 
 RECORDED = plans.read()
 REL = 0.005
-"""Formulas may be made simpler by that much; `ATTAINABLE` of the peak is known to 14 %."""
+"""Room for simpler formulas; `ATTAINABLE` of the peak is known to 14 %."""
 
 
 @pytest.mark.parametrize("run", plans.RUNS, ids=lambda run: plans.title(run[0], run[1], run[3]))

@@ -1,4 +1,4 @@
-"""Which Python `make setup` takes: real interpreters, in folders and under names of the test's."""
+"""The Python that `make setup` takes, from real interpreters in folders of a test."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ RUNNING = platform.python_version()
 
 
 def interpreters() -> dict[str, Path]:
-    """A Python of each version that can be had here, by its version: this one, and pyenv's."""
+    """Available interpreters by version: this one, and pyenv's."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = {path.name: path / "bin" / "python3" for path in pyenv.glob("3.*")}
     return {**found, RUNNING: Path(sys.executable).resolve()}
@@ -25,14 +25,14 @@ def machine(tmp_path: Path) -> "Machine":
 
 
 class Machine:
-    """A machine whose PATH and home are folders of the test."""
+    """A machine with the test's folders as PATH and home."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path: list[Path] = []
 
     def add(self, place: str, python: Path, on_path: bool = True) -> Path:
-        """Put a link to `python` at `place`, whose folder comes next on PATH."""
+        """Put a link to `python` at `place`, and its folder next on PATH."""
         link = self.folder / place
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(python)
@@ -41,7 +41,7 @@ class Machine:
         return link
 
     def shim(self) -> Path:
-        """What a version manager leaves for a version that is not selected."""
+        """The shim of a version manager for a version that is not selected."""
         shim = self.folder / "shim"
         shim.write_text("#!/bin/sh\necho manager: python3.13: command not found >&2\nexit 127\n")
         shim.chmod(0o755)
@@ -78,7 +78,7 @@ def test_a_python_on_path_is_taken_behind_a_shim_that_only_prints_an_error(machi
 @pytest.mark.parametrize(
     "place", [".pyenv/versions/a/bin/python3", ".local/share/uv/python/a/bin/python3"]
 )
-def test_a_newer_one_that_pyenv_or_uv_holds_is_taken_before_one_on_path(machine, place):
+def test_a_newer_python_of_pyenv_or_uv_is_taken_before_one_on_path(machine, place):
     known = interpreters()
     works = sorted(v for v in known if v.startswith(("3.12.", "3.13.")))
     if len(works) < 2:
@@ -103,20 +103,20 @@ def test_a_minor_version_can_be_named(machine):
         assert f"found no Python {missing} that works" in machine.make_venv(missing).stderr
 
 
-def test_a_machine_without_a_python_that_works_is_told_what_was_tried_and_how_to_get_one(machine):
+def test_a_machine_without_a_working_python_shows_the_tried_ones_and_advice(machine):
     shim = machine.add("shims/python3.13", machine.shim())
-    told = f"  {shim}: manager: python3.13: command not found\n"
+    tried = f"  {shim}: manager: python3.13: command not found\n"
     if old := next((v for v in interpreters() if v.startswith(("3.9.", "3.10.", "3.11."))), None):
-        told += f"  {machine.add('bin/python', interpreters()[old])}: Python {old}\n"
+        tried += f"  {machine.add('bin/python', interpreters()[old])}: Python {old}\n"
     refused = machine.make_venv()
     assert refused.returncode == 1
     assert "Get one by `uv python install 3.13`, `pyenv install 3.13` or" in refused.stderr
-    assert refused.stderr.endswith("Looked at:\n" + told)
+    assert refused.stderr.endswith("Looked at:\n" + tried)
     assert "PYTHON=3.11 is neither 3.12 nor 3.13" in machine.make_venv("3.11").stderr
 
 
 @pytest.mark.long
-def test_a_venv_is_kept_and_never_silently_with_another_python_than_the_one_named(machine):
+def test_a_venv_keeps_its_python_and_refuses_another_one(machine):
     python = str(machine.add("bin/python3", interpreters()[RUNNING]))
     assert f"Python {RUNNING}, named by PYTHON" in machine.make_venv(python).stdout
     assert machine.make_venv(python).returncode == 0
@@ -132,7 +132,7 @@ def test_a_venv_is_kept_and_never_silently_with_another_python_than_the_one_name
     assert machine.venv_version == RUNNING
 
 
-def test_a_folder_that_is_no_environment_is_left_alone(machine):
+def test_a_folder_without_an_environment_is_left_alone(machine):
     machine.add("bin/python3", interpreters()[RUNNING])
     kept = machine.folder / ".venv" / "precious"
     kept.mkdir(parents=True)

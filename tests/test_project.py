@@ -1,4 +1,4 @@
-"""What is written twice agrees: the docs' table of keys, the lock file, the shipped configs."""
+"""Duplicates agree: the docs' table of keys, the lock file, the shipped configs; style of code."""
 
 import ast
 import json
@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def key_table() -> str:
-    """Every key of the config as a Markdown table: key, default or other values, meaning. A star is
-    at the keys that a resumed run may change."""
+    """Every key of the config as a Markdown table: key, default or other values, meaning. A star
+    marks keys that a resumed run may change."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for section, field in Config.model_fields.items():
         assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
@@ -71,7 +71,7 @@ def locked_lines() -> list[str]:
     return [line for text in files for line in text.splitlines() if not line.startswith("#")]
 
 
-def test_the_page_of_versions_has_those_that_are_locked():
+def test_the_page_of_versions_has_the_locked_versions():
     sglang = (ROOT / "requirements" / "sglang.txt").read_text().splitlines()
     on_gpus = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     locked = [*locked_lines(), *on_gpus["optional-dependencies"]["sglang"]]
@@ -87,7 +87,7 @@ def test_the_page_of_versions_has_those_that_are_locked():
 
 
 def applying(lines: Iterable[str], python: str) -> list[Requirement]:
-    """The requirements among these that apply to a version of Python."""
+    """The requirements that apply to a version of Python."""
     found = [Requirement(line) for line in lines]
     return [r for r in found if not r.marker or r.marker.evaluate({"python_version": python})]
 
@@ -102,7 +102,7 @@ def test_gpus_get_a_transformer_engine_that_this_megatron_core_takes():
 
 
 def accepted_transformer_engines(lines: list[str]) -> set[str]:
-    """The releases, of some, that requirements allow for this Python."""
+    """Releases of Transformer Engine, among a few, that requirements allow for this Python."""
     accepted = {"2.8.0", "2.11.0", "2.12.0", "2.18.0", "2.20.2", "2.21.0"}
     for requirement in map(Requirement, lines):
         marker = requirement.marker
@@ -134,7 +134,7 @@ def product_files() -> Iterable[Path]:
 
 
 RIDDLES = re.compile(r"(That|Those|What|Which|Of|Whose|The same)\b")
-"""A docstring's first words that stand in the place of the field's noun."""
+"""First words of a docstring that replace the field's noun."""
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun_of_the_field():
@@ -145,7 +145,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun_of_the_field():
 
 
 def docstrings(file: Path) -> Iterable[tuple[int, str]]:
-    """Line and text of docstrings of modules, classes, functions and attributes."""
+    """(line, text) of docstrings of modules, classes, functions and attributes."""
     for node in ast.walk(ast.parse(file.read_text())):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):

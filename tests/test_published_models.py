@@ -5,14 +5,13 @@ import pytest
 from checkpoint_convert import hf_tensors, read_shape
 from helpers.models.published import NUM_PARAMETERS, write_config
 
-# Parameters in the weight files, with the biases by which routers choose experts. Those of SmolLM2,
-# Llama, Qwen2.5, Qwen3, GLM-4.5 and DeepSeek-V3 are from the model hub, of the last two without the
-# layer that predicts further tokens; the others are counted in transformers' models (Qwen3-Next:
-# 81.3 billion with that layer).
+# Parameters in the weight files, with the routers' correction biases. The model hub states those of
+# SmolLM2, Llama, Qwen2.5, Qwen3, GLM-4.5 and DeepSeek-V3 (the last two without MTP layers); the
+# others are counted in transformers' models (Qwen3-Next: 81.3 billion with its MTP layer).
 
 LARGER = ("DeepSeek-V3", "GLM-4.5", "Kimi-K2", "Qwen3-235B-A22B", "gpt-oss-120b")
-"""Seconds each, to count tensors that smaller models have, or DeepSeek-V3.2: docs/models.md has
-their counts to three digits."""
+"""Models that take seconds, with tensors that smaller models or DeepSeek-V3.2 have, too;
+docs/models.md has their counts to three digits."""
 
 
 @pytest.mark.long

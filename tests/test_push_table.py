@@ -23,7 +23,7 @@ RUN = {
 
 @pytest.fixture
 def push(tmp_path):
-    """The table of a push of 70B with changes to `RUN`."""
+    """A function: the table of a push of 70B with changes to `RUN`."""
     folder = write_config(tmp_path, "Llama-3.3-70B")
 
     def run(**differing):
@@ -36,7 +36,7 @@ def push(tmp_path):
 def test_push_table_of_70b_has_the_bytes_of_every_rank(push):
     text = push()
     rows = [line.split() for line in text.splitlines()]
-    # Stages of 20 layers; the first has the embedding and the last the head.
+    # Stages have 20 layers, the first also the embedding, the last the head.
     sent = {row[0]: row[2] for row in rows if row and row[0] in ("0-15", "16-31", "48-63")}
     assert sent == {"0-15": "2.27", "16-31": "2.14", "48-63": "2.27"}
     # 17.64 GB is an eighth of 70.55 B parameters in two bytes each, and the norms.
@@ -47,11 +47,11 @@ def test_push_table_of_70b_has_the_bytes_of_every_rank(push):
     ]
     for total in ("141.13 GB", "423.38 GB", "13,088 boxes", "1.030 times"):
         assert total in text
-    # Workers of the first engines have 16 channels with 2 buffers, each a multiple of 64 KiB.
+    # Workers of the first engine have 16 channels with 2 buffers, each a multiple of 64 KiB.
     assert "two buffers of 15.99 MB: at most 511.71 MB in one process" in text
 
 
-def test_one_engine_passes_nothing_on_and_leaves_its_buffers_to_what_comes_in(push):
+def test_one_engine_forwards_nothing_and_has_all_buffers_for_arrivals(push):
     text = push(**{"rollout.num_engines": 1})
     (row,) = [line for line in text.splitlines() if line.startswith("0-7 ")]
     assert " ".join(row.split()) == "0-7 0 trainer 8 0 17.64 GB 0 B"
@@ -68,10 +68,10 @@ def test_routers_that_an_engine_keeps_in_float32_arrive_in_it(push, tmp_path):
     assert row.split()[5:7] == [f"{2 * elements / 1e6:,.2f}", "MB"]
 
 
-def test_adapters_are_all_that_is_pushed_beside_weights_that_engines_have(push):
+def test_only_adapters_are_pushed_to_engines_with_the_base(push):
     text = push(**{"lora.r": 32})
-    # Of 80 layers, in units of 32 elements. A worker has an eighth of A of what has split columns
-    # (o and down), and of B of the others; the rest is whole.
+    # 80 layers, in units of 32 elements. A worker has an eighth of A where columns are split (o and
+    # down), and of B elsewhere; the rest is whole.
     columns, rows = 8192 + 28672, 8192 + 2 * 1024 + 2 * 28672
     elements = 80 * 32 * (5 * 8192 + columns // 8 + rows // 8 + 2 * 8192)
     received = f"{2 * elements / 1e6:,.2f} MB"
@@ -90,6 +90,6 @@ def test_adapters_are_all_that_is_pushed_beside_weights_that_engines_have(push):
         ({"rollout.update_weights_bucket_megabytes": 2}, "2097152"),
     ],
 )
-def test_a_push_that_cannot_be_is_refused_with_legal_values(push, differing, message):
+def test_an_impossible_push_is_refused_with_legal_values(push, differing, message):
     with pytest.raises(ValueError, match=message):
         push(**differing)

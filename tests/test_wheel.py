@@ -1,4 +1,4 @@
-"""The built wheel, installed in an environment of its own beside the dependencies of this one."""
+"""The built wheel in a fresh environment, with the dependencies of this one."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy: setuptools writes into the folder of the sources."""
+    """A wheel, built from a copy since setuptools writes into the folder of the sources."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -38,13 +38,13 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(wheel, tmp_path_factory):
-    """Runs a command of the fresh environment, outside the sources."""
+    """A function: run a command of the fresh environment, outside the sources."""
     folder = tmp_path_factory.mktemp("fresh")
     venv.create(folder / "venv", symlinks=True)
     python = folder / "venv" / "bin" / "python"
     install = ["install", "--quiet", "--no-deps", "--no-index", wheel]
     subprocess.run([*PIP, "--python", python, *install], check=True)
-    # After the installation, or pip would take an editable one among them for an older release.
+    # After the installation: pip would take an editable install among them for an older release.
     (site,) = (folder / "venv").glob("lib/python3.*/site-packages")
     others = [path for path in sys.path if path.endswith("site-packages")]
     (site / "dependencies.pth").write_text("\n".join(others))
@@ -70,7 +70,7 @@ def test_wheel_is_pure_python_and_has_every_file_of_the_packages(wheel):
     assert {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name} == files
 
 
-def test_installed_packages_are_those_of_the_wheel(run):
+def test_installed_packages_come_from_the_wheel(run):
     imports = "; ".join(f"import {name}; print({name}.__file__)" for name in PACKAGES)
     for path in run("python", "-c", imports).split():
         assert "/venv/lib/" in path

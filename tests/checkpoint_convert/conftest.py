@@ -14,7 +14,7 @@ TIED = (
     *("deepseek_v32", "glm4_moe", "gpt_oss", "ministral3", "mistral", "nemotron_h", "olmo3"),
     *("qwen2", "qwen3_5_text", "qwen3_moe"),
 )
-"""Families whose head is tied, where they allow it, and that have a single key-value head."""
+"""Families with a tied head, where they allow it, and a single key-value head."""
 
 
 @pytest.fixture(scope="session")

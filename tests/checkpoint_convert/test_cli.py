@@ -1,6 +1,6 @@
-"""The command line as a user sees it: a round trip, sizes, and mistakes: exit code 2, one message
-that names the culprit, and nothing written. Imports interrupted in mid-copy leave no process, and
-nothing that looks finished."""
+"""The command line as a user sees it: a round trip, sizes, and mistakes, which end with exit code
+2, one message that names the culprit, and nothing written. Imports interrupted in mid-copy leave
+no process and no output that looks finished."""
 
 import errno
 import json
@@ -68,7 +68,7 @@ def test_cli_round_trip_of_a_whole_model_is_bitwise(tmp_path):
     assert read_shape(exported) == read_shape(model)
 
 
-def test_import_says_what_is_complete_in_bytes(tmp_path):
+def test_import_reports_progress_in_bytes(tmp_path):
     model = tiny_model(tmp_path / "model", "llama")
     out = tmp_path / "new" / "folders" / "out"
     finished = run_cli("import", "--hf", model, "--out", out, logs=tmp_path / "logs")
@@ -111,7 +111,7 @@ cli.main()
 """
 
 
-def test_main_tells_its_own_faults_from_differences():
+def test_main_separates_its_own_faults_from_differences():
     failed = subprocess.run([sys.executable, "-c", FAULTY], capture_output=True, text=True)
     assert failed.returncode == 4
     assert "Traceback" in failed.stderr
@@ -132,7 +132,7 @@ def truncated(model, tmp_path_factory):
     return variant(model, folder, {"model.norm.weight": None})
 
 
-# The message, after what is refused. FOLDER is that of the test: its file `taken` exists.
+# Refused arguments and the message. FOLDER is the test's folder, with an existing file `taken`.
 REFUSED = {
     ("import", "--hf", "TRUNCATED"): r"TRUNCATED do not fit its config\.json:\n  model\.norm\.",
     ("import", "--hf", "MODEL", "--out", "FOLDER/taken"): "^FOLDER/taken exists: remove it, or",
@@ -150,7 +150,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("command", REFUSED, ids=" ".join)
-def test_main_tells_a_mistake_and_writes_nothing(model, truncated, tmp_path, command):
+def test_main_reports_a_mistake_and_writes_nothing(model, truncated, tmp_path, command):
     named = {"MODEL": model, "TRUNCATED": truncated, "FOLDER": tmp_path}
     (tmp_path / "taken").write_text("precious")
     out = ["--out", "FOLDER/out"] * ("--out" not in command and command[0] in ("import", "export"))
@@ -165,7 +165,7 @@ def test_main_tells_a_mistake_and_writes_nothing(model, truncated, tmp_path, com
     assert (tmp_path / "taken").read_text() == "precious"
 
 
-def test_main_tells_the_usage_with_bad_options(model, tmp_path):
+def test_main_prints_the_usage_with_bad_options(model, tmp_path):
     arguments = ("import", "--hf", model, "--out", tmp_path / "out", "--dtype", "fp8")
     finished = run_cli(*arguments, logs=tmp_path / "logs")
     assert finished.exit_code == 2
@@ -199,7 +199,7 @@ def large(tmp_path_factory):
 
 @pytest.fixture
 def command(large, tmp_path):
-    """An import whose workers have just started and are suspended."""
+    """An import with workers that are suspended right after their start."""
     out = ("--out", tmp_path / "out", "--workers", str(NUM_WORKERS))
     arguments = ("import", "--hf", large, *out)
     running = Command(*arguments, logs=tmp_path / "logs", run=run_and_stop_workers)
@@ -233,7 +233,7 @@ def test_import_ends_by_a_signal_and_leaves_nothing(command, tmp_path, send, num
     check_nothing_is_left(command, tmp_path)
 
 
-def test_import_tells_a_killed_worker(command, tmp_path):
+def test_import_reports_a_killed_worker(command, tmp_path):
     command.workers[0].kill()
     resume(command)
     finished = command.finish()

@@ -1,4 +1,4 @@
-"""config.json -> ModelShape: what transformers writes, older formats, and keys that are refused."""
+"""config.json -> ModelShape: transformers' own keys, older formats, and refused keys."""
 
 import inspect
 import json
@@ -68,7 +68,7 @@ OF_FAMILY = {
         "qwen3_next": {"num_key_value_heads": 2, "full_attention_interval": 2},
     }.items()
 }
-"""Keys of a small model of each."""
+"""Keys of a small model, by family."""
 QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
 STACKS = {"gpt_oss": "alternating", "qwen3_5_moe_text": "joined"}
 FULL, WINDOWED = "full_attention", "sliding_attention"
@@ -76,7 +76,7 @@ FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128,
 
 
 def shape_of(folder, config, generation_config=None):
-    """The shape of a Llama with these changes."""
+    """The shape of a Llama with these keys changed."""
     (folder / "config.json").write_text(json.dumps(LLAMA | config))
     if generation_config is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation_config))
@@ -105,7 +105,7 @@ def tiny_config(family):
     if family == "minimax_m2":
         tiny["rotary_dim"] = 12
     own = no_dropout(family) | OWN_FIELDS.get(family, {})
-    return CONFIGS[family](**deepcopy(tiny | own))  # which it writes into
+    return CONFIGS[family](**deepcopy(tiny | own))  # the class changes its arguments
 
 
 def saved_config(family):
@@ -114,7 +114,7 @@ def saved_config(family):
 
 NO_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.0}
 MULTI_TOKEN = (*LATENTS, "glm4_moe")
-"""Families that may be published with layers to predict further tokens."""
+"""Families that may be published with MTP layers."""
 SIGMOIDS = (*MULTI_TOKEN, "minimax_m2", "nemotron_h")
 OLMO = {"qk_norm": True, "has_pre_norms": False, "has_post_norms": True, "norms_all_heads": True}
 HYBRID = {"qk_norm": True, "zero_centered_norms": True, "has_output_gate": True}
@@ -130,7 +130,7 @@ FLAGS = {
     "qwen3_moe": {"qk_norm": True},
     **dict.fromkeys(HYBRIDS, HYBRID),
 }
-"""What a model of a family has, and no key of its config says."""
+"""Facts of a family that no key of its config states."""
 SAME_NAMES = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"),
     *("tie_word_embeddings", "max_position_embeddings"),
@@ -160,7 +160,7 @@ def shape_by_transformers(config):
             "mtp_num_hidden_layers" if family in QWEN3_5 else "num_nextn_predict_layers",
             int(family in (*MULTI_TOKEN, "qwen3_next")),
         ),
-        # Without the key, no layer of a mixture is dense: the default is unused.
+        # A mixture may have no dense layer.
         "intermediate_size": getattr(config, "intermediate_size", 512),
         "rms_norm_eps": getattr(config, "layer_norm_epsilon", None) or config.rms_norm_eps,
     }
@@ -236,12 +236,12 @@ BLOCKS = {"linear_attention": "linear", "full_attention": "attention", "mlp": "m
 
 
 def blocks_by_transformers(config):
-    """The one module of each layer, if there are no more."""
+    """The kind of each layer, in models with a single module per layer."""
     return tuple(BLOCKS[kind] for kind in getattr(config, "layers_block_type", ()))
 
 
 def linear_by_transformers(config):
-    """Linear attention, and the layers that have it."""
+    """Linear attention, and its layers."""
     if blocks := blocks_by_transformers(config):
         shape = LinearShape(
             is_mamba=True,
@@ -265,7 +265,7 @@ def linear_by_transformers(config):
 
 
 def yarn_by_transformers(config):
-    """What a family's yarn has beside the parameters of its config."""
+    """Properties of a family's YaRN that its config does not state."""
     if config.model_type != "gpt_oss":
         return {}
     _, factor = ROPE_INIT_FUNCTIONS["yarn"](config)
@@ -273,7 +273,7 @@ def yarn_by_transformers(config):
 
 
 def windows_by_transformers(config):
-    """The window, and the layers that have it: by their kinds, or all of them."""
+    """The window and its layers: those of a kind, or all."""
     window = getattr(config, "sliding_window", None)
     if not window or "sliding_window" not in modeling_source(config):
         return None, ()
@@ -332,7 +332,7 @@ OF_WINDOWS = [
     {"model_type": "gemma3_text", "sliding_window_pattern": 2},
     {"model_type": "gemma3_text", "rope_local_base_freq": 5e3, "rope_scaling": LINEAR_ROPE},
 ]
-# Published with YaRN, whose values test_rope.py checks.
+# Published with YaRN; see test_rope.py.
 WITH_YARN = (
     *("DeepSeek-V3", "DeepSeek-V3.2", "Kimi-K2", "Ministral-3-8B", "OLMo-3-7B"),
     *("gpt-oss-20b", "gpt-oss-120b"),
@@ -360,17 +360,16 @@ READ = {
 
 
 @pytest.mark.parametrize("case", READ)
-def test_read_shape_is_that_of_transformers(tmp_path, case):
+def test_read_shape_agrees_with_transformers(tmp_path, case):
     shape = shape_of(tmp_path, READ[case])
     config = CONFIGS[shape.family].from_pretrained(tmp_path)
     if READ[case]["model_type"] == "llama":
-        config.standardize_rope_params()  # as the model does before it uses them
+        config.standardize_rope_params()  # as the model does itself
         config.rope_parameters.pop("type", None)
     assert shape == shape_by_transformers(config)
 
 
-# Keys that transformers or vLLM read and that cannot change the numbers of a forward pass, by what
-# they are for.
+# Keys that transformers or vLLM read and that cannot change a forward pass, grouped by purpose.
 HARMLESS_FOR = {
     "names": "_name_or_path architectures dtype transformers_version",
     "tokens": "bos_token_id pad_token_id sep_token_id unpadded_vocab_size",
@@ -383,15 +382,15 @@ HARMLESS_FOR = {
     "multi-token prediction": "first_k_dense_replace mlp_layer_types mtp_hidden_states_first "
     "mtp_layer_types mtp_mlp_layer_types mtp_per_layer_config num_mtp_layers",
     "other families": "chunk_size_feed_forward number_of_conv_states",
-    # Where `layer_types`, which transformers saves, has what follows from it.
+    # transformers saves their consequence as `layer_types`.
     "layer types": "max_window_layers sliding_window_pattern _sliding_window_pattern",
 }
 HARMLESS = set(" ".join(HARMLESS_FOR.values()).split())
-# The sum of both parts of a head, as transformers writes it; how exactly vLLM computes the scores
-# of experts; and what is behind index_topk.
+# The sum of both parts of a head, as transformers writes it; vLLM's precision of the scores of
+# experts; and details of index_topk.
 OF_LATENTS = {"qk_head_dim", "moe_router_dtype", "index_topk_freq", "index_topk_pattern"}
 OF_LATENTS |= {"index_skip_topk_offset", "indexer_rope_interleave"}
-# Towers of images, and models with experts, are in the same files.
+# The same files also have vision towers and models with experts.
 OF_QWEN3_5 = {
     *("deepstack_visual_indexes", "depth", "image_token_id", "in_channels", "num_heads"),
     *("num_position_embeddings", "out_hidden_size", "patch_size", "spatial_merge_size"),
@@ -400,11 +399,11 @@ OF_QWEN3_5 = {
 OF_EXPERTS = {"decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "num_experts"}
 HARMLESS_IN = {
     "gemma3_text": {"get_text_config", "image_token_id", "mm_tokens_per_image", "vision_config"},
-    # vLLM's file of this family's mixture is DeepSeek's, whose own mixture reads these.
+    # vLLM runs this family's mixture by DeepSeek's file; only DeepSeek's mixture reads these.
     "glm4_moe_lite": set(ROUTER),
     "minimax_m2": {"max_model_len"},  # vLLM writes it
-    # How weights begin, how kernels run, and in which dtype vLLM keeps states, which engines are
-    # told; RoPE, which no layer has; and what `layers_block_type` says.
+    # Initialisation, kernels, vLLM's dtype of states (set by our arguments), RoPE, which no layer
+    # has, and consequences of `layers_block_type`.
     "nemotron_h": {
         *("time_step_floor", "time_step_limit", "time_step_max", "time_step_min"),
         *("chunk_size", "expand", "rescale_prenorm_residual", "use_mamba_kernels"),
@@ -412,12 +411,12 @@ HARMLESS_IN = {
         *("mtp_layers_block_type", "num_hidden_layers", "rope_parameters"),
         *("get_nemotron_h_config_for_layer", "get_text_config", "rms_norm_eps"),
     },
-    # Keys of RoPE scalings that are refused for Phi-3.
+    # Fields of RoPE scalings that this family does not have here.
     "phi3": {"original_max_position_embeddings"},
     "qwen3_5_text": OF_QWEN3_5 | OF_EXPERTS,
     "qwen3_5_moe_text": OF_QWEN3_5,
 }
-# Values that differ from those of `tiny_config`, where `other_value` cannot derive one.
+# Values other than `tiny_config`'s, for keys that `other_value` cannot change.
 OTHER_VALUES = {
     "indexer_types": ["full", "full", "shared"],
     "index_topk_freq": 2,
@@ -453,7 +452,7 @@ def other_value(name, value):
     return not value if isinstance(value, bool) else (value or 0) + 1
 
 
-# Modules of transformers that all models use, and that read keys which a config may lack.
+# Modules of transformers that all models share and that read optional keys.
 SHARED_MODULES = (
     "cache_utils",
     "configuration_utils",
@@ -462,7 +461,7 @@ SHARED_MODULES = (
     "modeling_rope_utils",
     "modeling_utils",
 )
-# Where parts of vLLM's model of a family are, beside the file that its registry names.
+# Further files of vLLM's model of a family, besides the file in its registry.
 VLLM_FILES = {
     **dict.fromkeys(INDEXED, ("deepseek_v2",)),
     "glm4_moe_lite": ("glm4_moe", "deepseek_v2"),
@@ -471,19 +470,19 @@ VLLM_FILES = {
 }
 
 
-def asked_for(source):
-    """Names that code reads from a config by getattr or hasattr, since it may lack them."""
+def optional_keys(source):
+    """Optional keys: names that code reads from a config by getattr or hasattr."""
     return set(re.findall(r'attr\(\s*(?:\w+\.)*\w*config,\s*"([a-z]\w*)"', source))
 
 
 def modeling_source(config):
-    """The code with which transformers computes a model of this config."""
+    """Source of the model's module in transformers."""
     name = type(config).__module__.replace("configuration", "modeling")
     return inspect.getsource(import_module(name))
 
 
-def names_that_are_read(config):
-    """Keys with which a config is saved, and those that transformers and vLLM read from it."""
+def keys_read(config):
+    """Keys in a saved config, and keys that transformers and vLLM read from it."""
     read = re.findall(r'config(?:, "|\.)([a-z]\w+)', modeling_source(config))
     sources = [Path(transformers.__file__).with_name(f"{name}.py") for name in SHARED_MODULES]
     # Find vLLM's files without importing it, which works on any device.
@@ -493,16 +492,16 @@ def names_that_are_read(config):
     named = set(re.findall(entry, (models / "registry.py").read_text()))
     files = {*named, *VLLM_FILES.get(config.model_type, ())}
     assert files, f"vLLM's registry has no {architecture}: name its files in VLLM_FILES"
-    # vLLM runs architectures without a file of their own on transformers' code.
+    # vLLM runs models without a file of its own on transformers' code.
     sources += [models / f"{name}.py" for name in files - {"transformers"}]
-    asked = set().union(*(asked_for(path.read_text()) for path in sources))
-    names = {field.name for field in fields(config)} | set(config.to_dict()) | set(read) | asked
+    optional = set().union(*(optional_keys(path.read_text()) for path in sources))
+    names = {field.name for field in fields(config)} | set(config.to_dict()) | set(read) | optional
     return names - set(config.attribute_map)  # these are aliases
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_read_shape_ignores_only_harmless_keys(tmp_path, family):
-    names, saved = names_that_are_read(tiny_config(family)), saved_config(family)
+    names, saved = keys_read(tiny_config(family)), saved_config(family)
     harmless = HARMLESS | HARMLESS_IN.get(family, set())
     harmless -= {"first_k_dense_replace"} if family in MULTI_TOKEN else set()
     harmless |= OF_LATENTS if family in LATENTS else set()
@@ -518,7 +517,7 @@ def test_read_shape_ignores_only_harmless_keys(tmp_path, family):
     assert not ignored, f"do they change what a {family} computes? {ignored}"
 
 
-def test_read_shape_without_a_latent_of_queries(tmp_path):
+def test_read_shape_without_query_latents(tmp_path):
     config = OF_FAMILY["deepseek_v3"] | {
         "q_lora_rank": None,
         "qk_nope_head_dim": 24,
@@ -596,11 +595,11 @@ REFUSED = {
     "llama": [
         ({"model_type": "gemma"}, f"'gemma' is not supported; supported: {sorted(FAMILIES)}"),
         ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
-        # Several at once, each with what is supported
+        # Several at once, each with the supported values
         ({"mlp_bias": True, "hidden_act": "relu"}, "'relu', only 'silu' is supported; mlp_bias is"),
         ({"quantization_config": "fp8"}, "quantization_config must be an object"),
         (FP8 | {"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn', supported: ['bfloat16'"),
-        # Keys that shared code reads in other ways
+        # Keys that shared code reads
         ({"add_cross_attention": True}, "add_cross_attention is True, only"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, only"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config is {'0': {'head_dim': 8}"),
@@ -608,7 +607,7 @@ REFUSED = {
         ({"rotary_pct": 0.5}, "rotary_pct is 0.5, only"),
         ({"rswa_window": 128}, "rswa_window is 128, only"),
         ({"text_config": {"hidden_size": 8}}, "text_config is {'hidden_size': 8}, only"),
-        # Null where this means something else, and NaN
+        # Null with another meaning, and NaN
         ({"is_causal": None}, "is_causal is None, only True"),
         ({"attention_dropout": float("nan")}, "attention_dropout is nan"),
         ({"layer_types": 5}, "layer_types is 5, only a list"),
@@ -671,7 +670,7 @@ REFUSED = {
         ({"indexer_rope_interleave": None}, "indexer_rope_interleave is None, only True is suppor"),
         ({"indexer_types": ["full", "shared"]}, "indexer_types must have 'full' for every layer"),
     ],
-    # With null, transformers rotates whole heads, and vLLM half of each.
+    # With null, transformers rotates whole heads and vLLM half of each.
     "glm4_moe": [({"partial_rotary_factor": None}, "partial_rotary_factor is None, only 0.5 is s")],
     "glm4_moe_lite": [({"first_k_dense_replace": None}, "first_k_dense_replace is None, only 1")],
     "minimax_m2": [
@@ -693,7 +692,7 @@ REFUSED = {
         ({"layer_types": [FULL]}, "one for each of num_hidden_layers(2)"),
     ],
     "phi3": [
-        # transformers lets no token see any.
+        # With transformers no token sees any other.
         ({"sliding_window": 0}, "sliding_window is 0; it must be an integer of at least 1"),
         ({"rope_scaling": LINEAR_ROPE}, "'linear' is not supported for phi3; support"),
     ],
@@ -717,7 +716,7 @@ REFUSED = {
         ({"layer_types": [[FULL], FULL]}, "it must list ['full_attention', 'linear_a"),
     ],
     "nemotron_h": [
-        (  # transformers takes intermediate_size for it
+        (  # transformers uses intermediate_size instead
             {
                 "layers_block_type": ["linear_attention", "full_attention", "moe"],
                 "num_key_value_heads": 2,

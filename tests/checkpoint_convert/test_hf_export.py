@@ -1,4 +1,4 @@
-"""Exports: every rank writes its own boxes, and the folder equals the model bit for bit."""
+"""Exports: ranks write their own boxes, and the folder equals the model bit for bit."""
 
 import json
 import os
@@ -29,7 +29,7 @@ OWN_FILES = (
     *("deepseek_v3", "gemma3_text", "gpt_oss", "llama", "minimax_m2", "nemotron_h", "phi3"),
     *("qwen3_5_moe_text", "qwen3_next"),
 )
-"""Each form of files once: other families are slow here, and all in test_megatron_to_hf.py."""
+"""Each form of files once; test_megatron_to_hf.py has all families, which are slow here."""
 # More tensor ranks than key-value heads; no pipeline divides the 7 layers; replicas.
 MESHES = [
     *(
@@ -42,10 +42,10 @@ MESHES = [
     ),
     ("llama", ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2)),
     ("qwen2", ParallelDims(tensor=2, context=2, data=2)),
-    # Replicas of whole experts, of parts of experts, or without.
+    # Replicas of whole experts, of parts of experts, and none.
     ("mixtral", ParallelDims(data=4, expert=2)),
     ("deepseek_v3", ParallelDims(tensor=2, pipeline=3, expert=2, expert_tensor=1)),
-    # Every other element of a file is another rank's, or none is.
+    # Ranks own alternate elements of a file, or whole files.
     ("gpt_oss", ParallelDims(tensor=2, pipeline=2, expert=4, expert_tensor=1, data=2)),
     ("glm4_moe", ParallelDims(tensor=4, data=2, expert=2, expert_tensor=2)),
 ]
@@ -174,7 +174,7 @@ def test_finish_export_replaces_an_earlier_one(llama, tmp_path):
 
 
 @pytest.mark.parametrize("has_earlier", [True, False])
-def test_finish_export_always_leaves_a_complete_one(has_earlier, tmp_path, monkeypatch):
+def test_finish_export_always_leaves_a_complete_folder(has_earlier, tmp_path, monkeypatch):
     for name in ("hf.partial", "hf.replaced", *(["hf"] if has_earlier else [])):
         (tmp_path / name).mkdir()
     complete, seen = ({"hf", "hf.replaced"} if has_earlier else {"hf.replaced"}), []
@@ -196,7 +196,7 @@ def test_finish_export_always_leaves_a_complete_one(has_earlier, tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_finish_export_names_what_is_on_the_disk(llama, tmp_path, monkeypatch):
+def test_finish_export_names_the_files_on_the_disk(llama, tmp_path, monkeypatch):
     partial, final, calls = tmp_path / "hf.partial", tmp_path / "hf", []
     create_export(partial, llama, read_shape(llama), torch.float32, max_shard_bytes=150_000)
     files, rename = set(partial.iterdir()), Path.rename

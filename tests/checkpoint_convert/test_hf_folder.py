@@ -1,4 +1,4 @@
-"""Finding weights from headers: all faults of a folder are reported, no file outside is read."""
+"""Finding weights by headers: all faults of a folder are reported, no file outside is read."""
 
 import json
 import re
@@ -63,7 +63,7 @@ def edit_weights(folder, edit):
 
 
 def place_norm_in(folder, file):
-    """Change the index."""
+    """Let the index place a norm in `file`."""
     (path,) = folder.glob("*.index.json")
     weight_map = json.loads(path.read_text())["weight_map"]
     path.write_text(json.dumps({"weight_map": weight_map | {NORM: file}}))
@@ -82,7 +82,7 @@ def test_check_weights_finds_one_file_and_many(pristine, sharded):
         read_shape(pristine)
     )
     assert_same(stored(sharded), expected)
-    for path in sharded.glob("model-*"):  # one file goes before those of an index
+    for path in sharded.glob("model-*"):  # a single file goes before the files of an index
         path.unlink()
     torch.save(expected, sharded / "pytorch_model.bin")
     if (sharded / INDEXES["safetensors"]).exists():
@@ -120,8 +120,8 @@ def test_check_weights_of_a_tied_head_that_is_saved(model):
     edit_weights(model, lambda weights: weights.update({HEAD: weights[HEAD].double()}))
     assert HEAD not in check_weights(model, read_shape(model))
     edit_weights(model, lambda weights: weights[HEAD][249, 63].add_(1.0))
-    told = f"{HEAD} differs from the embedding that config.json ties it to: set tie_word_emb"
-    assert told in refusal(model)
+    message = f"{HEAD} differs from the embedding that config.json ties it to: set tie_word_emb"
+    assert message in refusal(model)
     edit_weights(model, lambda weights: weights.pop("model.embed_tokens.weight"))
     message = refusal(model)
     assert "model.embed_tokens.weight [250, 64] is missing" in message
@@ -186,14 +186,16 @@ def test_shards_that_are_read_differently_are_refused(sharded):
     save({**weights, name: values.clone()}, first)
     check_weights(sharded, read_shape(sharded))
     save({**weights, name: values + 1}, first)
-    told = f"says that {name} is in {second.name}, but {first.name} holds other values of that name"
-    assert told in refusal(sharded)
+    message = (
+        f"says that {name} is in {second.name}, but {first.name} holds other values of that name"
+    )
+    assert message in refusal(sharded)
     save({**weights, HEAD: torch.ones(250, 64)}, first)
     assert f"{first.name} holds {HEAD}, which " in refusal(sharded)
 
 
 @pytest.mark.parametrize(
-    ("files", "index", "told"),
+    ("files", "index", "words"),
     [
         # vLLM and SGLang read the files of an index, or all; transformers takes one file first.
         ("model a b", ["a", "b"], "model.safetensors is read here and by transformers, a.saf"),
@@ -210,7 +212,7 @@ def test_shards_that_are_read_differently_are_refused(sharded):
     ],
 )
 def test_two_sets_of_weights_are_refused_where_engines_would_read_the_other(
-    model, files, index, told
+    model, files, index, words
 ):
     (model / "model.safetensors").rename(model / "whole")
     weights = load_file(model / "whole")
@@ -224,11 +226,11 @@ def test_two_sets_of_weights_are_refused_where_engines_would_read_the_other(
             name: f"{index[i % len(index)]}.safetensors" for i, name in enumerate(weights)
         }
         (model / INDEXES["safetensors"]).write_text(json.dumps({"weight_map": weight_map}))
-    if told is None:
+    if words is None:
         check_weights(model, read_shape(model))
     else:
         message = refusal(model)
-        assert f"{model} has two sets of weights: " in message and told in message
+        assert f"{model} has two sets of weights: " in message and words in message
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": ["x"]}, {"weight_map": {"x": 1}}])
@@ -242,14 +244,14 @@ def test_index_without_a_map_is_named(sharded, index):
     ("name", "message"),
     [("absent", "does not exist: "), ("config.json", "is a file: give its folder")],
 )
-def test_read_shape_names_what_is_no_folder(model, name, message):
+def test_read_shape_names_a_path_that_is_no_folder(model, name, message):
     shape = read_shape(model)
     for read in (read_shape, lambda folder: check_weights(folder, shape)):
         with pytest.raises(ValueError, match=re.escape(f"{model / name} {message}")):
             read(model / name)
 
 
-def test_check_weights_names_a_folder_without_any(model):
+def test_check_weights_names_a_folder_without_weights(model):
     (model / "model.safetensors").unlink()
     message = refusal(model)
     assert "none of model.safetensors, model.safetensors.index.json," in message

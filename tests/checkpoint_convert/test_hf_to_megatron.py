@@ -1,4 +1,4 @@
-"""Imports: Megatron-Core loads them at any layout, bit for bit; chunks, dtypes and sidecar."""
+"""Imports: Megatron-Core loads them bit for bit at any layout; chunks, dtypes and sidecar files."""
 
 import json
 from functools import partial
@@ -49,10 +49,8 @@ def qwen3(models):
 
 
 def load_imports(rank, models, imported, dims):
-    """Load each model's import with Megatron-Core; (number of parameters, those that differ).
-
-    They are compared with what the trainer reads from the Hugging Face folder.
-    """
+    """Load each model's import with Megatron-Core; returns (number of parameters, those that
+    differ from the parameters that the trainer reads from the Hugging Face folder)."""
     from megatron.core import dist_checkpointing
 
     from helpers.oracle.policies import tiny_config
@@ -89,8 +87,8 @@ def test_import_is_loaded_by_megatron_bitwise(models, imported, dims, families):
             assert differing == [], family
 
 
-def test_import_has_the_chunks_of_its_ranks(qwen3, tmp_path):
-    """No rank reads a chunk of which it needs only a part."""
+def test_import_has_chunks_that_ranks_read_whole(qwen3, tmp_path):
+    """No rank reads a chunk and uses only a part of it."""
     dims, shape = ParallelDims(tensor=2, pipeline=2), read_shape(qwen3)
     import_checkpoint(qwen3, tmp_path / "out", dims)
     stored = read_chunks(tmp_path / "out")
@@ -107,7 +105,7 @@ def test_import_has_the_chunks_of_its_ranks(qwen3, tmp_path):
         assert partly == []
 
 
-def test_import_bounds_chunks_and_files(qwen3, tmp_path, monkeypatch):
+def test_import_limits_the_size_of_chunks_and_files(qwen3, tmp_path, monkeypatch):
     monkeypatch.setattr("checkpoint_convert.hf_to_megatron.MAX_CHUNK_BYTES", 5000)
     monkeypatch.setattr("checkpoint_convert.hf_to_megatron.FILE_BYTES", 100_000)
     import_checkpoint(qwen3, tmp_path / "out", ParallelDims(), num_workers=2)
@@ -119,8 +117,8 @@ def test_import_bounds_chunks_and_files(qwen3, tmp_path, monkeypatch):
     assert_same(read_checkpoint(tmp_path / "out"), read_checkpoint(tmp_path / "whole"))
 
 
-def test_import_has_chunks_of_padding_alone(qwen3, tmp_path, monkeypatch):
-    # The last of 4 ranks has 63 rows, of which the last 2 are padding.
+def test_import_has_chunks_of_only_padding(qwen3, tmp_path, monkeypatch):
+    # The last of 4 ranks has 63 rows; the last 2 are padding.
     monkeypatch.setattr("checkpoint_convert.hf_to_megatron.MAX_CHUNK_BYTES", 61 * 64 * 4)
     import_checkpoint(qwen3, tmp_path / "out", ParallelDims(tensor=4))
     table = read_checkpoint(tmp_path / "out")["embedding.word_embeddings.weight"]
@@ -129,17 +127,17 @@ def test_import_has_chunks_of_padding_alone(qwen3, tmp_path, monkeypatch):
 
 
 def test_import_is_the_same_by_any_number_of_workers(qwen3, tmp_path):
-    told = []
+    reported = []
     for num_workers in (1, 3):
         import_checkpoint(
             *(qwen3, tmp_path / str(num_workers), IMPORTED_AT),
             num_workers=num_workers,
-            progress=lambda *both: told.append(both),
+            progress=lambda *both: reported.append(both),
         )
         num_bytes = sum(x.nbytes for x in read_checkpoint(tmp_path / str(num_workers)).values())
-        assert {total for _, total in told} == {num_bytes}
-        assert told == sorted(told) and told.pop()[0] == num_bytes
-        told.clear()
+        assert {total for _, total in reported} == {num_bytes}
+        assert reported == sorted(reported) and reported.pop()[0] == num_bytes
+        reported.clear()
     one, three = (
         {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*.*")}
         for folder in (tmp_path / "1", tmp_path / "3")

@@ -49,7 +49,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_is_told_with_its_shape_and_dtypes(model, tmp_path, name):
+def test_inspect_shows_format_shape_and_dtypes(model, tmp_path, name):
     text = inspect(FORMATS[name](model, tmp_path / "model"))
     assert " model_type qwen3 \n num_hidden_layers 2 \n hidden_size 64 \n" in text
     assert " possible --tp [1, 2, 4] \n" in text
@@ -60,7 +60,7 @@ def test_every_format_is_told_with_its_shape_and_dtypes(model, tmp_path, name):
     assert f" float32 25 {num_parameters:,} 0.000 GB \n" in text
 
 
-def test_mixed_dtypes_are_counted_apart(model, tmp_path):
+def test_inspect_counts_each_dtype(model, tmp_path):
     def edit(weights):
         weights["lm_head.weight"] = weights["lm_head.weight"].bfloat16()
 
@@ -69,7 +69,7 @@ def test_mixed_dtypes_are_counted_apart(model, tmp_path):
     assert " float32 24 " in text
 
 
-def test_what_a_rank_would_hold_is_told_for_every_stage(mixture):
+def test_inspect_shows_the_parameters_of_a_rank_of_every_stage(mixture):
     text = inspect(mixture, tensor=2, pipeline=2, expert=2, data=2)
     assert " num_experts 4 \n num_experts_per_tok 2 \n" in text
     assert " possible --ep [1, 2, 4] \n" in text
@@ -81,16 +81,16 @@ def test_what_a_rank_would_hold_is_told_for_every_stage(mixture):
     assert stages == [("0", "1", f"{table + layer:,}"), ("1", "1", f"{table + layer + 64:,}")]
 
 
-def test_dense_layers_and_those_that_predict_further_tokens_are_counted(tmp_path):
+def test_inspect_counts_dense_and_mtp_layers(tmp_path):
     output = io.StringIO()
     with pytest.raises(ValueError, match="has no weights"):
         sizes = {"num_hidden_layers": 4, "n_routed_experts": 32}
         inspect(write_config(tmp_path / "model", "DeepSeek-V3", **sizes), output=output)
-    told = re.sub(r" +", " ", output.getvalue())
-    assert " first_k_dense_replace 3 \n num_nextn_predict_layers 1 \n" in told
+    text = re.sub(r" +", " ", output.getvalue())
+    assert " first_k_dense_replace 3 \n num_nextn_predict_layers 1 \n" in text
 
 
-def test_a_checkpoint_without_config_needs_one(model, tmp_path):
+def test_inspect_needs_a_config_for_a_checkpoint(model, tmp_path):
     checkpoint = as_checkpoint(model, tmp_path / "ckpt")
     shutil.rmtree(checkpoint / "hf_config")
     with pytest.raises(ValueError, match="give --hf-config"):
@@ -98,14 +98,14 @@ def test_a_checkpoint_without_config_needs_one(model, tmp_path):
     assert "\ntorch_dist: " in inspect(checkpoint, hf_config=model)
 
 
-def test_sizes_that_cannot_split_the_model_are_an_error_after_its_shape(mixture):
+def test_inspect_shows_the_shape_before_it_refuses_sizes(mixture):
     output = io.StringIO()
     with pytest.raises(ValueError, match=r"tensor\(3\) cannot split the model"):
         inspect(mixture, output=output, tensor=3)
     assert "possible --tp" in output.getvalue()
 
 
-def test_a_config_alone_tells_the_shape_before_the_weights_are_missed(model, tmp_path):
+def test_inspect_shows_the_shape_before_it_misses_weights(model, tmp_path):
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     output = io.StringIO()
     with pytest.raises(ValueError, match=f"{tmp_path} has no weights: none of model.safetensors,"):
@@ -114,9 +114,7 @@ def test_a_config_alone_tells_the_shape_before_the_weights_are_missed(model, tmp
     assert "parameters of a rank" in output.getvalue()
 
 
-def test_a_checkpoint_of_a_run_tells_it_by_the_keys_of_its_config_and_must_be_whole(
-    model, tmp_path
-):
+def test_inspect_shows_the_run_of_a_checkpoint_that_must_be_whole(model, tmp_path):
     checkpoint = as_checkpoint(model, tmp_path / "step_6")
     cursor = {"generation": 1, "iteration": 1, "minibatch": 0}
     record = {"state": {"step": 6}, "cursor": cursor, "versions": {"torch": "2.13.0"}}
@@ -137,19 +135,19 @@ def test_a_checkpoint_of_a_run_tells_it_by_the_keys_of_its_config_and_must_be_wh
     files = {file.name: {"num_bytes": file.stat().st_size} for file in checkpoint.glob("*.*")}
     (checkpoint / "manifest.json").write_text(json.dumps({"files": files}))
     text = inspect(checkpoint)
-    for told in (
+    for line in (
         "optimizer steps 6 of train.num_steps 40",
         "trained on 32 completions, 48 with repetitions, 4 for each prompt",
         "model.path models/tiny",
         "saved by ranks 2 \n parallel.tensor_parallel_size 2 \n on disk 0.000 GB in ",
         "saved with torch 2.13.0",
     ):
-        assert told in text
+        assert line in text
     for name in (".metadata", "config.yaml", "trainer.json"):
         whole = (checkpoint / name).read_bytes()
         (checkpoint / name).write_bytes(whole[:99])
-        told = rf"step_6 is not whole: {name} has \d\d of [\d,]+ bytes"
-        with pytest.raises(ValueError, match=told):
+        message = rf"step_6 is not whole: {name} has \d\d of [\d,]+ bytes"
+        with pytest.raises(ValueError, match=message):
             inspect(checkpoint)
         (checkpoint / name).write_bytes(whole)
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)

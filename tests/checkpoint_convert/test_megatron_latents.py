@@ -1,8 +1,7 @@
-"""Imports of DeepSeek-V3 are checkpoints of Megatron-Core's own latent attention, too.
+"""Imports of DeepSeek-V3 also load into Megatron-Core's own latent attention.
 
-The trainer has a latent attention of its own. Megatron-Core's needs Transformer Engine for two
-things alone, which are done here by torch: attention to values that are smaller than keys, and the
-names of fused norms.
+The trainer has its own latent attention. Megatron-Core's needs Transformer Engine only for
+attention with values smaller than keys and for the names of fused norms; here torch provides both.
 """
 
 import dataclasses
@@ -42,7 +41,7 @@ class CausalAttention(torch.nn.Module):
 
 
 def config_of(shape):
-    """The trainer's config, with latents by Megatron-Core's names."""
+    """The trainer's config, with Megatron-Core's names of the latents' fields."""
     own = transformer_config(
         shape, ParallelDims(), dtype=torch.float32, sequence_parallel=False, overrides={}
     )
@@ -67,7 +66,7 @@ def config_of(shape):
 
 
 def logits_of_import(rank, shape, imported):
-    """What Megatron-Core's model computes for `TOKENS` with the weights in a checkpoint."""
+    """Logits of `TOKENS` by Megatron-Core's model with the weights of a checkpoint."""
     # Without Transformer Engine, one is wrong and the other is not defined.
     multi_latent_attention.HAVE_TE = False
     moe_utils.te_general_gemm = None
@@ -102,8 +101,8 @@ def logits_of_import(rank, shape, imported):
         return model.eval()(TOKENS, positions, None)
 
 
-# Without latents of queries, Megatron's own attention wants a norm that DeepSeek's models lack.
-def test_megatrons_own_latent_attention_computes_with_an_import_what_transformers_does(tmp_path):
+# Without query latents, Megatron-Core's attention needs a norm that DeepSeek's models lack.
+def test_megatrons_latent_attention_with_an_import_equals_transformers(tmp_path):
     model = tiny_model(tmp_path / "model", "deepseek_v3", q_lora_rank=24)
     import_checkpoint(model, tmp_path / "megatron", ParallelDims(tensor=2))
     (logits,) = run_ranks(1, logits_of_import, read_shape(model), tmp_path / "megatron")

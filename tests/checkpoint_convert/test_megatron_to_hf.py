@@ -43,7 +43,7 @@ def llama(models):
 def test_round_trip_is_bitwise(models, tmp_path, family):
     dims = mesh_for(family, EXPERT_MESH if FAMILIES[family].experts else MESH)
     out = round_trip(models[family], tmp_path, dims)
-    # Without a folder of weights to follow, experts that may be stacked are.
+    # Without a folder of weights to follow, experts are stacked where the family allows it.
     found, expected = (unstacked(weights_of(x), read_shape(x)) for x in (out, models[family]))
     assert_same(found, expected)
     assert not differing_fields(read_shape(out), read_shape(models[family]), {"moe.stacks"})
@@ -51,7 +51,7 @@ def test_round_trip_is_bitwise(models, tmp_path, family):
 
 @pytest.fixture(scope="module")
 def stacks(tmp_path_factory):
-    """A model of Qwen3.5 as transformers saves it, each expert apart, and as it is published."""
+    """A Qwen3.5 with separate experts, as transformers saves it, and stacked, as published."""
     folder = tmp_path_factory.mktemp("stacks")
     apart = tiny_model(folder / "apart", "qwen3_5_moe_text")
     return {"apart": apart, "joined": stacked_experts(apart, folder / "joined")}
@@ -82,7 +82,7 @@ def test_read_shape_without_weights_stacks_as_published(stacks, tmp_path):
 
 
 def train_and_save(rank, model, dims, run):
-    """Train one step and save; (Hugging Face tensor, box, values) that this rank then holds."""
+    """Train one step and save; returns this rank's (Hugging Face tensor, box, values)."""
     policy, groups = start_policy(rank, model, dims)
     accumulate(policy, groups, pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data])
     policy.optimizer.step()
@@ -104,7 +104,7 @@ TRAINED = {
 
 @pytest.fixture(scope="module")
 def trained(models, tmp_path_factory):
-    """By family, a checkpoint with optimizer state and the weights that the ranks had."""
+    """(checkpoint with optimizer state, weights of the ranks) by family."""
     found = {}
     for family, dims in TRAINED.items():
         run, model = tmp_path_factory.mktemp(family), models[family]
@@ -118,7 +118,7 @@ def trained(models, tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", TRAINED)
-def test_export_is_what_the_ranks_had(models, trained, tmp_path, family):
+def test_export_has_the_weights_of_the_ranks(models, trained, tmp_path, family):
     checkpoint, weights = trained[family]
     before = weights_of(models[family])
     changed = [name for name in weights if not torch.equal(weights[name], before[name])]

@@ -1,4 +1,4 @@
-"""Adapters of PEFT's, merged into the weights of their base."""
+"""PEFT adapters merged into the weights of their base."""
 
 import json
 import re
@@ -22,7 +22,7 @@ MODULES = ["q_proj", "k_proj", "o_proj", "down_proj"]
 
 
 def adapter_of(base: Path, folder: Path, **config: Any) -> Any:
-    """Save a random adapter by PEFT; returns its model."""
+    """Save a random adapter by PEFT; returns PEFT's model."""
     torch.manual_seed(1)
     settings = RS5 | {"target_modules": MODULES, "init_lora_weights": False} | config
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**settings))
@@ -41,7 +41,7 @@ def adapter(base, tmp_path):
     return tmp_path / "adapter"
 
 
-def test_merge_adapter_is_that_of_peft(base, tmp_path):
+def test_merge_adapter_equals_peft(base, tmp_path):
     model = adapter_of(base, tmp_path / "adapter")
     merge_adapter(
         base, tmp_path / "adapter", tmp_path / "ours", max_shard_bytes=100_000, num_workers=2
@@ -68,11 +68,11 @@ def test_merge_adapter_rounds_once_from_float64(base, adapter, tmp_path):
             continue
         a, b = (values[f"{prefix}.lora_{x}.weight"].double() for x in "AB")
         exact = weight.double() + scale * (b @ a)
-        step = exact.abs().clamp(min=1e-3) * 2**-8  # half of the distance between two numbers
+        step = exact.abs().clamp(min=1e-3) * 2**-8  # half the distance between two bfloat16 numbers
         assert ((ours[name].double() - exact).abs() <= step * 1.001).all()
 
 
-# What is refused.
+# Refusals.
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -85,7 +85,7 @@ def edit_weights(folder, edit):
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({"use_dora": True}, "use_dora is True"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']"),
@@ -108,14 +108,14 @@ def edit_weights(folder, edit):
         ({"layers_to_transform": [0, 1]}, None),
     ],
 )
-def test_read_adapter_has_what_its_config_names(base, adapter, config, told):
+def test_read_adapter_has_the_modules_of_its_config(base, adapter, config, message):
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     shapes = hf_tensors(read_shape(base))
-    if told is None:
+    if message is None:
         read_adapter(adapter, shapes)
         return
-    with pytest.raises(ValueError, match=re.escape(told)) as caught:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
         read_adapter(adapter, shapes)
     assert str(adapter) in str(caught.value)
 
@@ -143,7 +143,7 @@ def make_infinite(values):
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "message"),
     [
         (drop_first, "is missing"),
         (add_of_another_model, r"of another model: the base has no model\.layers\.77\."),
@@ -152,11 +152,11 @@ def make_infinite(values):
         (make_infinite, r"layers\.1\..*lora_.* has values that are not finite"),
     ],
 )
-def test_merge_adapter_refuses_what_lacks_a_layer_or_is_not_finite(
-    base, adapter, tmp_path, edit, told
+def test_merge_adapter_refuses_missing_layers_and_values_that_are_not_finite(
+    base, adapter, tmp_path, edit, message
 ):
     edit_weights(adapter, edit)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         merge_adapter(base, adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -166,7 +166,7 @@ def test_read_adapter_refuses_a_model(base):
         read_adapter(base, hf_tensors(read_shape(base)))
 
 
-def test_merge_adapter_refuses_one_of_stacked_experts(tmp_path):
+def test_merge_adapter_refuses_stacked_experts(tmp_path):
     base, adapter = tiny_model(tmp_path / "base", "gpt_oss"), tmp_path / "adapter"
     adapter_of(base, adapter, target_modules=["o_proj"])
 
@@ -179,11 +179,11 @@ def test_merge_adapter_refuses_one_of_stacked_experts(tmp_path):
         merge_adapter(base, adapter, tmp_path / "out")
 
 
-def test_merge_adapter_keeps_layers_of_mtp(tmp_path):
+def test_merge_adapter_keeps_mtp_layers(tmp_path):
     folder = add_mtp_layer(tiny_model(tmp_path / "model", "glm4_moe"))
     adapter_of(folder, tmp_path / "adapter", target_modules=["q_proj", "o_proj"])
     merge_adapter(folder, tmp_path / "adapter", tmp_path / "out")
     theirs, ours = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "out"))
-    of_layer = {name for name in theirs if ".layers.3." in name}
-    assert len(of_layer) > 6
-    assert all(torch.equal(theirs[name], ours[name]) for name in of_layer)
+    layer = {name for name in theirs if ".layers.3." in name}
+    assert len(layer) > 6
+    assert all(torch.equal(theirs[name], ours[name]) for name in layer)

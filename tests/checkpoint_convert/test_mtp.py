@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction, which are draft models: exports keep those of the source."""
+"""MTP layers: exports copy them from the source or write trained ones."""
 
 import json
 import re
@@ -33,13 +33,13 @@ LAYER, FUSED = "model.layers.3.", "eh_proj.weight"
 
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory):
-    """A model with such a layer."""
+    """A model with an MTP layer."""
     return add_mtp_layer(tiny_model(tmp_path_factory.mktemp("model") / "glm4_moe", "glm4_moe"))
 
 
 @pytest.fixture(scope="module")
 def checkpoint(glm, tmp_path_factory):
-    """An import of it."""
+    """An import of `glm`."""
     out = tmp_path_factory.mktemp("imported") / "checkpoint"
     import_checkpoint(glm, out, ParallelDims())
     return out
@@ -75,8 +75,8 @@ def test_export_without_a_layer_says_so(glm, checkpoint, tmp_path, case):
 
 
 def test_export_converts_the_layer_and_counts_its_bytes(glm, checkpoint, tmp_path):
-    told, out = [], tmp_path / "out"
-    options = {"dtype": "BF16", "progress": lambda *both: told.append(both)}
+    reported, out = [], tmp_path / "out"
+    options = {"dtype": "BF16", "progress": lambda *both: reported.append(both)}
     export_checkpoint(checkpoint, out, hf_config=glm, **options)
     found, source = weights_of(out), weights_of(glm)
     float32 = {name for name, each in found.items() if each.dtype == torch.float32}
@@ -84,12 +84,12 @@ def test_export_converts_the_layer_and_counts_its_bytes(glm, checkpoint, tmp_pat
     assert LAYER + "mlp.gate.e_score_correction_bias" in float32
     assert_same(found, {name: each.to(found[name].dtype) for name, each in source.items()})
     total = sum(each.nbytes for each in found.values())
-    assert {total} == {each for _, each in told}
-    assert told == sorted(told)
-    assert told[-1] == (total, total)
+    assert {total} == {each for _, each in reported}
+    assert reported == sorted(reported)
+    assert reported[-1] == (total, total)
 
 
-def test_export_converts_the_layer_beside_other_towers(tmp_path):
+def test_export_converts_the_layer_with_other_towers(tmp_path):
     model = tiny_multimodal(tmp_path / "model", "qwen3_5")
     names = ("mtp.fc.weight", "mtp.layers.0.mlp.up.weight")
     layer = {name: torch.randn(64, 128) for name in names}
@@ -101,17 +101,17 @@ def test_export_converts_the_layer_beside_other_towers(tmp_path):
     assert_same(found, {n: each.to(found[n].dtype) for n, each in weights_of(folder).items()})
 
 
-def test_check_weights_names_what_cannot_be_read(glm, tmp_path):
+def test_check_weights_names_unreadable_mtp_tensors(glm, tmp_path):
     odd = {"a": torch.ones(2, dtype=torch.int64), "b": torch.tensor(1.0)}
     folder = variant(glm, tmp_path / "odd", {LAYER + name: each for name, each in odd.items()})
-    told = r"layers.3.a \[2\] has dtype I64(.|\n)*layers.3.b \[\] has"
-    with pytest.raises(ValueError, match=told):
+    message = r"layers.3.a \[2\] has dtype I64(.|\n)*layers.3.b \[\] has"
+    with pytest.raises(ValueError, match=message):
         check_weights(folder, read_shape(folder))
 
 
 def with_layer(checkpoint, out, folder, further=()):
-    """A copy of the checkpoint with the layer of the model in `folder` as it is trained, and with
-    `further` tensors. Returns it and the keys of the layer."""
+    """Copy the checkpoint and add the MTP layer of `folder`, in the form of a trained one, and
+    `further` tensors; returns the copy and the keys of the layer."""
     shape = replace(read_shape(folder), num_mtp_layers=1, trains_mtp=True)
     shapes = checkpoint_layout(shape, shape.vocab_size).shapes
     layer = {key: torch.randn(size) for key, size in shapes.items() if key.startswith(MTP_LAYER)}
@@ -120,12 +120,12 @@ def with_layer(checkpoint, out, folder, further=()):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_export_of_a_quantised_layer_is_as_it_is_read(glm, tmp_path, form):
+def test_export_dequantises_the_layer(glm, tmp_path, form):
     folder = quantized_copy(glm, tmp_path / "quantized", FORMATS[form])
     found = weights_of(round_trip(folder, tmp_path, ParallelDims(pipeline=2), hf_config=folder))
     expected = weights_of(dequantized_copy(folder, tmp_path / "plain", FORMATS[form]))
     assert_same(found, {name: each.to(found[name].dtype) for name, each in expected.items()})
-    # One that was trained takes its place, and that of its scales.
+    # A trained layer replaces it and its scales.
     trained, layer = with_layer(tmp_path / "checkpoint", tmp_path / "trained", folder)
     export_checkpoint(trained, tmp_path / "again", hf_config=folder)
     found = weights_of(tmp_path / "again")
@@ -137,8 +137,8 @@ def test_export_names_a_missing_scale(glm, checkpoint, tmp_path):
     form = FORMATS["FP8 per channel"]
     folder = quantized_copy(glm, tmp_path / "quantized", form)
     bad = variant(folder, tmp_path / "bad", {LAYER + FUSED + form.suffix: None})
-    told = rf"multi-token prediction in .*\n  {re.escape(LAYER + FUSED)}"
-    with pytest.raises(ValueError, match=told):
+    message = rf"multi-token prediction in .*\n  {re.escape(LAYER + FUSED)}"
+    with pytest.raises(ValueError, match=message):
         export_checkpoint(checkpoint, tmp_path / "out", hf_config=bad)
     assert not (tmp_path / "out").exists()
 
@@ -155,16 +155,16 @@ def test_export_stacks_trained_experts_as_the_source(tmp_path, stacked):
     export_checkpoint(trained, tmp_path / "out", hf_config=folder)
     assert verify_weights(trained, tmp_path / "out") == []
     found = weights_of(tmp_path / "out")
-    of_model = [name for name in source if not name.startswith("mtp.")]
-    assert_same({n: found[n] for n in of_model}, {n: source[n] for n in of_model})
+    names = [name for name in source if not name.startswith("mtp.")]
+    assert_same({n: found[n] for n in names}, {n: source[n] for n in names})
     assert {n: x.shape for n, x in found.items()} == {n: x.shape for n, x in source.items()}
     assert torch.equal(found["mtp.fc.weight"], layer[MTP_LAYER + FUSED])
 
 
 @pytest.mark.parametrize("case", ["another key", "not all keys", "two layers"])
-def test_export_leaves_out_layers_that_we_do_not_train(glm, checkpoint, tmp_path, case):
-    of_another = {"mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight": torch.ones(2, 3)}
-    trained, layer = with_layer(checkpoint, tmp_path / "trained", glm, of_another)
+def test_export_leaves_out_untrained_layers(glm, checkpoint, tmp_path, case):
+    further = {"mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight": torch.ones(2, 3)}
+    trained, layer = with_layer(checkpoint, tmp_path / "trained", glm, further)
     folder = variant(glm, tmp_path / "model")
     if case == "not all keys":
         tensors = read_checkpoint(trained, lambda key: key != MTP_LAYER + "enorm.weight")

@@ -11,7 +11,7 @@ from helpers.models.conversions import file_size_limit
 from parallel import ParallelDims
 
 
-def test_it_appears_when_all_is_written_with_the_folders_above_it(tmp_path):
+def test_new_folder_appears_with_its_parents_when_all_is_written(tmp_path):
     out = tmp_path / "a" / "b"
     with new_folder(out, 0) as folder:
         (folder / "file").write_text("text")
@@ -22,7 +22,7 @@ def test_it_appears_when_all_is_written_with_the_folders_above_it(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_nothing_is_left_of_it_when_anything_goes_wrong(tmp_path, error):
+def test_new_folder_leaves_nothing_after_an_error(tmp_path, error):
     with pytest.raises(error), new_folder(tmp_path / "out", 0) as folder:
         (folder / "file").write_text("text")
         raise error
@@ -30,14 +30,14 @@ def test_nothing_is_left_of_it_when_anything_goes_wrong(tmp_path, error):
 
 
 @pytest.mark.parametrize("name", ["out", "out.partial"])
-def test_what_is_there_is_not_touched(tmp_path, name):
+def test_new_folder_keeps_an_existing_folder(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=f"{name} exists: "), new_folder(tmp_path / "out", 0):
         pass
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_room_is_asked_for_before_anything_is_written(tmp_path):
+def test_new_folder_checks_free_space_before_it_writes(tmp_path):
     message = "bytes free, but the weights take 1,000,000,000,000,000,000"
     with pytest.raises(ValueError, match=message), new_folder(tmp_path / "out", 10**18):
         pass
@@ -45,8 +45,8 @@ def test_room_is_asked_for_before_anything_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("num_bytes", [500, 5000, 20_000, 200_000])
-def test_a_disk_that_fills_is_told_with_the_place_whatever_is_written(model, tmp_path, num_bytes):
-    """The limits fall in sidecar, in checkpoint files that have no values yet, or in weights."""
+def test_new_folder_names_the_place_on_a_full_disk(model, tmp_path, num_bytes):
+    """The disk fills in sidecar files, in checkpoint files without values yet, or in weights."""
     checkpoint = tmp_path / "checkpoint"
     import_checkpoint(model, checkpoint, ParallelDims())
     for convert in (

@@ -1,4 +1,4 @@
-"""YaRN in config.json: what it means, and what is refused."""
+"""YaRN in config.json: its meaning, and refused forms."""
 
 import json
 from math import log
@@ -33,7 +33,7 @@ DEEPSEEK_V3 = QWEN3 | {
     "max_position_embeddings": 163840,
     "rope_theta": 10000,
 }
-# As DeepSeek-V3 says it.
+# YaRN as in DeepSeek-V3's config.
 OF_LATENTS = {
     "type": "yarn",
     "factor": 40,
@@ -116,7 +116,7 @@ def test_models_that_rotate_half_of_each_head_are_refused(tmp_path):
     ],
     ids=str,
 )
-def test_the_attention_factor_is_that_of_transformers(tmp_path, change):
+def test_the_attention_factor_agrees_with_transformers(tmp_path, change):
     shape = shape_of_yarn(tmp_path, YARN | change, max_position_embeddings=65536)
     _, expected = ROPE_INIT_FUNCTIONS["yarn"](Qwen3Config.from_pretrained(tmp_path))
     assert shape.rope_scaling["attention_factor"] == pytest.approx(expected, rel=1e-15)
@@ -127,8 +127,8 @@ def test_the_attention_factor_is_that_of_transformers(tmp_path, change):
     [{}, {"mscale": 0.707, "mscale_all_dim": 0.707}, {"factor": 0.5}],
     ids=str,
 )
-def test_the_attention_factor_of_latents_is_for_whole_heads_as_in_transformers(tmp_path, change):
-    """There the softmax has a scale of its own, and the rotated part of a head no factor."""
+def test_the_attention_factor_of_latents_scales_whole_heads_as_in_transformers(tmp_path, change):
+    """In transformers the factor scales the softmax, not the rotated part of a head."""
     rope = OF_LATENTS | change
     length = int(rope["factor"] * 4096)
     shape = shape_of_yarn(tmp_path, rope, config=DEEPSEEK_V3, max_position_embeddings=length)
@@ -160,7 +160,7 @@ def test_the_attention_factor_of_latents_is_for_whole_heads_as_in_transformers(t
     ],
     ids=str,
 )
-def test_what_changes_the_numbers_makes_another_model(tmp_path, change):
+def test_yarn_with_other_numbers_is_another_model(tmp_path, change):
     scaling = shape_of_yarn(tmp_path, YARN | change).rope_scaling
     assert change.items() <= scaling.items()
     assert scaling != DEFAULTS
@@ -168,14 +168,14 @@ def test_what_changes_the_numbers_makes_another_model(tmp_path, change):
 
 OF_QWEN3 = [
     ({"type": "yarn"}, "yarn RoPE scaling has no factor"),
-    # transformers takes 131,072 positions for the trained length, which makes another model.
+    # transformers takes 131,072 positions as the trained length, which is another model.
     ({"type": "yarn", "factor": 4.0}, "original_max_position_embeddings is None; it must be an"),
     (
         YARN | {"factor": 3.5},
         "max_position_embeddings(131072) is more than factor(3.5) * "
         "original_max_position_embeddings(32768) of yarn RoPE scaling: set it to at most 114688",
     ),
-    (YARN | {"factor": None}, "factor is None"),  # the two disagree about it
+    (YARN | {"factor": None}, "factor is None"),  # transformers and vLLM disagree about it
     (YARN | {"beta_fast": None}, "beta_fast is None; it must be a finite number above 0"),
     (YARN | {"beta_slow": 0}, "beta_slow is 0"),
     (YARN | {"truncate": None}, "truncate is None; it must be true or false"),
@@ -201,9 +201,7 @@ OF_DEEPSEEK_V3 = [
     ],
     ids=lambda value: None if isinstance(value, dict) else value,
 )
-def test_yarn_that_is_not_computed_alike_everywhere_is_refused(
-    tmp_path, config, rope_scaling, words
-):
+def test_yarn_with_an_ambiguous_meaning_is_refused(tmp_path, config, rope_scaling, words):
     with pytest.raises(ValueError) as error:
         shape_of_yarn(tmp_path, rope_scaling, config=config)
     assert str(error.value).startswith(str(tmp_path / "config.json"))

@@ -1,4 +1,4 @@
-"""Which shapes a mesh can split, and the message when it cannot."""
+"""Shapes that a mesh can split, and the message where it cannot."""
 
 import re
 from dataclasses import replace
@@ -26,7 +26,7 @@ MIXTURE = replace(
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_divisors_of_heads_pass_with_more_and_with_fewer_ranks_than_key_value_heads(tensor):
+def test_a_mesh_may_have_more_or_fewer_tensor_ranks_than_key_value_heads(tensor):
     check_divisible(SHAPE, ParallelDims(tensor=tensor, pipeline=2, virtual_pipeline=3))
 
 
@@ -71,11 +71,11 @@ def test_latents_are_split_wherever_their_heads_are():
 @pytest.mark.parametrize(
     "sizes", [{"expert": 6}, {"expert_tensor": 4, "expert": 3}, {"expert_tensor": 8}]
 )
-def test_experts_are_split_over_other_ranks_than_the_rest(sizes):
+def test_experts_have_their_own_tensor_ranks(sizes):
     check_divisible(MIXTURE, ParallelDims(tensor=2, data=12, **{"expert_tensor": 1, **sizes}))
 
 
-def test_the_dense_intermediate_size_is_not_split_where_experts_stand_for_the_mlp():
+def test_a_mixture_without_dense_layers_ignores_the_dense_intermediate_size():
     check_divisible(replace(MIXTURE, intermediate_size=7), ParallelDims(tensor=4))
     with pytest.raises(ValueError, match=r"does not divide intermediate_size\(7\)"):
         check_divisible(replace(SHAPE, intermediate_size=7), ParallelDims(tensor=4))

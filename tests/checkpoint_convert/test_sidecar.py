@@ -1,4 +1,4 @@
-"""The files that accompany weights, and the config with which weights are read."""
+"""Files that accompany weights, and the config by which weights are read."""
 
 import shutil
 
@@ -59,10 +59,10 @@ def test_copy_sidecar_files_refuses_links_elsewhere(model, tmp_path):
     assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     (tmp_path / "secret").write_text("token")
     (snapshot / "notes.txt").symlink_to(tmp_path / "secret")
-    told = r"notes\.txt is a link to .*secret, outside of .*: replace it with a copy of the file"
+    message = r"notes\.txt is a link to .*secret, outside of .*: replace it with a copy of the file"
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         copy_sidecar_files(snapshot, empty, "BF16")
     assert list(empty.iterdir()) == []
 
@@ -76,10 +76,9 @@ DTYPE, TORCH_DTYPE = {"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}
         ("qwen3", {"dtype": None}, DTYPE),
         ("qwen3", {"dtype": None, "torch_dtype": "float32"}, {"dtype": None} | TORCH_DTYPE),
         ("qwen3", {"torch_dtype": "float32"}, DTYPE | TORCH_DTYPE),
-        # Layers to predict further tokens are left out, as of the weights.
+        # MTP layers are left out of the config, as of the weights.
         ("glm4_moe", {"num_nextn_predict_layers": 1}, DTYPE | {"num_nextn_predict_layers": 0}),
-        # No code is carried that `--trust-remote-code` would look for, with which DeepSeek-V3 is
-        # served.
+        # DeepSeek-V3 is served with `--trust-remote-code`, which must find no reference to code.
         ("qwen3", {"auto_map": {"AutoConfig": "own.Config"}}, DTYPE | {"auto_map": None}),
     ],
     ids=str,
@@ -104,12 +103,12 @@ def test_export_refuses_another_model_of_equal_sizes(model, imported, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_model_config_may_differ_beside_numbers(model, imported, tmp_path):
+def test_model_config_may_differ_where_no_number_changes(model, imported, tmp_path):
     longer = variant(model, tmp_path / "longer", max_position_embeddings=1024, eos_token_id=3)
     assert model_config(imported, longer) == longer
 
 
-def test_export_takes_no_added_rows_for_padding(tmp_path):
+def test_export_does_not_take_added_rows_for_padding(tmp_path):
     bigger = tiny_model(tmp_path / "bigger", "llama", vocab_size=400)
     import_checkpoint(bigger, tmp_path / "megatron", ParallelDims())
     shutil.rmtree(tmp_path / "megatron" / CHECKPOINT_FOLDER)
@@ -119,7 +118,7 @@ def test_export_takes_no_added_rows_for_padding(tmp_path):
 
 
 @pytest.mark.parametrize("pointer", ["latest_checkpointed_iteration.txt", "LATEST"])
-def test_model_config_tells_a_folder_of_checkpoints(imported, tmp_path, pointer):
+def test_model_config_names_a_folder_of_checkpoints(imported, tmp_path, pointer):
     shutil.copytree(imported, tmp_path / "iter_0000100")
     (tmp_path / pointer).write_text("100")
     with pytest.raises(ValueError, match=r"is a folder of checkpoints; .* \['iter_0000100'\]"):

@@ -1,4 +1,4 @@
-"""The text tower of a multimodal folder: read as a model of text, exported beside the others."""
+"""The text tower of a multimodal folder: read as a text model, exported with the other towers."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def folders(tmp_path_factory):
 
 
 def edited(folder, copy, edit):
-    """A copy of a model, whose config.json is edited in place."""
+    """Copy a model, with its config.json edited in place."""
     shutil.copytree(folder, copy)
     config = config_of(copy)
     edit(config)
@@ -48,7 +48,7 @@ def edited(folder, copy, edit):
 
 
 def with_text(folder, copy, **keys):
-    """A copy of a model with these keys of its text_config; None removes one."""
+    """Copy a model with these keys of its text_config; None removes one."""
     text = config_of(folder)["text_config"] | keys
     text = {key: value for key, value in text.items() if value is not None}
     return variant(folder, copy, text_config=text)
@@ -74,7 +74,7 @@ def test_export_copies_other_towers_and_names(folders, tmp_path, kind):
     assert_same(weights_of(tmp_path / "out"), expected)
 
 
-def test_export_converts_the_text_alone(folders, tmp_path):
+def test_export_converts_only_the_text_tower(folders, tmp_path):
     trained(folders["mistral3"], tmp_path / "out", dtype=torch.bfloat16)
     dtypes = {
         is_of_text(text_name(name)): each.dtype
@@ -119,7 +119,7 @@ def test_read_shape_without_text_config_is_the_same(folders, tmp_path):
     assert read_shape(flat) == read_shape(folders["qwen2_5_vl"])
 
 
-def test_read_shape_is_that_of_its_family(folders, tmp_path):
+def test_read_shape_equals_the_text_familys(folders, tmp_path):
     shape = read_shape(folders["qwen3_vl"])
     plain = tiny_model(tmp_path, "qwen3", tied=True, num_hidden_layers=4, head_dim=32)
     assert shape == read_shape(plain)
@@ -147,7 +147,7 @@ def test_read_shape_names_a_missing_key(folders, tmp_path, kind, key):
         read_shape(folder)
 
 
-def test_import_tells_transposed_experts(folders, tmp_path):
+def test_import_names_transposed_experts(folders, tmp_path):
     def transpose(weights):
         name = next(name for name in weights if name.endswith("experts.down_proj"))
         weights[name] = weights[name].transpose(1, 2).contiguous()
@@ -164,7 +164,7 @@ def test_read_shape_takes_all_families_of_a_tower(folders, tmp_path, kind, famil
     assert read_shape(folder) == replace(read_shape(folders[kind]), family=family)
 
 
-def test_read_shape_assumes_what_the_family_does(folders, tmp_path):
+def test_read_shape_assumes_the_familys_defaults(folders, tmp_path):
     def shorten(config):
         config.pop("tie_word_embeddings")
         for key in ("tie_word_embeddings", "rms_norm_eps", "query_pre_attn_scalar"):
@@ -186,7 +186,7 @@ def test_read_shape_assumes_what_the_family_does(folders, tmp_path):
             "weights are quantised by quantization_config inside of text_config",
         ),
         ({"tie_word_embeddings": True}, "tie_word_embeddings must be given, with one value inside"),
-        # Beside rope_parameters
+        # Next to rope_parameters
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
             "has no rope_theta, nor has its",
@@ -194,13 +194,13 @@ def test_read_shape_assumes_what_the_family_does(folders, tmp_path):
     ],
     ids=str,
 )
-def test_read_shape_refuses_what_is_not_carried_over(folders, tmp_path, edit, message):
+def test_read_shape_refuses_an_unsupported_text_config(folders, tmp_path, edit, message):
     folder = edited(folders["mistral3"], tmp_path / "m", lambda c: c["text_config"].update(edit))
     with pytest.raises(ValueError, match=re.escape(message)):
         read_shape(folder)
 
 
-# The text of a Kimi-K2.5 has no tied head.
+# Kimi-K2.5's text tower has no tied head.
 @pytest.mark.parametrize("model_type", [kind for kind in CONFIGS if kind != "kimi_k25"])
 def test_read_shape_ties_a_head_as_transformers(folders, tmp_path, model_type):
     def tie_inside(config):

@@ -1,4 +1,4 @@
-"""There is one way to load a tokenizer, and its ids are those of its source file."""
+"""The one way to load a tokenizer; its ids equal those of its source file."""
 
 import io
 import json
@@ -57,7 +57,7 @@ def folder_of(model, folder, *, config=None):
 
 
 def both(model, folder=None, **config):
-    """Our tokenizer of a SentencePiece model, with this tokenizer_config.json, and the original."""
+    """Our tokenizer of a SentencePiece model with this tokenizer_config.json, and the original."""
     if folder is not None:
         folder = folder_of(model, folder, config=LLAMA2 | config)
     return load_tokenizer(folder or model.parent), SentencePieceProcessor(model_file=str(model))
@@ -81,7 +81,7 @@ def test_load_tokenizer_has_the_ids_of_sentencepiece(model, config, tmp_path):
     assert len(tokenizer) == original.get_piece_size()
 
 
-def test_load_tokenizer_gives_every_text_back(bpe):
+def test_load_tokenizer_round_trips_every_text(bpe):
     tokenizer = load_tokenizer(bpe.parent)
     for text in [*TEXTS, "<s>[INST] hi [/INST] a</s><s>b", "<s> <s>  x"]:
         assert tokenizer.decode(ids(tokenizer, text)) == text
@@ -113,7 +113,7 @@ def test_load_tokenizer_without_legacy_spaces(bpe, tmp_path):
         assert tokenizer.decode(ids(tokenizer, text)) == text
 
 
-def test_load_tokenizer_adds_begin_and_end_as_told(bpe, tmp_path):
+def test_load_tokenizer_adds_begin_and_end_by_its_config(bpe, tmp_path):
     for number, (bos, eos) in enumerate([(True, True), (False, True), (False, False)]):
         config = {"add_bos_token": bos, "add_eos_token": eos}
         tokenizer, original = both(bpe, tmp_path / str(number), **config)
@@ -128,7 +128,7 @@ def test_load_tokenizer_appends_tokens_of_the_config(bpe, tmp_path):
     assert tokenizer.decode(ids(tokenizer, "a<|tool|>b")) == "a<|tool|>b"
 
 
-def test_load_tokenizer_of_a_saved_one(bpe, tmp_path):
+def test_load_tokenizer_of_a_saved_tokenizer(bpe, tmp_path):
     config = {"pad_token": "<pad>", "chat_template": CHAT_TEMPLATE, "legacy": False}
     tokenizer, _ = both(bpe, tmp_path / "model", **config)
     tokenizer.save_pretrained(tmp_path / "saved")
@@ -221,7 +221,7 @@ def test_load_tokenizer_runs_no_code(file, bpe, tmp_path, monkeypatch):
     auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
     config = {"tokenizer_class": "Evil", "auto_map": auto_map}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))  # in case anything asks
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))  # answers a prompt for trust
     if file == "vocab.json":
         with pytest.raises(ValueError, match=f"^{folder / file} cannot be loaded as a tokenizer: "):
             load_tokenizer(folder)
@@ -230,7 +230,7 @@ def test_load_tokenizer_runs_no_code(file, bpe, tmp_path, monkeypatch):
     assert not canary.exists()
 
 
-def test_load_tokenizer_refuses_a_folder_without_one(tmp_path):
+def test_load_tokenizer_refuses_a_folder_without_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ValueError, match=f"{tmp_path} has no tokenizer: none of tokenizer.json"):
         load_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""Values copied by worker processes: each read once, the first failure, no worker left behind."""
+"""Copies by worker processes: one read per value, the first failure, no worker left behind."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def alive(folder):
-    """Process ids that workers wrote into `folder`, without workers that have ended."""
+    """Running workers among those that wrote their process ids into `folder`."""
     pids = [file.read_text() for file in folder.iterdir()]
     return [pid for pid in pids if pid and psutil.pid_exists(int(pid))]
 
@@ -84,17 +84,17 @@ def test_run_tasks_shares_memory_with_its_workers():
     assert found == [(number, False, 1) for number in range(10)]
 
 
-def test_add_bytes_tells_progress_of_all_workers():
-    told = []
+def test_add_bytes_reports_progress_of_all_workers():
+    reported = []
 
     def work(item):
         for _ in range(5):
             time.sleep(0.02)
             add_bytes(item)
 
-    run_tasks(work, [1, 10, 100, 1000], 2, told.append)
-    assert told == sorted(told)
-    assert told[-1] == 5 * 1111
+    run_tasks(work, [1, 10, 100, 1000], 2, reported.append)
+    assert reported == sorted(reported)
+    assert reported[-1] == 5 * 1111
 
 
 def test_run_tasks_raises_the_first_failure(tmp_path):
@@ -145,8 +145,8 @@ def lose_a_worker_that_waits(folder):
 
 
 def test_run_tasks_ignores_handlers_of_the_caller(tmp_path):
-    """Otherwise a worker that is told to end, since another was killed, would run the caller's
-    handler and report a failed task."""
+    """Otherwise a worker that gets SIGTERM after another was killed would run the caller's handler
+    and report a failed task."""
     process = FORK.Process(target=lose_a_worker_that_waits, args=(tmp_path,))
     process.start()
     process.join(60)

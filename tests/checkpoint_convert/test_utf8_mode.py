@@ -17,10 +17,12 @@ print(sys.flags.utf8_mode, sys.argv[1:])
     [
         ([], {"LC_ALL": "C", "PYTHONUTF8": "0"}, True),
         ([], {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "0"}, False),  # as good
-        (["-X", "utf8=0"], {"LC_ALL": "C"}, False),  # as told, and not started forever
+        (["-X", "utf8=0"], {"LC_ALL": "C"}, False),  # as requested, without restarting forever
     ],
 )
-def test_a_command_starts_again_where_the_locale_is_no_utf8(options, environment, is_utf8) -> None:
+def test_a_command_restarts_in_utf8_mode_where_the_locale_is_not_utf8(
+    options, environment, is_utf8
+) -> None:
     command = [sys.executable, *options, "-c", PROGRAM, "data/größe.jsonl"]
     done = subprocess.run(
         command, env=os.environ | environment, capture_output=True, timeout=60, check=True

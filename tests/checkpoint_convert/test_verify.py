@@ -1,4 +1,4 @@
-"""Are two models the same? Byte by byte or within a tolerance, whatever their formats."""
+"""Comparing two models byte by byte or within a tolerance, in any formats."""
 
 import math
 import re
@@ -26,7 +26,7 @@ def imported(model, tmp_path_factory):
 
 @pytest.fixture
 def nameless(imported, tmp_path):
-    """A checkpoint without a config, which does not say which model it is."""
+    """A checkpoint without a config."""
     folder = shutil.copytree(imported, tmp_path / "nameless")
     shutil.rmtree(folder / "hf_config")
     return folder
@@ -43,7 +43,7 @@ def edited(model, tmp_path, **values):
     return variant(model, tmp_path / "edited", edit)
 
 
-def told(*arguments, **options):
+def differences(*arguments, **options):
     return [str(difference) for difference in verify_weights(*arguments, **options)]
 
 
@@ -55,21 +55,21 @@ def test_verify_weights_takes_all_formats(model, imported, tmp_path):
     (bins / "model.safetensors").unlink()
     torch.save(weights_of(model), bins / "pytorch_model.bin")
     for a, b in ((model, imported), (imported, bins), (bins, model)):
-        assert told(a, b) == [], (a, b)
+        assert differences(a, b) == [], (a, b)
 
 
-def test_verify_weights_tells_one_element(model, imported, tmp_path):
+def test_verify_weights_names_one_different_element(model, imported, tmp_path):
     value = weights_of(model)[TABLE][7, 3].item() + 0.5
     other = edited(model, tmp_path, table=value)
     expected = [f"{TABLE}: 1 of 16,000 elements differ, by 0.5 at most"]
-    assert told(model, other) == told(other, imported) == expected
-    assert told(model, other, num_workers=2) == expected
+    assert differences(model, other) == differences(other, imported) == expected
+    assert differences(model, other, num_workers=2) == expected
 
 
-def test_verify_weights_tells_another_dtype(model, tmp_path):
+def test_verify_weights_names_another_dtype(model, tmp_path):
     weights = weights_of(model)
     edit = {NORM: weights[NORM].bfloat16(), TABLE: weights[TABLE].double()}
-    (difference, other) = told(model, variant(model, tmp_path / "edited", edit))
+    (difference, other) = differences(model, variant(model, tmp_path / "edited", edit))
     assert difference == f"{TABLE}: float32 and float64, equal in value"
     assert other.startswith(f"{NORM}: 6") and other.endswith(" (float32 and bfloat16)")
 
@@ -77,34 +77,39 @@ def test_verify_weights_tells_another_dtype(model, tmp_path):
 def test_verify_weights_tolerates_any_dtype(model, tmp_path):
     rounded = {name: value.bfloat16() for name, value in weights_of(model).items()}
     other = variant(model, tmp_path / "edited", rounded)
-    assert told(model, other, tolerance=0.01) == []
-    assert len(told(model, other, tolerance=1e-6)) == len(weights_of(model))
+    assert differences(model, other, tolerance=0.01) == []
+    assert len(differences(model, other, tolerance=1e-6)) == len(weights_of(model))
 
 
 # Which model it is.
 
 
-def test_verify_weights_of_a_nameless_checkpoint(model, imported, nameless):
-    assert told(model, nameless) == told(nameless, model) == told(nameless, imported) == []
+def test_verify_weights_of_a_checkpoint_without_config(model, imported, nameless):
+    assert (
+        differences(model, nameless)
+        == differences(nameless, model)
+        == differences(nameless, imported)
+        == []
+    )
 
 
-def test_verify_weights_of_two_nameless_ones(model, nameless):
+def test_verify_weights_refuses_two_checkpoints_without_config(model, nameless):
     with pytest.raises(ValueError, match=r"neither .* says which model it is: give --hf-config"):
         verify_weights(nameless, nameless)
-    assert told(nameless, nameless, hf_config=model) == []
+    assert differences(nameless, nameless, hf_config=model) == []
 
 
-def test_verify_weights_takes_hf_config_for_nameless(model, nameless, tmp_path):
+def test_verify_weights_takes_hf_config_for_a_missing_config(model, nameless, tmp_path):
     rope = config_of(model)["rope_parameters"] | {"rope_theta": 500_000.0}
     longer = variant(model, tmp_path / "longer", rope_parameters=rope)
     differing = ["config: rope_theta: 10000.0, 500000.0"]
-    assert told(model, longer) == told(model, longer, hf_config=model) == differing
-    assert told(nameless, longer, hf_config=model) == differing
+    assert differences(model, longer) == differences(model, longer, hf_config=model) == differing
+    assert differences(nameless, longer, hf_config=model) == differing
     (longer / "config.json").unlink()
-    assert told(nameless, longer, hf_config=model) == told(model, longer) == []
+    assert differences(nameless, longer, hf_config=model) == differences(model, longer) == []
 
 
-def test_verify_weights_tells_sizes_of_other_models(model, tmp_path):
+def test_verify_weights_names_sizes_of_other_models(model, tmp_path):
     other = tiny_model(tmp_path / "other", "deepseek_v3", intermediate_size=128)
     with pytest.raises(ValueError, match="are different models") as error:
         verify_weights(model, other)
@@ -141,7 +146,7 @@ def test_compare_tolerates_equal_infinities():
     assert math.isnan(difference.largest)
 
 
-def test_verify_weights_has_the_largest_of_all_parts(model, tmp_path, monkeypatch):
+def test_verify_weights_has_the_largest_difference_of_all_parts(model, tmp_path, monkeypatch):
     monkeypatch.setattr("checkpoint_convert.verify._MAX_ELEMENTS", 100)
 
     def edit(weights):
@@ -155,28 +160,28 @@ def test_verify_weights_has_the_largest_of_all_parts(model, tmp_path, monkeypatc
     assert math.isnan(difference.largest)
 
 
-def test_verify_weights_tells_nan_in_both(model, tmp_path):
+def test_verify_weights_names_nan_in_both_models(model, tmp_path):
     for value in (math.nan, -math.inf):
         folder = edited(model, tmp_path / str(value), norm=value)
-        (difference,) = told(folder, folder)
+        (difference,) = differences(folder, folder)
         assert difference == f"{NORM}: float32 and float32, equal, with values that are not finite"
 
 
 def test_verify_weights_refuses_another_tied_head(tmp_path):
     tied = tiny_model(tmp_path / "tied", "llama", tied=True)
     other = variant(tied, tmp_path / "other", {"lm_head.weight": weights_of(tied)[TABLE] + 1})
-    told = "lm_head.weight differs from the embedding .* set tie_word_embeddings to false"
+    message = "lm_head.weight differs from the embedding .* set tie_word_embeddings to false"
     for a, b in ((tied, other), (other, tied)):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             verify_weights(a, b)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         import_checkpoint(other, tmp_path / "out", ParallelDims())
 
 
 # The command.
 
 
-def test_verify_exits_by_whether_they_are_the_same(model, imported, tmp_path):
+def test_verify_exit_code_says_whether_models_are_equal(model, imported, tmp_path):
     logs = tmp_path / "logs"
     same = run_cli("verify", model, imported, "--workers", "2", logs=logs)
     assert (same.exit_code, same.output) == (0, "the same\n")

@@ -36,9 +36,9 @@ from parallel import cover_exactly
 
 MIXTURES = {name for name, family in FAMILIES.items() if family.experts is not None}
 UNTIED = ("gpt_oss", "minimax_m2")
-"""Families of which vLLM ties no head, nor is one published so: such an engine is refused."""
+"""Families that vLLM never serves with a tied head, and that nobody publishes so: refused."""
 OF_IMAGES = {"qwen3_5_text", "qwen3_5_moe_text"}
-"""Families whose model is in a file with one of images, in vLLM; that needs torchvision."""
+"""Families in a vLLM file that also has a vision model, which needs torchvision."""
 FAMILIES_HERE = {*FAMILIES} - (OF_IMAGES if find_spec("torchvision") is None else set())
 
 
@@ -47,7 +47,7 @@ def name_of(dtype):
 
 
 def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32, also=""):
-    """`cases` are (model folder, EngineDims), all with as many workers."""
+    """`cases` are (model folder, EngineDims), all with the same number of workers."""
     name = name_of(dtype)
     for (model, dims), workers in zip(cases, loaded_parameters(cases, name, also), strict=True):
         shape = read_shape(model)
@@ -72,7 +72,7 @@ def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32, also=""
 
 
 @pytest.mark.long
-def test_engine_layouts_are_what_vllm_loads(tmp_path):
+def test_engine_layouts_equal_vllms_loaded_weights(tmp_path):
     cases = []
     for number, family in enumerate(sorted(FAMILIES_HERE - {"kimi_k2"})):  # as deepseek_v3
         kv_heads = (1, 2, 4)[number % 3]
@@ -103,7 +103,7 @@ def vision_towers(folder):
 
 
 def shared_experts(folder):
-    """Groups of workers share the experts, or each group has them all."""
+    """Groups of workers share the experts, or each group has all of them."""
     return [
         (model, EngineDims(tensor=2, data=2, expert_parallel=expert_parallel))
         for family in sorted(MIXTURES - {"kimi_k2"})  # as deepseek_v3
@@ -113,14 +113,14 @@ def shared_experts(folder):
 
 
 def mxfp4(folder):
-    """Workers hold numbers as they are read."""
+    """Workers hold MXFP4 codes as they are read."""
     quantized, _ = mxfp4_copies(servable_model(folder / "model", "gpt_oss"), folder)
     return [(quantized, EngineDims(tensor=2, expert_parallel=each)) for each in (False, True)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases_in", [text_towers, vision_towers, shared_experts, mxfp4])
-def test_engine_layouts_are_what_vllm_loads_of(tmp_path, cases_in):
+def test_engine_layouts_of_special_models_equal_vllms_loaded_weights(tmp_path, cases_in):
     if cases_in in (text_towers, vision_towers):
         pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     dtype = torch.float32 if cases_in is shared_experts else torch.bfloat16
@@ -154,7 +154,7 @@ def test_engine_layouts_of_any_heads_and_experts(tmp_path, family, tensor):
 
 
 @given(shapes(), st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3]), st.booleans())
-def test_engine_layouts_hold_the_model_once(shape, tensor, data, expert_parallel):
+def test_engine_layouts_hold_each_element_once(shape, tensor, data, expert_parallel):
     dims = EngineDims(tensor=tensor, data=data, expert_parallel=expert_parallel)
     try:
         layouts = engine_layouts(shape, dims)
@@ -225,7 +225,7 @@ def test_engine_layouts_repeat_key_value_heads():
         ),
     ],
 )
-def test_check_engine_dims_tells_the_legal_sizes(shape, dims, message):
+def test_check_engine_dims_names_the_legal_sizes(shape, dims, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check_engine_dims(shape, dims)
 

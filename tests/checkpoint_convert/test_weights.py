@@ -1,4 +1,4 @@
-"""Reading weights: only the requested boxes, converted, and never a partly filled parameter."""
+"""Reading weights: only the requested boxes, converted; no parameter is filled in part."""
 
 import json
 
@@ -39,18 +39,18 @@ def test_read_weights_converts_to_the_parameters_dtype(model, tmp_path, stored, 
 def test_read_weights_fills_parameters_in_place(model):
     layout, values = rank_parameters(model, ParallelDims(tensor=2))
     parameters = {n: torch.nn.Parameter(t * torch.nan) for n, t in values.items()}
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     read_weights(
-        *(model, read_shape(model), layout, parameters), lambda *bytes_of: told.append(bytes_of)
+        *(model, read_shape(model), layout, parameters), lambda *bytes_of: reported.append(bytes_of)
     )
     assert all(torch.equal(parameters[n].data, values[n]) for n in values)
     num_bytes = sum(p.nbytes for p in parameters.values())
-    assert (told[0], len(told)) == ((0, num_bytes), len(parameters))
-    assert told[-1] == (num_bytes - [*parameters.values()][-1].nbytes, num_bytes)
+    assert (reported[0], len(reported)) == ((0, num_bytes), len(parameters))
+    assert reported[-1] == (num_bytes - [*parameters.values()][-1].nbytes, num_bytes)
     assert all(p.isfinite().all() and p.requires_grad for p in parameters.values())
 
 
-def test_read_weights_refuses_before_it_fills(model, tmp_path):
+def test_read_weights_refuses_before_it_fills_a_parameter(model, tmp_path):
     folder = variant(model, tmp_path / "lacking", {"model.norm.weight": None})
     layout, values = rank_parameters(model)
     parameters = {name: torch.full_like(value, torch.nan) for name, value in values.items()}
@@ -87,7 +87,7 @@ EXPERTS = LARGE | {
     ],
     ids=["tensor", "experts"],
 )
-def test_read_weights_reads_bytes_of_its_boxes_alone(tmp_path, config, dims):
+def test_read_weights_reads_only_the_bytes_of_its_boxes(tmp_path, config, dims):
     """Each rank needs less than 75 MB of a sparse file of more than 180 GB of zeros."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = read_shape(tmp_path)
@@ -103,7 +103,7 @@ def test_read_weights_reads_bytes_of_its_boxes_alone(tmp_path, config, dims):
     assert not any(p.any() for p in parameters.values())
 
 
-def test_open_weights_refuses_a_lacking_part(model, tmp_path):
+def test_open_weights_refuses_a_missing_part(model, tmp_path):
     def lose_a_layer(metadata):
         metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
 

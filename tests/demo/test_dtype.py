@@ -29,6 +29,6 @@ def test_demo_trains_in_float32_on_cpus_without_bfloat16():
 @pytest.mark.skipif(
     product_dtype(torch.bfloat16) != torch.bfloat16, reason="this machine emulates bfloat16"
 )
-def test_the_demo_trains_in_bfloat16_where_it_is_multiplied(capsys):
+def test_demo_trains_in_bfloat16_on_cpus_that_multiply_it(capsys):
     dtype.main()
     assert capsys.readouterr() == ("model.dtype=bfloat16\n", "")

@@ -1,4 +1,4 @@
-"""What the demo makes of a GGUF file: the same weights and shape, and a tokenizer like SmolLM's."""
+"""The demo's conversion of a GGUF file: equal weights and shape, and a tokenizer like SmolLM's."""
 
 import json
 from dataclasses import replace
@@ -107,7 +107,7 @@ def add_weights(writer, model):
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values.numpy())
 
 
-def test_the_weights_and_the_shape_are_those_of_the_model(model, converted):
+def test_converted_weights_and_shape_equal_the_models(model, converted):
     weights, expected = (load_file(at / "model.safetensors") for at in (converted, model))
     assert weights.keys() == expected.keys()
     for name, values in expected.items():

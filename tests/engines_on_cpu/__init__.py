@@ -1,7 +1,7 @@
-"""Kernels in torch for engines on CPUs, with which tests run models that are not dense.
+"""Kernels in torch for engines on CPUs, so that tests can run models that are not dense.
 
-A plugin of vLLM and of SGLang, as any user may install one: the folder `plugin` has the metadata
-that both look for on the path of modules. It does nothing to engines on GPUs.
+A plugin of vLLM and of SGLang, as any user may install one: both find its metadata, in the folder
+`plugin`, on the path of modules. Engines on GPUs stay as they are.
 """
 
 

@@ -1,4 +1,4 @@
-"""Products with 8-bit weights as they were loaded, by torch: for engines on CPUs."""
+"""Products by torch with 8-bit weights in their loaded form, for engines on CPUs."""
 
 from collections.abc import Sequence
 
@@ -29,15 +29,14 @@ def product_of_blocks(
 
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-"""The number that the largest value of a token is scaled to. For weights it is 127.5, with which a
-1 would not stay 1 in a product with the unit matrix, as is computed for the weights of decode
-steps."""
+"""The largest value of a token is scaled to this. Weights have 127.5, but then a 1 would not stay 1
+in a product with the unit matrix, by which the weights of decode steps are computed."""
 
 
 def product_of_rows(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer of an 8-bit `weight` [rows, columns] with `scales` [rows, 1].
 
-    Each token of `x` is quantised as a row is, by its own maximum / `_LARGEST`.
+    Each token of `x` is quantised like a row, with the scale maximum / `_LARGEST`.
     """
     tokens = x.reshape(-1, x.shape[-1])
     block = (1, x.shape[-1])

@@ -1,4 +1,4 @@
-"""Attention of an SGLang for CPUs by torch, with what SGLang's own lacks: sinks, latents."""
+"""Attention by torch for SGLang on CPUs, with sinks and latents, which SGLang's own lacks."""
 
 from functools import partial
 from typing import Any
@@ -18,11 +18,11 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 def attend_by_torch() -> None:
-    """From now on, attention that SGLang builds takes sinks, and attends to latents without the
-    kernels, in prefills, too.
+    """Let attention that SGLang builds take sinks, and attend to latents without kernels, even in
+    prefills.
 
-    SGLang would compute those from keys and values, which torch's backend looks for in the cache,
-    has RoPE with YaRN alone, and quantises 8-bit weights of latents anew, with one scale for all.
+    In prefills SGLang would use keys and values, which torch's backend looks for in the cache. It
+    also has RoPE only with YaRN, and requantises 8-bit weights of latents with a single scale.
     """
     ATTENTION_BACKENDS["torch_native"] = TorchAttention
     AttentionBackendRegistry.register(
@@ -33,13 +33,12 @@ def attend_by_torch() -> None:
 
 
 def rotary_embedding(*arguments: Any) -> RotaryEmbedding:
-    """SGLang's embedding of all other models (`get_rope`); the last argument, the device, is
-    dropped."""
+    """RoPE of all other models; the last argument is the device."""
     return get_rope(*arguments[:-1])
 
 
 class TorchAttention(TorchNativeAttnBackend):
-    """SGLang's, whose calls of torch are those of `attention`."""
+    """SGLang's torch backend with `attention` in place of torch's function."""
 
     def forward(self, *args: Any, sinks: Tensor | None = None, **kwargs: Any) -> Tensor:
         """See SGLang."""
@@ -47,7 +46,7 @@ class TorchAttention(TorchNativeAttnBackend):
         return super().forward(*args, **kwargs)
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """The length of a sequence by which a batch is padded to that of another group."""
+        """Length of the sequences that pad a batch to the size of another group's."""
         return 1
 
 
@@ -61,9 +60,9 @@ def attention(
     is_causal: bool,
     **options: Any,
 ) -> Tensor:
-    """torch's, with queries [1, heads, Q, size], over one more key for the sink of each head.
+    """Attention of queries [1, heads, Q, size] with one more key for the sink of each head.
 
-    It scores `sinks` [heads], and its value is zero. `attn_mask` [Q, K] is true for what is seen.
+    The sink's score is `sinks` [heads], its value zero. `attn_mask` [Q, K] is true for seen keys.
     """
     if sinks is None:
         return scaled_dot_product_attention(

@@ -1,8 +1,8 @@
-"""Products of an SGLang for CPUs, by torch: by 8-bit weights, and of experts that workers share.
+"""Products by torch for SGLang on CPUs: with 8-bit weights, and of experts split over workers.
 
-SGLang's own packs 8-bit weights after loading, for kernels that no package has: pushed ones would
-not fit. And it takes an expert that another worker holds, which has the number -1, for an index.
-GPUs have SGLang's kernels.
+SGLang packs 8-bit weights after loading, for kernels that no package has: pushed weights would not
+fit. It also takes -1, the number of an expert on another worker, for an index. GPUs have SGLang's
+kernels.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ of_all_experts: Callable[..., Tensor] = fused_moe_native.moe_forward_native
 
 
 def multiply_by_torch() -> None:
-    """From now on, layers that SGLang builds multiply by the functions below.
+    """Let layers that SGLang builds multiply by the functions below.
 
-    Activations are not quantised, as in SGLang's own for CPUs.
+    Activations are not quantised, as in SGLang's own kernels for CPUs.
     """
     for method in (Fp8LinearMethod, Fp8MoEMethod):
         method.process_weights_after_loading = lambda self, layer: None
@@ -45,7 +45,7 @@ def linear(self: Fp8LinearMethod, layer: Any, x: Tensor, bias: Tensor | None = N
 
 @dataclass(frozen=True)
 class Dequantized:
-    """Weights of experts [experts, rows, columns], each dequantised when it is asked for."""
+    """Weights of experts [experts, rows, columns], each dequantised at its use."""
 
     numbers: Tensor
     scales: Tensor
@@ -60,7 +60,7 @@ class Dequantized:
 def experts(
     self: Fp8MoEMethod, layer: Any, dispatch_output: StandardDispatchOutput
 ) -> StandardCombineInput:
-    """What SGLang computes with weights of 16 bits on a CPU."""
+    """Outputs of experts, as SGLang computes them with 16-bit weights on a CPU."""
     x, block = dispatch_output.hidden_states, tuple(self.weight_block_size)
     both = Dequantized(layer.w13_weight, layer.w13_weight_scale_inv, block, x.dtype)
     down = Dequantized(layer.w2_weight, layer.w2_weight_scale_inv, block, x.dtype)
@@ -74,9 +74,9 @@ def experts(
 def of_own_experts(
     layer: Any, x: Tensor, topk_output: StandardTopKOutput, config: MoeRunnerConfig
 ) -> Tensor:
-    """What the worker's experts add up to for tokens `x` [tokens, hidden].
+    """Sum of the worker's experts for tokens `x` [tokens, hidden].
 
-    Every choice of one of these counts as a token of its own.
+    Every choice of an expert of this worker is computed as a separate token.
     """
     weights, ids, logits = topk_output
     if len(x) and (ids >= 0).all():

@@ -1,7 +1,7 @@
-"""Layers of a vLLM for CPUs, by torch, on weights as they were loaded.
+"""Layers by torch for vLLM on CPUs, with weights in their loaded form.
 
-vLLM's own kernels for CPUs pack weights, so that others could not be pushed later, and some are
-wrong or slow where tests need them. GPUs have vLLM's kernels.
+vLLM's own kernels for CPUs pack weights, so that pushed ones would not fit, and some are wrong or
+slow where tests need them. GPUs have vLLM's kernels.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _forward_cpu = RotaryEmbedding.forward_cpu
 
 
 def compute_by_torch() -> None:
-    """From now on, layers that vLLM builds compute by the functions below."""
+    """Let layers that vLLM builds compute by the functions below."""
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
     CPUUnquantizedExperts.apply = experts_of_worker
     multiply_by_torch()
@@ -51,11 +51,11 @@ def experts_of_worker(
     expert_map: Tensor | None,
     **_: Any,
 ) -> None:
-    """Compute what vLLM's kernels for packed weights do, into `output` [T, hidden size].
+    """Write the sum of this worker's experts to `output` [T, hidden size].
 
     `w1` [experts, 2 * size, hidden size], `w2` [experts, hidden size, size]; `topk_weights` and
-    `topk_ids` [T, experts per token]. Experts of other workers are -1 in `expert_map`: there vLLM's
-    kernels would read arbitrary memory.
+    `topk_ids` [T, experts per token]. Experts of other workers are -1 in `expert_map`, and vLLM's
+    kernels for packed weights would read arbitrary memory for them.
     """
     gated = _GATES[activation]
     ids = topk_ids if expert_map is None else expert_map[topk_ids]
@@ -64,8 +64,8 @@ def experts_of_worker(
     def through(
         x: Tensor, weights: Tensor, scales: Tensor | None, biases: Tensor | None, expert: int
     ) -> Tensor:
-        of_expert = None if scales is None else scales[expert]
-        outputs = product(x, weights[expert], of_expert, self.block_shape)
+        own_scales = None if scales is None else scales[expert]
+        outputs = product(x, weights[expert], own_scales, self.block_shape)
         return outputs if biases is None else outputs + biases[expert]
 
     for expert in ids[ids >= 0].unique().tolist():
@@ -94,9 +94,9 @@ _GATES = {MoEActivation.SILU: _silu, MoEActivation.SWIGLUOAI: _swigluoai}
 def all_gatherv(
     self: CpuCommunicator, input_: Tensor | list[Tensor], dim: int, sizes: Sequence[int]
 ) -> Tensor | list[Tensor]:
-    """The tokens of all workers in a group, of which each has as many as `sizes` says.
+    """Tokens of all workers in a group, `sizes` tokens by worker.
 
-    vLLM has this for GPUs only. Groups of workers that share experts send them their tokens by it.
+    vLLM has this for GPUs only. Groups of workers that share experts exchange their tokens by it.
     """
     if isinstance(input_, list):
         return [torch.as_tensor(all_gatherv(self, each, dim, sizes)) for each in input_]
@@ -119,20 +119,20 @@ def reduce_scatterv(
 
 
 class QuantizedExperts(CPUExpertsFp8):
-    """Experts with weights of 8 bits and scales, as they were loaded."""
+    """Experts with 8-bit weights and scales in their loaded form."""
 
     apply = experts_of_worker
 
     @staticmethod
     def is_supported_config(*_: Any) -> tuple[bool, str | None]:
-        """On any CPU, and for every scheme and router that this project has."""
+        """True: any CPU, and every scheme and router of this project."""
         return True, None
 
 
 def kernels_of_experts(backend: fp8.Fp8MoeBackend | int8.Int8MoeBackend) -> list[type]:
     """Let experts of quantised models be `QuantizedExperts`.
 
-    vLLM takes them for those of its kernels for GPUs, for which it leaves weights as they are.
+    vLLM takes them for one of its GPU kernels that leave weights in their loaded form.
     """
     return [QuantizedExperts] if backend.name == "TRITON" else []
 
@@ -142,8 +142,8 @@ def rotate_heads(
 ) -> tuple[Tensor, Tensor | None]:
     """Let torch rotate queries and keys that have a dimension for heads, as in latent attention.
 
-    vLLM 0.32's kernel for CPUs rotates wrong numbers of them: it takes the distance between heads
-    for that between tokens. Its kernel for GPUs knows the dimension.
+    vLLM 0.32's kernel for CPUs rotates wrong elements: it takes the stride between heads for the
+    stride between tokens. Its kernel for GPUs knows the dimension.
     """
     if query.dim() == 2:
         return _forward_cpu(self, positions, query, key)

@@ -1,6 +1,6 @@
-"""Linear attention of a vLLM for CPUs, by torch, in float32 and on weights as they were loaded.
+"""Linear attention by torch for vLLM on CPUs, in float32 with weights in their loaded form.
 
-vLLM's own kernels take bfloat16 alone, and pack the convolution on CPUs that multiply it.
+vLLM's own kernels take only bfloat16, and pack the convolution on CPUs that multiply bfloat16.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from parallel.delta_rule import (
 
 
 def attend_by_torch() -> None:
-    """From now on, linear attention that vLLM builds computes by the function below."""
+    """Let linear attention that vLLM builds compute by `linear_attention`."""
     gdn_attention.cpu_gdn_attention_core = linear_attention
     if hasattr(vllm._custom_ops, "causal_conv1d_weight_pack"):
         del vllm._custom_ops.causal_conv1d_weight_pack
@@ -33,11 +33,11 @@ def attend_by_torch() -> None:
 def linear_attention(
     mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType
 ) -> None:
-    """Compute what this worker's heads read, into `core_attn_out` [T, heads, size of a value].
+    """Write the outputs of this worker's heads to `core_attn_out` [T, heads, size of a value].
 
     `mixed_qkv` [T, channels] are queries, keys and values before the convolution; `b` and `a`
-    [T, heads] give strengths and decays. vLLM keeps for each request what the next tokens need:
-    the last tokens before the convolution, [size of the kernel - 1, channels], and the memory.
+    [T, heads] give strengths and decays. For the next tokens vLLM keeps each request's memory and
+    last inputs of the convolution, [size of the kernel - 1, channels].
     """
     context = get_forward_context()
     layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
@@ -48,7 +48,7 @@ def linear_attention(
     def read(
         tokens: Tensor | slice, cu_seqlens: Tensor, before: Tensor, memory: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute for these tokens; returns what is before the next ones, and the memory."""
+        """Compute these tokens; returns the convolution's last inputs, and the memory."""
         x = mixed_qkv[tokens].float()
         weight = layer.conv1d.weight.squeeze(1).float()
         mixed = silu(causal_convolution(x, weight, cu_seqlens, before))
@@ -69,7 +69,7 @@ def linear_attention(
 
 
 def _read_runs(layer: Any, batch: GDNAttentionMetadata, read: Any) -> None:
-    """Compute the runs of requests without drafts."""
+    """Outputs of requests without drafts."""
     num_requests = batch.num_decodes + batch.num_prefills
     tokens = batch.non_spec_token_indx if batch.num_spec_decodes else slice(batch.num_actual_tokens)
     slots = batch.non_spec_state_indices_tensor[:num_requests]
@@ -87,10 +87,10 @@ def _read_runs(layer: Any, batch: GDNAttentionMetadata, read: Any) -> None:
 
 
 def _read_drafts(layer: Any, batch: GDNAttentionMetadata, read: Any) -> None:
-    """Compute the tokens of requests with drafts, one token of each request at a time.
+    """Outputs of requests with drafts, one token of each request at a time.
 
-    Which of these tokens will be taken is known before the next ones only: vLLM has a memory for
-    each, and room for the tokens before the convolution of all, of which the last one's follow.
+    The next pass tells how many drafts were accepted: so vLLM has a memory for each draft, and room
+    for the convolution's inputs of all of them.
     """
     num_requests = batch.num_spec_decodes
     slots = batch.spec_state_indices_tensor[:num_requests].long()

@@ -1,8 +1,7 @@
-"""Products with quantised weights in a vLLM for CPUs, by torch, from weights as they were loaded.
+"""Products by torch with quantised weights for vLLM on CPUs, with weights in their loaded form.
 
-vLLM's own kernels for CPUs pack the weights after loading, each in a form of its own, so that
-weights that are pushed later would not fit, and some need instructions that many CPUs lack. These
-are for trying a run out: GPUs have vLLM's kernels.
+vLLM's own kernels for CPUs pack weights after loading, each in its own form, so that pushed ones
+would not fit, and some need instructions that many CPUs lack. GPUs have vLLM's kernels.
 """
 
 import torch
@@ -19,9 +18,9 @@ from engines_on_cpu.products import product_of_blocks, product_of_rows
 
 
 def multiply_by_torch() -> None:
-    """From now on, layers that vLLM builds multiply by the functions below."""
+    """Let layers that vLLM builds multiply by the classes below."""
     kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [Fp8Blocks]
-    # Where it knows no unit for products in FP8, as on a CPU, vLLM looks among the second.
+    # On hardware without FP8 products, such as a CPU, vLLM looks in the second table.
     kernels._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU] = [Fp8Rows]
     kernels._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU] = [Fp8Rows]
     kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CPU] = [Int8Rows]
@@ -30,15 +29,15 @@ def multiply_by_torch() -> None:
 class _AsLoaded:
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """On any CPU."""
+        """True: any CPU."""
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Weights stay as they are."""
+        """Leave the weights as they are."""
 
 
 class Fp8Blocks(_AsLoaded, CPUFp8BlockScaledMMKernel):
-    """Weights with a scale per block; activations are not quantised, as in vLLM's own."""
+    """Weights with a scale per block; activations are not quantised, as in vLLM's own kernel."""
 
     def apply_weights(
         self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None, **_: object
@@ -51,7 +50,7 @@ class Fp8Blocks(_AsLoaded, CPUFp8BlockScaledMMKernel):
 
 
 class Fp8Rows(_AsLoaded, CPUFP8W8A8ScaledMMLinearKernel):
-    """Weights [columns, rows] with a scale per row; each token is quantised as well."""
+    """Weights [columns, rows] with a scale per row; each token is quantised, too."""
 
     def apply_weights(
         self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
@@ -62,7 +61,7 @@ class Fp8Rows(_AsLoaded, CPUFP8W8A8ScaledMMLinearKernel):
 
 
 class Int8Rows(_AsLoaded, CPUInt8ScaledMMLinearKernel):
-    """Weights [rows, columns] with a scale per row; each token is quantised as well."""
+    """Weights [rows, columns] with a scale per row; each token is quantised, too."""
 
     def apply_weights(
         self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None

@@ -1,7 +1,7 @@
-"""Plans of the shipped configs as they were: all figures, layouts, and whether each fits.
+"""Recorded plans of the shipped configs: all figures, layouts, and whether each fits.
 
-A plan's figures rest on formulas that may be made simpler: they may move by half a percent, and
-verdicts and layouts by nothing. Record them again, and say in CHANGELOG.md why:
+Simpler formulas may move figures by half a percent, but no verdict and no layout. After a larger
+change, record them again, and say why in CHANGELOG.md:
 
     PYTHONPATH=.:tests python -m golden.plans
 """
@@ -98,7 +98,7 @@ def job(name: str, published: str, gpu: str, overrides: Sequence[str], num_gpus:
 
 
 def figures(plan: Any, path: str = "") -> dict[str, Any]:
-    """What the JSON of a plan has, by path; links by their purposes."""
+    """All values of a plan's JSON by path; links by their purposes."""
     if not isinstance(plan, dict | list):
         return {path: round(plan, 6) if isinstance(plan, float) else plan}
     if isinstance(plan, list):
@@ -108,7 +108,7 @@ def figures(plan: Any, path: str = "") -> dict[str, Any]:
 
 
 def differences(found: dict[str, Any], recorded: dict[str, Any], rel: float) -> list[str]:
-    """Paths at which one has nothing, another number, or anything else."""
+    """Paths with a missing value, a number apart by more than `rel`, or another value."""
 
     def is_as_recorded(path: str) -> bool:
         value, expected = found.get(path, "nothing"), recorded.get(path, "nothing")
@@ -120,7 +120,7 @@ def differences(found: dict[str, Any], recorded: dict[str, Any], rel: float) -> 
 
 
 def plan_of(name: str, published: str, gpu: str, overrides: Sequence[str]) -> dict[str, Any]:
-    # As read from a file: without tuples.
+    # Through JSON, as the recorded plan: without tuples.
     return json.loads(json.dumps(plan_job(job(name, published, gpu, overrides)).as_json()))
 
 

@@ -1,7 +1,7 @@
-"""Golden values: what the code computed when they were recorded, so that a refactor keeps it.
+"""Golden values: recorded numbers that a refactor must keep.
 
-Each is a float in hexadecimal; that of a tensor is its norm, followed by the SHA-256 of its bytes.
-After a change of the numbers that is meant, record them again, and say in CHANGELOG.md why:
+Each is a float in hexadecimal; a tensor has its norm, followed by the SHA-256 of its bytes. After
+an intended change of numbers, record them again, and say why in CHANGELOG.md:
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:tests .venv/bin/python -m golden.record layouts runs push config
 """
@@ -55,7 +55,7 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What decides how sums of floats are rounded: machines that agree in it give the same bits."""
+    """Properties that decide the rounding of sums: machines that agree give the same bits."""
     known = torch.cpu.get_capabilities()
     return {
         "torch": str(torch.__version__),
@@ -71,10 +71,10 @@ def read(name: str) -> dict[str, Any]:
 
 
 def differences(name: str, values: Values, *, rel: float = 0.0, abs: float = 0.0) -> list[str]:
-    """The recorded values that `values`, whose first keys name a part of them, do not equal.
+    """The recorded values that differ from `values`, which may be a part of them.
 
-    Bit for bit if they hold on every machine, or on this one; if not, floats, and norms of tensors,
-    may differ by `rel` of their size or by `abs`.
+    Compares bits if they were recorded on a machine like this one or hold on any; otherwise floats
+    and norms of tensors may differ by `rel` of their size or by `abs`.
     """
     recorded = read(name)
     is_exact = recorded["machine"] in (None, machine())
@@ -95,7 +95,7 @@ def differences(name: str, values: Values, *, rel: float = 0.0, abs: float = 0.0
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves, by the keys that lead there."""
+    """Leaves of nested values, by their path of keys."""
     parts = dict(enumerate(value)) if isinstance(value, list) else value
     if isinstance(parts, dict) and parts:
         for key, part in parts.items():
@@ -128,7 +128,7 @@ def make_case(folder: Path, family: str) -> Case:
 
 
 def layout_values(case: Case, family: str, dims: ParallelDims, recipes: Sequence[Run]) -> Values:
-    """Losses and gradients of the recipes, and what the model makes of plain sequences."""
+    """Losses and gradients of the recipes, and log-probabilities of plain sequences."""
     shapes = hf_tensors(read_shape(case.folder))
     ranks = on_ranks(case, dims, case.experience(), recipes)
     values: Values = {}
@@ -220,11 +220,11 @@ def _outcome(run_dir: Path) -> Values:
     }
 
 
-# --- what is exact everywhere -------------------------------------------------------------------
+# --- exact on every machine ---------------------------------------------------------------------
 
 
 def push_values(folder: Path) -> Values:
-    """Checksums of what four ranks send to each of two workers of an engine, by parameter."""
+    """Checksums that four ranks send to each of an engine's two workers, by parameter."""
     model = tiny_model(folder, "qwen3", tied=True, num_hidden_layers=4)
     _fill_exactly(model / "model.safetensors")
     dims = ParallelDims(tensor=2, pipeline=2)

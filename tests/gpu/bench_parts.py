@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def send(pipe: Any, init_info: TransferInitInfo) -> None:
-    """Push, and tell the seconds of each push."""
+    """Push, and report the seconds of each push."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     whole = Box((0, 0), (SIDE, SIDE))
@@ -70,7 +70,7 @@ def send(pipe: Any, init_info: TransferInitInfo) -> None:
 
 
 def receive(pipe: Any, init_info: TransferInitInfo) -> None:
-    """Take every push, and tell the seconds of each."""
+    """Receive every push, and report the seconds of each."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     parameters = {
@@ -141,7 +141,7 @@ def logprobs() -> None:
 
 
 def milliseconds(work: Callable[[], object]) -> float:
-    """Median of ten, after three that do not count."""
+    """Median of ten calls, after three that warm up."""
     taken = []
     for _ in range(13):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -154,7 +154,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def peak(work: Callable[[], object]) -> float:
-    """GiB that `work` needs at most, beside what is there before."""
+    """Peak GiB of `work` above the memory in use before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -108,13 +108,13 @@ def main() -> None:
                 cuda=torch.cuda.is_available(),
                 timeout=1800,
             )
-        told = {"model": arguments.model, "tokens": num_tokens, **this_machine(), **found}
-        told |= {"overrides": arguments.overrides} if arguments.overrides else {}
+        report = {"model": arguments.model, "tokens": num_tokens, **this_machine(), **found}
+        report |= {"overrides": arguments.overrides} if arguments.overrides else {}
         if arguments.model == "qwen3-0.6b" and num_tokens in PRIME_RL:
             rate, memory = PRIME_RL[num_tokens]
-            told["tokens_per_second_over_prime_rl_h100"] = found["tokens_per_second"] / rate
-            told["memory_over_prime_rl_h100"] = found["reserved_gib"] / memory
-        print(json.dumps(told), flush=True)
+            report["tokens_per_second_over_prime_rl_h100"] = found["tokens_per_second"] / rate
+            report["memory_over_prime_rl_h100"] = found["reserved_gib"] / memory
+        print(json.dumps(report), flush=True)
 
 
 def write_model(folder: Path, shape: dict[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""Activations that wait on the host, on CUDA: the same gradients, and less memory of the GPU."""
+"""Activations offloaded to the host, on CUDA: the same gradients, and less GPU memory."""
 
 from pathlib import Path
 
@@ -38,8 +38,7 @@ def offloaded(modules: list[str], *further: str) -> list[str]:
 
 
 def gradients(rank: int, folder: Path, dims: ParallelDims, overrides: list[str]) -> list[Tensor]:
-    """Gradients after schedules of different lengths, each preceded by a forward without
-    gradients."""
+    """Gradients by schedules of several numbers of microbatches, each after a forward-only one."""
     policy, groups = start_policy(rank, folder, dims, "model.dtype=bfloat16", *overrides)
     shared = "grpo.shared_prompts=true" in overrides
     share = [
@@ -66,8 +65,8 @@ def gradients(rank: int, folder: Path, dims: ParallelDims, overrides: list[str])
     ],
     ids=str,
 )
-def test_gradients_are_the_same_but_for_the_order_of_sums(family, dims, shared, tmp_path):
-    """Attention's backward adds to the gradient of queries in whatever order its blocks end."""
+def test_gradients_differ_only_by_the_order_of_sums(family, dims, shared, tmp_path):
+    """Attention's backward sums the gradient of queries in the order in which its blocks end."""
     if torch.cuda.device_count() < dims.world_size:
         pytest.skip(f"needs {dims.world_size} GPUs")
     experts = {"moe_intermediate_size": 128} if "moe" in family else {}
@@ -94,7 +93,7 @@ WIDE = {
 
 
 def peak_bytes(rank: int, folder: Path, overrides: list[str]) -> int:
-    """The most that tensors take in a schedule, beyond what is there before it."""
+    """Peak bytes of a schedule's tensors above the memory in use before."""
     dims = ParallelDims()
     policy, groups = start_policy(rank, folder, dims, "model.dtype=bfloat16", *overrides)
     batches = [batch.to("cuda:0") for batch in pack_all(LONG, dims)]
@@ -105,13 +104,15 @@ def peak_bytes(rank: int, folder: Path, overrides: list[str]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_what_leaves_is_free_as_the_plan_says(tmp_path):
+def test_offloaded_activations_free_the_planned_memory(tmp_path):
     folder, overrides = tiny_model(tmp_path, "llama", **WIDE), offloaded(ATTENTION)
     [plain] = run_ranks(1, peak_bytes, folder, [], cuda=True, timeout=390)
     [moved] = run_ranks(1, peak_bytes, folder, overrides, cuda=True, timeout=390)
     cfg = tiny_config(folder, ParallelDims(), "model.dtype=bfloat16", *overrides)
     [kind] = layer_kinds(read_shape(folder))
-    of_layer = TOKENS * layer_bytes(cfg, kind).offloaded
-    print(f"peak {plain / 1e9:.2f} GB, with offload {moved / 1e9:.2f}, layer {of_layer / 1e9:.3f}")
-    # Two layers' are there, one that is leaving and one that has left last.
-    assert plain - moved > 0.8 * (WIDE["num_hidden_layers"] - 2) * of_layer
+    layer_size = TOKENS * layer_bytes(cfg, kind).offloaded
+    print(
+        f"peak {plain / 1e9:.2f} GB, with offload {moved / 1e9:.2f}, layer {layer_size / 1e9:.3f}"
+    )
+    # Two layers' activations are there: one that is leaving and the last that has left.
+    assert plain - moved > 0.8 * (WIDE["num_hidden_layers"] - 2) * layer_size

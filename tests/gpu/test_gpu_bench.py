@@ -1,4 +1,4 @@
-"""The benchmarks run to their ends: `tests/test_bench_step.py` has a small model."""
+"""The benchmarks run to their ends; `tests/test_bench_step.py` uses a small model."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def lines(name: str, *arguments: str) -> list[str]:
-    """What the benchmark of this name prints."""
+    """Lines that the benchmark prints."""
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name(name)), *arguments],
@@ -34,7 +34,7 @@ def test_16384_tokens_of_the_real_shape_fit_into_24_gib():
     assert found["allocated_gib"] < 24
 
 
-def test_a_push_on_one_gpu_and_log_probabilities_are_measured():
+def test_bench_parts_measures_pushes_and_log_probabilities():
     found = lines("bench_parts.py")
     print("\n".join(found))
     assert len(found) == 8

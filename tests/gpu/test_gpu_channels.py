@@ -26,7 +26,7 @@ def weights(seed, device):
 
 
 def send(pipe, init_info, gpu, num_pushes):
-    """Send float32 weights as bfloat16, one group of columns after another; then hang."""
+    """Send float32 weights as bfloat16, one group of columns after another, then hang."""
     device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
     boxes = [
@@ -114,8 +114,8 @@ def test_an_end_that_is_killed_is_named_at_once(gpus, pushes, killed, name):
         assert time.monotonic() - start < 30
 
 
-def test_memory_that_is_shared_takes_whole_blocks_of_the_driver():
-    """CUDA IPC shares whole blocks, so the other process would also see the rest of a block."""
+def test_shared_memory_takes_whole_blocks_of_the_driver():
+    """CUDA IPC shares whole blocks: the other process would also see the rest of a block."""
     device = torch.device("cuda", 0)
     memory = CudaMemory.allocate(BLOCK_BYTES + 1, device)
     address, size = ctypes.c_uint64(memory.tensor.data_ptr()), ctypes.c_size_t()

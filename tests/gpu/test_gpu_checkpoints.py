@@ -1,4 +1,4 @@
-"""What a save copies from a GPU to host memory."""
+"""Copies from a GPU to host memory for a save."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from megatron_grpo.checkpoints.shard_file import HostMemory
 from megatron_grpo.policy.export import check_finite
 
 
-def test_the_copies_are_right_while_the_memory_for_them_grows():
+def test_copies_are_right_while_their_memory_grows():
     memory = HostMemory()
     for size in (10, 100_000, 1_000):
         tensors = [torch.randn(size, device="cuda") for _ in range(3)]
@@ -17,7 +17,7 @@ def test_the_copies_are_right_while_the_memory_for_them_grows():
             assert torch.equal(copy, tensor.cpu())
 
 
-def test_what_is_not_finite_is_found_where_some_of_the_state_is_on_the_host():
+def test_values_that_are_not_finite_are_found_with_state_on_the_host():
     def values(value: float, device: str) -> torch.Tensor:
         return torch.tensor([1.0, value], device=device)
 

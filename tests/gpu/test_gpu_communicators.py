@@ -1,4 +1,4 @@
-"""NCCL's communicators while they are away: their memory is free, and then they work as before."""
+"""Suspended NCCL communicators: their memory is free, and they work again afterwards."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ CYCLES = 3
 
 
 def communicate(rank: int, num_ranks: int, groups: list[dist.ProcessGroup]) -> None:
-    """An all-reduce, and a batch of a send and a receive as in a pipeline, in every group."""
+    """An all-reduce in every group, and a send with a receive in one batch as in a pipeline."""
     for number, group in enumerate(groups, start=1):
         values = torch.full((1 << 20,), float(number * (rank + 1)), device="cuda")
         dist.all_reduce(values, group=group)
@@ -30,7 +30,7 @@ def communicate(rank: int, num_ranks: int, groups: list[dist.ProcessGroup]) -> N
 
 
 def leave_and_come_back(rank: int, num_ranks: int) -> list[tuple[list[int], int, int]]:
-    """In each cycle: whether communicators are away, bytes that became free, and should have."""
+    """For each cycle: whether communicators are suspended, bytes that became free, and should."""
     torch.cuda.set_device(rank)
     groups = [dist.group.WORLD, dist.new_group(), dist.new_group()]
     unused = dist.new_group()
@@ -59,7 +59,7 @@ def backend(group: dist.ProcessGroup) -> Any:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_leaves_is_free_and_comes_back(num_ranks):
+def test_suspended_communicators_free_memory_and_work_again(num_ranks):
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs")
     if num_ranks > 1 and not torch.cuda.can_device_access_peer(0, 1):

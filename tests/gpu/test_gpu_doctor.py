@@ -1,4 +1,4 @@
-"""What the doctor reads from real GPUs."""
+"""The doctor's facts of real GPUs."""
 
 import torch
 

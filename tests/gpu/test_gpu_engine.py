@@ -1,4 +1,4 @@
-"""What engines of vLLM and SGLang compute on a GPU."""
+"""Results of vLLM and SGLang on a GPU."""
 
 import httpx
 import numpy as np
@@ -10,7 +10,7 @@ from megatron_grpo.launch.run_dir import bearer
 
 
 def test_an_engine_in_bfloat16_does_not_round_logits_to_it(tmp_path):
-    """Logits above 16 would be multiples of 1/8, and so would differences of log-probabilities."""
+    """Rounded logits above 16 are multiples of 1/8, and so are differences of log-probabilities."""
     large = {"hidden_size": 256, "head_dim": 64, "initializer_range": 2.0}
     model = tiny_model(tmp_path / "model", "qwen3", **large)
     request = {"token_ids": [4, 5, 6], "output_mode": "text"}
@@ -49,8 +49,8 @@ SPARSE_SIZES = {
 
 
 @pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="needs SGLang's own environment")
-def test_sglang_tells_the_tokens_that_its_indexers_chose(tmp_path):
-    """The client refuses numbers that are not positions up to the token's own."""
+def test_sglang_reports_the_tokens_of_its_indexers(tmp_path):
+    """The client refuses positions after the token's own."""
     model = tiny_model(tmp_path / "model", "deepseek_v32", **SPARSE_SIZES)
     topk, options = SPARSE_SIZES["index_topk"], {"max_total_tokens": 16384}
     options |= {"chunked_prefill_size": 4096, "mem_fraction_static": 0.5}
@@ -60,7 +60,7 @@ def test_sglang_tells_the_tokens_that_its_indexers_chose(tmp_path):
         client.await_engines(lambda workers: None)
         client.serve_loaded()  # pushes of the tests are in float32
         prompts = random_prompts(2, lengths=(6000, 6100))
-        # The second time, the prompts are in its cache.
+        # The second time, the prompts are in the engine's cache.
         made = [engine.generate(prompts, index_topk=topk) for _ in range(2)]
     for sample in (*made[0], *made[1]):
         pairs = zip(sample.routes[topk:], chosen_tokens(model, sample)[topk:], strict=True)

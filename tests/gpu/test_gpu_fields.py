@@ -1,4 +1,4 @@
-"""Switches of Transformer Engine's layers, and of communication, change no more than rounding."""
+"""Switches of Transformer Engine's layers and of communication change nothing but rounding."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ FLEX = "model.megatron.moe_token_dispatcher_type=flex"
 
 
 def steps(rank: int, folder: Path, dims: ParallelDims, overrides: list[str]) -> list[Tensor]:
-    """Norms of gradients and means of log-probabilities of three steps."""
+    """(gradient norm, mean log-probability) of three steps."""
     policy, groups = start_policy(
         rank, folder, dims, "model.dtype=bfloat16", "optimizer.lr=1e-3", *overrides
     )

@@ -1,5 +1,5 @@
-"""Layers that multiply in FP8: near bfloat16, the same for a sequence wherever it lies, and in the
-memory that was planned."""
+"""Layers that multiply in FP8: near bfloat16, independent of a sequence's place in the pack, and
+within the planned memory."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def numbers(
 
 
 def random_routes(lengths: list[list[tuple[int, int]]], shape: ModelShape) -> list[Tensor]:
-    """The same experts for both: a router's choice flips with the rounding of what it reads."""
+    """Experts for both dtypes, since rounding flips a router's choice."""
     generator, moe = torch.Generator().manual_seed(1), shape.moe
     return [
         torch.rand(len(each.tokens) - 1, shape.num_layers, moe.num_experts, generator=generator)
@@ -105,16 +105,15 @@ def test_fp8_is_near_bfloat16(folder, recipe):
     assert cosine > SIMILAR[recipe]
 
 
-def test_with_scales_of_blocks_a_sequence_has_the_same_numbers_wherever_it_lies(tmp_path):
-    """Every 128 activations of a token have a scale, so neighbours in the microbatch change
-    nothing."""
+def test_block_scales_keep_a_sequence_independent_of_its_place(tmp_path):
+    """Each scale of activations belongs to 128 numbers of one token."""
     folder = tiny_model(tmp_path, "qwen3", hidden_size=256, intermediate_size=512, head_dim=64)
-    beside, _, _ = run(folder, [[(5, 90), (3, 60), (20, 44)]], *in_fp8("blockwise"))
+    together, _, _ = run(folder, [[(5, 90), (3, 60), (20, 44)]], *in_fp8("blockwise"))
     alone, _, _ = run(folder, [[(5, 90)], [(3, 60)], [(20, 44)]], *in_fp8("blockwise"))
     plain, _, _ = run(folder, [[(5, 90)], [(3, 60)], [(20, 44)]])
-    moved, rounded = ((x - alone).abs().mean().item() for x in (beside, plain))
+    moved, rounded = ((x - alone).abs().mean().item() for x in (together, plain))
     print(f"differences: {moved:.5f} by the microbatch, {rounded:.5f} by FP8")
-    # Attention sums in another order, and now and then an activation rounds the other way.
+    # Attention sums in another order, so that a few activations round the other way.
     assert moved < rounded / 3
 
 
@@ -132,7 +131,7 @@ LEAVING = [
     [("qwen3", FULL), ("qwen3", LEAVING), ("deepseek_v3", NORMS), ("deepseek_v3", FULL)],
     ids=["recomputed", "offloaded", "norms of latents", "recomputed latents"],
 )
-def test_what_is_recomputed_or_waits_on_the_host_changes_nothing(family, fields, tmp_path):
+def test_recomputation_and_offload_change_nothing(family, fields, tmp_path):
     if family == "qwen3":
         sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
         folder = tiny_model(tmp_path / "model", "qwen3", **sizes)
@@ -171,8 +170,8 @@ def num_quantized(policy) -> int:
 
 
 def peak_bytes(rank: int, folder: Path, *given: str) -> tuple[int, list[int]]:
-    """The most that tensors take in a schedule beyond what is there before it, and how many weights
-    in FP8 there are in its last layer and after passes without gradients and with them."""
+    """Peak bytes of a schedule's tensors above the memory in use before, and numbers of FP8 weights
+    in its last layer, after a forward-only pass, and after a pass with gradients."""
     policy, groups = start_policy(rank, folder, ParallelDims(), *BEFORE, *given)
     batches = [batch.to("cuda:0") for batch in pack_all(LONG, ParallelDims(), multiple=MULTIPLE)]
     held: list[int] = []
@@ -190,7 +189,7 @@ def peak_bytes(rank: int, folder: Path, *given: str) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("recipe", list(SIMILAR))
-def test_a_pass_takes_what_the_plan_says_and_leaves_no_weights_in_fp8(recipe, tmp_path):
+def test_a_pass_takes_the_planned_memory_and_leaves_no_fp8_weights(recipe, tmp_path):
     folder = tiny_model(tmp_path, "qwen3", **WIDE)
     given = in_fp8(recipe)
     [(peak, held)] = run_ranks(1, peak_bytes, folder, *given, cuda=True, timeout=240)
@@ -203,5 +202,5 @@ def test_a_pass_takes_what_the_plan_says_and_leaves_no_weights_in_fp8(recipe, tm
     print(
         f"{recipe}: {peak / 1e6:.0f} MB, {planned / 1e6:.0f} planned, {weights / 1e6:.0f} weights"
     )
-    assert weights > 0.1 * planned  # else it would say nothing about them
+    assert weights > 0.1 * planned  # else the check would prove nothing
     assert peak == pytest.approx(planned, rel=0.1)

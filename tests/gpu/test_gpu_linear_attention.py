@@ -1,5 +1,5 @@
-"""Kernels of flash-linear-attention compute what the references in torch do, at Qwen3-Next's sizes
-and those of Nemotron 3 Nano."""
+"""Kernels of flash-linear-attention against the references in torch, at the sizes of Qwen3-Next
+and Nemotron 3 Nano."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def random(*size, dtype=torch.bfloat16):
 
 
 def run(rule, parts):
-    """Outputs of a rule, which gets the inputs of a stage, it and memories."""
+    """Outputs of a rule, called as rule(inputs of a stage, stage, memories)."""
     outputs, memories = [], None
     for stage in parts:
         before = None if stage.follows is None else memories[stage.follows]
@@ -39,7 +39,7 @@ def run(rule, parts):
 
 
 def compare(inputs, kernel, reference, parts):
-    """Outputs and gradients of a kernel, and of a reference that gets the same in float32."""
+    """Compare outputs and gradients of a kernel with those of a reference in float32."""
     exact = [each.detach().float().requires_grad_() for each in inputs]
     found = run(lambda stage, memory: kernel(inputs, stage, memory), parts)
     wanted = run(lambda stage, memory: reference(exact, stage, memory), parts)
@@ -48,25 +48,25 @@ def compare(inputs, kernel, reference, parts):
         (outputs.float() * probe).sum().backward()
         assert all(each.grad is not None for each in own)
     pairs = [(found, wanted), *((a.grad, b.grad) for a, b in zip(inputs, exact, strict=True))]
-    for got, want in pairs:  # rounded to bfloat16, whose numbers are 0.4% apart
+    for got, want in pairs:  # bfloat16 numbers are 0.4% apart
         assert (got.float() - want).norm() < 0.02 * want.norm()
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_the_gated_delta_rule_is_that_of_the_reference(is_shared):
+def test_the_gated_delta_rule_equals_the_reference(is_shared):
     torch.manual_seed(0)
     query, key, value = random(16, 128), random(16, 128), random(32, 128)
     rates = [random(32, dtype=torch.float32) for _ in range(2)]
 
-    def of_stage(inputs, stage):
+    def stage_inputs(inputs, stage):
         *heads, decay, strength = (each[stage.tokens] for each in inputs)
         return *heads, logsigmoid(decay), strength.sigmoid()
 
     def kernel(inputs, stage, memory):
-        return linear_kernels.gated_delta_rule(*of_stage(inputs, stage), stage, memory)
+        return linear_kernels.gated_delta_rule(*stage_inputs(inputs, stage), stage, memory)
 
     def reference(inputs, stage, memory):
-        query, key, *others = of_stage(inputs, stage)
+        query, key, *others = stage_inputs(inputs, stage)
         query, key = (unit_heads(x).repeat_interleave(2, dim=1) for x in (query, key))
         return gated_delta_rule(query, key, *others, stage.chunks, memory)
 
@@ -74,26 +74,26 @@ def test_the_gated_delta_rule_is_that_of_the_reference(is_shared):
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_the_state_space_model_is_that_of_the_reference(is_shared):
+def test_the_state_space_model_equals_the_reference(is_shared):
     torch.manual_seed(0)
     query, key, value = random(8, 128), random(8, 128), random(64, 64)
 
-    def of_stage(inputs, stage):
+    def stage_inputs(inputs, stage):
         *heads, decay = (each[stage.tokens] for each in inputs)
         return *heads, logsigmoid(decay)
 
     def kernel(inputs, stage, memory):
-        return linear_kernels.state_space(*of_stage(inputs, stage), stage, memory)
+        return linear_kernels.state_space(*stage_inputs(inputs, stage), stage, memory)
 
     def reference(inputs, stage, memory):
-        return state_space(*of_stage(inputs, stage), stage.chunks, memory)
+        return state_space(*stage_inputs(inputs, stage), stage.chunks, memory)
 
     inputs = [query, key, value, random(64, dtype=torch.float32)]
     compare(inputs, kernel, reference, packed(is_shared=is_shared))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_the_convolution_is_that_of_the_reference(has_bias):
+def test_the_convolution_equals_the_reference(has_bias):
     torch.manual_seed(0)
     channels, (begins, follows) = 8192, packed(is_shared=True)
     x = random(channels)

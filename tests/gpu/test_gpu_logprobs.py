@@ -1,4 +1,4 @@
-"""Log-probabilities on CUDA, where fused kernels process the logit tiles, against the CPU's."""
+"""Log-probabilities on CUDA, by fused kernels for logit tiles, against those on the CPU."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def values_and_gradients(dtype, device, tile_columns, num_tokens=NUM_TOKENS):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tile_columns", [None, 512])
-def test_fused_tiles_are_the_definition(dtype, tile_columns):
+def test_fused_tiles_equal_the_definition(dtype, tile_columns):
     exact = values_and_gradients(torch.float64, "cpu", 512)
     got = values_and_gradients(dtype, "cuda", tile_columns)
     for number, (one, other) in enumerate(zip(got, exact, strict=True)):

@@ -1,4 +1,4 @@
-"""The same model on CUDA: Transformer Engine's layers against torch's, and NCCL between GPUs."""
+"""Models on CUDA: Transformer Engine's layers against torch's, and NCCL between GPUs."""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from megatron_grpo.policy.forward import compute_logprobs
 from parallel import ParallelDims
 
 LENGTHS = [[(5, 32), (3, 9), (20, 44)], [(7, 41)]]
-# Head size 64, which every attention kernel supports, unless HEADS has others; for latents those of
-# DeepSeek-V3, as their kernels support few.
+# Head size 64, which every attention kernel supports, unless HEADS has another; latents have
+# DeepSeek-V3's sizes, since their kernels support few.
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512}
 VARIANTS = {
     "torch float32": ["model.dtype=float32", "model.megatron.transformer_impl=local"],
@@ -46,8 +46,8 @@ def logprobs_and_gradient_norm(
 
 
 def logprobs_after_muon(rank: int, folder: Path, dims: ParallelDims) -> Tensor:
-    """Response log-probabilities in packed order, after a step with Muon; all ranks are of the last
-    stage, and have all sequences."""
+    """Response log-probabilities in packed order, after a step with Muon; every rank is on the last
+    stage and has all sequences."""
     muon = "optimizer.optimizer=muon", "optimizer.lr=1e-4"
     policy, groups = start_policy(rank, folder, dims, *VARIANTS["torch float32"], *muon)
     share = [batch.to(f"cuda:{torch.cuda.current_device()}") for batch in pack_all(LENGTHS, dims)]
@@ -85,7 +85,7 @@ HEADS = {
     },
 }
 OWN_SIZE = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "nemotron_h")
-"""Families whose experts have an intermediate size of their own."""
+"""Families with a separate intermediate size of experts."""
 
 
 def save_model(folder: Path, family: str, **overrides: Any) -> Path:
@@ -156,12 +156,12 @@ def test_transformer_engine_keeps_the_attention_factor_of_yarn(tmp_path):
     }
     folder = save_model(tmp_path, "qwen3", max_position_embeddings=64, rope_parameters=rope)
     ((logprobs, _),) = run_on_gpus(folder, ParallelDims(), "fused")
-    # Measured with torch's layers: 0.07 by rounding, and 1.4 without the factor.
+    # With torch's layers, 0.07 was measured from rounding, and 1.4 without the factor.
     assert (logprobs - transformers_logprobs(folder)).abs().mean() < 0.2
 
 
 def gradients(rank: int, folder: Path, *overrides: str) -> tuple[set[str], dict[str, Tensor]]:
-    """Names of weights whose gradient a product added to its buffer; and all gradients."""
+    """Names of weights with a gradient that a product added to its buffer, and all gradients."""
     policy, groups = start_policy(rank, folder, ParallelDims(), *VARIANTS["fused"], *overrides)
     batches = [batch.to("cuda") for batch in pack_all(LENGTHS, groups.dims)]
     accumulate(policy, groups, batches)
@@ -171,7 +171,7 @@ def gradients(rank: int, folder: Path, *overrides: str) -> tuple[set[str], dict[
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_products_add_the_gradients_that_would_be_added_afterwards(tmp_path, family):
+def test_fused_products_add_the_same_gradients(tmp_path, family):
     folder = save_model(tmp_path, family)
     off = "model.megatron.gradient_accumulation_fusion=false"
     ((added, fused),) = run_ranks(1, gradients, folder, cuda=True)
@@ -272,7 +272,7 @@ def test_expert_layouts_agree_over_nccl(tmp_path, dims):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])  # with norms near 1, and near 0
-def test_adapters_of_fused_layers_have_the_gradient_of_torchs(tmp_path, family):
+def test_adapters_of_fused_layers_have_the_gradient_of_torch_layers(tmp_path, family):
     heads = HEADS.get(family, {"head_dim": 64})
     folder = tiny_model(tmp_path, family, num_hidden_layers=2, hidden_size=256, **heads)
     (exact, norm), (plain, _), (fused, fused_norm) = (

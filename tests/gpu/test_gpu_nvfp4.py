@@ -1,4 +1,4 @@
-"""What a vLLM on a GPU computes of a folder in NVFP4."""
+"""vLLM on a GPU with a folder in NVFP4."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from helpers.models.tiny import tiny_model
 from parallel import ParallelDims
 
 MOST_GAP = 0.02
-"""Largest gap in nats: weights are equal, so only bfloat16 rounds."""
+"""Gap from bfloat16's rounding, in nats; the weights are equal numbers."""
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_vllm_computes_with_the_weights_that_an_export_stands_for(tmp_path, family):
+def test_vllm_computes_with_the_dequantised_weights_of_an_export(tmp_path, family):
     from vllm import LLM, SamplingParams
 
     sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256}

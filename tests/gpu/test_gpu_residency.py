@@ -1,4 +1,4 @@
-"""Training state that leaves a GPU: its memory is free, and what comes back is the same."""
+"""Training state offloaded from a GPU: its memory is free, and the same bits come back."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ SIZE = 256 << 20
 
 @dataclass
 class State:
-    """A part that is copied, and one that is freed."""
+    """A part of the state that is copied, and one that is freed."""
 
     optimizer: torch.Tensor = field(
         default_factory=lambda: torch.randint(0, 256, (SIZE,), dtype=torch.uint8, device="cuda")
@@ -29,7 +29,7 @@ class State:
         return Residency("optimizer", rooms, torch.device("cuda", 0))
 
 
-def test_what_leaves_is_free_and_comes_back_bit_for_bit(alone):
+def test_offloaded_state_is_free_and_comes_back_bit_for_bit(alone):
     state = State()
     residency, view = state.residency(), state.optimizer.view(torch.float32)[7:]
     before, content = torch.cuda.memory_reserved(), state.optimizer.cpu()
@@ -38,7 +38,7 @@ def test_what_leaves_is_free_and_comes_back_bit_for_bit(alone):
         assert torch.cuda.memory_reserved() <= before - 2 * SIZE
         assert torch.equal(residency.readable(state.optimizer), content)
         torch.full((2 * SIZE,), 1, dtype=torch.uint8, device="cuda")  # in the memory that is free
-        residency.enter("log-probabilities")  # the copy goes on beside this
+        residency.enter("log-probabilities")  # the copy goes on meanwhile
         residency.enter("train")
         state.gradients.fill_(3)
         assert torch.equal(state.optimizer.cpu(), content)
@@ -47,7 +47,7 @@ def test_what_leaves_is_free_and_comes_back_bit_for_bit(alone):
     assert view.untyped_storage() is state.optimizer.untyped_storage()
 
 
-def test_it_leaves_in_the_middle_of_coming_back(alone):
+def test_state_can_leave_while_it_comes_back(alone):
     state = State()
     residency, content = state.residency(), state.optimizer.cpu()
     for _ in range(5):

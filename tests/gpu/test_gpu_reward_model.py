@@ -1,4 +1,4 @@
-"""A reward model that shares a GPU: the memory that it gives back, and its scores after that."""
+"""A reward model that shares a GPU: the memory that it returns, and its scores afterwards."""
 
 from contextlib import closing
 
@@ -16,7 +16,7 @@ from megatron_grpo.rewards.reward_model import _score, request_of
 TEXTS = ["It is 4.", "First 2, then 8, so 12.", ""]
 
 
-def test_a_reward_model_gives_its_share_of_the_gpu_back_and_scores_the_same_again(tmp_path):
+def test_a_reward_model_frees_its_share_of_the_gpu_and_scores_the_same_again(tmp_path):
     folder = reward_model_folder(tmp_path / "model", hidden_size=256)  # heads of 64
     vllm = {"dtype": "bfloat16", "max_model_len": 256, "gpu_memory_utilization": 0.3}
     arguments = {"path": str(folder), "share_gpus": True, "vllm": vllm}

@@ -1,4 +1,4 @@
-"""Whole runs on GPUs: ranks, vLLM, pushes, and what is left behind when a rank ends."""
+"""Whole runs on GPUs: ranks, engines, pushes, and the end of a run that loses a rank."""
 
 import json
 import re
@@ -30,28 +30,29 @@ from megatron_grpo.engines.support import WITH_ROUTERS_OF_16_BITS
 COLOURS = TINY_CONFIG.parent / "learn_colours.yaml"
 MOST_GAP = 0.03
 """Largest mean gap of log-probabilities in bfloat16, in nats; 0.021 was seen on CPUs, with logits
-in bfloat16 and in float32 alike: this model has small ones, that of test_gpu_engine.py large."""
+in bfloat16 or float32, since this model's are small (test_gpu_engine.py has large ones)."""
 
 MOST_GAP_OF_A_TOKEN = 0.2
-"""With replayed experts; 0.05 was seen on CPUs, and 0.6 without."""
+"""Gap with replayed experts; 0.05 was seen on CPUs, and 0.6 without replay."""
 
 LATENTS = {"qk_nope_head_dim": 128, "v_head_dim": 128}
-"""The sizes of DeepSeek-V3, which FlashAttention has for latents on GPUs."""
+"""DeepSeek-V3's sizes, the ones that FlashAttention takes for latents on GPUs."""
 
 MOST_GAP_OF_8_BITS = 0.1
-"""Between ranks in bfloat16 and engines of quantised weights; 0.02 was seen on CPUs."""
+"""Gap between ranks in bfloat16 and engines with quantised weights; 0.02 was seen on CPUs."""
 
 MOST_GAP_OF_KINDS = 0.2
-"""For kinds of attention; without its windows or sinks a model has 0.46 to 1.02."""
+"""Gap for kinds of attention; a model without its windows or sinks has 0.46 to 1.02."""
 
 MOST_GAP_OF_CHOICES = 0.3
-"""For sparse attention. A DeepSeek-V3.2 of these sizes, in transformers on a CPU after one of these
-prompts, has 0.09 if it chooses tokens in 8 bits instead of float32, and 0.95 if it is dense."""
+"""Gap for sparse attention. A DeepSeek-V3.2 of these sizes, in transformers on a CPU after one of
+these prompts, has 0.09 if it chooses tokens in 8 bits instead of float32, and 0.95 if dense."""
 
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """Head size 64, which every attention kernel supports; the engine is on the GPU of rank 0."""
+    """Arguments of a run with head size 64, which every attention kernel supports, and an engine on
+    the GPU of rank 0."""
     model = tiny_model(
         tmp_path / "model", "qwen3", hidden_size=256, intermediate_size=512, head_dim=64
     )
@@ -69,14 +70,13 @@ def arguments(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def trained(arguments: list[str], tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
-    """Records of a run of three steps that ends well, whose gaps are below `most` after pushes,
-    too."""
+    """Train three steps; checks that gaps stay below `most` after pushes; returns the metrics."""
 
     def trained(
-        *more: str, most: float = MOST_GAP, learns: bool = True, told: str = ""
+        *more: str, most: float = MOST_GAP, learns: bool = True, words: str = ""
     ) -> list[dict[str, float]]:
         run = finish_run(*arguments, "train.num_steps=3", *more, timeout=800)
-        assert run.exit_code == 0 and told in run.output, run.output
+        assert run.exit_code == 0 and words in run.output, run.output
         assert run.survivors == []
         records = read_metrics(tmp_path / "run")
         print([record["rollout/logprob_gap_mean"] for record in records])
@@ -93,8 +93,8 @@ FAST, SLOW = "optimizer.lr=1e-2", "optimizer.lr=1e-3"
 SLEEPS = "rollout.enable_sleep_mode=true"
 
 
-def test_run_on_one_gpu_computes_what_its_engine_does(trained, tmp_path):
-    records = trained(FAST, told="layers: Transformer Engine")
+def test_run_on_one_gpu_agrees_with_its_engine(trained, tmp_path):
+    records = trained(FAST, words="layers: Transformer Engine")
     assert 0 < records[0]["probe/logprob_gap_mean"] < MOST_GAP
     for record in records:
         assert record["skipped_steps"] == 0
@@ -103,17 +103,17 @@ def test_run_on_one_gpu_computes_what_its_engine_does(trained, tmp_path):
     assert versions == [0] * 16 + [1] * 16 + [2] * 16
 
 
-def test_run_has_the_memory_of_an_engine_that_sleeps(trained, tmp_path):
+def test_run_gets_the_memory_of_a_sleeping_engine(trained, tmp_path):
     trained(SLEEPS, FAST, learns=False)  # from weights pushed after a sleep
     log = (tmp_path / "run" / "logs" / "engine_0.log").read_text()
     freed = [float(words) for words in re.findall(r"Sleep mode freed ([\d.]+) GiB memory", log)]
     total = torch.cuda.mem_get_info()[1] / 2**30
-    # All but the context of its share of 0.3.
+    # Its share of 0.3, except for the CUDA context.
     assert len(freed) == 5 and min(freed) > 0.2 * total, log
 
 
 def mixture_of(folder: Path) -> list[str]:
-    """In a random model a token that takes another expert has another log-probability by far."""
+    """A random mixture; a token with another expert has a very different log-probability."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
     model = tiny_model(folder, "qwen3_moe", num_experts=8, **sizes)
     return [f"model.path={model}", "rollout.router_replay=true"]
@@ -124,7 +124,7 @@ def test_run_trains_a_mixture_with_the_experts_that_vllm_chose(trained, tmp_path
         assert record["rollout/logprob_gap_max"] < MOST_GAP_OF_A_TOKEN
 
 
-def test_run_trains_a_mixture_that_sees_images(tmp_path):
+def test_run_trains_a_mixture_with_images(tmp_path):
     pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     model, rows = tiny_vision_model(tmp_path / "model", "qwen3_vl_moe"), write(tmp_path / "squares")
     run = finish_run(
@@ -144,7 +144,7 @@ def test_run_trains_a_mixture_that_sees_images(tmp_path):
         assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
 
 
-def test_run_pushes_adapters_alone(trained):
+def test_run_pushes_only_adapters(trained):
     trained("lora.r=8", FAST)
 
 
@@ -187,17 +187,17 @@ OF_8_BITS = [
 
 
 @pytest.mark.parametrize(("family", "quantization", "options"), OF_8_BITS)
-def test_engine_of_8_bits_multiplies_by_what_the_ranks_quantised(
+def test_engine_of_8_bits_multiplies_by_the_ranks_quantised_weights(
     trained, tmp_path, family, quantization, options
 ):
-    model = of_mixture(tmp_path / "mixture", family)
+    model = mixture_arguments(tmp_path / "mixture", family)
     bits = f"rollout.quantization={quantization}", CORRECTED, *options
     for record in trained(*model, *bits, SLOW, most=MOST_GAP_OF_8_BITS):
         assert record["rollout/logprob_gap_mean"] > 0
 
 
-def of_mixture(folder: Path, family: str) -> list[str]:
-    """The arguments of a model that is not the one in `arguments`."""
+def mixture_arguments(folder: Path, family: str) -> list[str]:
+    """Arguments of a run of another model than that of `arguments`."""
     if family == "qwen3":
         return []
     sizes = LATENTS if family == "deepseek_v3" else {}
@@ -216,7 +216,7 @@ SPARSE = {
     "moe_intermediate_size": 128,
     **LATENTS,
 }
-"""Sizes that kernels of sparse attention have, for prompts of more than twice `index_topk`."""
+"""Sizes that kernels of sparse attention take; prompts are longer than twice `index_topk`."""
 SERVED_BY_SGLANG = {
     "deepseek_v32": SPARSE,
     "glm_moe_dsa": SPARSE,
@@ -231,7 +231,7 @@ SERVED_BY_SGLANG = {
     "qwen3_5_text": LINEAR,
     "qwen3_next": LINEAR,
 }
-"""Families with windows, sinks, linear or sparse attention, and what their models must have."""
+"""Families with windows, sinks, linear or sparse attention, and the fields of their models."""
 
 
 @with_sglang
@@ -239,7 +239,7 @@ SERVED_BY_SGLANG = {
 def test_sglang_computes_windows_sinks_linear_and_sparse_attention(trained, tmp_path, family):
     sizes = {"hidden_size": 256, "head_dim": 64} | SERVED_BY_SGLANG[family]
     folder = tiny_model(tmp_path / family, family, **sizes)
-    # Some layers of SGLang have the dtype that config.json names, whatever model.dtype is.
+    # Some layers of SGLang take their dtype from config.json, whatever model.dtype is.
     config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     options = with_long_prompts(tmp_path / "long.jsonl") if family in INDEXED else []
@@ -248,7 +248,7 @@ def test_sglang_computes_windows_sinks_linear_and_sparse_attention(trained, tmp_
 
 
 def with_long_prompts(data: Path) -> list[str]:
-    """Arguments of a run with prompts of 5,000 characters, each a token."""
+    """Arguments of a run with prompts of 5,000 characters, each one token."""
     sums = [row["prompt"] for row in all_sums()]
     prompts = [" ".join([*sums[i:], *sums])[:5000] for i in range(16)]
     data.write_text("".join(json.dumps({"prompt": each, "answer": ""}) + "\n" for each in prompts))
@@ -261,7 +261,7 @@ def with_long_prompts(data: Path) -> list[str]:
 
 
 @with_sglang
-def test_run_has_the_memory_of_an_engine_of_sglang_that_sleeps(trained, tmp_path):
+def test_run_gets_the_memory_of_a_sleeping_sglang(trained, tmp_path):
     (_, total), free = torch.cuda.mem_get_info(), []
 
     def watch() -> None:  # until the run is complete, when all memory is free
@@ -289,7 +289,7 @@ def test_weights_are_pushed_while_the_engine_generates(arguments, tmp_path, repl
         "rollout.in_flight_updates=true",
         "rollout.max_staleness=3",
         "rollout.max_completion_length=200",
-        "optimizer.lr=1e-6",  # versions compute nearly the same
+        "optimizer.lr=1e-6",  # consecutive versions have nearly equal log-probabilities
         CORRECTED,
         "train.num_steps=6",
         timeout=800,

@@ -24,13 +24,9 @@ SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "
 @pytest.mark.parametrize(
     "segments", [[640, 256, 384, 124], [128, 64, 64, 4], [1000, 40, 8, 900], [64, 16, 8, 12]]
 )
-def test_output_and_gradients_are_those_of_the_loops(
-    segments, has_sinks, window, size, head_dim, value_dim
-):
-    """Lengths change from one microbatch to the next, but the kernel stays the same.
-
-    The second sizes of heads are DeepSeek-V3's.
-    """
+def test_flex_attention_equals_the_loops(segments, has_sinks, window, size, head_dim, value_dim):
+    """Lengths change between microbatches, but the kernel stays the same. The second head sizes are
+    DeepSeek-V3's."""
     prefix = segments[0] - 3
     none, shared = (0, 0), (0, prefix)
     branch = segments[0] + segments[1], sum(segments[:3]) - 3  # the last parts from the third

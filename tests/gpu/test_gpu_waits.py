@@ -1,4 +1,4 @@
-"""Within a microbatch the host never waits for the GPU: torch says where it would."""
+"""Within a microbatch the host never waits for the GPU; torch reports the place of a wait."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from megatron_grpo.train_step import accumulate_gradient
 from parallel import ParallelDims
 
 LENGTHS = [[(5, 32), (3, 9)], [(20, 44)], [(7, 41)], [(9, 7), (9, 7)]]
-"""As many microbatches as a pipeline with interleaved stages takes: a multiple of its size."""
+"""Number of microbatches: a multiple of the pipeline's size, for interleaved stages."""
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 RECIPE = (
     "model.dtype=bfloat16",
@@ -35,7 +35,7 @@ OFFLOADED = (
 
 
 def step_without_waiting(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> None:
-    """All of a step but the update, and a log-probability pass, once kernels are compiled."""
+    """A step without its update, and a log-probability pass, after kernels are compiled."""
     policy, groups = start_policy(rank, folder, dims, *RECIPE, *overrides)
     cfg = tiny_config(folder, dims, *RECIPE, *overrides)
     batches = [

@@ -1,1 +1,1 @@
-"""What several tests share: real ranks, engines, runs, tiny models and the float64 oracle."""
+"""Helpers of several tests: real ranks, engines, runs, tiny models and the float64 oracle."""

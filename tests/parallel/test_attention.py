@@ -11,12 +11,12 @@ from parallel.rank_part import context_indices, context_order
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 VALUE_DIMS = [HEAD_DIM, 5, 12]
-"""Sizes of heads of values; latent attention has others than for queries and keys."""
+"""Head sizes of values; in latent attention they differ from those of queries and keys."""
 LENGTHS = [16, 8, 24]
 SINKS = torch.tensor([-1.0, 0.0, 0.5, 3.0], dtype=torch.float64)
 """One for each head."""
 WINDOWS = [None, 1, 5, 17]
-"""No window, one of the token alone, one shorter than a prompt, and one that reaches beyond it."""
+"""No window, the token alone, a window shorter than a prompt, and one longer than it."""
 
 
 def random_pack(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -37,7 +37,7 @@ def output_and_gradients(output: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 
 def megatron_config(*windows: int | None) -> SimpleNamespace:
-    """The fields that attention reads, for layers of these windows; one size, or None."""
+    """The config fields that attention reads; None in `windows` is full attention."""
     sizes = {window for window in windows if window}
     return SimpleNamespace(
         attention_dropout=0.0,
@@ -131,11 +131,11 @@ def test_output_and_gradients_keep_the_type_of_the_model():
     torch.testing.assert_close(output.double(), want.detach(), atol=2e-2, rtol=2e-2)
 
 
-# A prompt of 11 tokens padded to 16, two completions of it, an unrelated sequence, a prompt of 8
-# tokens and its completion.
+# A prompt of 11 tokens padded to 16 with two completions, an unrelated sequence, a prompt of 8
+# tokens with its completion.
 SEGMENTS = [16, 8, 24, 16, 8, 16, 8, 8]
 PREFIXES = [[], [(0, 11)], [(0, 11)], [], [], [(64, 72)]]
-# A branch of the third segment's sequence, and one of that.
+# A branch of the third segment's sequence, and a branch of that branch.
 PREFIXES += [[(0, 11), (24, 37)], [(0, 11), (24, 37), (88, 91)]]
 
 
@@ -276,7 +276,7 @@ def test_flex_attention_is_compiled_once_for_all_lengths():
 @pytest.mark.parametrize("window", [None, 500])
 @pytest.mark.parametrize("slab", [BLOCK, 4 * BLOCK, SLAB])
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_block_mask_skips_blocks_that_are_not_seen_and_asks_nothing_of_whole_ones(
+def test_the_block_mask_skips_unseen_blocks_and_leaves_whole_ones_unmasked(
     monkeypatch, size, slab, window
 ):
     monkeypatch.setattr("parallel.attention.SLAB", slab)

@@ -1,4 +1,4 @@
-"""Checksums that are summed up box by box."""
+"""Checksums of tensors as sums over boxes."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def random_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 
 
 
 def written_out(tensor: torch.Tensor) -> int:
-    """The formula in the module's docstring, word by word, with unbounded integers."""
+    """The formula of parallel.checksum's docstring, with Python's unbounded integers."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     per_word = 8 // tensor.element_size()
     rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % per_word))
@@ -81,7 +81,7 @@ def somewhere(data: st.DataObject, size: tuple[int, ...], dtype: torch.dtype) ->
 @pytest.mark.long
 @settings(max_examples=200)
 @given(boxes(), st.sampled_from([*DTYPES, torch.int8]), st.data())
-def test_a_box_anywhere_in_memory_is_summed_as_a_part_of_its_tensor(place, dtype, data):
+def test_checksum_of_a_box_in_any_memory_is_a_part_of_its_tensors(place, dtype, data):
     box, shape = place
     values = somewhere(data, box.size, dtype)
     whole = torch.zeros(shape, dtype=dtype)
@@ -113,7 +113,7 @@ def test_a_copy_may_change_the_dtype(shape, dtypes):
 
 
 HALVES = [Box((expert, half, 4), (1, 3, 8)) for expert in range(4) for half in (0, 3)]
-"""For each of four experts: columns from 4 on, of its first and of its second three rows."""
+"""Columns from the fourth on of the upper and of the lower three rows of four experts."""
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ HALVES = [Box((expert, half, 4), (1, 3, 8)) for expert in range(4) for half in (
     ],
     ids=["all", "one is missing", "backwards", "several experts", "rows apart", "other columns"],
 )
-def test_what_fills_consecutive_rows_from_one_buffer_is_summed_as_one(boxes, sizes):
+def test_boxes_of_consecutive_rows_in_one_buffer_are_summed_as_one(boxes, sizes):
     whole, shape = random_tensor(4, 6, 12), (4, 6, 12)
     buffer = torch.zeros(whole.numel(), dtype=whole.dtype)
     copies, end = [], 0
@@ -143,7 +143,7 @@ def test_what_fills_consecutive_rows_from_one_buffer_is_summed_as_one(boxes, siz
     assert added_up(copied_and_summed(copies)) == {"experts": written_out(arrived)}
 
 
-def test_boxes_of_two_tensors_or_with_a_gap_between_them_stay_apart():
+def test_boxes_of_two_tensors_or_with_a_gap_are_not_joined():
     whole, buffer = random_tensor(4, 8), torch.zeros(5, 8, dtype=torch.bfloat16)
     top, bottom = Box((0, 0), (2, 8)), Box((2, 0), (2, 8))
 
@@ -177,14 +177,14 @@ def test_a_parameter_that_is_trained_can_be_summed():
         lambda t: -t,
     ],
 )
-def test_what_goes_to_a_wrong_place_shows(change):
+def test_checksum_differs_for_misplaced_elements(change):
     tensor = random_tensor(16, 32)
     assert whole_checksum(change(tensor)) != whole_checksum(tensor)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_gpu_gets_the_same_number():
+def test_checksum_on_a_gpu_is_equal():
     tensor = random_tensor(300, 129)
     assert int(whole_checksum(tensor.cuda())) == int(whole_checksum(tensor))
     box, target = Box((0, 0), (300, 129)), torch.zeros(300, 129, dtype=tensor.dtype, device="cuda")

@@ -1,4 +1,4 @@
-"""What a process that was stopped says of its time, in processes that are stopped."""
+"""Clocks of processes that are stopped and continued."""
 
 import signal
 import subprocess
@@ -18,7 +18,7 @@ IDLE = """
 print("ready", flush=True)
 time.sleep(1)
 """
-# Holds the GIL, so that no other thread can look at the time.
+# Holds the GIL, so that no other thread can read the clock.
 BUSY = """
 print("ready", flush=True)
 9 ** 6_000_000
@@ -43,7 +43,7 @@ time.sleep(1)
 
 
 def times_of(program: str, *, stop: bool) -> list[float]:
-    """The seconds that a process left out, that passed, and that it computed in `program`."""
+    """Seconds of `program`: counted as stopped, passed, and of CPU time."""
     begin = (
         "import asyncio, os, time\nfrom parallel.clock import *\nfrom parallel.clock import run\n"
     )
@@ -70,7 +70,7 @@ def test_time_in_which_a_process_was_stopped_does_not_count(program):
     assert STOPPED_SECONDS - 1.1 < stopped <= passed - 0.5, (stopped, passed)
 
 
-def test_computing_counts_though_no_other_thread_can_look_at_the_time():
+def test_computing_counts_while_no_thread_can_read_the_clock():
     stopped, passed, computed = times_of(BUSY, stop=False)
     assert passed - stopped > 0.9 * computed
 
@@ -79,18 +79,18 @@ def test_time_counts_in_a_forked_process():
     assert times_of(CHILD, stop=False)
 
 
-def test_other_threads_that_computed_before_a_stop_do_not_make_it_count():
+def test_a_stop_does_not_count_after_other_threads_have_computed():
     def compute() -> None:
         while time.thread_time() < MOST + 1:
             sha256(bytes(1 << 20))
 
     clock, thread = RunningClock(), Thread(target=compute)
     thread.start()
-    thread.join()  # nobody looks meanwhile, as if all were stopped
+    thread.join()  # nobody reads the clock meanwhile, as in a stop
     assert clock.now() < MOST + 0.5
 
 
-def test_a_result_that_is_a_time_out_comes_at_once():
+def test_a_result_that_is_a_time_out_is_raised_at_once():
     future: Future[None] = Future()
     future.set_exception(TimeoutError("its own"))
     begun = time.monotonic()

@@ -19,23 +19,25 @@ def fail_on_rank_1(number: int) -> None:
 
 
 def hear(rank: int) -> list[tuple[str, int | None, bool]]:
-    """For each errno of a failure on rank 1, the error raised here and whether it is a mistake."""
-    told = []
+    """(message, errno, whether it is a user's error) raised here, for each errno on rank 1."""
+    errors = []
     for number in NUMBERS:
         with pytest.raises(OSError) as raised:
             raise_first_failure(lambda number=number: fail_on_rank_1(number), OSError)
-        told.append((str(raised.value), raised.value.errno, is_user_error(raised.value)))
-    return told
+        errors.append((str(raised.value), raised.value.errno, is_user_error(raised.value)))
+    return errors
 
 
-def test_all_ranks_are_told_the_text_and_the_number_of_an_error_of_the_system():
-    of_0, of_1 = run_ranks(2, hear)
-    assert [number for _, number, _ in of_1] == [*NUMBERS]
-    assert [text for text, *_ in of_1] == [
+def test_all_ranks_get_the_text_and_errno_of_a_system_error():
+    rank_0, rank_1 = run_ranks(2, hear)
+    assert [number for _, number, _ in rank_1] == [*NUMBERS]
+    assert [text for text, *_ in rank_1] == [
         f"[Errno {number}] {os.strerror(number)}: '/runs/a'" for number in NUMBERS
     ]
-    assert of_0 == [(f"rank 1: {text}", number, is_for_user) for text, number, is_for_user in of_1]
-    assert [is_for_user for *_, is_for_user in of_1] == [False, False, False, True]
+    assert rank_0 == [
+        (f"rank 1: {text}", number, is_for_user) for text, number, is_for_user in rank_1
+    ]
+    assert [is_for_user for *_, is_for_user in rank_1] == [False, False, False, True]
 
 
 def raise_of_an_encoding() -> None:
@@ -47,19 +49,18 @@ def raise_nothing() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_error_that_takes_more_than_a_text_is_told_by_it():
+def test_an_error_with_more_arguments_keeps_its_text():
     failure = first_failure(raise_of_an_encoding, ValueError)
     assert "can't decode byte 0xff" in str(failure)
 
 
 @pytest.mark.usefixtures("alone")
-def test_where_nothing_fails_nothing_is_told():
+def test_first_failure_is_none_without_a_failure():
     assert first_failure(raise_nothing, OSError) is None
 
 
 def ask_rank_0(rank: int) -> list[object]:
-    """Outcomes of three calls on a rank: a result, an error for all ranks, and a subclass of an
-    error."""
+    """A rank's outcome of three calls: a result, a listed error, and a subclass of a listed one."""
     zero = ["zero"] if rank == 0 else None
     found: list[object] = [on_rank_0(zero, len, (OSError,))]
     for kind in (KeyError, ConnectionError):
@@ -74,9 +75,9 @@ def fail_as(kind: type[Exception]) -> None:
 
 
 def test_rank_0_returns_to_itself_and_raises_on_all():
-    of_0, of_1 = run_ranks(2, ask_rank_0)
-    assert of_0 == [1, (KeyError, "'by fire'"), (ConnectionError, "by fire")]
-    assert of_1 == [None, (KeyError, "\"'by fire'\""), (OSError, "by fire")]
+    rank_0, rank_1 = run_ranks(2, ask_rank_0)
+    assert rank_0 == [1, (KeyError, "'by fire'"), (ConnectionError, "by fire")]
+    assert rank_1 == [None, (KeyError, "\"'by fire'\""), (OSError, "by fire")]
 
 
 SHARES = [0.0, 0.2, 0.25, 0.5, 0.731, 0.999, 1.0]
@@ -103,7 +104,7 @@ def quantiles_on_rank(rank):
     }
 
 
-def test_over_ranks_it_is_that_of_all_numbers_together():
+def test_quantile_over_ranks_is_that_of_all_numbers():
     ranks = run_ranks(3, quantiles_on_rank)
     for name, parts in PARTS.items():
         values = torch.cat([torch.as_tensor(part) for part in parts])

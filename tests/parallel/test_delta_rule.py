@@ -14,7 +14,7 @@ from parallel.delta_rule import (
 )
 
 LENGTHS = (5, 130, 64, 1, 65)
-"""Shorter than a chunk, of several, and of whole ones."""
+"""Shorter than a chunk, longer than a chunk, and whole chunks."""
 HEADS, KEY_DIM, VALUE_DIM = 3, 8, 12
 
 
@@ -28,7 +28,7 @@ def chunks(lengths):
 
 @pytest.fixture
 def inputs():
-    """Queries, keys, values, decays and strengths."""
+    """Queries, keys, values, decays and strengths, [tokens, heads, ...]."""
     generator, num_tokens = torch.Generator().manual_seed(0), sum(LENGTHS)
 
     def random(*size):
@@ -54,7 +54,7 @@ def by_token(query, key, value, decay, strength):
     return torch.stack(outputs), torch.stack(memories)
 
 
-def test_outputs_memories_and_gradients_are_those_of_the_recurrence(inputs):
+def test_outputs_memories_and_gradients_equal_the_recurrence(inputs):
     found, expected = gated_delta_rule(*inputs, chunks(LENGTHS)), by_token(*inputs)
     weights = [torch.randn_like(each) for each in expected]
     gradients = [
@@ -65,7 +65,7 @@ def test_outputs_memories_and_gradients_are_those_of_the_recurrence(inputs):
         torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
 
 
-def test_sequences_in_two_parts_are_those_in_one(inputs):
+def test_sequences_in_two_parts_equal_whole_ones(inputs):
     whole, cuts = cumulative(LENGTHS), (2, 70, 64, 1, 10)
     memory, before = None, torch.zeros(len(LENGTHS), 3, VALUE_DIM, dtype=torch.float64)
     x, weight = inputs[2][:, 0], torch.randn(VALUE_DIM, 4, dtype=torch.float64)
@@ -87,8 +87,8 @@ def test_sequences_in_two_parts_are_those_in_one(inputs):
     torch.testing.assert_close(memory, memories)
 
 
-def test_what_continues_others_has_the_outputs_of_whole_sequences():
-    """A prompt of 6 tokens with two completions, and a branch from the midst of the first."""
+def test_completions_and_branches_have_the_outputs_of_whole_sequences():
+    """A prompt of 6 tokens with two completions, and a branch of the first at its third token."""
     cu_seqlens = cumulative((6, 5, 4, 3, 7))  # the last is a sequence of its own
     prefixes = torch.tensor(
         [[[0, 0], [0, 0]], [[0, 6], [0, 0]], [[0, 6], [0, 0]], [[0, 6], [6, 8]], [[0, 0], [0, 0]]]

@@ -55,7 +55,7 @@ def test_expert_place_along_an_axis_is_a_group_of_megatron_in_order(dims):
             assert places == [{**places[0], axis: i} for i in range(len(ranks))]
 
 
-def test_expert_tensor_is_that_of_the_model_by_default():
+def test_expert_tensor_defaults_to_the_models_tensor_size():
     assert ParallelDims(tensor=4, data=2, expert=2).expert_tensor == 4
 
 
@@ -108,10 +108,10 @@ def test_pipeline_layers_of_stages_differ_by_one(num_layers, pipeline, virtual):
         (61, {"first": 4}, [4, 9, 8, 8, 8, 8, 8, 8]),
     ],
 )
-def test_pipeline_layers_of_ends_are_those_that_are_set(num_layers, sizes, stages):
+def test_pipeline_layers_follow_the_set_ends(num_layers, sizes, stages):
     given = {f"num_layers_in_{end}_pipeline_stage": layers for end, layers in sizes.items()}
     chunks = pipeline_layers(num_layers, ParallelDims(pipeline=8, **given))
-    assert [[len(layers) for layers in of_stage] for of_stage in chunks] == [[n] for n in stages]
+    assert [[len(layers) for layers in stage] for stage in chunks] == [[n] for n in stages]
     assert [layer for [layers] in chunks for layer in layers] == list(range(num_layers))
 
 
@@ -126,7 +126,7 @@ def test_pipeline_layers_of_ends_are_those_that_are_set(num_layers, sizes, stage
         (5, 2, 1, 2, 3),
     ],
 )
-def test_pipeline_layers_of_set_ends_are_megatrons(num_layers, pipeline, virtual, first, last):
+def test_pipeline_layers_of_set_ends_equal_megatrons(num_layers, pipeline, virtual, first, last):
     ends = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
     config = TransformerConfig(
         num_layers=num_layers,
@@ -138,14 +138,14 @@ def test_pipeline_layers_of_set_ends_are_megatrons(num_layers, pipeline, virtual
         **ends,
     )
 
-    def of_megatron(rank: int, stage: int | None) -> range:
+    def megatron_layers(rank: int, stage: int | None) -> range:
         start = get_transformer_layer_offset(config, stage, rank)
         return range(start, start + get_num_layers_to_build(config, stage, rank))
 
     virtual_stages = range(virtual) if virtual > 1 else [None]
     dims = ParallelDims(pipeline=pipeline, virtual_pipeline=virtual, **ends)
     assert pipeline_layers(num_layers, dims) == [
-        [of_megatron(rank, stage) for stage in virtual_stages] for rank in range(pipeline)
+        [megatron_layers(rank, stage) for stage in virtual_stages] for rank in range(pipeline)
     ]
 
 

@@ -76,8 +76,8 @@ def test_a_fake_rank_of_a_large_job_is_in_the_groups_of_the_real_one(elsewhere):
 
 
 def connections_before_and_after_a_collective(rank: int, dims: ParallelDims) -> tuple[int, int]:
-    dist.barrier()  # a rank that is still connecting would find the others gone
-    dist.destroy_process_group()  # `run_ranks` has made it without a device
+    dist.barrier()  # or a rank that still connects would find the others gone
+    dist.destroy_process_group()  # `run_ranks` has initialised it without a device
     setup_device(rank)
     size = dims.world_size
     store = dist.FileStore(f"{tempfile.tempdir}/store_of_all_groups", size)
@@ -89,14 +89,14 @@ def connections_before_and_after_a_collective(rank: int, dims: ParallelDims) -> 
 
 
 def connections_of_all_ranks(store: dist.Store, moment: str) -> list[int]:
-    """How many each rank has; no rank goes on, and connects to others, before all have counted."""
+    """Number of connections by rank; no rank goes on, and connects, before all have counted."""
     connections = psutil.Process().net_connections("tcp")
     num_established = sum(each.status == psutil.CONN_ESTABLISHED for each in connections)
     store.set(f"{moment}/{dist.get_rank()}", str(num_established))
     return [int(store.get(f"{moment}/{rank}")) for rank in range(dist.get_world_size())]
 
 
-def test_ranks_are_connected_only_to_those_that_they_have_exchanged_something_with():
+def test_ranks_connect_only_to_ranks_that_they_exchange_data_with():
     dims = ParallelDims(tensor=2, pipeline=2)
     neighbours = 2  # in the ring of an all-reduce
     assert run_ranks(4, connections_before_and_after_a_collective, dims) == [(0, neighbours)] * 4

@@ -1,4 +1,4 @@
-"""Where images are in packed microbatches."""
+"""Positions and features of images in packed microbatches."""
 
 import torch
 
@@ -8,8 +8,8 @@ from parallel.images import prompt_positions
 from parallel.packing import by_prompt, pack
 
 
-def test_text_goes_on_after_the_largest_position_of_an_image():
-    # One token, an image of 2 x 3 tokens, one, an image of a single token, one.
+def test_text_continues_after_the_largest_position_of_an_image():
+    # Text, an image of 2 x 3 tokens, text, an image of one token, text; one token each.
     positions = prompt_positions(10, [1, 8], [(1, 2, 3), (1, 1, 1)])
     assert positions.tolist() == [
         [0, 1, 1, 1, 1, 1, 1, 4, 5, 6],
@@ -26,7 +26,7 @@ def test_a_group_has_its_images_once_and_equal_tokens_with_other_images_are_anot
     images = batch.images
     assert len(batch.tokens) < sum(len(each.tokens) for each in group)
     assert images.prompts == tuple(each.images for each in group[::2])
-    # Features in the order of the prompts' tokens, and none in the place of a sampled one.
+    # Features follow the prompts' tokens; a sampled image token gets none.
     assert images.rows[images.rows >= 0].tolist() == [*range(20)]
     assert (batch.tokens[images.rows >= 0] == IMAGE).all()
     for index, each in enumerate(group):

@@ -1,4 +1,4 @@
-"""Layouts: copies between any two equal direct slicing, and every fault of a cover is found."""
+"""Layouts: copies between any two equal direct slicing, and gaps and overlaps are found."""
 
 import time
 from dataclasses import replace
@@ -73,7 +73,7 @@ def systems(draw, num_ranks=3):
 
 
 def numbered(shapes: dict[str, Shape] = SHAPES) -> dict[str, np.ndarray]:
-    """Whole tensors whose elements are all different and nonzero."""
+    """Whole tensors with distinct, nonzero elements."""
     sizes = np.cumsum([0, *map(np.prod, shapes.values())])
     return {
         name: np.arange(1 + start, 1 + end).reshape(shape)
@@ -82,7 +82,7 @@ def numbered(shapes: dict[str, Shape] = SHAPES) -> dict[str, np.ndarray]:
 
 
 def direct_slices(layout: Layout, wholes: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The local tensors: slices of whole ones, 0 in the layout's zeros, -1 elsewhere."""
+    """Local tensors: slices of `wholes`, 0 in the layout's zeros, -1 elsewhere."""
     tensors = {name: np.full(shape, -1) for name, shape in layout.shapes.items()}
     for piece in layout.pieces:
         target = as_whole(tensors[piece.local][piece.local_box.slices], piece.axes)
@@ -113,7 +113,7 @@ def test_copies_between_two_systems_equal_direct_slicing(sources, destinations):
 
 
 @given(st.data(), st.sampled_from(list(SHAPES.values())), st.integers(1, 150))
-def test_a_box_is_cut_into_runs_of_its_elements_of_bounded_size(data, shape, max_elements):
+def test_a_box_is_cut_into_runs_of_bounded_size(data, shape, max_elements):
     (whole,) = numbered({"t": shape}).values()
     for box in data.draw(tilings(shape)):
         parts = box.cut(max_elements)
@@ -232,7 +232,7 @@ def test_layouts_cut_along_one_dimension_into_tens_of_thousands_meet_in_linear_t
     cut = Layout.of_parts(rows, max_elements=4)
     start = time.process_time()
     assert len(intersect(cut, cut)) == 80_000
-    assert time.process_time() - start < 8.0  # 4.2 beside a full machine; minutes if quadratic
+    assert time.process_time() - start < 8.0  # 4.2 on a busy machine; minutes if quadratic
 
 
 @given(systems())

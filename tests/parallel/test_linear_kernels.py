@@ -1,4 +1,4 @@
-"""Kernels of linear attention: which release; `tests/gpu` compares what they compute."""
+"""Kernels of linear attention: release and arguments; `tests/gpu` compares their results."""
 
 import inspect
 from importlib import import_module, metadata
@@ -8,7 +8,7 @@ import pytest
 from parallel.linear_kernels import RELEASE, has_kernels
 
 
-def test_only_the_release_that_was_read_counts_as_kernels(monkeypatch):
+def test_only_the_known_release_counts_as_kernels(monkeypatch):
     releases = iter([RELEASE, "0.5.2"])
     monkeypatch.setattr(metadata, "version", lambda name: next(releases))
     assert has_kernels()
@@ -18,7 +18,7 @@ def test_only_the_release_that_was_read_counts_as_kernels(monkeypatch):
 
 @pytest.mark.skipif(not has_kernels(), reason="needs `pip install -e '.[hybrid]'`")
 def test_linear_kernels_have_the_arguments_that_are_given():
-    """Only named parameters count: `**kwargs` would take any name."""
+    """Every argument must be named in the signature: `**kwargs` would take any name."""
     common = {"initial_state", "cu_seqlens", "cu_seqlens_cpu"}
     for module, name, own in (
         ("fla.modules.causal_conv1d", "causal_conv1d", {"activation"}),

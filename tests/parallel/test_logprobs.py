@@ -19,7 +19,7 @@ def whole_targets():
 
 
 class Case:
-    """Hidden states, a padded head, tokens of which some are selected, and output gradients."""
+    """Hidden states, a padded head, tokens with a random selection, and output gradients."""
 
     def __init__(self, vocab_size, padded_size, dtype=torch.float64, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -74,7 +74,7 @@ class Case:
         ]
 
 
-def test_targets_follow_the_order_in_which_a_context_rank_holds_its_positions():
+def test_targets_follow_the_order_of_positions_on_a_context_rank():
     indices = torch.tensor([0, 1, 6, 7])  # rank 0 of 2, zigzag, on one sequence of 8
     assert prediction_targets(torch.tensor([0, 8]), indices).tolist() == [1, 2, 7, -1]
 
@@ -96,7 +96,7 @@ def test_a_single_chosen_token_equals_the_dense_definition():
     torch.testing.assert_close(case.ours(), case.dense(1.0), **TIGHT)
 
 
-def test_rows_that_predict_nothing_wanted_are_never_read():
+def test_rows_without_a_selected_prediction_are_never_read():
     case, targets = Case(16, 16), whole_targets()
     unused = (targets < 0) | ~case.select[targets]
     assert unused.any()
@@ -110,7 +110,7 @@ def test_rows_that_predict_nothing_wanted_are_never_read():
 
 
 @pytest.mark.parametrize("trained", ["hidden", "weight"])
-def test_of_two_gradients_either_alone_is_the_same(trained):
+def test_each_of_two_gradients_is_the_same_alone(trained):
     both, one = Case(13, 16), Case(13, 16)
     expected = torch.autograd.grad(sum(both.ours()).sum(), getattr(both, trained))
     for name in {"hidden", "weight"} - {trained}:
@@ -148,7 +148,7 @@ def test_bfloat16_is_multiplied_and_summed_in_float32_where_the_cpu_only_emulate
             torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-5)
 
 
-def test_bfloat16_products_give_what_rounded_logits_give(monkeypatch):
+def test_bfloat16_products_equal_rounded_logits(monkeypatch):
     """Like a CPU with bfloat16 instructions; an emulated product rounds the same way."""
     monkeypatch.setattr("parallel.logit_tiles.product_dtype", lambda dtype: dtype)
     case = Case(250, 250, torch.bfloat16)
@@ -173,7 +173,7 @@ def test_no_tensor_has_more_elements_than_a_tile_or_the_inputs():
 
 
 @pytest.mark.parametrize(("num_ranks", "vocab_size"), [(1, 17), (2, 16)])
-def test_a_vocabulary_that_the_ranks_do_not_split_is_refused(num_ranks, vocab_size, monkeypatch):
+def test_a_vocabulary_that_ranks_do_not_split_is_refused(num_ranks, vocab_size, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: num_ranks)
     case = Case(13, 16)
@@ -199,10 +199,10 @@ def tensor_parallel_rank(rank, world_size, vocab_size, sequence_parallel, num_se
     "world_size, vocab_size, num_selected",
     [(2, 13, NUM_TOKENS), (4, 13, NUM_TOKENS), (4, 16, NUM_TOKENS), (2, 13, 9), (2, 13, 0)],
 )
-def test_tensor_parallel_ranks_all_get_the_dense_values_and_their_part_of_the_gradient(
+def test_tensor_ranks_get_the_dense_values_and_their_part_of_the_gradient(
     world_size, vocab_size, num_selected, sequence_parallel
 ):
-    """With 9 tokens only the first rank's slice has selected rows; with 0, no slice has."""
+    """With 9 selected tokens only the first rank's slice has rows; with 0, no slice has."""
     results = run_ranks(
         world_size, tensor_parallel_rank, world_size, vocab_size, sequence_parallel, num_selected
     )
@@ -247,7 +247,7 @@ def context_and_tensor_parallel_rank(rank):
     return whole, indices.chunk(2)[tensor_rank], of_hidden, of_weight
 
 
-def test_the_sum_over_context_ranks_is_the_whole_and_each_has_the_gradient_of_its_rows():
+def test_context_ranks_sum_to_the_whole_and_have_the_gradient_of_their_rows():
     """With sequence parallelism."""
     results = run_ranks(4, context_and_tensor_parallel_rank)
     case = Case(13, 14)
@@ -260,7 +260,7 @@ def test_the_sum_over_context_ranks_is_the_whole_and_each_has_the_gradient_of_it
 
 
 @pytest.mark.parametrize("has_entropy", [True, False])
-def test_the_gradient_of_a_tile_is_the_same_in_the_form_that_gpus_compile(has_entropy):
+def test_the_gradient_of_a_tile_is_equal_in_the_form_compiled_for_gpus(has_entropy):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(9, 40, generator=generator)
     columns = torch.randint(-20, 60, (9,), generator=generator)  # some are in other tiles

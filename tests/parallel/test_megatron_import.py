@@ -22,7 +22,7 @@ COMPILER = ["torch._dynamo", "torch._inductor"]
 
 
 @pytest.mark.long
-def test_a_rank_starts_without_what_it_makes_no_use_of():
+def test_a_rank_starts_without_unused_imports():
     names = HEAVY if torch.cuda.is_available() else HEAVY + COMPILER
     command = [sys.executable, "-W", "ignore", "-c", LOADED.format(names=names)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120)

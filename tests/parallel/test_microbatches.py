@@ -58,7 +58,7 @@ def test_a_plan_uses_every_sequence_once_within_the_limit_and_equally_many_times
 
 @settings(max_examples=25)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40), dims=ALL_DIMS)
-def test_what_is_planned_packs_to_what_was_promised(lengths, dims):
+def test_planned_microbatches_pack_to_the_planned_lengths(lengths, dims):
     alignment = Alignment.for_mesh(dims, sequence_parallel=True)
     sequences = [
         TokenSequence(
@@ -84,7 +84,7 @@ def rollout_lengths(n, seed=0):
     return (torch.randn(n, generator=generator) * 0.8 + 6.5).exp().clamp(16, 8192).int().tolist()
 
 
-def test_few_microbatches_beyond_what_the_tokens_force():
+def test_microbatches_are_few_more_than_the_tokens_need():
     lengths = rollout_lengths(2048)
     plan = plan_microbatches(lengths, 8192, ParallelDims(data=4), Alignment())
     least = math.ceil(sum(lengths) / 8192 / 4)
@@ -176,7 +176,7 @@ def test_a_pipeline_gets_more_and_smaller_microbatches_at_its_ends(virtual_pipel
     assert (tokens[:, -1] < 0.9 * middle).all()
 
 
-def test_microbatches_that_meet_on_data_ranks_cost_alike():
+def test_concurrent_microbatches_of_data_ranks_cost_the_same():
     lengths = rollout_lengths(1024)
     plan = plan_microbatches(
         lengths, 16384, ParallelDims(data=8, pipeline=4), Alignment(), CostModel(quadratic=0)
@@ -185,7 +185,7 @@ def test_microbatches_that_meet_on_data_ranks_cost_alike():
     assert (tokens.max(axis=0) < 1.1 * tokens.min(axis=0)).all()
 
 
-def test_what_a_microbatch_costs_beside_its_sequences_keeps_their_number_down():
+def test_overhead_of_a_microbatch_keeps_their_number_down():
     lengths = rollout_lengths(512)
     dims = ParallelDims(data=2, pipeline=4)
     counts = [
@@ -217,7 +217,7 @@ def test_the_costliest_microbatch_of_each_rank_comes_first():
         assert tokens == sorted(tokens, reverse=True)
 
 
-def test_where_levelling_would_break_the_limit_the_fewest_microbatches_still_stand():
+def test_the_fewest_microbatches_stand_where_levelling_breaks_the_limit():
     # Balancing by cost puts 6 and 4 apart, 4 with the 4 and 3 with the 6: the last 3 finds loads of
     # 8 and 9 of 10. Best fit needs no third microbatch: 6 + 4 and 4 + 3 + 3.
     plan = plan_microbatches([6, 4, 4, 3, 3], 10, ParallelDims(), Alignment())
@@ -228,7 +228,7 @@ def test_transformer_cost_is_half_attention_where_length_is_twelve_times_the_hid
     cost = CostModel.transformer(hidden_size=128)
     length = 12 * 128
     assert cost.quadratic * length**2 == pytest.approx(cost.linear * length)
-    # And four times as long where one layer of four attends.
+    # Only one layer of four attends, so lengths are four times as large.
     hybrid = CostModel.transformer(hidden_size=128, attending=1 / 4)
     assert (hybrid.linear, 4 * hybrid.quadratic) == (cost.linear, cost.quadratic)
 

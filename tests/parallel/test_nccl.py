@@ -1,4 +1,4 @@
-"""The order in which ranks come to the communicators that they share."""
+"""The order in which ranks reach their communicators, and NCCL's errors."""
 
 import ctypes
 from graphlib import TopologicalSorter
@@ -15,11 +15,11 @@ from parallel.nccl import SUSPEND_MEM, Communicators, call_nccl, created_groups
 
 
 def names_of_groups(rank: int, dims: ParallelDims) -> list[str]:
-    """The names of this rank's groups, in order; a group has the same on all of its ranks."""
+    """Names of this rank's groups in order; a group has the same name on all of its ranks."""
     setup_device(rank)
     init_groups(dims, dynamic_context=dims.context > 1)
     communicators = Communicators()
-    for _ in range(2):  # of no communicator, on CPUs
+    for _ in range(2):  # CPU groups have no communicator
         communicators.suspend()
         communicators.resume()
         communicators.resume()
@@ -32,18 +32,18 @@ def names_of_groups(rank: int, dims: ParallelDims) -> list[str]:
     ids=str,
 )
 def test_ranks_never_wait_for_each_other_in_a_circle(dims):
-    of_ranks = run_ranks(4, names_of_groups, dims)
-    assert len(set.intersection(*map(set, of_ranks))) > 1 and all(map(len, of_ranks))
+    ranks = run_ranks(4, names_of_groups, dims)
+    assert len(set.intersection(*map(set, ranks))) > 1 and all(map(len, ranks))
     order: TopologicalSorter[str] = TopologicalSorter()
-    for names in of_ranks:
+    for names in ranks:
         for earlier, later in pairwise(names):
             order.add(later, earlier)
     order.prepare()  # raises CycleError
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL")
-def test_what_nccl_refuses_is_told_in_its_words():
-    """It needs no GPU to see that a communicator is missing."""
+def test_call_nccl_raises_nccls_own_words():
+    """NCCL refuses a null communicator even without a GPU."""
     for name, options in (("ncclCommSuspend", [SUSPEND_MEM]), ("ncclCommResume", [])):
         with pytest.raises(dist.DistBackendError, match=f"{name}: invalid argument.*{name}.*NULL"):
             call_nccl(name, ctypes.c_void_p(), *options)

@@ -23,7 +23,7 @@ def test_a_sequence_that_starts_with_a_response_is_a_bug():
         sequence(3, 0)
 
 
-def test_without_padding_needs_the_packed_tokens_are_the_sequences_end_to_end():
+def test_packed_tokens_without_padding_are_the_sequences_end_to_end():
     batch = pack([sequence(3, 1), sequence(2, 1, first=200), sequence(4, 2)], [1, 0], Alignment())
     assert batch.tokens.tolist() == [200, 201, 100, 101, 102]
     assert batch.cu_seqlens.tolist() == [0, 2, 5]
@@ -35,7 +35,7 @@ def test_without_padding_needs_the_packed_tokens_are_the_sequences_end_to_end():
     assert int((batch.sequence_index >= 0).sum()) == 5
 
 
-def test_what_a_rank_holds_and_predicts_is_known_before_the_batch_is_copied():
+def test_positions_and_predictions_of_a_rank_are_known_before_the_copy():
     dims = ParallelDims(tensor=2, context=2)
     batch = pack([sequence(6, 2), sequence(3, 2)], [0, 1], Alignment.for_mesh(dims, True))
     batch = batch.on_rank(dims, dims.coordinates(0))
@@ -48,7 +48,7 @@ def test_what_a_rank_holds_and_predicts_is_known_before_the_batch_is_copied():
     assert moved.on_rank(dims, dims.coordinates(0)) is moved
 
 
-def test_of_more_context_ranks_than_split_it_neighbours_share_a_microbatch():
+def test_neighbours_share_a_microbatch_that_fewer_context_ranks_split():
     dims = ParallelDims(context=4)
     batch = pack([sequence(8, 2)], [0], Alignment(sequence=4, total=4, context=2))
     held = [batch.on_rank(dims, dims.coordinates(rank)).part.local.tolist() for rank in range(4)]
@@ -61,7 +61,7 @@ def test_sequences_that_context_ranks_cannot_split_are_a_bug():
         batch.on_rank(ParallelDims(context=2), ParallelDims(context=2).coordinates(0))
 
 
-def test_every_response_token_and_nothing_else_carries_the_values_of_its_sequence():
+def test_only_response_tokens_carry_the_values_of_their_sequence():
     sequences = [
         sequence(5, 2, advantage=-1.5, loss_weight=0.25),
         sequence(3, 1, advantage=2.0, loss_weight=0.125),
@@ -71,7 +71,7 @@ def test_every_response_token_and_nothing_else_carries_the_values_of_its_sequenc
     assert batch.loss_weights.tolist() == [0, 0, 0.25, 0.25, 0.25, 0, 0, 0, 0, 0.125, 0.125, 0]
 
 
-def test_tokens_off_the_response_mask_are_read_and_carry_no_weight():
+def test_tokens_outside_the_response_mask_are_read_and_carry_no_weight():
     mask = torch.tensor([True, False, True])
     observed = replace(sequence(5, 2, advantage=2.0, loss_weight=0.25), response_mask=mask)
     batch = pack([observed, sequence(3, 1)], [0, 1], Alignment())
@@ -92,7 +92,7 @@ def test_padding_ends_each_sequence_and_the_last_one_fills_the_microbatch():
     assert int((batch.sequence_index >= 0).sum()) == 8
 
 
-def test_nothing_packs_to_padding_of_the_least_length_with_zero_weight():
+def test_no_sequences_pack_to_the_shortest_padding_with_zero_weight():
     batch = pack([sequence(3, 1)], [], Alignment(sequence=4, total=8))
     assert batch.cu_seqlens.tolist() == [0, 8]
     assert int((batch.sequence_index >= 0).sum()) == 0
@@ -111,7 +111,7 @@ def test_nothing_packs_to_padding_of_the_least_length_with_zero_weight():
         (3, 2, True, (4, 12)),
     ],
 )
-def test_alignment_is_the_least_that_gives_every_rank_an_equal_part(
+def test_alignment_is_the_smallest_with_equal_parts_for_all_ranks(
     tensor, context, sequence_parallel, expected
 ):
     alignment = Alignment.for_mesh(ParallelDims(tensor=tensor, context=context), sequence_parallel)
@@ -121,7 +121,7 @@ def test_alignment_is_the_least_that_gives_every_rank_an_equal_part(
 @pytest.mark.parametrize("multiple", [16, 32])
 @pytest.mark.parametrize("tensor", [1, 3, 4])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_part_has_a_multiple_of_tokens_also_of_fewer_context_ranks(multiple, tensor, size):
+def test_every_part_has_a_multiple_of_tokens_with_fewer_context_ranks_too(multiple, tensor, size):
     dims = ParallelDims(tensor=tensor, context=4)
     alignment = Alignment.for_mesh(dims, True, multiple).for_context(size)
     assert alignment.total % (size * tensor * multiple) == 0
@@ -165,12 +165,12 @@ def test_a_shared_prompt_ends_before_its_padding():
     assert batch.position_ids.tolist() == [*range(8), *range(6, 10), *range(6, 10)]
 
 
-def test_what_parts_from_a_response_beside_it_has_only_its_own_tokens():
+def test_a_branch_packed_with_its_root_has_only_its_own_tokens():
     prompt = [1, 2, 3, 4]
     first, other = of_prompt(prompt, 10, 11, 12, 13), of_prompt(prompt, 20)
     branch = replace(of_prompt([*prompt, 10, 11], 30, 31), root=0)
-    of_branch = replace(of_prompt([*prompt, 10, 11, 30], 40), root=2)
-    sequences = [first, other, branch, of_branch]
+    second_branch = replace(of_prompt([*prompt, 10, 11, 30], 40), root=2)
+    sequences = [first, other, branch, second_branch]
     batch = pack(sequences, range(4), Alignment(), share_prompts=True)
     assert batch.tokens.tolist() == [1, 2, 3, 4, 10, 11, 12, 13, 4, 20, 11, 30, 31, 30, 40]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 6, 7]
@@ -184,12 +184,12 @@ def test_what_parts_from_a_response_beside_it_has_only_its_own_tokens():
         [[0, 3], [3, 5], [10, 11], none],
     ]
     assert batch.completion_mask.nonzero().flatten().tolist() == [4, 5, 6, 7, 9, 11, 12, 14]
-    alone = pack(sequences, [2, 3], Alignment(), share_prompts=True)  # the root is elsewhere
+    alone = pack(sequences, [2, 3], Alignment(), share_prompts=True)  # without their root
     assert alone.tokens.tolist() == [1, 2, 3, 4, 10, 11, 30, 31, 30, 40]
 
 
 @pytest.mark.parametrize("prompt", [[1], [1, 2], [1, 2, 3]])
-def test_what_saves_no_token_is_not_shared(prompt):
+def test_a_prompt_is_not_shared_without_a_saving(prompt):
     sequences = [of_prompt(prompt, 10), of_prompt(prompt, 20)]
     alone = pack(sequences, [0, 1], Alignment(sequence=4, total=4))
     batch = pack(sequences, [0, 1], Alignment(sequence=4, total=4), share_prompts=True)
@@ -205,7 +205,7 @@ def routed(sequence: TokenSequence, first: int) -> TokenSequence:
     return replace(sequence, routes=routes[:, None])
 
 
-def test_routes_lie_at_their_tokens_and_whatever_has_none_goes_to_all_experts_in_turn():
+def test_routes_lie_at_their_tokens_and_other_tokens_rotate_over_experts():
     given = [routed(sequence(3, 1), 10), routed(sequence(4, 1), 20)]
     unread = replace(sequence(2, 2), routes=given[0].routes[:0])
     batch = pack([*given, unread], [1, 2, 0], Alignment(sequence=4, total=8))
@@ -219,7 +219,7 @@ def test_routes_lie_at_their_tokens_and_whatever_has_none_goes_to_all_experts_in
     assert unrouted[:, 0].tolist() == [[0, 1]] * 4
 
 
-def test_the_last_columns_of_routes_are_tokens_and_others_attend_to_the_first():
+def test_the_last_columns_of_routes_are_chosen_tokens():
     given = [routed(sequence(3, 1), 10), routed(sequence(4, 1), 20)]
     both = [
         replace(each, routes=torch.cat([each.routes, each.routes.short() + 500], dim=2))
@@ -232,8 +232,8 @@ def test_the_last_columns_of_routes_are_tokens_and_others_attend_to_the_first():
     assert found.routed_experts.tolist() == experts.routed_experts.tolist()
     tokens = found.chosen_tokens[:, 0, 0].tolist()
     assert tokens == [510, 511, 0, 0, 520, 521, 522, 0]
-    of_bytes = replace(given[1], routes=given[1].routes[:, :, [0, 1, 0, 1]])
-    mixed = pack([both[0], of_bytes], [1, 0], alignment, index_topk=2)
+    as_bytes = replace(given[1], routes=given[1].routes[:, :, [0, 1, 0, 1]])
+    mixed = pack([both[0], as_bytes], [1, 0], alignment, index_topk=2)
     assert mixed.chosen_tokens[:, 0, 0].tolist() == [20, 21, 22, 0, 510, 511, 0, 0]
     only = [replace(each, routes=each.routes[:, :, 2:]) for each in both]
     alone = pack(only, [0, 1], alignment, index_topk=2)
@@ -248,14 +248,14 @@ def test_a_shared_prompt_has_the_routes_of_one_sample_and_completions_their_own(
     assert batch.routed_experts[:, 0, 0].tolist() == [10, 11, 12, 13, 14, 10, 23, 24, 16]
 
 
-def test_a_shared_prompt_has_the_routes_of_a_sample_whose_prompt_the_engine_has_read():
+def test_a_shared_prompt_has_the_routes_of_a_sample_with_a_read_prompt():
     failed, other = of_prompt([1, 2, 3, 4], 10, 11), routed(of_prompt([1, 2, 3, 4], 20, 21), 20)
     failed = replace(failed, routes=other.routes[:0])
     batch = pack([failed, other], [0, 1], Alignment(), share_prompts=True)
     assert batch.routed_experts[:3, 0, 0].tolist() == [20, 21, 22]
 
 
-def test_without_routes_routers_choose():
+def test_routers_choose_without_routes():
     assert pack([sequence(3, 1)], [0], Alignment()).routed_experts is None
     assert pack([routed(sequence(3, 1), 0)], [], Alignment()).routed_experts is None
 

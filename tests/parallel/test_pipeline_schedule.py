@@ -13,7 +13,7 @@ SIZES = [(1, 4, 1), (2, 1, 1), (4, 2, 1), (4, 9, 1), (2, 4, 2), (4, 4, 2), (4, 1
 
 
 def event_by_event(costs, pipeline, virtual):
-    """Every stage runs its next operation as soon as its input is there; returns the total time."""
+    """Total time if every stage runs its next operation as soon as its input is there."""
     queues = [stage_operations(s, len(costs), pipeline, virtual) for s in range(pipeline)]
     last, clock, ends = pipeline * virtual - 1, [0.0] * pipeline, {}
     while any(queues):
@@ -37,7 +37,7 @@ def event_by_event(costs, pipeline, virtual):
 @given(
     pipeline=st.integers(1, 5), virtual=st.integers(1, 3), groups=st.integers(1, 3), data=st.data()
 )
-def test_the_time_is_that_of_every_operation_in_turn(pipeline, virtual, groups, data):
+def test_pipeline_time_equals_an_event_simulation(pipeline, virtual, groups, data):
     virtual = virtual if pipeline > 1 else 1
     count = groups * pipeline if virtual > 1 else data.draw(st.integers(1, 12))
     row = st.lists(st.integers(0, 50), min_size=count, max_size=count)
@@ -47,7 +47,7 @@ def test_the_time_is_that_of_every_operation_in_turn(pipeline, virtual, groups, 
 
 
 @pytest.mark.parametrize(("pipeline", "count", "virtual"), SIZES)
-def test_a_row_that_ends_in_absent_microbatches_is_a_shorter_one(pipeline, count, virtual):
+def test_absent_microbatches_at_the_end_shorten_a_row(pipeline, count, virtual):
     costs = np.random.default_rng(0).random((2, count))
     longer = np.hstack([costs, np.full((2, 2 * pipeline), ABSENT)])
     expected = makespan(costs, pipeline, virtual)
@@ -55,14 +55,14 @@ def test_a_row_that_ends_in_absent_microbatches_is_a_shorter_one(pipeline, count
 
 
 @pytest.mark.parametrize(("pipeline", "count", "virtual"), SIZES)
-def test_many_rows_take_what_each_takes_alone(pipeline, count, virtual):
+def test_rows_take_the_same_time_together_and_alone(pipeline, count, virtual):
     costs = np.random.default_rng(0).random((35, count))
     alone = [makespan(row[None], pipeline, virtual)[0] for row in costs]
     assert makespan(costs, pipeline, virtual).tolist() == alone
 
 
 @pytest.mark.parametrize(("pipeline", "count", "virtual"), SIZES)
-def test_stages_do_what_megatron_has_them_do(pipeline, count, virtual, monkeypatch):
+def test_stages_follow_megatrons_schedule_table(pipeline, count, virtual, monkeypatch):
     table = get_schedule_table(count, virtual, pipeline if virtual > 1 else count)
     sizes = {
         "get_pipeline_model_parallel_world_size": pipeline,

@@ -1,4 +1,4 @@
-"""Plans of what trainer ranks send to engine workers, carried out on tensors in one process."""
+"""Plans of pushes from trainer ranks to engine workers, executed on tensors in one process."""
 
 from collections import Counter
 from dataclasses import replace
@@ -42,7 +42,7 @@ def num_bytes(copies, itemsizes):
 
 
 def numbered_weights(shape):
-    """Weights whose elements are all different integers."""
+    """Weights with distinct integers as elements."""
     weights, start = {}, 1
     for name, size in hf_tensors(shape).items():
         count = torch.Size(size).numel()
@@ -52,10 +52,9 @@ def numbered_weights(shape):
 
 
 def filled(layout, weights):
-    """The local tensors of a layout, 0 where there is no weight."""
+    """Local tensors of a layout, 0 outside of its pieces."""
     tensors = {name: torch.zeros(size, dtype=torch.int64) for name, size in layout.shapes.items()}
     files = Layout.of_whole_tensors({name: tuple(value.shape) for name, value in weights.items()})
-    # Replicas are filled like other pieces.
     for copy in intersect(files, layout):
         move(copy, weights, tensors)
     return tensors
@@ -125,7 +124,7 @@ def test_ranks_that_hold_the_same_tensors_say_so(push):
 
 @settings(max_examples=30)
 @given(pushes(), st.integers(1, 5))
-def test_the_traffic_is_that_of_all_plans(push, num_engines):
+def test_traffic_equals_the_sum_of_all_plans(push, num_engines):
     shape, dims, workers = push
     senders = senders_of(shape, dims)
     shares = list(all_shares(first_senders(shape, dims), workers))
@@ -195,7 +194,7 @@ def test_a_rank_of_a_70b_job_meets_each_worker_once_a_piece_and_sends_its_fair_s
 
 
 @pytest.mark.parametrize(("data", "sharers"), [(3, 3), (4, 4), (6, 3), (32, 4)])
-def test_of_many_ranks_with_the_same_tensors_four_at_most_send_them(data, sharers):
+def test_at_most_four_ranks_with_the_same_tensors_send_them(data, sharers):
     dims = ParallelDims(tensor=8, pipeline=4, data=data)
     workers = engine_layouts(LLAMA_70B, EngineDims(tensor=8))
     shares = all_shares(first_senders(LLAMA_70B, dims), workers)
@@ -209,7 +208,7 @@ def test_of_many_ranks_with_the_same_tensors_four_at_most_send_them(data, sharer
         assert len(ranks) == sharers * dims.pipeline
 
 
-def test_ranks_that_hold_a_slice_of_a_stack_send_equal_parts_of_it():
+def test_ranks_with_equal_slices_of_a_stack_send_equal_parts():
     slice_ = Layout.of_whole_tensors({"w": (1, 8)})
     for rank in range(2):
         (copy,) = plan_sends(Sender(rank, slice_, {"w": range(2)}), [slice_], 8)[0]
@@ -233,8 +232,8 @@ def test_experts_are_sent_by_the_ranks_that_hold_them():
         assert len(experts) in (16, 32)
 
 
-def test_what_a_worker_gets_is_sent_in_the_order_of_its_rows():
-    """Gate and up of an expert, then of the next: so a GPU sums all of them at once."""
+def test_a_worker_receives_in_the_order_of_its_rows():
+    """Gate and up of an expert, then of the next, so that a GPU sums all of them at once."""
     dims = ParallelDims(data=4, expert=4, expert_tensor=1)
     shape = replace(QWEN3_30B, num_layers=2)
     workers = engine_layouts(shape, EngineDims(tensor=2))

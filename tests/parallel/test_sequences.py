@@ -7,7 +7,7 @@ from parallel.sequences import SequenceMeans, counted_lengths
 
 CU_SEQLENS = torch.tensor([0, 5, 6, 12, 16], dtype=torch.int32)
 NUM_TOKENS = 16
-# No token of the second sequence counts, and the last tokens are padding.
+# No token of the second sequence counts; the last tokens are padding.
 COUNTED = [0, 1, 3, 4, 6, 7, 8, 10, 11, 12]
 
 
@@ -20,7 +20,7 @@ def case():
 
 
 def owner(world_size):
-    """The rank that counts each token: uneven; the last rank has all of the last sequence."""
+    """The rank of each token: uneven shares; the last rank has all of the last sequence."""
     ranks = torch.arange(NUM_TOKENS) * 7 % world_size
     ranks[12:] = world_size - 1
     return ranks.clamp(min=int(world_size == 4))  # with four ranks, rank 0 has no tokens
@@ -66,7 +66,7 @@ def sequence_rank(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_over_context_ranks_every_one_has_the_whole_and_the_gradient_of_its_tokens(world_size):
+def test_every_context_rank_has_the_whole_and_the_gradient_of_its_tokens(world_size):
     values, weights, mask = case()
     sums, means, loss, gradient = result(values, weights, mask, None)
     ranks = run_ranks(world_size, sequence_rank, world_size)

@@ -1,4 +1,4 @@
-"""Which completions of a prompt are packed together."""
+"""Plans that pack completions with their shared prompt."""
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_a_group_larger_than_a_microbatch_repeats_its_prompt_in_each():
     assert sorted(map(len, microbatches)) == [4, 4]
 
 
-def test_branches_are_with_what_they_part_from_if_all_fits():
+def test_branches_are_packed_with_their_root_if_all_fits():
     branches = {
         0: {2: Branched(0, 150, 30), 3: Branched(2, 170, 10)},
         1: {4: Branched(1, 140, 900)},
@@ -70,22 +70,23 @@ def test_branches_are_with_what_they_part_from_if_all_fits():
     assert sorted(microbatches) == [[0, 1, 2, 3], [4]]
 
 
-def test_branches_that_do_not_fit_are_together_where_they_part():
+def test_branches_that_do_not_fit_with_their_root_share_a_microbatch():
     branches = {0: {i: Branched(0, 10_500, 200) for i in range(1, 9)}}
     group = PromptGroup(num_prompt_tokens=1000, responses={0: 10_000}, branches=branches)
     ((*microbatches,),) = plan_shared_prompts([group], 12_200, ParallelDims(), Alignment(), COST)
-    assert sorted(map(len, microbatches)) == [3, 6]  # five are with what they part from
+    assert sorted(map(len, microbatches)) == [3, 6]  # five are with their root
 
 
 def test_ranks_without_a_group_of_their_own_share_one():
-    """If the group stayed together, one rank would be idle and the other take twice as long."""
+    """A whole group on one rank would leave the other idle and take twice as long."""
     groups = groups_of([(100, [1000] * 8)])
     plan = plan_shared_prompts(groups, 9000, ParallelDims(data=2), Alignment(), COST)
     assert [sum(map(len, rank)) for rank in plan] == [4, 4]
 
 
 def test_no_completion_is_refused_that_would_fit_alone():
-    """Alone, prompt and completion are one aligned sequence; a shared prompt is aligned itself."""
+    """Unshared, prompt and completion are one aligned sequence; a shared prompt has its own
+    padding."""
     groups = groups_of([(9, [7]), (9, [7, 7])])
     plan = plan_shared_prompts(groups, 16, ParallelDims(), Alignment(sequence=16, total=16), COST)
     assert sorted(plan[0]) == [[0], [1], [2]]
@@ -101,7 +102,7 @@ def test_the_work_of_a_group_counts_its_prompt_once():
 
 
 @pytest.mark.parametrize("shape", [[(1, [50])] * 8, [(50, [50] * 8)]], ids=["alone", "shared"])
-def test_where_each_microbatch_costs_much_there_is_one_though_it_leaves_stages_idle(shape):
+def test_costly_microbatches_become_one_that_leaves_stages_idle(shape):
     cost = CostModel(overhead=1e5)
     plan = plan_shared_prompts(groups_of(shape), 500, ParallelDims(pipeline=4), Alignment(), cost)
     assert plan == [[[*range(8)]]]

@@ -17,7 +17,7 @@ FIRST = torch.repeat_interleave(CU_SEQLENS[:-1].long(), torch.tensor(LENGTHS))
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Several blocks, of which some have queries of two sequences."""
+    """Several blocks; some have queries of two sequences."""
     monkeypatch.setattr(sparse_attention, "BLOCK", 24)
     monkeypatch.setattr(sparse_attention, "INDEX_BLOCK", 12)
 
@@ -27,7 +27,7 @@ def random(*size):
 
 
 def chosen_by_token(query, key, weights):
-    """The tokens that each attends to, as sets."""
+    """The set of tokens that each token attends to."""
     chosen = []
     for t in range(TOTAL):
         score = {
@@ -45,9 +45,9 @@ def all_queries():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_every_token_attends_to_the_best_of_its_sequence_up_to_itself(size):
+def test_every_token_attends_to_the_best_scores_up_to_itself(size):
     torch.manual_seed(0)
-    # With two heads, a quarter of the scores are zero: ties go to the earlier tokens.
+    # With two heads a quarter of the scores tie at zero: earlier tokens win.
     query, key, weights = random(2, DIM), random(DIM), random(2)
     expected = chosen_by_token(query, key, weights)
     for rank in range(size):
@@ -55,10 +55,10 @@ def test_every_token_attends_to_the_best_of_its_sequence_up_to_itself(size):
         found = choose_tokens(query[own], key, weights[own], Queries.of(own, CU_SEQLENS), TOPK)
         assert [set(row) for row in found.tolist()] == [expected[t] for t in own.tolist()]
         for row, t in zip(found.tolist(), own.tolist(), strict=True):
-            assert row[len(expected[t]) :] == [t] * (TOPK - len(expected[t]))  # sees no more
+            assert row[len(expected[t]) :] == [t] * (TOPK - len(expected[t]))  # sees fewer
 
 
-def test_outputs_and_gradients_are_those_of_a_softmax_over_the_chosen():
+def test_outputs_and_gradients_equal_a_softmax_over_the_chosen_tokens():
     torch.manual_seed(0)
     query, key, value = (random(HEADS, size).requires_grad_() for size in (DIM, DIM, VALUE_DIM))
     queries, upstream = all_queries(), random(HEADS, VALUE_DIM)
@@ -76,19 +76,19 @@ def test_outputs_and_gradients_are_those_of_a_softmax_over_the_chosen():
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-9)
 
 
-def test_recorded_positions_are_counted_from_the_beginning_of_each_sequence():
+def test_recorded_positions_count_from_the_start_of_each_sequence():
     queries = Queries.of(torch.tensor([0, 2, 5, 7, 10]), torch.tensor([0, 4, 12]).int())
     recorded = torch.tensor([[9, 9], [1, 2], [9, 9], [3, 0], [6, 2]]).int()
     assert recorded_tokens(recorded, queries).tolist() == [
-        [0, 0],  # the first of its sequence: itself, whatever is recorded
+        [0, 0],  # the first token of a sequence sees itself, whatever is recorded
         [1, 2],
-        [4, 5],  # the second of a sequence that begins at 4
+        [4, 5],  # the second token of the sequence at 4
         [7, 4],
         [10, 6],
     ]
 
 
-def test_a_part_of_the_queries_has_their_places_on_host_and_device():
+def test_queries_of_a_part_have_their_places_on_host_and_device():
     part = all_queries().part(1, 2)
     assert part.places.tolist() == [FIRST[TOTAL // 2 :].tolist(), [*range(TOTAL // 2, TOTAL)]]
     assert torch.equal(part.places, part.places_on_host)

@@ -8,7 +8,7 @@ from parallel.delta_rule import Chunks, causal_convolution, run_stages, stages
 from parallel.state_space import state_space
 
 LENGTHS = (5, 130, 64, 1, 65)
-"""Shorter than a chunk, of several, and of whole ones."""
+"""Shorter than a chunk, longer than a chunk, and whole chunks."""
 GROUPS, HEADS, KEY_DIM, VALUE_DIM = 2, 6, 8, 12
 
 
@@ -22,7 +22,7 @@ def chunks(lengths):
 
 @pytest.fixture
 def inputs():
-    """Queries, keys, values and decays."""
+    """Queries, keys, values and decays, [tokens, ...]."""
     generator, num_tokens = torch.Generator().manual_seed(0), sum(LENGTHS)
 
     def random(*size):
@@ -46,7 +46,7 @@ def by_token(query, key, value, decay):
     return torch.stack(outputs), torch.stack(memories)
 
 
-def test_outputs_memories_and_gradients_are_those_of_the_recurrence(inputs):
+def test_outputs_memories_and_gradients_equal_the_recurrence(inputs):
     found, expected = state_space(*inputs, chunks(LENGTHS)), by_token(*inputs)
     weights = [torch.randn_like(each) for each in expected]
     gradients = [

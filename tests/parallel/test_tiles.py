@@ -9,7 +9,7 @@ from parallel.tiles import even_columns, tile_columns
     ("width", "most", "expected"),
     [(151_936, 1024, 1024), (1000, 512, 512), (64, 512, 64), (5, 512, 64), (40_960, 768, 768)],
 )
-def test_tiles_are_of_one_width_that_products_like(width, most, expected):
+def test_tiles_have_one_width_that_products_run_fast_with(width, most, expected):
     columns = even_columns(width, most)
     assert columns == expected
     assert columns % 64 == 0

@@ -1,4 +1,4 @@
-"""Turns: which context ranks split which sequences."""
+"""Turns: the context ranks that split each sequence."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -33,7 +33,7 @@ def test_every_sequence_is_in_one_turn_and_no_rank_has_more_than_its_memory(leng
     ranks = plan_turns(lengths, budget, dims, alignment, COST)
     assert len(ranks) == dims.data and len({len(turns) for turns in ranks}) == 1
     assert ranks[0] and (dims.virtual_pipeline == 1 or len(ranks[0]) % dims.pipeline == 0)
-    turns = [turn for of_rank in ranks for turn in of_rank]
+    turns = [turn for own in ranks for turn in own]
     members = [i for turn in turns for microbatch in turn.microbatches for i in microbatch]
     assert sorted(members) == [*range(len(lengths))]
     for turn in turns:
@@ -63,8 +63,8 @@ def test_ranks_that_a_long_sequence_left_out_get_more_of_the_short_ones():
     )
     work = np.zeros(4)
     for turn in turns:
-        of_ranks = [10 * len(m) if 0 not in m else 200 for m in turn.microbatches]
-        work += np.repeat(of_ranks, turn.context_size) / turn.context_size
+        tokens = [10 * len(m) if 0 not in m else 200 for m in turn.microbatches]
+        work += np.repeat(tokens, turn.context_size) / turn.context_size
     assert work.max() <= 1.02 * work.mean()
 
 

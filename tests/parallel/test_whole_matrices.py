@@ -39,7 +39,7 @@ def cubed(matrix: Tensor) -> Tensor:
 
 
 def replaced(rank: int, max_elements: int) -> tuple[list[Tensor], list[int]]:
-    """The parts of a rank, and how many elements it received at a time."""
+    """A rank's parts, and the number of elements in each of its receives."""
     parts = PARTS[rank]
     values = [whole(name)[box.slices].clone() for name, box in parts]
     group, cpu = dist.group.WORLD, torch.device("cpu")
@@ -56,9 +56,9 @@ def replaced(rank: int, max_elements: int) -> tuple[list[Tensor], list[int]]:
 
 
 @pytest.mark.parametrize("max_elements", [1, 30, 1000])
-def test_every_part_is_that_of_the_function_of_the_whole(max_elements):
-    of_ranks = run_ranks(4, replaced, max_elements)
-    for parts, (values, received) in zip(PARTS, of_ranks, strict=True):
+def test_every_part_equals_the_function_of_the_whole_matrix(max_elements):
+    ranks = run_ranks(4, replaced, max_elements)
+    for parts, (values, received) in zip(PARTS, ranks, strict=True):
         assert max(received) <= max(max_elements, 2 * 5 * 3), "or one matrix, with its copies"
         for (name, box), found in zip(parts, values, strict=True):
             assert torch.equal(found, cubed(whole(name))[box.slices]), name

@@ -1,1 +1,1 @@
-"""An engine on top of `transformers`, which tests compare others with."""
+"""A reference engine on top of `transformers`."""

@@ -41,7 +41,7 @@ class _Request:
     answer: Json | None = None
 
     def fits(self, other: "_Request") -> bool:
-        """Whether both can be computed in one batch: they differ only in their seeds."""
+        """Whether both fit into one batch: they differ only in their seeds."""
         return self._without_seed() == other._without_seed()
 
     def _without_seed(self) -> tuple[list[int], Json]:
@@ -50,7 +50,7 @@ class _Request:
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in `folder`; quantised weights are dequantised."""
+    """The model in `folder`, with quantised weights dequantised."""
     if read_scheme(folder) is None:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     config = AutoConfig.from_pretrained(folder)
@@ -63,7 +63,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 class ModelWorker(PushWorker):
-    """The only worker of an engine: holds the weights of a transformers model in that layout."""
+    """The weights of a transformers model in the layout of an engine's single worker."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, dtype: str, engine: str) -> None:
         """Hold the weights in `folder` as a worker of `engine` would; `model` generates."""
@@ -81,11 +81,11 @@ class ModelWorker(PushWorker):
         copy_weights(stored, self._files, self._held, self._layout)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters that vLLM or SGLang would hold."""
+        """Parameters in the form of vLLM or SGLang."""
         return self._held
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
-        """Then copy what was received into the model, by the names of weight files."""
+        """Receive a push, and copy it into the model by the names of weight files."""
         sums = super().receive(receiver, received)
         copies = intersect(self._layout, self._files)
         dtypes = {copy.destination: received[copy.source].dtype for copy in copies}
@@ -105,7 +105,7 @@ def copy_weights(
     destination: Mapping[str, Tensor],
     destination_layout: Layout,
 ) -> None:
-    """Copy all that `destination` holds of the whole tensors."""
+    """Fill the boxes of `destination` from those of `source`."""
     for copy in intersect(source_layout, destination_layout):
         values = source[copy.source][copy.source_box.slices]
         target = destination[copy.destination][copy.destination_box.slices]
@@ -115,8 +115,7 @@ def copy_weights(
 class TransformersEngine:
     """A model and the version of its weights; computes one prompt at a time, none while paused.
 
-    The methods named in `server.ROUTES` take the body of a request and return the body
-    of the response.
+    The methods in `server.ROUTES` take the body of a request and return that of the response.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class TransformersEngine:
         return f"vllm:generation_tokens_total {self._num_tokens}\n".encode()
 
     def pause(self, body: Json) -> Json:
-        """Hold requests back, after those that are being computed."""
+        """Hold back requests that are not being computed yet."""
         with self._turn:
             self._paused = True
         return {}
@@ -166,24 +165,24 @@ class TransformersEngine:
         return {}
 
     def answer_as_worker(self, body: Json) -> Json:
-        """Answer a call as this engine's one worker."""
+        """Answer a call as this engine's only worker."""
         call = body["kwargs"]
         with self._turn if call["call"] in ("open_channels", "receive_push") else nullcontext():
             return {"results": [self.worker.answer(**call)]}
 
     def update_weight_version(self, body: Json) -> Json:
-        """Set the version that samples are labelled with."""
+        """Set the version that labels samples."""
         self.weight_version = body["new_version"]
         return {}
 
     def reset_prefix_cache(self, body: Json) -> Json:
-        """Nothing to reset: no cache is kept from one prompt to the next."""
+        """Do nothing: no cache outlives a prompt."""
         return {"success": True}
 
     def generate(self, body: Json, is_wanted: Callable[[], bool]) -> Json:
         """A sample of a prompt; raises Abandoned once `is_wanted` returns False.
 
-        The first request of a prompt to get its turn computes all that wait with it, in one batch.
+        The first request of a prompt that gets its turn computes all waiting ones in one batch.
         """
         request = _Request(body, is_wanted)
         with self._turn:

@@ -16,19 +16,19 @@ class Completion(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     routes: Tensor | None
-    """[tokens, layers, columns] of `RouteRecorder`, for each token of prompt and completion but the
-    last; None without a recorder."""
+    """Routes by `RouteRecorder`, [tokens, layers, columns], for each token of prompt and completion
+    except the last; None without a recorder."""
 
 
 class RouteRecorder:
-    """Notes which experts the routers of a model choose, and which tokens its indexers choose.
+    """Records the experts that a model's routers choose, and the tokens that its indexers choose.
 
-    The columns of a token are its experts, 0 in layers without, and then the positions of the
-    tokens that it attends to, with 0 behind them if there are fewer; each only if `recorded`.
+    The columns of a token are its experts, 0 in layers without, then the positions that it attends
+    to, padded with 0; each only if `recorded`.
     """
 
     def __init__(self, model: PreTrainedModel, recorded: Sequence[str]) -> None:
-        """`recorded`: how the names of modules end whose choices are noted."""
+        """`recorded`: ends of the names of modules to record."""
         layers: Any = model.get_decoder().layers
         self._num_layers = len(layers)
         self._of_layers: dict[str, dict[int, Tensor]] = {kind: {} for kind in recorded}
@@ -45,15 +45,15 @@ class RouteRecorder:
         self._of_layers[kind][number] = chosen
 
     def last_routes(self, num_completions: int, is_prompt: bool) -> Sequence[Tensor]:
-        """[tokens, layers, columns] int32 of the last forward pass, for each of the completions.
+        """Routes of the last forward pass for each completion, int32 [tokens, layers, columns].
 
-        The pass had one token of each, or the prompt that they share.
+        The pass had one token of each completion, or their common prompt.
         """
         kinds = []
         for found in self._of_layers.values():
             none = torch.zeros_like(next(iter(found.values())))
-            of_layers = [found.get(number, none) for number in range(self._num_layers)]
-            kinds.append(torch.stack(of_layers, dim=1).to("cpu", torch.int32))
+            layers = [found.get(number, none) for number in range(self._num_layers)]
+            kinds.append(torch.stack(layers, dim=1).to("cpu", torch.int32))
         routes = torch.cat(kinds, dim=2)
         return [routes] * num_completions if is_prompt else routes.split(1)
 
@@ -74,11 +74,11 @@ def sample(
 ) -> list[Completion]:
     """Sample a completion of one prompt for each of `seeds`.
 
-    Log-probabilities are those after temperature, top-p and top-k. Each completion has its
-    own random generator; temperature 0 is greedy. A completion ends with the first of
-    `stop_token_ids`, which it includes, or after `max_tokens`. `note` is called after every forward
-    pass with the number of new tokens, and may stop the sampling by raising an exception. With the
-    model's `recorder`, completions have the routes of their tokens.
+    Log-probabilities are taken after temperature, top-p and top-k. Each completion has its own
+    random generator; temperature 0 is greedy. A completion ends with the first of `stop_token_ids`,
+    which it includes, or after `max_tokens`. `note` is called after every forward pass with the
+    number of new tokens, and may raise to stop the sampling. With the model's `recorder`,
+    completions have the routes of their tokens.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     token_ids: list[list[int]] = [[] for _ in seeds]
@@ -122,8 +122,8 @@ def sample(
 
 
 def cut(logprobs: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Restrict `logprobs` [N, vocabulary] to the `top_k` likeliest tokens (-1: all), and these to
-    the likeliest with a total probability of `top_p`; the others become -inf, as in vLLM."""
+    """Set log-probabilities [N, vocabulary] to -inf outside the `top_k` likeliest tokens (-1: all),
+    then outside the likeliest with a total probability of `top_p`, as in vLLM."""
     if top_k != -1:
         least = logprobs.topk(min(top_k, logprobs.shape[-1])).values[:, -1:]
         logprobs = logprobs.masked_fill(logprobs < least, -torch.inf).log_softmax(-1)

@@ -1,8 +1,8 @@
-"""An engine on top of `transformers`: the routes of vLLM, or of our SGLang, that the client uses.
+"""A reference engine on top of `transformers`, with the client's routes of vLLM or of our SGLang.
 
-A reference for both: the samples of one prompt that wait at the same time are one batch, and
-prompts are processed one after the other, without any padding. A run has it by its address, as any
-engine of a user's own, and takes it for vLLM, or for what `--engine` names.
+Samples of one prompt that wait at the same time are one batch; prompts are processed one after the
+other, without padding. A run gets its URL like that of any external engine, and treats it as vLLM,
+or as the engine that `--engine` names.
 
     PYTHONPATH=.:tests python -m reference_engine.server --model FOLDER --host 127.0.0.1 --port 8000
 """
@@ -26,7 +26,8 @@ from megatron_grpo.launch.run_dir import check_token, take_token
 from reference_engine.engine import Abandoned, TransformersEngine
 
 MAX_REFUSED_BYTES = 1 << 16
-"""Read at most this much of a request without the token, so that its sender reads the answer."""
+"""Most bytes to read of a request without the token; its sender reads the answer only after it has
+sent the request."""
 
 GENERATE = "/inference/v1/generate"
 ROUTES: dict[str, Callable[..., Json | bytes]] = {
@@ -51,7 +52,7 @@ class RequestHandler(BaseHTTPRequestHandler):
     token: str
 
     def do_POST(self) -> None:
-        """Answer from `ROUTES`."""
+        """Answer by the method in `ROUTES`."""
         route = urlsplit(self.path).path
         authorization = self.headers.get("Authorization", "").encode("latin-1")
         length = int(self.headers.get("Content-Length", 0))
@@ -112,7 +113,7 @@ class Server(ThreadingHTTPServer):
 
 
 def main() -> None:
-    """Serve until killed. The token comes by the environment."""
+    """Serve until killed; the token is in the environment."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
     parser.add_argument("--host", required=True, help="one address of this host")

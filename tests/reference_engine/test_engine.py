@@ -28,7 +28,7 @@ from reference_engine.engine import TransformersEngine, load_model
 @pytest.mark.parametrize(
     "family",
     [
-        # Theirs are stacked as those of the last one.
+        # The stacks of these families have the form of the last one's.
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("qwen3_moe", "glm4_moe", "deepseek_v3")
@@ -74,18 +74,18 @@ def test_requests_that_wait_with_the_same_prompt_are_one_batch(tied_model, monke
     batches.clear()
     engine.pause({})
     with ThreadPoolExecutor() as pool:
-        asked = [pool.submit(ask, [5, 6, 7], seed) for seed in range(3)]
+        requests = [pool.submit(ask, [5, 6, 7], seed) for seed in range(3)]
         other = pool.submit(ask, [5, 6], 0)
         assert wait_until(lambda: engine.load({})["server_load"] == 4, 30)
         engine.resume({})
-        assert [future.result() for future in asked] == alone
+        assert [future.result() for future in requests] == alone
         other.result()
     assert sorted(batches) == [([5, 6], [0]), ([5, 6, 7], [0, 1, 2])]
     assert engine.load({})["server_load"] == 0
 
 
 @pytest.mark.slow
-def test_samples_tell_the_tokens_that_indexers_chose(tmp_path):
+def test_samples_have_the_tokens_of_indexers(tmp_path):
     folder = tiny_model(tmp_path, "glm_moe_dsa")
     topk = read_shape(folder).indexer.topk
     with running_engine("reference", folder, tmp_path, indexer_replay=True) as engine:
@@ -96,12 +96,12 @@ def test_samples_tell_the_tokens_that_indexers_chose(tmp_path):
     for sample in samples:
         found, wanted = sample.routes, chosen_tokens(folder, sample)
         assert found.shape == wanted.shape and len(found) > topk
-        # Of the tokens before, all are seen.
+        # Earlier tokens see all positions.
         np.testing.assert_array_equal(np.sort(found[topk:]), np.sort(wanted[topk:]))
 
 
 def chosen_experts(folder: Path, sample: Sample) -> np.ndarray:
-    """What the routers of `transformers` choose for all tokens but the last, in one pass."""
+    """Experts that `transformers` chooses for all tokens except the last, in one pass."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids[:-1]]])
     with torch.inference_mode():
@@ -114,12 +114,12 @@ def chosen_experts(folder: Path, sample: Sample) -> np.ndarray:
 @pytest.mark.parametrize(
     ("num_experts", "dtype"), [pytest.param(8, np.uint8, marks=pytest.mark.slow), (300, np.int16)]
 )
-def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path, num_experts, dtype):
+def test_samples_have_the_experts_of_every_token_read(tmp_path, num_experts, dtype):
     sizes = {"num_local_experts": num_experts, "num_experts_per_tok": 3}
     folder = tiny_model(tmp_path, "mixtral", **sizes)
     with running_engine("reference", folder, tmp_path, router_replay=True) as engine:
         engine.push(folder)
-        # Some end early: the others go on as a smaller batch.
+        # Some completions end early; the others continue as a smaller batch.
         samples = engine.generate(
             random_prompts(2), stop_token_ids=[*range(20, 60)], router_replay=True
         )

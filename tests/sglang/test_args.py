@@ -90,7 +90,7 @@ def refusal(name: str) -> str:
     return ""
 
 
-def test_arguments_that_would_be_silently_wrong_or_do_nothing_are_refused_and_no_others():
+def test_only_arguments_that_are_wrong_or_without_effect_are_refused():
     known = sglang_argument_names(str(SGLANG_PYTHON))
     assert {name for name in known if "cannot be set" in refusal(name)} == {*OF_ENGINES.split()}
     assert all(any(re.fullmatch(each, name) for name in known) for each in REFUSED)
@@ -105,7 +105,7 @@ def test_arguments_that_would_be_silently_wrong_or_do_nothing_are_refused_and_no
         ("sampling_defaults", "a run sets it, by its own keys"),  # in our server
     ],
 )
-def test_an_argument_that_a_run_sets_itself_is_refused_without_being_listed(name, why):
+def test_an_argument_that_a_run_sets_itself_is_refused(name, why):
     assert refusal(name) == f"rollout.sglang.{name} cannot be set: {why}"
 
 
@@ -157,26 +157,26 @@ def test_a_variable_that_would_break_a_run_is_refused_by_name(monkeypatch, name)
 def test_sglang_has_the_variables_that_are_refused():
     found = subprocess.run([SGLANG_PYTHON, "-P", "-c", FIND], capture_output=True, text=True)
     runtime = Path(found.stdout.strip()).parent / "srt"
-    told = (runtime / "environ.py").read_text()
-    told += (runtime / "entrypoints" / "http_server.py").read_text()
+    source = (runtime / "environ.py").read_text()
+    source += (runtime / "entrypoints" / "http_server.py").read_text()
     for pattern in REFUSED_VARIABLES:
-        assert re.search(rf"\b{pattern}\b", told), pattern
+        assert re.search(rf"\b{pattern}\b", source), pattern
 
 
-def test_requests_are_not_dealt_out_by_rooms_that_they_do_not_have():
+def test_requests_are_not_distributed_by_bootstrap_rooms():
     check_sglang_arguments(rollout(load_balance_method="total_tokens"))
     with pytest.raises(ValueError, match="load_balance_method follow_bootstrap_room needs"):
         check_sglang_arguments(rollout(load_balance_method="follow_bootstrap_room"))
 
 
 @pytest.mark.slow  # SGLang is imported
-def test_a_server_that_a_user_starts_answers_nobody_without_the_token(tmp_path):
+def test_a_server_started_by_a_user_refuses_requests_without_the_token(tmp_path):
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
     environment["MODEL"] = str(servable_model(tmp_path, "qwen3"))
-    told = subprocess.run(
+    finished = subprocess.run(
         [SGLANG_PYTHON, "-P", "-c", GUARDED], capture_output=True, text=True, env=environment
     )
-    variable, argument, flag = told.stdout.splitlines()[-3:]
+    variable, argument, flag = finished.stdout.splitlines()[-3:]
     assert variable.startswith("SGLANG_GRPC_PORT=2 in the environment does not go")
     assert argument.startswith("--tokenizer-worker-num cannot be set")
     assert flag.startswith("--smg-grpc-mode cannot be set")

@@ -17,15 +17,15 @@ from parallel import ParallelDims
 FILE = "model.safetensors"
 COLOURS = TINY_CONFIG.parent / "learn_colours.yaml"
 LIMITS = {"limit_mm_data_per_request": {"image": 2}}
-# Prompts find what those before them have left in the cache.
+# Later prompts find earlier ones in the cache.
 TWO_AT_A_TIME = LIMITS | {"max_running_requests": 2}
 CACHED = re.compile(r"#cached-token: (\d+)")
 TRAINED = ("model.freeze_vision=false", "data.image_column=image")
 TP2_PP2, EP2 = ParallelDims(tensor=2, pipeline=2), ParallelDims(data=2, expert=2)
 TEXT = {"intermediate_size": 128}  # which SGLang does not pad for two workers
 OF_EXPERTS = TEXT | {"moe_intermediate_size": 128}
-# Windows, and an MLP that SGLang pads to 64, as it pads 3,420 to 3,424; places in two parts, of
-# which the second is padded.
+# Windows, and an MLP that SGLang pads to 64, as it pads 3,420 to 3,424; position embeddings over
+# two workers, the second with padding.
 TOWERS = {
     "qwen2_5_vl": {"depth": 2, "window_size": 56, "intermediate_size": 60},
     "qwen3_vl": {"num_position_embeddings": 100},
@@ -43,7 +43,7 @@ TOWERS = {
     ],
     ids=str,
 )
-def test_both_towers_are_pushed_and_engines_see_what_transformers_sees(
+def test_both_towers_are_pushed_and_engines_agree_with_transformers(
     monkeypatch, tmp_path, family, size, dims
 ):
     monkeypatch.setitem(towers.VISION, family, towers.VISION[family] | TOWERS[family])

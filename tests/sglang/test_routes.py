@@ -1,4 +1,4 @@
-"""The experts that SGLang reports for each token, against the routers of transformers."""
+"""SGLang's experts of each token against the routers of transformers."""
 
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -35,12 +35,12 @@ def reference(folder: Path) -> AutoModelForCausalLM:
 
 
 def bounds(sample: Sample) -> list[tuple[int, int]]:
-    """Begin and end of each version's part of the completion."""
+    """(start, end) of the tokens of each weight version."""
     return [*pairwise([0, *accumulate(count for _, count in sample.spans)])]
 
 
 def chosen_by(folder: Path, sample: Sample) -> np.ndarray:
-    """The experts that the routers of these weights choose for all tokens but the last."""
+    """Experts that the routers in `folder` choose for all tokens except the last."""
     model = reference(folder)
     tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids[:-1]]])
     with torch.inference_mode():
@@ -49,11 +49,11 @@ def chosen_by(folder: Path, sample: Sample) -> np.ndarray:
     return np.sort(torch.stack([layer.topk(topk).indices for layer in logits], dim=1).numpy())
 
 
-def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path):
+def test_samples_have_the_experts_of_every_token_read(tmp_path):
     folder = mixture(tmp_path)
     with running_engine("sglang", folder, tmp_path, **ENGINE) as engine:
         engine.push(folder)
-        # The second time, the prompts are in its cache.
+        # The second time, the prompts are in the engine's cache.
         made = [engine.generate(random_prompts(2), router_replay=True) for _ in range(2)]
     for sample in (*made[0], *made[1]):
         np.testing.assert_array_equal(np.sort(sample.routes), chosen_by(folder, sample))
@@ -62,7 +62,7 @@ def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path):
 def gaps_on_rank(
     rank: int, folder: Path, samples: list[Sample], routes: list[np.ndarray]
 ) -> list[torch.Tensor]:
-    """How far the trainer's log-probabilities are from those of the samples, with these routes."""
+    """Gaps between the trainer's log-probabilities with `routes` and those of the samples."""
     dims = ParallelDims()
     policy, groups = start_policy(rank, folder, dims, "rollout.router_replay=true")
     found = []
@@ -82,25 +82,25 @@ def gaps_on_rank(
 
 
 @pytest.mark.slow
-def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(tmp_path):
+def test_every_token_keeps_its_experts_through_a_push(tmp_path):
     folders = [mixture(tmp_path / "old"), mixture(tmp_path / "new", seed=1)]
     many = {"num_generations": 8, "max_completion_length": 300, "router_replay": True}
     with running_engine("sglang", folders[0], tmp_path, **ENGINE) as engine:
         engine.push(folders[0])
-        asked = engine.ask(random_prompts(2), stop_token_ids=(), **many)
+        completions = engine.ask(random_prompts(2), stop_token_ids=(), **many)
         with routing(engine.client(), str, streams=False) as router:
-            answered = router.submit(asked)
+            answered = router.submit(completions)
             router.resume(engine.version)
             assert wait_until(lambda: engine.num_generated() > 100, 120, 0.005)
             with router.aborted():  # as for a checkpoint
-                parts = asked.so_far()
+                parts = completions.so_far()
             for folder in (folders[1], folders[0]):
                 engine.push_in_flight(router, folder, 400, [answered])
             answered.result(timeout=300)
     assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
-    samples = asked.samples()[::4]
+    samples = completions.samples()[::4]
     assert all(len(sample.spans) == 3 for sample in samples)
-    # Every token has the experts that its version's weights choose, given all tokens before it.
+    # Each token's experts are those of its version's weights, over recomputed earlier tokens.
     for sample in samples:
         ends = [len(sample.prompt.token_ids) - 1 + end for _, end in bounds(sample)]
         routes = np.sort(sample.routes)
@@ -116,8 +116,7 @@ def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(
     for sample, old, new, by_choice in zip(samples, before, after[:4], after[4:], strict=True):
         (first, last), (start, end), _ = bounds(sample)
         assert old[first:last].max() < 1e-3
-        # The push made the engine recompute earlier tokens with other experts than the samples
-        # record. Replaying the recomputed choice gives the engine's log-probabilities after the
-        # push.
+        # After the push the engine has recomputed earlier tokens with other experts than the
+        # replayed ones; with the recomputed experts the trainer has its log-probabilities.
         assert by_choice[start:end].max() < 1e-3 < new[start:end].mean() < 0.3
         assert new[first:last].mean() > 0.6  # by the weights of another version

@@ -1,5 +1,5 @@
-"""An SGLang that sleeps and loses its memory: tests/megatron_grpo/engines/test_sleep.py has the
-requests, of engines on CPUs, which keep theirs."""
+"""An SGLang that loses its memory asleep; in tests/megatron_grpo/engines/test_sleep.py engines keep
+it, as on CPUs."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from helpers.engines.live import (
 )
 from helpers.engines.sglang_sums import pose_as
 
-ASKED_TO_SLEEP = """
+SLEEP_REQUESTS = """
 import asyncio
 from types import SimpleNamespace
 from fastapi import HTTPException
@@ -39,15 +39,15 @@ for server.reset_prefix_cache in (busy, pushed):
     except HTTPException as error:
         print(error.status_code, error.detail)
 """
-"""Nothing releases memory here: without a refusal it ends by an AttributeError."""
+"""Nothing releases memory here: an accepted request would end in an AttributeError."""
 
 
 @pytest.mark.long  # SGLang is imported
-def test_sleep_is_refused_with_requests_or_a_push_under_way():
-    command = [SGLANG_PYTHON, "-P", "-c", ASKED_TO_SLEEP]
+def test_sleep_is_refused_during_requests_or_a_push():
+    command = [SGLANG_PYTHON, "-P", "-c", SLEEP_REQUESTS]
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
-    told = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert told.stdout.splitlines()[-2:] == [
+    finished = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert finished.stdout.splitlines()[-2:] == [
         "503 aborted requests have not ended",
         "503 paused or resumed meanwhile",
     ]

@@ -1,4 +1,4 @@
-"""Pushes into a real SGLang: what its workers then hold is what SGLang loads itself."""
+"""Pushes into a real SGLang: its workers must hold the parameters that SGLang loads itself."""
 
 import json
 from dataclasses import replace
@@ -57,7 +57,7 @@ OF_SGLANG: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": OF_EXPERTS,
     "qwen3_next": OF_EXPERTS,
     "deepseek_v32": OF_INDEXERS,
-    "glm_moe_dsa": OF_INDEXERS | {"index_n_heads": 32},  # those of GLM-5
+    "glm_moe_dsa": OF_INDEXERS | {"index_n_heads": 32},  # GLM-5's values
     "gemma3_text": {
         "tied": True,
         "rope_parameters": {
@@ -84,35 +84,36 @@ OF_SGLANG: dict[str, dict[str, Any]] = {
         "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ONE_ROPE),
     },
 }
-"""What models must have that SGLang serves, and whose layers it does not pad on CPUs."""
+"""Fields of models that SGLang serves without padding layers on CPUs."""
 DENSE = ("gemma3_text", "gpt_oss", "llama", "olmo3", "qwen2", "qwen3", "qwen3_5_text")
 WHOLE_QUERIES = "deepseek_v3 without q_lora_rank"
 TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
 EP2 = ParallelDims(data=2, expert=2)
 MOST_GAP = 0.05
-"""Between ranks and engines that compute with the same quantised weights, in the mean; 0.02 was
-seen, and 0.1 to 0.21 with ranks that do not quantise theirs."""
+"""Largest mean gap between ranks and engines with equal quantised weights: 0.02 was seen, and 0.1
+to 0.21 with ranks that do not quantise."""
 
 
-def tells_matrices_of_latents(told: list[dict[str, str]], folder: Path) -> bool:
-    """Whether these are checksums of what each layer with latents makes of its weights, too."""
+def has_latent_matrices(checksums: list[dict[str, str]], folder: Path) -> bool:
+    """Whether the checksums include the matrices that each layer derives from its latents."""
     shape = read_shape(folder)
     num_matrices = 2 * shape.num_layers if shape.latent else 0
     return all(
-        sum(name.endswith((".w_kc", ".w_vc")) for name in each) == num_matrices for each in told
+        sum(name.endswith((".w_kc", ".w_vc")) for name in each) == num_matrices
+        for each in checksums
     )
 
 
 @pytest.fixture
-def tells_all(monkeypatch) -> None:
-    """Engines tell the checksums of all bits, of what they make of parameters, too."""
+def all_checksums(monkeypatch) -> None:
+    """Engines report checksums of all bits, derived matrices included."""
     pose_as(monkeypatch, "bits")
 
 
 LAYOUTS = [
-    # The workers of a group, groups, over how many workers whole experts are distributed if that
-    # is said, and the layout of the ranks.
-    ("deepseek_v3", 2, 1, 0, TP2_PP2),  # experts as those of qwen3_moe, and latents
+    # Workers of a group, groups, workers that share whole experts (None: default), and the ranks'
+    # layout.
+    ("deepseek_v3", 2, 1, 0, TP2_PP2),  # latents, and experts as in qwen3_moe
     ("qwen3_moe", 2, 1, 0, EP2),
     ("llama", 2, 1, 0, TP2_PP2),
     ("llama", 1, 1, 0, ParallelDims(tensor=2)),
@@ -142,21 +143,21 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.usefixtures("tells_all")
+@pytest.mark.usefixtures("all_checksums")
 @pytest.mark.parametrize(
     ("family", "size", "groups", "ep_size", "dims"),
     [LAYOUTS[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in LAYOUTS[1:])],
     ids=str,
 )
-def test_push_gives_every_worker_what_sglang_loads(tmp_path, family, size, groups, ep_size, dims):
+def test_push_equals_the_weights_that_sglang_loads(tmp_path, family, size, groups, ep_size, dims):
     folder, others = (model(tmp_path / str(seed), family, seed) for seed in range(2))
     options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "data_parallel_size": groups}
     options["sglang"] = {"ep_size": ep_size} if ep_size else {}
     memory = {*Path("/dev/shm").glob("sgl_shm_mq*")}
     with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:
-        assert tells_matrices_of_latents(own_checksums(engine), folder)
+        assert has_latent_matrices(own_checksums(engine), folder)
         check_pushes(engine, folder, others, dims)
-        samples = engine.generate(random_prompts(5))  # of which one group has more
+        samples = engine.generate(random_prompts(5))  # one group gets more
     if family == "kimi_k2":
         renamed(folder, "deepseek_v3")
     assert largest_logprob_error(folder, samples) < 1e-4
@@ -167,15 +168,14 @@ def test_push_gives_every_worker_what_sglang_loads(tmp_path, family, size, group
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("killed", "ep_size"), [("python", 1), ("scheduler_TP1", 2)])
 def test_serve_over_two_nodes_is_one_engine_and_ends_on_both(tmp_path, killed, ep_size):
-    """The head is killed, or a worker of the other node; workers have parts of experts, or whole
-    ones."""
+    """The head node or the other one is killed; workers split experts, or have whole ones."""
     folder, others = (model(tmp_path / str(seed), "qwen3_moe", seed) for seed in range(2))
-    of_sglang = ["rollout.engine=sglang", f"rollout.python={SGLANG_PYTHON}"]
-    of_sglang.append(f"rollout.sglang={{ep_size: {ep_size}}}")
+    overrides = ["rollout.engine=sglang", f"rollout.python={SGLANG_PYTHON}"]
+    overrides.append(f"rollout.sglang={{ep_size: {ep_size}}}")
     options = {"python": SGLANG_PYTHON, "tensor_parallel_size": 2, "sglang": {"ep_size": ep_size}}
     with (
         kernels_for(folder),
-        two_nodes(tmp_path, f"model.path={folder}", *of_sglang) as (url, nodes),
+        two_nodes(tmp_path, f"model.path={folder}", *overrides) as (url, nodes),
         running_engine("sglang", folder, tmp_path, TOKEN, base_urls=(url,), **options) as engine,
     ):
         check_pushes(engine, folder, others, TP2_PP2)
@@ -188,7 +188,7 @@ def test_serve_over_two_nodes_is_one_engine_and_ends_on_both(tmp_path, killed, e
 
 
 def model(folder: Path, family: str, seed: int) -> Path:
-    """A model whose layers SGLang does not pad for one or two workers."""
+    """A model with layers that SGLang does not pad for one or two workers."""
     if family in towers.CONFIGS:
         sizes = {"qwen3_5_moe": OF_EXPERTS, "qwen3_vl_moe": WIDTHS}.get(family, DENSE_WIDTH)
         tied = family == "gemma3"
@@ -204,7 +204,7 @@ def model(folder: Path, family: str, seed: int) -> Path:
         config = json.loads((folder / "config.json").read_text())
         kept = {key: config[key] for key in config if key not in OF_INDEXERS}
         (folder / "config.json").write_text(json.dumps(kept))
-    if family == "gpt_oss":  # of which SGLang has sinks in bfloat16 alone
+    if family == "gpt_oss":  # SGLang keeps sinks in bfloat16
         weights = load_file(folder / FILE)
         sinks = {name: weights[name] for name in weights if name.endswith("sinks")}
         rounded = {name: value.bfloat16().float() for name, value in sinks.items()}
@@ -226,12 +226,10 @@ def model(folder: Path, family: str, seed: int) -> Path:
     ],
     ids=str,
 )
-def test_push_fills_linear_and_sparse_attention_which_only_gpus_compute(
-    monkeypatch, tmp_path, family, size, dims
-):
+def test_push_fills_linear_and_sparse_attention(monkeypatch, tmp_path, family, size, dims):
     pose_as(monkeypatch, "bits", "unkernelled")
     folder, others = (model(tmp_path / str(seed), family, seed) for seed in range(2))
-    # Its defaults are for GPUs, too, and as large a cache as fits.
+    # SGLang's defaults are for GPUs, and take the largest cache that fits.
     table = {"mamba_radix_cache_strategy": "no_buffer", "max_mamba_cache_size": 64}
     table |= {"disable_overlap_schedule": True, "kv_cache_dtype": "auto"}
     options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "sglang": table}
@@ -239,16 +237,16 @@ def test_push_fills_linear_and_sparse_attention_which_only_gpus_compute(
     with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:
         loaded = own_checksums(engine)
         assert any(name.endswith(own) for name in loaded[0])
-        assert tells_matrices_of_latents(loaded, folder)
+        assert has_latent_matrices(loaded, folder)
         check_pushes(engine, folder, others, dims)
         samples = engine.generate(random_prompts(4)) if family in INDEXED else []
     assert family not in INDEXED or largest_logprob_error(folder, samples) < 1e-4
 
 
 def model_of_blocks(folder: Path, family: str, seed: int) -> Path:
-    """A model that two workers or tensor ranks cut between blocks of 128 rows and columns.
+    """A model that two workers or tensor ranks split between blocks of 128 rows and columns.
 
-    Tokens go to all experts: which are chosen would depend on rounding.
+    Tokens go to all experts, since a choice would depend on rounding.
     """
     if family in ("deepseek_v3", WHOLE_QUERIES):
         sizes = {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
@@ -268,7 +266,7 @@ def model_of_blocks(folder: Path, family: str, seed: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("tells_all")
+@pytest.mark.usefixtures("all_checksums")
 @pytest.mark.parametrize(
     ("family", "size", "dims"),
     [
@@ -283,7 +281,7 @@ def model_of_blocks(folder: Path, family: str, seed: int) -> Path:
     ],
     ids=str,
 )
-def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
+def test_pushed_quantised_weights_equal_sglangs_loaded_export(
     monkeypatch, tmp_path, family, size, dims
 ):
     folder, others = (model_of_blocks(tmp_path / str(seed), family, seed) for seed in range(2))
@@ -297,23 +295,23 @@ def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
             loaded = own_checksums(engine)
     assert len(loaded) == size
     assert any("weight_scale_inv" in name for name in loaded[0])
-    assert tells_matrices_of_latents(loaded, folder)
+    assert has_latent_matrices(loaded, folder)
     options |= {"quantization": "fp8", "quantization_ignore": ignored}
     with running_engine("sglang", others, tmp_path / "second", **options) as engine:
         before = own_checksums(engine)
         assert all(a[name] != b[name] for a, b in zip(before, loaded, strict=True) for name in a)
-        told = push(engine, folder, dims, num_flips=10**6)
-        assert "differ from what was pushed: model." in told
+        error = push(engine, folder, dims, num_flips=10**6)
+        assert "differ from what was pushed: model." in error
         assert push(engine, folder, dims) == ""
         assert own_checksums(engine) == loaded
         samples = engine.generate(random_prompts(8))
     rounded = rounded_copy(folder, tmp_path / "rounded", "fp8", ignored)
-    error, of_quantising = (largest_logprob_error(each, samples) for each in (rounded, folder))
-    assert 2 * error < of_quantising  # which is less where a layer is left out
+    error, quantisation_error = (largest_logprob_error(each, samples) for each in (rounded, folder))
+    assert 2 * error < quantisation_error  # which is less where a layer is left out
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("tells_all")
+@pytest.mark.usefixtures("all_checksums")
 @pytest.mark.parametrize("kind", ["mxfp4", "DeepSeek"])
 def test_a_quantised_folder_is_loaded_as_its_dequantised_copy(tmp_path, kind):
     if kind == "mxfp4":

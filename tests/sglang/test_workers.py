@@ -1,4 +1,4 @@
-"""What SGLang loads into each worker of an engine of several groups, against what is pushed."""
+"""Parameters that SGLang loads into each worker of an engine with groups, against pushed ones."""
 
 import json
 import os
@@ -18,18 +18,18 @@ from megatron_grpo.engines.arguments import command_flags
 from megatron_grpo.engines.sglang.args import NEEDED, sglang_command, sglang_environment
 
 SIZES = [(1, 2, 1), (1, 2, 2), (2, 1, 2)]
-"""Workers of a group, groups, and over how many workers whole experts are distributed."""
+"""Workers of a group, groups, and workers that share whole experts."""
 WITHOUT_BROADCASTS = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
-"""Else a worker waits for the others, to share memory with them."""
+"""Without it a worker waits for the others, to share memory with them."""
 
 
-def told(names: Iterable[str]) -> list[str]:
-    """All but sinks, and weights of an indexer's heads, which SGLang has in bfloat16."""
+def comparable(names: Iterable[str]) -> list[str]:
+    """Names without sinks and weights of indexers' heads, which SGLang keeps in bfloat16."""
     return [name for name in names if not name.endswith((".sinks", ".indexer.weights_proj.weight"))]
 
 
 @pytest.mark.slow
-def test_every_worker_of_every_family_with_groups_loads_the_part_that_is_pushed_to_it(tmp_path):
+def test_every_worker_of_a_group_loads_the_part_that_is_pushed_to_it(tmp_path):
     cases, wanted = [], []
     tried = (each for each in FAMILIES.values() if each.engines.sglang.was_tried_in_groups)
     for family in (each.model_type for each in tried):
@@ -50,7 +50,7 @@ def test_every_worker_of_every_family_with_groups_loads_the_part_that_is_pushed_
             cases.append(([*command[4:], *command_flags(NEEDED)], tensor * data))
             shapes = [each.shapes for each in worker_layouts(read_shape(folder), rollout)]
             for shape, sums in zip(shapes, worker_sums(folder, rollout), strict=True):
-                wanted.append({name: [[*shape[name]], sums[name]] for name in told(shape)})
+                wanted.append({name: [[*shape[name]], sums[name]] for name in comparable(shape)})
     (given := tmp_path / "cases.json").write_text(json.dumps(cases))
     environment = sglang_environment(model, rollout, on_gpu=False) | WITHOUT_BROADCASTS
     subprocess.run(
@@ -60,4 +60,4 @@ def test_every_worker_of_every_family_with_groups_loads_the_part_that_is_pushed_
         timeout=250,
     )
     found = json.loads((tmp_path / "out.json").read_text())
-    assert [{name: each[name] for name in told(each)} for each in found] == wanted
+    assert [{name: each[name] for name in comparable(each)} for each in found] == wanted

@@ -1,5 +1,4 @@
-"""The options that the scripts pass to pyxis, which cannot run here: `srun` and `scontrol` are
-stand-ins."""
+"""Options for pyxis in the scripts; it cannot run here, so `srun` and `scontrol` are fakes."""
 
 import os
 import subprocess
@@ -26,7 +25,7 @@ esac
 
 @pytest.fixture
 def calls(tmp_path):
-    """Runs the job of the tiny config with a run directory; returns each call of `srun`."""
+    """A function: run the tiny config's job with a run directory; returns each call of `srun`."""
     programs = tmp_path / "programs"
     programs.mkdir()
     (tmp_path / "tokenizer.json").touch()
@@ -62,7 +61,7 @@ def test_a_container_sees_the_run_directory_wherever_it_is(calls, tmp_path):
     assert there.is_dir()
 
 
-def test_all_steps_run_what_is_in_the_image(calls, tmp_path):
+def test_all_steps_run_in_the_image(calls, tmp_path):
     for call in calls(tmp_path / "run"):
         assert call.startswith("PYTHONSAFEPATH=1 ")
         assert " --container-image=/images/grpo.sqsh " in call

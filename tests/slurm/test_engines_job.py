@@ -1,4 +1,4 @@
-"""Jobs of engines alone, which join the run of another job on a real Slurm."""
+"""Jobs that run only engines and join the run of another job, on a real Slurm."""
 
 import pytest
 
@@ -17,7 +17,7 @@ IN_FLIGHT = [
     "grpo.rollout_importance_sampling_mode=token_truncate",
 ]
 
-# The cores are for the engines that start.
+# Cores are left for the engines that start.
 SLOW_REWARD = """
 import time
 
@@ -28,12 +28,12 @@ def digits(completions, **_):
 
 
 def await_engines(run: Submitted, number: int) -> None:
-    """Wait for a step on completions of so many engines."""
+    """Wait for a step with completions of `number` engines."""
     run.wait_for(lambda: read_metrics(run.run_dir)[-1]["rollout/num_engines"] == number, 400)
 
 
 def await_leave(run: Submitted, engine: Job, *states: str) -> None:
-    """Wait until a job of an engine has ended, and the run has made three steps without it."""
+    """Wait until an engine's job has ended, and the run has made three steps without it."""
     ended = engine.await_state("COMPLETED", "FAILED", "CANCELLED", seconds=60)
     assert ended["JobState"] in states, engine.output() + run.logs()
     run.await_step(run.steps()[-1] + 3)
@@ -45,12 +45,12 @@ def test_engines_of_other_jobs_join_a_run_and_leave_it(submit, tmp_path):
     one_rank = "parallel.pipeline_parallel_size=1"
     run = submit(*IN_FLIGHT, *slow, one_rank, token="token-of-three-jobs")
     run.await_step(1, seconds=240)
-    told, cancelled = run.add_engine("told"), run.add_engine("cancelled")
+    signalled, cancelled = run.add_engine("signalled"), run.add_engine("cancelled")
     await_engines(run, 3)
     assert len([*(run.run_dir / "engines").iterdir()]) == 2
 
-    told.signal("USR1")
-    await_leave(run, told, "COMPLETED")
+    signalled.signal("USR1")
+    await_leave(run, signalled, "COMPLETED")
     assert "is lost" not in run.logs()  # it was drained
     await_engines(run, 2)
 

@@ -17,7 +17,7 @@ SOURCED = "source slurm/job.sh; NETWORK_INTERFACE=${NETWORK_INTERFACE:-};"
 
 @pytest.fixture
 def bash(tmp_path):
-    """Runs a script after `source slurm/job.sh`; `programs` come first in PATH."""
+    """A function: run a script after `source slurm/job.sh`; `programs` come first in PATH."""
 
     def bash(
         script: str, programs: dict[str, str], **variables: str
@@ -46,7 +46,7 @@ def bash(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "message"),
     [
         ("unset SLURM_SUBMIT_DIR; bash slurm/grpo_8b.sh", "submit this by sbatch, in the checkout"),
         ("SLURM_SUBMIT_DIR=/nowhere bash slurm/grpo_8b.sh", "/nowhere/slurm/job.sh: No such file"),
@@ -57,12 +57,12 @@ def bash(tmp_path):
     ],
     ids=["not by sbatch", "in another folder", "without an environment"],
 )
-def test_a_job_that_is_submitted_in_a_wrong_way_ends_with_one_line(bash, script, told):
+def test_a_wrongly_submitted_job_ends_with_one_line(bash, script, message):
     done = bash(script, {"srun": "echo started"})
     assert done.returncode != 0
     assert not done.stdout
     [line] = done.stderr.splitlines()
-    assert told in line
+    assert message in line
 
 
 PLACED = """
@@ -81,10 +81,8 @@ CONCLUDE = """
     ("code", "starts_before", "is_queued"),
     [("0", "0", False), ("1", "0", True), ("75", "0", True), ("2", "0", False), ("2", "1", True)],
 )
-def test_a_mistake_is_final_on_the_first_start_alone(
-    bash, tmp_path, code, starts_before, is_queued
-):
-    """On a restart, code 2 comes from a job that has worked: a file system may be unavailable."""
+def test_a_mistake_is_final_only_on_the_first_start(bash, tmp_path, code, starts_before, is_queued):
+    """After a restart the job has worked before, so a file system may be unavailable."""
     done = bash(
         CONCLUDE,
         {"scontrol": 'echo "$*"'},
@@ -96,7 +94,7 @@ def test_a_mistake_is_final_on_the_first_start_alone(
     assert done.returncode == (0 if is_queued else int(code))
 
 
-def test_a_controller_that_is_away_is_asked_again(bash, tmp_path):
+def test_an_unreachable_controller_is_called_again(bash, tmp_path):
     away = f'[[ -e {tmp_path}/asked ]] && echo "$*" || {{ touch {tmp_path}/asked; exit 1; }}'
     programs = {"scontrol": away, "sleep": ""}
     done = bash(CONCLUDE, programs, FOLDER=str(tmp_path), CODE="75", SLURM_RESTART_COUNT="0")
@@ -104,14 +102,14 @@ def test_a_controller_that_is_away_is_asked_again(bash, tmp_path):
 
 
 @pytest.mark.parametrize("step", ["mount_run_dir", "start_engines", "start_trainer"])
-def test_a_job_whose_start_fails_is_queued_again(bash, tmp_path, step):
+def test_a_job_with_a_failed_start_is_queued_again(bash, tmp_path, step):
     script = PLACED + f"{step}() {{ return 1; }}; run_job"
     done = bash(script, {"scontrol": 'echo "$*"'}, RUN=str(tmp_path))
     assert done.stdout == "requeue 7\n"
     assert "exit code 1: queued again" in done.stderr
 
 
-def test_a_signal_before_the_trainer_is_there_reaches_it(bash, tmp_path):
+def test_a_signal_before_the_trainers_start_reaches_it(bash, tmp_path):
     starts = """
         start_trainer() {
             kill -USR1 $$
@@ -124,7 +122,7 @@ def test_a_signal_before_the_trainer_is_there_reaches_it(bash, tmp_path):
     assert bash(PLACED + starts, {}, RUN=str(tmp_path)).returncode == 75
 
 
-# A trainer that ignores the signal because it is saving.
+# This trainer ignores the signal, since it is saving.
 SLOW_SAVE = """
     start_trainer() {
         (trap '' USR1; touch $RUN/begun; exec sleep $SAVES >/dev/null 2>&1) &
@@ -153,7 +151,7 @@ def test_a_save_is_left_before_the_time_limit(bash, tmp_path, saves, left, is_le
 
 GUARD = """
     GUARD=""
-    trap 'echo told' USR2
+    trap 'echo signalled' USR2
     guard_the_end
     wait "$GUARD" || true
 """
@@ -162,7 +160,7 @@ GUARD = """
 @pytest.mark.parametrize(("left", "waits"), [(119, 59), (123, 63)])
 def test_guard_waits_until_a_minute_before_the_limit(bash, left, waits):
     programs = {"date": "echo 1000", "squeue": f"echo {1000 + left}", "sleep": 'echo "$1"'}
-    assert bash(GUARD, programs).stdout == f"{waits}\ntold\n"
+    assert bash(GUARD, programs).stdout == f"{waits}\nsignalled\n"
 
 
 AWAIT_TRAINER = """
@@ -205,7 +203,7 @@ def test_a_node_has_an_address_that_others_reach(bash, name, resolved, interface
     assert done.stdout == f"{expected}\n", done.stderr
 
 
-def test_a_node_whose_name_nobody_knows_is_told(bash):
+def test_a_node_without_a_known_name_is_named(bash):
     done = bash(ADDRESS_OF, {"scontrol": NODE, "getent": "exit 2"}, NODE_ADDRESS="n1")
     assert done.returncode != 0 and done.stdout == ""
     assert "no IPv4 address of node n1 is known" in done.stderr
@@ -222,8 +220,8 @@ START_ENGINES = """
 """
 
 
-def test_the_ports_of_80_engines_are_among_the_64_of_the_job(bash):
-    """Ports belong to a node, and no node has so many engines."""
+def test_ports_of_80_engines_are_among_the_jobs_64(bash):
+    """Ports belong to a node, and no node has 80 engines."""
     placed = [f"n{node} {gpu},{gpu + 1}" for node in range(20) for gpu in range(0, 8, 2)]
     done = bash(START_ENGINES, {}, PLACED="\n".join(placed))
     addresses = re.findall(r"engine_\d+.log (\S+) --port (\d+)", done.stdout)
@@ -265,7 +263,7 @@ touch "$TMPDIR/socket"
 """
 
 
-# Places the job, keeps what was said, and lets the job end there.
+# An srun that runs the command of `place`, keeps its output and ends the job.
 PLACES = """
 until [[ $1 == megatron-grpo ]]; do shift; done
 "$@" >$RUN/placed
@@ -311,10 +309,10 @@ def test_a_further_node_of_an_engine_has_its_own_log_and_address(bash, tmp_path)
 @pytest.mark.parametrize(
     ("does", "code"),
     [("exit 0", 3), ("exit 2", 2), ("kill -TERM $PPID; exec sleep 60", 0)],
-    ids=["ends", "is refused", "is told to end"],
+    ids=["ends", "is refused", "gets a signal"],
 )
 def test_engine_sh_ends_the_step_on_its_other_nodes(bash, tmp_path, does, code):
-    """Slurm does that if the exit code of a task is not 0, and returns the highest."""
+    """Slurm ends a step if the exit code of a task is not 0, and returns the highest code."""
     programs = {"megatron-grpo": does}
     assert bash(ENGINE, programs, LOGS=str(tmp_path), SLURM_NODEID="0").returncode == code
 
@@ -329,7 +327,7 @@ def test_keep_engine_tries_three_times_after_longer_pauses(bash, tmp_path):
     assert (done.stdout, done.returncode) == ("start\n" + "".join(pauses), 1)
 
 
-def test_keep_engine_ends_in_a_pause_when_told(bash, tmp_path):
+def test_keep_engine_ends_in_a_pause_by_a_signal(bash, tmp_path):
     (tmp_path / "trainer_0.log").touch()
     programs = {"sleep": "kill -TERM $PPID; exec /bin/sleep 25"}
     done = bash(KEEP_ENGINE, programs, LOGS=str(tmp_path))
@@ -349,11 +347,11 @@ def test_keep_engine_ends_in_a_pause_when_told(bash, tmp_path):
         ({"NODE_CACHE": "/nvme"}, "$TORCHINDUCTOR_CACHE_DIR", "/nvme/inductor"),
         ({"VLLM_CACHE_ROOT": "/of/the/site"}, "$VLLM_CACHE_ROOT", "/of/the/site"),
         ({}, "$TORCHINDUCTOR_COMPILE_THREADS", "4"),
-        # The token of the hub is not put beside its caches.
+        # The hub's token is not next to its caches.
         ({}, "${HF_HOME-none} $HF_HUB_CACHE", f"none {REPOSITORY}/.cache/huggingface/hub"),
     ],
 )
-def test_the_environment_is_that_of_the_job_and_the_site(bash, variables, printed, expected):
+def test_the_environment_comes_from_the_job_and_the_site(bash, variables, printed, expected):
     own = {"HF_HOME", "HF_HUB_CACHE", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_CACHE_DIR"}
     own |= {"TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"}  # also set by torch
     unset = " ".join(own - variables.keys())
@@ -361,7 +359,7 @@ def test_the_environment_is_that_of_the_job_and_the_site(bash, variables, printe
     assert bash(script, {}, **variables).stdout == f"{expected}\n"
 
 
-# An engine of the job that joins at once, and ends as engine.sh does when its run has dropped it.
+# An engine that joins at once, and ends like engine.sh after its run has dropped it.
 JOINS = """
 [[ "$*" != *" megatron-grpo place "* ]] || { echo "$PLACED"; exit; }
 port=$(sed 's/.* --port \\([0-9]*\\) .*/\\1/' <<<"$*")
@@ -411,6 +409,6 @@ def test_a_job_of_engines_needs_the_token_of_the_run(bash, tmp_path):
 @pytest.mark.parametrize(
     ("given", "made"), [("of-both-jobs", "of-both-jobs"), ("", r"[0-9a-f]{64}")]
 )
-def test_a_job_has_the_token_that_it_was_submitted_with_or_its_own(bash, given, made):
+def test_a_job_has_its_submitted_token_or_a_new_one(bash, given, made):
     done = bash('make_token; echo "$MEGATRON_GRPO_TOKEN"', {}, MEGATRON_GRPO_TOKEN=given)
     assert re.fullmatch(made, done.stdout.strip())

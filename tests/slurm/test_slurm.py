@@ -1,6 +1,6 @@
-"""The scripts of slurm/ on a real Slurm, with the tiny config: every job has two nodes.
+"""The scripts of slurm/ on a real Slurm, with the tiny config on two nodes.
 
-Jobs that need no interaction run in the background during the tests, as they mostly wait for Slurm.
+Jobs without interaction run in the background, since they mostly wait for Slurm.
 """
 
 import re
@@ -17,7 +17,7 @@ from helpers.runs.train import TINY_CONFIG
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason=f"needs Slurm: apt-get install {PACKAGES}"),
-    pytest.mark.timeout(600),  # CI runs other tests beside these
+    pytest.mark.timeout(600),  # CI runs other tests at the same time
 ]
 
 
@@ -34,7 +34,7 @@ def reward(completions, **_):
     time.sleep(1)
     return [float(len(text)) for text in completions]
 """
-# `place` fails in the first two restarts: failures before there is a run directory count too.
+# `place` fails in the first two restarts: failures without a run directory count, too.
 FAILS_BETWEEN = """
 case $1/$SLURM_RESTART_COUNT in
     place/1 | place/2) exit 7 ;;
@@ -43,17 +43,17 @@ esac
 
 
 @pytest.fixture(scope="module")
-def beside(cluster, tied_model, tmp_path_factory):
-    """Jobs that run in the background of the tests, keyed by what happens to them."""
+def background(cluster, tied_model, tmp_path_factory):
+    """Jobs in the background of the tests, keyed by their fate."""
     mistake, trainer, early = map(tmp_path_factory.mktemp, ("mistake", "trainer", "early"))
     rewards = trainer / "rewards.py"
     rewards.write_text(KILLS_RANK_0)
-    of_rewards = f"reward.functions=[{rewards}:reward]"
+    reward = f"reward.functions=[{rewards}:reward]"
     with submitter(cluster, tied_model) as submit:
         yield {
             "a mistake": submit("reward.functions=[/nowhere.py:reward]", folder=mistake),
             "the trainer fails": submit(
-                of_rewards, folder=trainer, venv=venv_that(FAILS_BETWEEN, trainer)
+                reward, folder=trainer, venv=venv_that(FAILS_BETWEEN, trainer)
             ),
             "place fails": submit(folder=early, venv=venv_that("exit 7", early)),
         }
@@ -61,7 +61,7 @@ def beside(cluster, tied_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def endless(cluster, tied_model, tmp_path_factory):
-    """A job that keeps making steps, one a second, whatever the tests do to it."""
+    """A job without an end that makes a step each second."""
     with submitter(cluster, tied_model) as submit:
         folder = tmp_path_factory.mktemp("endless")
         (folder / "rewards.py").write_text(SLOW)
@@ -71,8 +71,8 @@ def endless(cluster, tied_model, tmp_path_factory):
         yield run
 
 
-def test_a_mistake_is_told_and_not_tried_again(beside):
-    run = beside["a mistake"]
+def test_a_mistake_is_reported_and_not_retried(background):
+    run = background["a mistake"]
     ended = run.job.await_state("FAILED", seconds=300)
     assert ended["ExitCode"] == "2:0", run.logs()
     assert ended["Restarts"] == "0"
@@ -82,7 +82,7 @@ def test_a_mistake_is_told_and_not_tried_again(beside):
 def test_engines_see_the_gpus_of_their_place_and_no_others(submit):
     arguments = ["rollout.num_engines=2", "parallel.pipeline_parallel_size=1"]
     run = submit(*arguments, ranks_per_node=2)
-    # The ranks fill the first node, so both engines are on the second.
+    # Ranks fill the first node, so both engines are on the second.
     engines = run.await_engines(2)
     seen = [engine.environ()["CUDA_VISIBLE_DEVICES"] for engine in engines]
     nodes = {engine.environ()["SLURMD_NODENAME"] for engine in engines}
@@ -101,7 +101,7 @@ def test_an_engine_that_does_not_answer_in_time_is_named(submit):
     assert run.await_silence() == []
 
 
-def test_an_engine_that_ends_is_told_while_another_hangs(submit):
+def test_an_engine_that_ends_is_reported_while_another_hangs(submit):
     run = submit("rollout.num_engines=2")
     first, second = run.await_engines(2)
     first.suspend()
@@ -129,7 +129,7 @@ def test_job_signalled_saves_queues_again_and_ends(submit, engine):
     assert logs == ["engine_0.log", "trainer_0.log", "trainer_1.log"]
 
 
-@pytest.mark.timeout(1000)  # its two waits for an engine alone may take 700 s beside other tests
+@pytest.mark.timeout(1000)  # two starts of an engine may take 700 s on a busy machine
 @pytest.mark.parametrize(
     ("engine", "modules"),
     [
@@ -175,7 +175,7 @@ def test_engine_that_dies_is_started_again_by_its_job(endless):
     assert "exit code 137: started again" in endless.logs()
 
 
-def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, endless):
+def test_a_job_that_loses_a_node_is_queued_again_and_resumes(cluster, endless):
     restarts = endless.restarts()
     endless.await_step(2)
     _, second = endless.job.nodes()
@@ -198,15 +198,15 @@ def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(endless):
     assert endless.job.state == "CANCELLED"
 
 
-def test_another_job_has_its_restarts_before_it(beside, submit):
-    run = beside["place fails"]
+def test_another_job_has_its_restarts_before_it(background, submit):
+    run = background["place fails"]
     assert run.job.await_state("FAILED", seconds=300)["Restarts"] == "3"
     assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
     submit(folder=run.folder, venv=run.venv).await_restart()
 
 
-def test_three_restarts_that_bring_nothing_are_the_end(beside):
-    run = beside["the trainer fails"]
+def test_three_restarts_without_progress_are_the_end(background):
+    run = background["the trainer fails"]
     ended = run.job.await_state("FAILED", seconds=300)
     assert ended["Restarts"] == "3", run.logs()
     assert run.job.output().count("exit code 7: queued again") == 2
@@ -215,7 +215,7 @@ def test_three_restarts_that_bring_nothing_are_the_end(beside):
 
 
 def venv_that(does: str, folder: Path) -> Path:
-    """A virtual environment whose `megatron-grpo` first does something else."""
+    """A virtual environment with a `megatron-grpo` that runs `does` first."""
     programs = folder / "venv" / "bin"
     programs.mkdir(parents=True)
     megatron_grpo = f'#!/bin/sh\n{does}\nexec {VENV}/bin/megatron-grpo "$@"\n'
@@ -254,7 +254,7 @@ def test_a_job_has_all_memory_of_its_nodes(cluster, script, tmp_path):
 
 
 def test_step_has_all_cores_of_nodes_that_differ(cluster, tmp_path):
-    """The first node has 8 cores and 8 GPUs, the other 6 and the 4 GPUs that the job asks for."""
+    """The first node has 8 cores and 8 GPUs, the other 6 cores and the 4 GPUs of a request."""
     script, log = tmp_path / "job.sh", tmp_path / "job.log"
     script.write_text(
         "#!/usr/bin/env bash\n"

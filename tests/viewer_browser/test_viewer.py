@@ -165,7 +165,7 @@ def test_a_prompt_is_compared_at_two_steps(page):
     page.wait_for("byId('other-pane').textContent.includes('no completions of this prompt')")
 
 
-def test_turns_of_a_dialogue_are_told_apart(page):
+def test_turns_of_a_dialogue_are_distinguishable(page):
     go_to(page, 5)
     page.click("#list .group:nth-child(2) .row:has(.tokens)")
     page.wait_for("document.querySelectorAll('#pane .turn').length === 3")
@@ -202,7 +202,7 @@ def test_evaluations_timeline_and_configs_have_tables(page):
 
 
 @pytest.mark.parametrize("page", ["server"], indirect=True)
-def test_of_a_completion_that_was_cut_the_whole_text_can_be_read(page, runs):
+def test_the_whole_text_of_a_shortened_completion_can_be_read(page, runs):
     go_to(page, 5)
     page.type("#search", "What is 41 + 61")  # no dialogue
     page.choose("#sort", "longest")

@@ -1,4 +1,4 @@
-"""The hot paths compared with those of other projects: `make bench-peers`.
+"""Hot paths compared with other projects: `make bench-peers`.
 
     python benchmarks/peers/harness/bench_peers.py [NAME ...] [--rounds 1] [--threads 2]
 

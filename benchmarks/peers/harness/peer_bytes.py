@@ -1,7 +1,7 @@
-"""What an engine worker receives from us, and would receive if vLLM itself moved the weights.
+"""Bytes that an engine worker receives from us, and would receive if vLLM itself moved the weights.
 
-From configs alone, and without vLLM: the rules are those of its release 0.32 for unquantized models
-on engines without pipeline stages, the only kind that we start.
+Computed from configs, without vLLM, by the rules of its release 0.32 for unquantised models on
+engines without pipeline stages, the only kind that we start.
 """
 
 import json
@@ -44,14 +44,14 @@ def nccl_elements(shape: ModelShape) -> dict[str, int]:
 
 
 def m2n_elements(shape: ModelShape, worker: Layout) -> dict[str, int]:
-    """The same with vLLM's `nccl_m2n`, for what `worker` holds (an engine's workers are alike).
+    """Elements of each tensor with vLLM's `nccl_m2n`, for the layout `worker` (all are alike).
 
-    A worker receives only its share of a tensor if it has a parameter of the same name that is
-    filled by the loader of a linear layer. Any other tensor arrives whole and goes through vLLM's
-    loading: the fused ones (QKV, gate and up, experts), and the embedding and the head, whose
-    loader pads the vocabulary. That leaves the output projection of the attention, `down_proj` of a
-    dense MLP, and the projections up from latents. It requires `dst_mesh_dims` to be (engines,
-    their tensor size): by vLLM's default, every tensor that is split arrives whole.
+    A worker receives only its share of a tensor if it has a parameter of the same name that the
+    loader of a linear layer fills: the output projection of attention, `down_proj` of a dense MLP,
+    and the up-projections of latents. Other tensors arrive whole and go through vLLM's loading:
+    fused ones (QKV, gate and up, experts), and embedding and head, since their loader pads the
+    vocabulary. This holds for `dst_mesh_dims` of (engines, their tensor size); with vLLM's default,
+    every split tensor arrives whole.
     """
     return {
         name: prod(size if name in VOCABULARY else worker.shapes.get(name, size))

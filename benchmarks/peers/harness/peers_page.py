@@ -41,7 +41,7 @@ def render(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def method_of(name: str) -> str:
-    """A digest of a comparison; it differs once the comparison is no longer the one measured."""
+    """A digest of a comparison's file; it differs once the file has changed since the measurement."""
     return sha256((COMPARISONS / f"{name}.py").read_bytes()).hexdigest()[:12]
 
 

@@ -54,7 +54,7 @@ def num_mlps(shape: ModelShape) -> int:
 
 
 @pytest.mark.slow
-def test_m2n_brings_every_worker_what_vllm_itself_plans(tmp_path):
+def test_m2n_elements_equal_vllms_plan(tmp_path):
     cases = []
     # Fused matrices of weight files are left out: `nccl_m2n` sends every worker all their rows.
     for number, family in enumerate(n for n, f in FAMILIES.items() if not f.has_fused_weights):

@@ -32,11 +32,11 @@ def result(**changes):
     } | changes
 
 
-def test_the_page_is_that_of_the_results():
+def test_the_page_equals_the_results():
     assert PAGE.read_text() == render(json.loads(RESULTS.read_text()))
 
 
-def test_the_requirements_are_those_that_the_comparisons_install():
+def test_the_requirement_files_equal_the_comparisons_packages():
     """Files for people and for tools that look for outdated pins; each is installed by itself."""
     files = {
         tuple(path.read_text().split()) for path in (COMPARISONS / "requirements").glob("*.txt")
@@ -55,7 +55,7 @@ def test_factors_are_formed_round_by_round_and_goals_are_judged():
     assert "The work takes at least 0.5 s at the ceiling of memcpy." in page
 
 
-def test_what_was_measured_by_another_method_is_marked():
+def test_results_of_another_method_are_marked():
     assert CHANGED not in render({"packing": result()})
     assert CHANGED in render({"packing": result(method="of old")})
 
@@ -76,14 +76,14 @@ def test_what_was_measured_by_another_method_is_marked():
         ),
     ],
 )
-def test_seconds_that_say_nothing_give_no_factor_and_counts_still_do(changes, reason):
+def test_unreliable_seconds_give_no_factor_but_counts_do(changes, reason):
     page = render({"packing": result(**changes)})
     assert f"**no number: {reason}**" in page
     assert "| Sums | seconds | other | no number | 1.5 |" in page
     assert factors_of(result(**changes), "other", "peak_bytes") == [4.0, 4.0]
 
 
-def test_what_our_own_seconds_differ_by_is_the_range_of_the_factor():
+def test_the_range_of_a_factor_includes_our_own_seconds():
     ours, other = (
         [{"seconds": s, "peak_bytes": 10} for s in seconds] for seconds in ((0.5, 1.0), (2.0, 2.0))
     )
@@ -91,13 +91,13 @@ def test_what_our_own_seconds_differ_by_is_the_range_of_the_factor():
     assert "| Sums | seconds | other | 3 (2 to 4) | 1.5: met |" in page
 
 
-def test_where_the_outputs_differ_there_is_no_number_at_all():
+def test_different_outputs_give_no_number():
     differing = result(agreement={"other": "differs: 3 of 4 tensors"})
     assert factors_of(differing, "other", "peak_bytes") is None
     assert "differs: 3 of 4 tensors" in render({"packing": differing})
 
 
-def test_nothing_is_divided_by_a_count_of_ours_that_is_0():
+def test_a_count_of_0_is_no_divisor():
     ours, other = ([{"seconds": 1.0, "peak_bytes": count}] * 2 for count in (0, 40))
     found = result(figures={"ours": ours, "other": other})
     assert factors_of(found, "other", "peak_bytes") is None

@@ -1,4 +1,4 @@
-"""torch_dist checkpoints: those of Megatron-Core are read bit for bit, and no code in them runs."""
+"""torch_dist checkpoints of Megatron-Core: read bit for bit, and no code in them runs."""
 
 import os
 import pickle
@@ -34,7 +34,7 @@ def save_trained(rank, model, folder):
 
 
 def load_whole(rank, folder):
-    """All whole tensors of a checkpoint, as Megatron-Core reads them."""
+    """All whole tensors of a checkpoint, read by Megatron-Core."""
     from megatron.core.dist_checkpointing import load_plain_tensors
 
     from parallel.cpu_device import setup_device
@@ -84,7 +84,7 @@ def refusal(folder) -> str:
 
 
 @pytest.mark.parametrize("name", [".metadata", "metadata.json"])
-def test_read_chunks_refuses_an_unfinished_one(written, name):
+def test_read_chunks_refuses_an_unfinished_checkpoint(written, name):
     (written / name).unlink()
     assert is_torch_dist(written)
     assert f"has no {name}: it is not a complete torch_dist checkpoint" in refusal(written)
@@ -95,7 +95,7 @@ def test_read_chunks_names_another_format(written):
     assert "in the format 'zarr', not 'torch_dist'" in refusal(written)
 
 
-def test_check_files_names_a_missing_one(tmp_path):
+def test_check_files_names_a_missing_file(tmp_path):
     write_checkpoint(tmp_path, TENSORS, num_files=2)  # each in a file of its own
     (tmp_path / "__1_0.distcp").unlink()
     found = read_checkpoint(tmp_path, lambda key: key == "decoder.w")
@@ -108,7 +108,7 @@ def test_check_files_names_a_missing_one(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_check_files_names_a_truncated_one(written, keep):
+def test_check_files_names_a_truncated_file(written, keep):
     file = written / "__1_0.distcp"
     size = file.stat().st_size
     os.truncate(file, keep % size)

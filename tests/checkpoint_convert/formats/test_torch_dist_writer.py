@@ -1,5 +1,4 @@
-"""Checkpoints that we write: files exist before their values, chunks are cut anywhere, and tensors
-that chunks do not cover are reported."""
+"""Checkpoints that we write: files before their values, chunks of any shape, gaps are reported."""
 
 import os
 
@@ -31,7 +30,7 @@ TENSORS = {
 
 
 def chunks_of_rows(num_rows: int, num_chunks: int) -> list[Chunk]:
-    """A tensor of `num_chunks` chunks of `num_rows` rows each, one below the other."""
+    """`num_chunks` chunks of `num_rows` rows each, stacked to one tensor."""
     shape = (num_rows * num_chunks, 64)
     boxes = [Box((number * num_rows, 0), (num_rows, 64)) for number in range(num_chunks)]
     return [Chunk("w", box, shape, "F32") for box in boxes]
@@ -39,7 +38,7 @@ def chunks_of_rows(num_rows: int, num_chunks: int) -> list[Chunk]:
 
 @pytest.mark.parametrize("max_elements", [20, 1 << 20])
 @pytest.mark.parametrize("num_files", [1, 3])
-def test_finish_checkpoint_is_what_torch_reads(tmp_path, num_files, max_elements):
+def test_finish_checkpoint_is_read_by_torch(tmp_path, num_files, max_elements):
     write_checkpoint(tmp_path, TENSORS, num_files=num_files, max_elements=max_elements)
     assert_same(read_checkpoint(tmp_path), TENSORS)
     found = {name: torch.empty_like(value) for name, value in TENSORS.items()}
@@ -47,7 +46,7 @@ def test_finish_checkpoint_is_what_torch_reads(tmp_path, num_files, max_elements
     assert_same(found, TENSORS)
 
 
-def test_create_chunks_takes_no_room_yet(tmp_path):
+def test_create_chunks_takes_no_disk_space_yet(tmp_path):
     created = create_chunks(tmp_path, [chunks_of_rows(1 << 16, 2)])  # 16 MiB each
     file = tmp_path / "__0_0.distcp"
     end = created[-1].offset + created[-1].length

@@ -75,8 +75,8 @@ def test_read_places_finds_views_and_shared_storage(path):
     assert places["rows"].offset == places["embedding"].offset + 3 * 4 * 4
 
 
-def test_read_place_tells_errors_of_the_disk(path):
-    """/proc/self/mem with only the start of a file mapped: reading on gives EIO, as from a disk."""
+def test_read_place_reports_disk_errors(path):
+    """In /proc/self/mem, with only a file's start mapped, reading on gives EIO as a broken disk."""
     torch.save(torch.zeros(5000), path)
     memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -115,7 +115,7 @@ def test_read_places_keeps_names_of_other_dtypes(path):
 
 
 class BadCall:
-    """Rebuilds a tensor from other arguments than torch would."""
+    """Pickles as a call that rebuilds a tensor with arguments that torch never writes."""
 
     def __reduce__(self):
         return torch._utils._rebuild_tensor_v2, (1, 2, 3, 4)
@@ -133,7 +133,7 @@ class BadCall:
         (torch.nn.Linear(2, 2), "its pickle requires torch.nn.modules.linear.Linear"),
     ],
 )
-def test_read_places_refuses_other_than_plain_tensors(path, saved, message):
+def test_read_places_refuses_all_but_plain_tensors(path, saved, message):
     torch.save(saved, path)
     assert message in refusal(path)
 
@@ -150,7 +150,7 @@ def test_read_places_runs_no_code(path, tmp_path, protocol, culprit):
     assert not canary.exists()
 
 
-def test_read_places_refuses_files_of_old_torch(path):
+def test_read_places_refuses_the_old_format_of_torch(path):
     torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
     assert "load it and save it again with a newer torch" in refusal(path)
 
@@ -181,7 +181,7 @@ def test_read_places_refuses_ends_after_a_storage(path, count, message):
 
 
 def rewrite(path, compressed=()):
-    """Rewrite the archive as another archiver would."""
+    """Rewrite the archive by another program."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
@@ -190,15 +190,15 @@ def rewrite(path, compressed=()):
             archive.writestr(name, content, compress_type=method)
 
 
-def test_read_places_refuses_an_archive_packed_anew(path):
-    """The places of records are computed by torch, which does not look them up."""
+def test_read_places_refuses_a_repacked_archive(path):
+    """Places of records are computed by torch, not looked up."""
     torch.save({f"w{i}": torch.randn(i + 1, 7) for i in range(12)}, path)
     rewrite(path)
     assert "'w1' is not where torch saves it: load it and save it with torch" in refusal(path)
 
 
 def test_read_places_without_a_format_version(path):
-    """They do not say that the places of records can be computed."""
+    """Only a format version says that the places of records can be computed."""
     saved = {f"w{i}": torch.randn(i + 1, 7) for i in range(12)}
     torch.save(saved, path)
     path.write_bytes(path.read_bytes().replace(b".format_version", b".other_version1"))

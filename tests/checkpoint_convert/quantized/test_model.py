@@ -1,6 +1,6 @@
 """Layouts of quantised workers; blocks that engines would cut are refused by name.
 
-`tests/megatron_grpo/weights/test_quantized_pushes.py` compares them with what vLLM holds.
+`tests/megatron_grpo/weights/test_quantized_pushes.py` compares them with vLLM's parameters.
 """
 
 import re
@@ -112,9 +112,8 @@ def test_nvfp4_refuses_blocks_that_ranks_would_cut(tmp_path):
         check_ranks(shape, ParallelDims(tensor=4, pipeline=2), model)
     check_ranks(shape, ParallelDims(tensor=4, data=4, expert=4, expert_tensor=1), model)
     odd = read_shape(tiny_model(tmp_path / "odd", "qwen3", intermediate_size=72))
-    with pytest.raises(
-        ValueError, match=r"blocks of 16 columns.*divide: .*down_proj.weight \[64, 72\]"
-    ):
+    message = r"columns of weights to be a multiple of 16: .*down_proj.weight \[64, 72\]"
+    with pytest.raises(ValueError, match=message):
         quantized_model("nvfp4", odd, "BF16")
 
 
@@ -122,8 +121,8 @@ def test_fp8_names_weights_that_blocks_do_not_divide(tmp_path):
     model = tiny_model(tmp_path / "model", "qwen3_moe", moe_intermediate_size=192, hidden_size=128)
     with pytest.raises(ValueError, match=re.escape("q_proj.weight [64, 128], ")) as raised:
         quantized_model("fp8", read_shape(model), "BF16")
-    told = r"experts\.0\.up_proj\.weight \[192, 128\].* and \d+ more: use"
-    assert re.search(told, str(raised.value))
+    message = r"experts\.0\.up_proj\.weight \[192, 128\].* and \d+ more: use"
+    assert re.search(message, str(raised.value))
     assert "down_proj" not in str(raised.value)  # nothing is below it
     for scheme in ("fp8_channel", "int8"):
         assert quantized_model(scheme, read_shape(model), "BF16")

@@ -1,4 +1,4 @@
-"""The quantiser against that of compressed-tensors, and against the error of each format."""
+"""The quantiser against compressed-tensors' and against the error bound of each format."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ KINDS = {
 
 
 def matrix(rows=ROWS, columns=COLUMNS):
-    """Values of many sizes, a block of zeros, and one that is far from the others."""
+    """Values of many sizes, a block of zeros, and an outlier."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(rows, columns, generator=generator) * torch.logspace(-6, 2, rows)[:, None]
     values[:128, :128] = 0
@@ -40,7 +40,7 @@ def matrix(rows=ROWS, columns=COLUMNS):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantized_is_that_of_compressed_tensors(kind):
+def test_quantized_equals_compressed_tensors(kind):
     dtype, block, name, strategy = KINDS[kind]
     structure = {"block_structure": [*block]} if strategy == "block" else {}
     args = QuantizationArgs(num_bits=8, type=name, symmetric=True, strategy=strategy, **structure)
@@ -56,13 +56,13 @@ def test_quantized_is_that_of_compressed_tensors(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantized_errs_by_half_a_step_at_most(kind):
+def test_quantized_errs_by_at_most_half_a_step(kind):
     dtype, block, *_ = KINDS[kind]
     values = matrix().double()
     scales = scales_of(block_maxima(matrix(), block), dtype)
     found = dequantized(quantized(matrix(), scales, dtype, block), scales, block, (0, 0))
     step = scales.double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    # FP8 has 3 bits after the first one, and at the lower end steps of 2^-9.
+    # FP8 has 3 mantissa bits, and subnormal steps of 2^-9.
     bound = step / 2 if dtype == torch.int8 else torch.maximum(values.abs() / 16, step * 2**-10)
     assert bool(((found - values).abs() <= bound * (1 + 1e-4)).all())
     assert found[:128, :128].count_nonzero() == 0
@@ -70,7 +70,7 @@ def test_quantized_errs_by_half_a_step_at_most(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(384, 512), (200, 300), (130, 129)], ids=str)
-def test_quantized_parts_are_those_of_the_whole(kind, shape):
+def test_quantized_parts_equal_slices_of_the_whole(kind, shape):
     dtype, block, *_ = KINDS[kind]
     block = block if kind == "fp8" else (1, shape[1])
     values = matrix(*shape)
@@ -110,7 +110,7 @@ def hard_values():
     [hard_values(), torch.zeros(2, 32), torch.full((2, 32), 1e-37), normal(8, 32).half()],
     ids=["hard", "zeros", "tiny", "half"],
 )
-def test_relative_scales_are_those_of_compressed_tensors(values):
+def test_relative_scales_equal_compressed_tensors(values):
     [expected] = nvfp4([values])
     maxima = block_maxima(values, (1, 16))
     whole = whole_scale(maxima.amax())

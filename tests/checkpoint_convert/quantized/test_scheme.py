@@ -1,4 +1,4 @@
-"""Quantised folders read as their dequantised copies, at any cut; what cannot be is refused."""
+"""Quantised folders read like their dequantised copies at any layout; bad folders are refused."""
 
 import json
 import os
@@ -46,20 +46,20 @@ CUTS = [
     ParallelDims(tensor=4, pipeline=2),
     ParallelDims(tensor=2, expert=2, data=2, expert_tensor=1),
 ]
-# Experts are whole, and each stack is of all of them.
+# Experts are whole, and each stack has all of them.
 STACKED_CUTS = [
     CUTS[0],
     ParallelDims(tensor=2, expert_tensor=1),
     ParallelDims(pipeline=2, data=4, expert=4),
     ParallelDims(tensor=2, pipeline=2, context=2, expert=2, expert_tensor=1),
 ]
-# With a tensor size of 4, a rank has 12 of an expert's 48 columns: it begins and ends in blocks.
+# At tp4 a rank has 12 of an expert's 48 columns, and begins and ends inside blocks.
 PACKED_CUTS = [ParallelDims(tensor=4, pipeline=2), ParallelDims(data=2, expert=2)]
 BY_BLOCKS = ("DeepSeek", "FP8 in blocks", "INT8 per channel")
 CASES = {
     **{("qwen3", form): CUTS[2:3] for form in FORMATS},
     **{("qwen3_moe", form): CUTS for form in FORMATS},
-    **{("deepseek_v3", form): CUTS for form in BY_BLOCKS},  # some of whose last blocks are partial
+    **{("deepseek_v3", form): CUTS for form in BY_BLOCKS},  # some last blocks are partial
     ("gpt_oss", "MXFP4"): STACKED_CUTS,
     ("qwen3_moe", "NVFP4"): PACKED_CUTS,
     ("qwen3_moe", "NVFP4 of ModelOpt"): PACKED_CUTS[:1],
@@ -88,7 +88,7 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "form", "dims"), [(*case, dims) for case, all_ in CASES.items() for dims in all_]
 )
-def test_read_weights_is_that_of_the_dequantised_copy(folders, family, form, dims):
+def test_read_weights_equals_the_dequantised_copy(folders, family, form, dims):
     for rank in range(dims.world_size):
         for dtype in (torch.bfloat16, torch.float32):
             found, wanted = (rank_parameters(f, dims, rank, dtype) for f in folders[family, form])
@@ -287,7 +287,9 @@ def scale_of(value, shape=(32, 4)):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_check_weights_refuses_what_does_not_fit(folders, tmp_path, form, name, value, message):
+def test_check_weights_refuses_bad_numbers_and_scales(
+    folders, tmp_path, form, name, value, message
+):
     family = {"NVFP4": "qwen3_moe", "MXFP4": "gpt_oss"}.get(form, "qwen3")
     folder = variant(folders[family, form][0], tmp_path / "bad", {name: value})
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
@@ -320,7 +322,7 @@ def test_check_weights_refuses_what_does_not_fit(folders, tmp_path, form, name, 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_import_refuses_scales_that_are_no_numbers(folders, tmp_path, form, name, value, message):
+def test_import_refuses_scales_that_are_not_finite(folders, tmp_path, form, name, value, message):
     family = {"NVFP4": "qwen3_moe", "MXFP4": "gpt_oss"}.get(form, "qwen3")
     folder = variant(folders[family, form][0], tmp_path / "bad", {name: value})
     message = rf"bad/model\.safetensors: .*{name}.* {message}"
@@ -328,7 +330,7 @@ def test_import_refuses_scales_that_are_no_numbers(folders, tmp_path, form, name
         import_checkpoint(folder, tmp_path / "out", ParallelDims())
 
 
-def test_read_into_looks_at_the_scales_of_its_blocks_alone(folders, tmp_path):
+def test_read_into_checks_only_the_scales_of_its_blocks(folders, tmp_path):
     def edit(weights):
         weights[f"{UP}_scale_inv"][3, 1] = torch.nan
 
@@ -369,7 +371,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_read_shape_refuses_other_ways_to_quantise(folders, tmp_path, config, message):
+def test_read_shape_refuses_unsupported_quantisation(folders, tmp_path, config, message):
     values = config_of(folders["qwen3", "DeepSeek"][1])
     (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
     with pytest.raises(ValueError, match=re.escape(message)) as raised:

@@ -1,4 +1,4 @@
-"""Quantised folders: written from a checkpoint or by ranks, at any cut, they are the same bytes."""
+"""Quantised folders: the same bytes from a checkpoint and from ranks at any layout."""
 
 import json
 import os
@@ -36,8 +36,8 @@ from helpers.models.quantized import NVFP4, is_quantized, nvfp4_copies, nvfp4_we
 from helpers.models.tiny import tiny_model
 from parallel import ParallelDims
 
-# Blocks of 128 divide these sizes, but not the shards of 4 or 8 tensor ranks, some of which hold no
-# keys. In the latents' down-projections the last blocks are partial.
+# Blocks of 128 divide these sizes, but not the share of a rank at tp4 or tp8, which may have no
+# keys at all. In the latents' down-projections the last blocks are partial.
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 FAMILIES = {
     "qwen3": {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
@@ -54,7 +54,7 @@ CUTS = {
     ],
     "deepseek_v3": [ParallelDims(tensor=4, expert=2, data=2, expert_tensor=1)],
 }
-# NVFP4 only for weights that files fuse (phi3) or engines fuse differently; see also below.
+# NVFP4 of weights that are fused in the files, or only in engines; see also below.
 CASES = [
     (family, scheme)
     for family in FAMILIES
@@ -65,7 +65,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """(Model, checkpoint of it in bfloat16, export of that) by family."""
+    """(model, its checkpoint in bfloat16, export of the checkpoint) by family."""
     found = {}
     for family, sizes in FAMILIES.items():
         folder = tmp_path_factory.mktemp(family)
@@ -89,7 +89,7 @@ def exports(checkpoints, tmp_path_factory):
 def quantized_at_once(
     plain: dict[str, Tensor], scheme: str, ignored: Sequence[str] = ()
 ) -> dict[str, Tensor]:
-    """What the folder must hold, from whole tensors; those of `ignored` stay as they are."""
+    """Tensors that the folder must hold, from whole ones; `ignored` modules stay unquantised."""
     if scheme == "nvfp4":
         return nvfp4_weights(plain)
     dtype = torch.int8 if scheme == "int8" else torch.float8_e4m3fn
@@ -128,7 +128,7 @@ def test_export_is_read_by_transformers(exports, scheme):
     how = CompressedTensorsConfig(run_compressed=False)
     options = {} if scheme == "fp8" else {"quantization_config": how}
     found = AutoModelForCausalLM.from_pretrained(folder, **options).state_dict()
-    # Scales per row become bfloat16 before it multiplies by them.
+    # transformers rounds scales per row to bfloat16 before it multiplies.
     error = 2**-7 if scheme in ("fp8_channel", "int8") else 0.0
     for name, expected in whole_tensors(folder):
         assert found[name].dtype == torch.bfloat16
@@ -171,13 +171,13 @@ def test_export_keeps_ignored_modules(checkpoints, tmp_path, scheme):
     assert_same(weights_of(tmp_path / "out"), quantized_at_once(weights, scheme, names))
     table = config_of(tmp_path / "out")["quantization_config"]
     assert {name.removesuffix(".weight") for name in names} < {*ignored_modules(table)}
-    # An engine with this config quantises the same weights.
+    # An engine with this config quantises the same modules.
     again = dict(quantized_tensors(plain, scheme, ignored_modules(table)))
     assert_same(again, weights_of(tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         (
             "model.layers.0.self_attn.qkv_proj",
@@ -192,13 +192,13 @@ def test_export_keeps_ignored_modules(checkpoints, tmp_path, scheme):
         ("re:(", "'re:(' is no regular expression: missing )"),
     ],
 )
-def test_quantized_model_refuses_partly_ignored_modules(checkpoints, name, told):
+def test_quantized_model_refuses_partly_ignored_modules(checkpoints, name, message):
     model, _, _ = checkpoints["qwen3_moe"]
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         quantized_model("int8", read_shape(model), "BF16", [name])
 
 
-def test_quantized_model_refuses_names_vllm_has_not(tmp_path):
+def test_quantized_model_refuses_names_unknown_to_vllm(tmp_path):
     shape = read_shape(tiny_model(tmp_path, "minimax_m2"))
     assert quantized_model("int8", shape, "BF16", [r"re:model\.layers\.0\.self_attn\."])
     with pytest.raises(
@@ -212,19 +212,19 @@ def test_engine_config_fits_into_an_argument(tmp_path, scheme):
     folder = write_config(tmp_path / "model", "DeepSeek-V3", num_hidden_layers=8)
     given = (scheme, read_shape(folder), "BF16")
     model = quantized_model(*given, [r"re:model\.layers\.[3-6]\."])
-    told = engine_config(model.config)
-    assert len(json.dumps(model.config)) > 131_072 > 4 * len(json.dumps(told))
-    assert quantized_model(*given, ignored_modules(told)) == model
+    config = engine_config(model.config)
+    assert len(json.dumps(model.config)) > 131_072 > 4 * len(json.dumps(config))
+    assert quantized_model(*given, ignored_modules(config)) == model
 
 
-def test_export_ignores_only_where_it_quantises(checkpoints, tmp_path):
+def test_export_refuses_ignored_modules_without_quantisation(checkpoints, tmp_path):
     _, checkpoint, _ = checkpoints["qwen3"]
     with pytest.raises(ValueError, match="--ignore lm_head needs --quantization"):
         export_checkpoint(checkpoint, tmp_path / "out", ignore=["lm_head"])
 
 
 def shards(plain, model, dims):
-    """Layout and quantised tensors of every rank, with maxima as a collective makes them."""
+    """Layout and quantised tensors of every rank, with maxima over ranks as by a collective."""
     ranks = []
     for rank in range(dims.world_size):
         at = dims.coordinates(rank)
@@ -287,7 +287,7 @@ def test_export_has_few_blocks_in_memory(checkpoints, tmp_path, monkeypatch):
 
 
 def test_export_of_cut_blocks_is_the_model_quantised(tmp_path):
-    """Tensor ranks have 12 of an expert's 48 columns, which begin and end in blocks of 16."""
+    """Tensor ranks have 12 of an expert's 48 columns, cut inside blocks of 16."""
     model = tiny_model(tmp_path / "model", "qwen3_moe")
     copies = nvfp4_copies(model, tmp_path)
     stored, read = copies["NVFP4"]
@@ -312,19 +312,19 @@ def test_export_of_many_parts_needs_few_open_files(
     checkpoints, exports, tmp_path, monkeypatch, few_descriptors
 ):
     monkeypatch.setattr("checkpoint_convert.transfer.PART_BYTES", 1 << 14)
-    told = []
+    reported = []
     export_checkpoint(
         *(checkpoints["phi3"][1], tmp_path / "out"),
         quantization="nvfp4",
-        progress=lambda *both: told.append(both),
+        progress=lambda *both: reported.append(both),
     )
     assert_same(weights_of(tmp_path / "out"), weights_of(exports["phi3", "nvfp4"]))
-    [total] = {total for _, total in told}
-    done = [done for done, _ in told]
+    [total] = {total for _, total in reported}
+    done = [done for done, _ in reported]
     assert done == sorted(done) and done[-1] == total
 
 
-def test_round_trip_of_a_quantised_export_is_the_same(exports, tmp_path):
+def test_round_trip_of_a_quantised_export_keeps_its_bytes(exports, tmp_path):
     folder = exports["qwen3_moe", "fp8"]
     out = round_trip(folder, tmp_path, ParallelDims(tensor=2), quantization="fp8")
     assert verify_weights(folder, tmp_path / "checkpoint", tolerance=0.0) == []
@@ -352,7 +352,7 @@ def test_verify_names_a_wrong_number_or_scale(checkpoints, exports, tmp_path, fa
     assert difference.num_different == (1 if fault == "number" else difference.num_different) > 0
 
 
-def test_verify_tells_numbers_that_are_all_the_largest(checkpoints, exports, tmp_path):
+def test_verify_names_weights_that_are_all_the_largest_number(checkpoints, exports, tmp_path):
     stored = weights_of(exports["phi3", "nvfp4"])
     numbers, scale = stored[f"{DOWN}_packed"] | 0x77, stored[f"{DOWN}_global_scale"] * 1e8
     values = {f"{DOWN}_packed": numbers, f"{DOWN}_global_scale": scale}
@@ -363,7 +363,7 @@ def test_verify_tells_numbers_that_are_all_the_largest(checkpoints, exports, tmp
     assert difference.tensor == DOWN
 
 
-def test_verify_tells_the_sign_of_a_zero_in_fp8(tmp_path):
+def test_verify_compares_the_sign_of_a_zero_in_fp8(tmp_path):
     model = tiny_model(tmp_path / "model", "qwen3")
     plain = {name: value.bfloat16() for name, value in weights_of(model).items()}
     plain[DOWN][3, 5] = 0.0
@@ -380,14 +380,14 @@ def test_export_refuses_weights_that_are_not_finite(checkpoints, tmp_path, monke
         weights[DOWN][7, 9] = torch.nan
 
     model = variant(checkpoints["qwen3"][0], tmp_path / "model", edit)
-    told = f"{DOWN} has values that are not finite"
-    with pytest.raises(ValueError, match=rf"{told} \(NaN\), in .*model\.safetensors: "):
+    message = f"{DOWN} has values that are not finite"
+    with pytest.raises(ValueError, match=rf"{message} \(NaN\), in .*model\.safetensors: "):
         import_checkpoint(model, tmp_path / "in", ParallelDims())
     assert not (tmp_path / "in").exists()
     with monkeypatch.context() as patch:  # as it was saved
         patch.setattr(StoredTensors, "must_be_finite", False)
         import_checkpoint(model, tmp_path / "in", ParallelDims())
     for quantization in ("none", "int8", "nvfp4"):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             export_checkpoint(tmp_path / "in", tmp_path / "out", quantization=quantization)
         assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""An HTTP server that answers as a test says."""
+"""An HTTP server with answers that a test chooses."""
 
 import json
 import threading
@@ -11,21 +11,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Request:
-    """A POST with a body in JSON, or whose body does not matter."""
+    """A POST; `body` is its parsed JSON, if it is JSON."""
 
     path: str
     headers: Mapping[str, str]
     body: Any
     times: int
-    """How often this body has come, from 1."""
+    """Number of requests with this body so far, from 1."""
 
 
 Reply = Callable[[Request], tuple[int, Any] | None]
-"""Status and content, in JSON unless it is bytes; status 0 hangs up, and None is no answer."""
+"""Status and content (bytes, or a value sent as JSON). Status 0 hangs up, None never answers."""
 
 
 class JsonServer(ThreadingHTTPServer):
-    """Answers what `reply` returns, and keeps what was asked."""
+    """Answers with what `reply` returns, and records the requests."""
 
     daemon_threads = True
     request_queue_size = 128

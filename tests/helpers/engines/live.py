@@ -1,4 +1,4 @@
-"""Real rollout engines for tests, and the log-probabilities `transformers` gives their samples."""
+"""Real rollout engines for tests, and log-probabilities of their samples by `transformers`."""
 
 import os
 import socket
@@ -48,26 +48,26 @@ from parallel.checksum import whole_checksum
 from parallel.views import as_whole
 
 SGLANG_PYTHON = Path(os.environ.get("SGLANG_PYTHON", ".venv-sglang/bin/python")).absolute()
-"""The interpreter of SGLang's own environment, which `make setup-sglang` makes."""
+"""The interpreter of SGLang's own environment (`make setup-sglang`)."""
 TESTS = Path(__file__).parents[2]
 PACKAGES = f"{TESTS.parent}{os.pathsep}{TESTS}"
-"""PYTHONPATH of engines whose main module is one of `helpers`; with tests/ alone, the folder
-tests/megatron_grpo would be taken for the package."""
+"""PYTHONPATH of engines with a main module in `helpers`. The repository comes first: otherwise
+`megatron_grpo` would be the folder tests/megatron_grpo."""
 
 
 KERNELS = f"{TESTS / 'engines_on_cpu' / 'plugin'}{os.pathsep}{PACKAGES}"
-"""PYTHONPATH of engines on CPUs that have a plugin for models that are not dense."""
+"""PYTHONPATH of engines on CPUs with the plugin for models that are not dense."""
 
 
 def needs_kernels(folder: Path, quantization: str = "none") -> bool:
-    """Whether engines on CPUs serve a model with the plugin only."""
+    """Whether an engine needs the plugin to serve this model on CPUs."""
     shape = read_shape(folder)
     return quantization != "none" or any((shape.moe, shape.latent, shape.linear))
 
 
 @contextmanager
 def kernels_for(folder: Path, quantization: str = "none") -> Iterator[None]:
-    """Let engines and runs that are started meanwhile have the plugin, if they need it."""
+    """Give the plugin to engines and runs started in the block, if the model needs it."""
     with pytest.MonkeyPatch.context() as patch:
         if needs_kernels(folder, quantization):
             patch.setenv("PYTHONPATH", KERNELS, prepend=os.pathsep)
@@ -77,8 +77,8 @@ def kernels_for(folder: Path, quantization: str = "none") -> Iterator[None]:
 def served_model(
     folder: Path, family: str, *, tied: bool, seed: int = 0, intermediate_size: int = 128
 ) -> Path:
-    """A tiny model whose heads are wide enough for vLLM's attention on CPU (32, 64, 96, ...), and
-    whose layers SGLang does not pad for one or two workers (multiples of 64)."""
+    """A tiny model with heads that vLLM's CPU attention takes (32, 64, 96, ...) and layer sizes
+    that SGLang does not pad for one or two workers (multiples of 64)."""
     sizes = {"head_dim": 32, "intermediate_size": intermediate_size}
     return tiny_model(folder, family, tied=tied, seed=seed, **sizes)
 
@@ -98,7 +98,7 @@ def sampling_params(**overrides: Any) -> SamplingParams:
 
 
 class ReferenceServers(ServerProcesses):
-    """Engines of tests/reference_engine, started as a user would start engines of his own."""
+    """Engines of tests/reference_engine, started as a user starts external engines."""
 
     share_gpus = False
 
@@ -142,20 +142,20 @@ class TestEngine:
             verify=False,
             trust_env=False,
         )
-        """Talks to the first engine."""
+        """For requests to the first engine."""
 
     def client(self, **rollout: Any) -> RolloutClient:
-        """A client for which the engine is ready; `rollout` are fields of the config section."""
+        """A client that treats the engines as ready; `rollout` are fields of `RolloutConfig`."""
         client = client_of(self.servers.base_urls, self.servers.token, **rollout)
         client.pool.finish_push(self.servers.base_urls)
         return client
 
     def num_generated(self) -> int:
-        """The tokens that its first engine has generated since the start."""
+        """Number of tokens that the first engine has generated since its start."""
         return int(float(COUNTS["generated"].search(self._http.get("/metrics").text)[1]))
 
     def pause(self) -> None:
-        """What a push does first, without the seconds in which its rank starts."""
+        """Pause as a push does first, without the seconds that starting its rank takes."""
         self._http.post("/pause?mode=keep&clear_cache=false").raise_for_status()
 
     def resume(self) -> None:
@@ -163,9 +163,9 @@ class TestEngine:
         self._http.post("/resume").raise_for_status()
 
     def pause_after(self, count: int, is_done: Callable[[], bool] = lambda: False) -> None:
-        """`pause` as soon as it has generated so many more tokens, or `is_done()`.
+        """`pause` as soon as the engine has generated `count` more tokens, or `is_done()`.
 
-        Before `RequestRouter.pause`, which takes time in which the engine would go on.
+        Call it before `RequestRouter.pause`: while that runs, the engine would go on generating.
         """
         enough = self.num_generated() + count
         assert wait_until(lambda: is_done() or self.num_generated() >= enough, 120, 0.005)
@@ -179,23 +179,23 @@ class TestEngine:
         answered: Sequence[Future[None]],
         num_flips: int = 0,
     ) -> int:
-        """`push`, through which requests go on, once it has generated `after` more tokens or all
-        are `answered`."""
+        """`push` while requests are in flight, once the engine has generated `after` more tokens
+        or every future of `answered` is done."""
         self.pause_after(after, lambda: all(each.done() for each in answered))
         router.pause(self.version + 1)
         router.resume(self.push(folder, num_flips))
         return self.version
 
     def push(self, folder: Path, num_flips: int = 0) -> int:
-        """Push the weights in `folder`; returns the version now served. With a flipped bit, the
-        push fails and is repeated."""
+        """Push the weights in `folder`; returns the version now served. A flipped bit makes the
+        push fail and start again."""
         self.version += 1
         engines = self.rollout, self.servers.base_urls, self.servers.token
         push_folder(folder, *engines, self.version, num_flips)
         return self.version
 
     def ask(self, prompts: Sequence[Prompt], number: int = 0, **overrides: Any) -> Completions:
-        """Four samples of each prompt in the generation `number`, by the weights pushed last."""
+        """Request four samples of each prompt from the newest weights, in generation `number`."""
         settings = {"num_generations": 4, "policy_version": self.version, "series": number}
         return Completions(prompts, sampling_params(**settings | overrides), number)
 
@@ -205,9 +205,9 @@ class TestEngine:
 
 
 def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:
-    """For each worker of an engine, the checksums of its shard of the weights in `folder`.
+    """Checksums of each engine worker's shard of the weights in `folder`.
 
-    The shards are cut from the full tensors. Padding is zero and adds nothing.
+    The shards are cut from the full tensors; padding is zero and adds nothing.
     """
     whole = file_layout(read_shape(folder))
     stored = load_file(folder / "model.safetensors")
@@ -236,7 +236,7 @@ def running_engine(
 ) -> Iterator[TestEngine]:
     """An engine that serves the model in `folder` in `dtype`; `token` belongs to `base_urls`.
 
-    That of the kind `reference` is taken for vLLM, or for SGLang if it tells what indexers choose.
+    The engine `reference` poses as vLLM, or as SGLang if it reports the choices of indexers.
     """
     model = ModelConfig(path=folder, dtype=dtype, freeze_vision=freeze_vision)
     servers: EngineServers | ReferenceServers
@@ -267,13 +267,13 @@ def random_prompts(count: int, seed: int = 0, lengths: tuple[int, int] = (5, 80)
 
 
 _LOADING = threading.Lock()
-"""transformers patches its classes while it loads a model. Of two threads that load at once, one
-may restore the other's patch: then no model of this process has tied weights any more."""
+"""transformers patches its classes while it loads a model. With two concurrent loads, one may
+restore the other's patch, and no later model of this process has tied weights."""
 
 
 @lru_cache(maxsize=8)
 def _reference(folder: Path) -> Any:
-    """The model of `transformers` in float32. Tests ask for it sample by sample."""
+    """The float32 model of `transformers`, cached because tests use it sample by sample."""
     kind = AutoModelForImageTextToText if has_other_towers(folder) else AutoModelForCausalLM
     with _LOADING:
         return kind.from_pretrained(folder, dtype=torch.float32)
@@ -291,8 +291,8 @@ def reference_logprobs(folder: Path, sample: Sample, temperature: float = 1.0) -
 
 
 def chosen_tokens(folder: Path, sample: Sample) -> np.ndarray:
-    """int32 [tokens, layers, index_topk]: what the indexers of `transformers` choose for all tokens
-    of a sample but the last, in one float32 pass."""
+    """Tokens that the indexers of `transformers` choose in one float32 pass, for every token of the
+    sample except the last: int32 [tokens, layers, index_topk]."""
     model, found = _reference(folder), []
     hooks = [
         layer.self_attn.indexer.register_forward_hook(lambda *given: found.append(given[2][0]))
@@ -316,8 +316,8 @@ def largest_logprob_error(
 
 
 def largest_error_by_version(weights: Mapping[int, Path], sample: Sample) -> float:
-    """Largest difference between the log-probabilities of a sample and those that the weights of
-    each token's version give it."""
+    """Largest difference between the sample's log-probabilities and `reference_logprobs` of the
+    weights that sampled each token."""
     bounds = pairwise([0, *accumulate(count for _, count in sample.spans)])
     found = torch.tensor(sample.logprobs)
     return max(
@@ -327,8 +327,8 @@ def largest_error_by_version(weights: Mapping[int, Path], sample: Sample) -> flo
 
 
 def kept_cache_error(weights: Mapping[int, Path], sample: Sample) -> float:
-    """Largest difference between the log-probabilities of a sample and those over keys and values
-    that are kept: each position's are of the weights that sampled the token behind it."""
+    """Largest difference between the sample's log-probabilities and a recomputation with a kept
+    cache: keys and values of a position come from the weights that sampled the next token."""
     tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids]])
     first = len(sample.prompt.token_ids) - 1
     ends = [first + end for end in accumulate(count for _, count in sample.spans)]
@@ -352,11 +352,11 @@ def wait_until(condition, seconds: float, poll: float = 0.05) -> bool:
 def samples_until(
     has_happened: Callable[[Sample], bool], make: Callable[[], list[Sample]]
 ) -> list[Sample]:
-    """The samples of as many calls of `make` as it takes until to one it `has_happened`, at most 5.
+    """Call `make` up to 5 times until `has_happened` is true of a sample; returns all samples.
 
-    For what happens to a completion while it is generated: of a tiny model on a CPU, vLLM's core
-    computes tokens faster than its API server tells them, and on a busy machine it may have
-    finished all of them before the server passes on that it is to pause.
+    For events in the middle of a completion. With a tiny model on a CPU, vLLM's core computes
+    tokens faster than its API server reports them: on a busy machine it may finish them all before
+    the server forwards a pause.
     """
     samples: list[Sample] = []
     for _ in range(5):
@@ -390,7 +390,7 @@ class Proxy:
     def cut(self) -> None:
         """End all connections and refuse new ones."""
         for each in [self._listener, *self._sockets]:
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the connection has ended already
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
         self._sockets.clear()

@@ -1,4 +1,4 @@
-"""A session with an engine that a test has written down."""
+"""An HTTP session that answers without an engine."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -13,7 +13,7 @@ Respond = Callable[[httpx.Request], httpx.Response | Awaitable[httpx.Response]]
 
 
 class MockSession:
-    """Stands where aiohttp's session does. `respond` answers, or raises what that would raise."""
+    """Replaces aiohttp's session; `respond` answers, or raises one of aiohttp's errors."""
 
     def __init__(self, url: str, respond: Respond) -> None:
         self._url, self._respond = url, respond

@@ -1,4 +1,4 @@
-"""An engine over two nodes, which are two loopback addresses of this host."""
+"""An engine over two nodes: two loopback addresses of this host."""
 
 import os
 import random
@@ -19,7 +19,7 @@ ADDRESSES = ("127.0.0.2", "127.0.0.3")
 @contextmanager
 def two_nodes(folder: Path, *overrides: str) -> Iterator[tuple[str, list[ChildProcess]]]:
     """The URL of an engine that `megatron-grpo serve` runs on both nodes, as in a Slurm step, and
-    what runs on each. Their logs are in `folder`."""
+    the process of each node. Their logs are in `folder`."""
     port, master_port = free_ports(2)
     command = [sys.executable, "-m", "megatron_grpo", "serve", str(TINY_CONFIG), *overrides]
     command += ["rollout.tensor_parallel_size=2", f"--port={port}"]
@@ -28,15 +28,15 @@ def two_nodes(folder: Path, *overrides: str) -> Iterator[tuple[str, list[ChildPr
     nodes = []
     with ExitStack() as stack:
         for rank, address in enumerate(ADDRESSES):
-            of_node = [*command, f"--host={address}", f"--node-rank={rank}"]
+            node_command = [*command, f"--host={address}", f"--node-rank={rank}"]
             log = stack.enter_context((folder / f"node_{rank}.log").open("wb"))
-            nodes.append(ChildProcess.start(of_node, environment, log))
+            nodes.append(ChildProcess.start(node_command, environment, log))
             stack.callback(nodes[-1].kill)
         yield f"http://{ADDRESSES[0]}:{port}", nodes
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that no outgoing connection takes before an engine listens there."""
+    """Free ports that no outgoing connection takes before an engine listens on them."""
     found: list[int] = []
     while len(found) < count:
         port = random.randint(20000, 32000)

@@ -1,4 +1,4 @@
-"""Completions that a test asks engines for, as rank 0 does, from a thread of the test's."""
+"""Completions requested from engines by a test's thread, as rank 0 requests them."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +23,12 @@ NewGroup = Callable[[Prompt, SamplingParams, int], Group]
 
 @cache
 def event_loop() -> EventLoop:
-    """The one loop of all tests in this process."""
+    """The event loop that all tests of this process share."""
     return EventLoop()
 
 
 class Completions:
-    """The groups of some prompts, in a generation of this number, by `params`."""
+    """One group of completions for each prompt, in the generation `number`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Completions:
         self.sampling: list[asyncio.Task[list[Sample]]] = []
 
     async def begin(self, router: RequestRouter) -> None:
-        """Ask for all groups, if that was not done."""
+        """Submit all groups, unless they are submitted already."""
         if self.sampling:
             return
         features = await features_of(self.prompts)
@@ -59,49 +59,51 @@ class Completions:
 
     @property
     def num_open(self) -> int:
-        """Samples that are not complete."""
+        """Number of samples that are not complete."""
         return sum(group.num_open for group in self.groups)
 
     @property
     def engines(self) -> set[str]:
-        """Addresses of the engines that have answered."""
+        """URLs of the engines that have answered."""
         return set().union(*(group.engines for group in self.groups))
 
     def so_far(self) -> list[Sample]:
-        """All samples that are complete or begun."""
+        """All samples, complete or partial."""
         return [sample for group in self.groups for sample in group.so_far()]
 
     def samples(self) -> list[Sample]:
-        """All samples, when all are complete."""
+        """All samples; every one must be complete."""
         return [sample for task in self.sampling for sample in task.result()]
 
 
 class Router:
-    """A `RequestRouter`, whose methods are called by a thread of the test's."""
+    """A `RequestRouter` with methods that a test's thread can call."""
 
     def __init__(self, client: RolloutClient, decode: Any, *, streams: bool = True) -> None:
         self.client, self.loop = client, client.loop
         self.router = RequestRouter(client, decode, streams=streams)
-        self._asked: list[Completions] = []
+        self._submitted: list[Completions] = []
 
-    def submit(self, asked: Completions) -> Future[None]:
-        """Ask for completions; done when all are complete, or with what the router fails by."""
-        self.loop.call(asked.begin(self.router))
-        self._asked.append(asked)
-        return asyncio.run_coroutine_threadsafe(self._until(asked), self.loop._loop)
+    def submit(self, completions: Completions) -> Future[None]:
+        """A future that is done once all completions are, or has the router's error."""
+        self.loop.call(completions.begin(self.router))
+        self._submitted.append(completions)
+        return asyncio.run_coroutine_threadsafe(self._until(completions), self.loop._loop)
 
-    def generate(self, asked: Completions) -> list[Sample]:
-        """All samples; the router must have been resumed."""
-        self.submit(asked).result()
-        return asked.samples()
+    def generate(self, completions: Completions) -> list[Sample]:
+        """Samples of all completions; the router must be running."""
+        self.submit(completions).result()
+        return completions.samples()
 
-    def generate_alone(self, asked: Completions) -> list[Sample]:
-        """All samples, made while the engines do nothing else, as for an evaluation; may be called
-        again after NoServingEngine."""
+    def generate_alone(self, completions: Completions) -> list[Sample]:
+        """Sample while the engines do nothing else, as in an evaluation; may be called again after
+        NoServingEngine."""
 
         async def sample() -> list[Sample]:
-            await asked.begin(self.router)
-            return await sample_alone(self.router, asked.sampling, asked.params.policy_version)
+            await completions.begin(self.router)
+            return await sample_alone(
+                self.router, completions.sampling, completions.params.policy_version
+            )
 
         return self.loop.call(sample())
 
@@ -116,7 +118,7 @@ class Router:
 
     @contextmanager
     def aborted(self) -> Iterator[None]:
-        """As for a checkpoint."""
+        """Abort requests for the block, as a checkpoint does."""
         was_running = self.router.is_running
         self.abort()
         yield
@@ -126,20 +128,20 @@ class Router:
     def close(self) -> None:
         async def close() -> None:
             await self.router.close()
-            for task in [task for asked in self._asked for task in asked.sampling]:
+            for task in [task for completions in self._submitted for task in completions.sampling]:
                 task.cancel()
 
         self.loop.call(close())
 
-    async def _until(self, asked: Completions) -> None:
-        for task in asked.sampling:
+    async def _until(self, completions: Completions) -> None:
+        for task in completions.sampling:
             task.add_done_callback(lambda _: self.router.changed.give())
-        await self.router.until(lambda: all(task.done() for task in asked.sampling))
+        await self.router.until(lambda: all(task.done() for task in completions.sampling))
 
 
 @contextmanager
 def routing(client: RolloutClient, decode: Any = str, *, streams: bool = True) -> Iterator[Router]:
-    """A router of the client, which ends with the block."""
+    """A router of the client, closed at the end of the block."""
     router = Router(client, decode, streams=streams)
     try:
         yield router
@@ -147,10 +149,10 @@ def routing(client: RolloutClient, decode: Any = str, *, streams: bool = True) -
         router.close()
 
 
-def generate(client: RolloutClient, asked: Completions) -> list[Sample]:
-    """`Router.generate_alone`, by the same router for all calls of a client."""
+def generate(client: RolloutClient, completions: Completions) -> list[Sample]:
+    """`Router.generate_alone` with one router per client."""
     router = _ROUTERS.setdefault(client, Router(client, str, streams=False))
-    return router.generate_alone(asked)
+    return router.generate_alone(completions)
 
 
 _ROUTERS: WeakKeyDictionary[RolloutClient, Router] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Engines that do what a test has written down for them, behind a real client."""
+"""Scripted engines behind a real client."""
 
 import asyncio
 import json
@@ -31,15 +31,14 @@ from megatron_grpo.rollout.services import RolloutServices
 from parallel import ParallelDims
 
 MAX_LENGTH = 8
-"""Tokens of a completion of `scripted_services`."""
+"""Longest completion of `scripted_services`, in tokens."""
 
 
 @dataclass
 class ScriptedEngine:
-    """Answers requests unless it `holds` them, and tells the counts that a test sets.
+    """Answers requests unless it `holds` them, and reports the metrics in `counts`.
 
-    The tokens that it samples are their own positions in prompt and completion, and their experts
-    have the number of its version.
+    A sampled token equals its position in the sequence; its expert is the engine's `version`.
     """
 
     counts: dict[str, float] = field(default_factory=dict)
@@ -52,29 +51,29 @@ class ScriptedEngine:
     """A route that always fails, with this `fault`."""
     fault: type[aiohttp.ClientError] = aiohttp.ClientConnectionError
     num_per_look: int = 1000
-    """How many requests arrive, at most, between two looks at its load."""
+    """Largest number of requests that arrive between two calls of /load."""
     num_cut_tokens: int = 2
-    """Tokens of a completion that is cut."""
+    """Length of a completion that an abort cuts."""
     num_streamed: int = 0
-    """Tokens of each completion that it streams, one by one, before it ends in mid-chunk when it is
-    broken; 0: it does not stream."""
+    """Tokens of each completion that are streamed one by one; the next chunk stays incomplete until
+    the engine is broken. 0: no streaming."""
     num_read: int = 0
-    """Requests whose streamed tokens have been read."""
+    """Number of requests that have received their streamed tokens."""
     version: int = 7
     push: str = ""
-    """The push that it says it holds, if not the one of its version."""
+    """The push that it reports; "": the first push of its version."""
     stall_timeout: float = 60.0
     is_paused: bool = False
     num_cuts: int = 0
     num_accepted: int = 0
     holds: bool = True
     first_held: int = 0
-    """Requests of lower numbers are answered even if the others are held."""
+    """Requests with a lower priority number are answered even while others are held."""
     num_given_up: int = 0
-    """Requests whose connection was closed before the answer."""
+    """Number of requests with a connection that closed before the answer."""
     asked: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-    """Tokens of each completion that is asked for."""
+    """`max_tokens` of each request."""
 
     async def respond(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
@@ -125,8 +124,7 @@ class ScriptedEngine:
         routed = request["sampling_params"].get(ROUTES_START, first + count - 1)
         routes = np.full((first + count - 1 - routed, 1, 1), self.version, np.uint8)
         choice = {
-            # None, as from SGLang for a completion that still waits for its recomputation after a
-            # push.
+            # SGLang has no experts for a completion that still waits to be recomputed after a push.
             "routed_experts": b64encode(npy_of(routes)).decode()
             if reason != "abort" or version == self.version
             else None,
@@ -145,7 +143,7 @@ class ScriptedEngine:
             chunk = {
                 "weight_versions": [version],
                 "finish_reason": None,
-                "text": "\u2028",  # of which JSON makes no escape
+                "text": "\u2028",  # JSON does not escape this line separator
                 "token_ids": [first + count - 1],
                 "logprobs": {"content": [{"logprob": -0.5}]},
             }
@@ -164,11 +162,11 @@ class ScriptedEngine:
         }
 
 
-URL = "http://127.0.0.1:1"  # where nobody listens
+URL = "http://127.0.0.1:1"  # nothing listens there
 
 
 class NoServers:
-    """Stands for servers of engines, which never end."""
+    """Replaces the processes of engine servers; none ever ends."""
 
     token = "token"
 
@@ -182,7 +180,7 @@ class NoServers:
 
 
 class ScriptedClient(RolloutClient):
-    """A client of engines by their names, which serve."""
+    """A client of scripted engines, keyed by name, which all serve."""
 
     def __init__(self, **engines: ScriptedEngine) -> None:
         self._scripts = {f"http://{name}": engine for name, engine in engines.items()}
@@ -198,13 +196,13 @@ class ScriptedClient(RolloutClient):
 
 
 class Scores:
-    """Scores by the number of the sample; it can fail."""
+    """Scores each sample by its index in the group; raises `error` if it is set."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.value = 1.0
         self.is_equal: Callable[[int], bool] = lambda index: False
-        """Whether all completions of the prompt with an index get the same reward."""
+        """Whether all completions of this prompt index get the same reward."""
         self.num_scored = 0
 
     def __call__(self, samples) -> list[ScoredGroup]:
@@ -224,8 +222,8 @@ class Scores:
 
 @contextmanager
 def scripted_services(model: Path, folder: Path, *overrides: str) -> Iterator[RolloutServices]:
-    """Its engines are scripted, and hold their requests; its rewards are `Scores`. Weights are
-    pushed in flight; a generation has 4 completions of each of 4 prompts."""
+    """Services with a scripted engine that holds its requests, and with `Scores` as rewards. Pushes
+    are in flight; a generation has 4 completions of each of 4 prompts."""
     data = folder / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in sums()), encoding="utf-8")
     cfg = tiny_config(
@@ -234,7 +232,7 @@ def scripted_services(model: Path, folder: Path, *overrides: str) -> Iterator[Ro
         f"data.path={data}",
         f"train.run_dir={folder / 'run'}",
         "train.num_steps=20",
-        "rollout.base_urls=[http://127.0.0.1:9]",  # nobody is asked there
+        "rollout.base_urls=[http://127.0.0.1:9]",  # gets no request
         "rollout.in_flight_updates=true",
         "grpo.old_logprobs=rollout",
         "rollout.max_staleness=2",
@@ -248,7 +246,7 @@ def scripted_services(model: Path, folder: Path, *overrides: str) -> Iterator[Ro
 
 
 def use(services: RolloutServices, engine: ScriptedEngine, name: str = "only") -> None:
-    """Give it an engine of that script, and a router of its own, in its loop."""
+    """Replace the engine of `services`, with a new client and router in the same loop."""
     client = ScriptedClient(**{name: engine})
     client.loop, services.engines, services.engine = services.loop, client, engine
     services.router = RequestRouter(client, lambda tokens: "")

@@ -1,5 +1,7 @@
-"""An SGLang engine for CPUs that poses as another: `POSES` in the environment has names of the
-functions below. All of its processes import this file, as it is their main module."""
+"""An SGLang engine for CPUs, changed by the functions below that its environment names in `POSES`.
+
+All of its processes import this file, since it is their main module.
+"""
 
 import os
 import sys
@@ -20,13 +22,12 @@ OPERATORS = (
     "fused_sigmoid_gating_delta_rule_update_cpu",
     "fused_sigmoid_mul_cpu",
 )
-"""What SGLang's files of Qwen3-Next and Qwen3.5 take from its kernels when they are imported."""
+"""Kernels that SGLang's modules of Qwen3-Next and Qwen3.5 look up at import."""
 
 
 def unkernelled() -> None:
-    """Build models whose linear or sparse attention has no kernels on CPUs. It computes nothing
-    with linear attention; with sparse attention all tokens see all before them, as they do in
-    short sequences. To be called before SGLang is imported."""
+    """Build models with linear or sparse attention without kernels; call before importing SGLang.
+    Linear attention raises; sparse attention becomes dense, which is equal for short sequences."""
     import sgl_kernel
 
     def missing(*args: object, **kwargs: object) -> NoReturn:
@@ -37,19 +38,19 @@ def unkernelled() -> None:
     mamba = ModuleType("sgl_kernel.mamba")
     mamba.__getattr__ = sgl_kernel.__getattr__  # type: ignore[method-assign]
     sys.modules["sgl_kernel.mamba"] = mamba
-    # Asked for where attention is sparse, to choose its kernels.
+    # SGLang chooses the kernels of sparse attention by this.
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
     from sglang.srt.arg_groups import model_hook
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
 
-    model_hook._dsa_kv_cache_dtype_default = lambda view: {}  # else none has 32 bits
+    model_hook._dsa_kv_cache_dtype_default = lambda view: {}  # else the cache is never float32
     Indexer.forward_native = lambda self, *args, **kwargs: None
 
 
 def bits() -> None:
-    """Tell the checksum of every parameter as it is, and of what SGLang makes of the weights that
-    project latents up; its own would be that of products with scales, rounded to bfloat16."""
+    """Report checksums of stored bits, and of the matrices that SGLang derives from the latents'
+    up-projections. SGLang's own checksums are of dequantised weights, rounded to bfloat16."""
     from sglang.srt.utils import weight_checker
 
     parameters_and_buffers = weight_checker.WeightChecker._model_state
@@ -73,8 +74,8 @@ def as_stored() -> None:
 
 
 def forgetful() -> None:
-    """Lose what is in memory asleep, as engines on GPUs do: their memory saver gives back what was
-    allocated while the model was loaded and while the cache was made."""
+    """Lose weights and cache asleep, as on GPUs, where the memory saver releases everything that
+    was allocated while the model was loaded or the cache was made."""
     from sglang.srt.managers.scheduler_components import weight_updater
 
     manager = weight_updater.SchedulerWeightUpdaterManager

@@ -1,5 +1,4 @@
-"""Engines of SGLang that pose as others, and the checksums that they tell of their parameters,
-before and after pushes of a policy."""
+"""SGLang engines with changed behaviour, and checksums of their parameters around pushes."""
 
 import os
 from pathlib import Path
@@ -15,18 +14,18 @@ from megatron_grpo.launch.run_dir import bearer
 from parallel import ParallelDims
 
 OF_POSITIONS = ".rotary_emb.axis_map"
-"""A constant of M-RoPE; SGLang reports its checksum, too."""
+"""A constant of M-RoPE that SGLang's checksums include."""
 
 
 def pose_as(patch: pytest.MonkeyPatch, *poses: str) -> None:
-    """Have engines that start from now on pose as those of `sglang_server`."""
+    """Start later engines with these functions of `sglang_server`."""
     patch.setattr(args, "SERVER", "helpers.engines.sglang_server")
     patch.setenv("PYTHONPATH", PACKAGES, prepend=os.pathsep)
     patch.setenv("ENGINE_POSES", " ".join(poses))
 
 
 def own_checksums(engine: TestEngine) -> list[dict[str, str]]:
-    """SGLang's own checksums by worker and parameter; each group reports them for all workers."""
+    """SGLang's own checksum of every parameter, by worker; every group reports all workers."""
     [url] = engine.servers.base_urls
     answer = httpx.post(
         f"{url}/weights_checker",
@@ -34,15 +33,15 @@ def own_checksums(engine: TestEngine) -> list[dict[str, str]]:
         headers=bearer(engine.servers.token),
         timeout=60,
     )
-    told = [worker["checksums"] for worker in answer.raise_for_status().json()["ranks"]]
+    sums = [worker["checksums"] for worker in answer.raise_for_status().json()["ranks"]]
     num_workers = engine.rollout.gpus_per_engine
-    assert told == engine.rollout.data_parallel_size * told[:num_workers]
-    assert len(told) >= num_workers
-    return told[:num_workers]
+    assert sums == engine.rollout.data_parallel_size * sums[:num_workers]
+    assert len(sums) >= num_workers
+    return sums[:num_workers]
 
 
 def all_differ(these: list[dict[str, str]], others: list[dict[str, str]]) -> bool:
-    """Whether all checksums of weights do; biases that the first worker adds are zero in others."""
+    """Whether all checksums of weights differ, except biases that only worker 0 adds."""
     return all(
         one[name] != other[name] or (number > 0 and name.endswith("w2_weight_bias"))
         for number, (one, other) in enumerate(zip(these, others, strict=True))
@@ -54,13 +53,13 @@ def all_differ(these: list[dict[str, str]], others: list[dict[str, str]]) -> boo
 def check_pushes(
     engine: TestEngine, folder: Path, others: Path, dims: ParallelDims, *options: str
 ) -> None:
-    """Push other weights, flipped bits, and those that each worker has loaded from `folder`, which
-    it then holds again."""
+    """Push the weights of `others`, then flipped bits, then those of `folder`: the workers must end
+    with the parameters that they have loaded."""
     loaded = own_checksums(engine)
     assert push(engine, others, dims, options=options) == ""
     assert all_differ(loaded, own_checksums(engine))
-    told = push(engine, folder, dims, num_flips=10**6, options=options)
-    assert "differ from what was pushed: " in told
+    error = push(engine, folder, dims, num_flips=10**6, options=options)
+    assert "differ from what was pushed: " in error
     assert push(engine, folder, dims, options=options) == ""
     assert own_checksums(engine) == loaded
 
@@ -72,8 +71,8 @@ def push(
     num_flips: int = 0,
     options: tuple[str, ...] = (),
 ) -> str:
-    """Push the weights of a folder from the ranks of a policy with further `options` of its config;
-    returns the error of rank 0."""
+    """Push a folder's weights from the ranks of a policy; `options` are overrides of its config.
+    Returns the error of rank 0."""
     engine.version += 1
     overrides = [*rollout_overrides(engine.rollout, engine.servers.base_urls), *options]
     arguments = (folder, dims, engine.servers.token, overrides, engine.version, num_flips)

@@ -1,10 +1,10 @@
-"""Workers of SGLang without an engine: what each loads, as SGLang's own loader does it.
+"""SGLang workers without an engine: the parameters that SGLang's own loader gives each.
 
     ENGINE_POSES=unkernelled python -m helpers.engines.sglang_workers CASES.json OUT.json
 
-`CASES` has for each engine its server's arguments and its number of workers. `OUT` gets for each
-worker the shape and checksum of every parameter. Workers are made one after the other, each in a
-fork of a process that has imported SGLang, and their groups communicate nothing.
+`CASES` lists for each engine its server's arguments and number of workers; `OUT` gets the shape and
+checksum of every parameter of each worker. Workers are made one after the other, each in a fork of
+a process that has imported SGLang, and do not communicate.
 """
 
 import json
@@ -37,7 +37,7 @@ new_group = dist.new_group
 
 
 def loaded_model(flags: list[str], rank: int, num_workers: int) -> Module:
-    """What worker `rank` of an engine with these arguments has loaded."""
+    """Shape and checksum of every parameter that worker `rank` of an engine loads."""
     arguments = prepare_server_args(flags)
     ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=0)
     runtime_context.publish(arguments, role="scheduler", ranks=ranks)
@@ -54,13 +54,12 @@ def loaded_model(flags: list[str], rank: int, num_workers: int) -> Module:
 
 
 def main() -> None:
-    """See above."""
     cases, out = map(Path, sys.argv[1:])
     attend_by_torch()
-    told = []
+    workers = []
     for flags, num_workers in json.loads(cases.read_text(encoding="utf-8")):
         for rank in range(num_workers):
-            part = out.with_suffix(f".{len(told)}")
+            part = out.with_suffix(f".{len(workers)}")
             if not (child := os.fork()):
                 held = pushable_parameters(loaded_model(flags, rank, num_workers))
                 sums = {
@@ -70,8 +69,8 @@ def main() -> None:
                 os._exit(0)
             _, status = os.waitpid(child, 0)
             assert status == 0, f"worker {rank} of {num_workers} ended: {flags}"
-            told.append(json.loads(part.read_text(encoding="utf-8")))
-    out.write_text(json.dumps(told), encoding="utf-8")
+            workers.append(json.loads(part.read_text(encoding="utf-8")))
+    out.write_text(json.dumps(workers), encoding="utf-8")
 
 
 if __name__ == "__main__":

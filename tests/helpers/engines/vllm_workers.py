@@ -1,8 +1,8 @@
 """vLLM workers without an engine, for tests of the parameters that each worker holds.
 
-A worker is the one an engine would start, but runs in one of our ranks: vLLM's own wrapper creates
-it with our worker extension, and it sets up vLLM's groups and loads the model
-with vLLM's own loader. Without cache, scheduler and server this takes a second per model.
+A rank of a test makes the same worker as an engine would: vLLM's own wrapper, with our worker
+extension, sets up vLLM's groups and loads the model. Without cache, scheduler and server this
+takes a second per model.
 """
 
 import gc
@@ -47,7 +47,7 @@ from megatron_grpo.engines.vllm.args import (
 
 Parameters = dict[str, Tensor]
 Read = Callable[[Module, Path, EngineDims], Any]
-"""Called in a worker with its loaded model, the model's folder and the engine's dims."""
+"""Called in a worker: (loaded model, its folder, dims of the engine)."""
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "vision": {"limit_mm_per_prompt": IMAGE_LIMITS},
 }
-"""Arguments of a worker by what pushes fill, too: the layer that it drafts with, or its tower."""
+"""Arguments of a worker that also holds a drafting layer or a vision tower, which pushes fill."""
 VARIABLES = {"mtp": DRAFTER_VARIABLE, "vision": VISION_VARIABLE}
 NUM_ENGINES = 2
 """Engines that take a push: the first feeds the second."""
@@ -70,7 +70,7 @@ NUM_ENGINES = 2
 def loaded_parameters(
     models: Sequence[tuple[Path, EngineDims]], dtype: str = "float32", also: str = ""
 ) -> list[list[Parameters]]:
-    """Each worker's parameters of each model, as loaded. All dims have as many workers."""
+    """Loaded parameters by model and worker. All dims have the same number of workers."""
     return read_in_workers(models, partial(_parameters, also == "vision"), dtype, also)
 
 
@@ -85,9 +85,9 @@ def read_in_workers(
     dtype: str = "float32",
     also: str = "",
 ) -> list[list[Any]]:
-    """Results of `read` for each model in each worker. All dims have as many workers."""
+    """Results of `read` by model and worker. All dims have the same number of workers."""
     (size,) = {dims.num_workers for _, dims in models}
-    # One process builds all of them: 121 s on a machine that is busy with other tests.
+    # One process builds all models: 121 s on a machine that is busy with other tests.
     by_rank = run_ranks(size, _load, models, read, dtype, also, timeout=250, with_vllm=True)
     return [list(workers) for workers in zip(*by_rank, strict=True)]
 
@@ -111,12 +111,12 @@ def become_worker(num_workers: int) -> None:
     rollout = RolloutConfig(tensor_parallel_size=num_workers, max_completion_length=1)
     os.environ.update(vllm_environment(ModelConfig(path=Path()), rollout, on_gpu=False))
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    sys.path.insert(0, KERNELS.partition(os.pathsep)[0])  # its metadata, which vLLM looks for
+    sys.path.insert(0, KERNELS.partition(os.pathsep)[0])  # vLLM finds the plugin by its metadata
 
 
 def give_sparse_models_dense_kernels() -> None:
-    """Let vLLM build models with sparse attention on CPUs, where it has no kernels for that: the
-    same parameters are loaded, and nothing is computed."""
+    """Let vLLM build models with sparse attention on CPUs, where it has no kernels for it. The
+    parameters are the same; nothing is computed."""
     from vllm.platforms.cpu import CpuPlatform
 
     own: Any = CpuPlatform.get_attn_backend_cls
@@ -128,7 +128,7 @@ def give_sparse_models_dense_kernels() -> None:
 
 
 def give_experts_without_gates_kernels() -> None:
-    """Let vLLM build experts without gates on CPUs, with the router that it has on Hopper GPUs."""
+    """Let vLLM build experts without gates on CPUs, with its router for Hopper GPUs."""
     from unittest.mock import Mock
 
     from vllm.model_executor.layers.fused_moe import config
@@ -136,7 +136,7 @@ def give_experts_without_gates_kernels() -> None:
     from vllm.model_executor.layers.fused_moe.router import gate_linear
     from vllm.platforms import current_platform
 
-    # What the two ask for; their other questions are answered by the CPU's.
+    # Only these queries are answered as by a GPU; all others go to the CPU platform.
     config.current_platform = Mock(wraps=current_platform, is_cuda_alike=lambda: True)
     gate_linear.current_platform = Mock(
         wraps=current_platform, is_cuda=lambda: True, is_device_capability=lambda _: True
@@ -148,8 +148,8 @@ def give_experts_without_gates_kernels() -> None:
 
 
 def let_vllm_search_llvmlite() -> None:
-    """Let vLLM search all modules for kernels on CPUs, where the images of a Kimi-K2.5 have loaded
-    llvmlite: its library answers to any name, also to `__dict__`."""
+    """Let vLLM search all modules for kernels on CPUs once Kimi-K2.5's image processor has loaded
+    llvmlite: its library object has every attribute, even `__dict__`."""
     from llvmlite.binding import ffi
 
     own = ffi._lib_wrapper.__getattr__
@@ -165,8 +165,8 @@ def let_vllm_search_llvmlite() -> None:
 def start_worker(
     rank: int, folder: Path, dims: EngineDims, dtype: str, also: str = "", **arguments: Any
 ) -> Any:
-    """Worker `rank` of a vLLM engine of further `arguments`, with the model in `folder` loaded;
-    `also` names `OPTIONS`.
+    """Worker `rank` of a vLLM engine that has loaded `folder`; `also` is a key of `OPTIONS`,
+    `arguments` are further ones of the engine.
 
     Collective over the default group. An earlier worker of this process loses its groups but keeps
     its parameters. All workers must have the same sizes.
@@ -194,12 +194,12 @@ def start_worker(
         worker_extension_cls=WORKER_EXTENSION,
         **arguments,
     ).create_engine_config()
-    config.parallel_config.data_parallel_rank, of_group = divmod(rank, dims.tensor)
-    worker = WorkerWrapperBase(of_group)
+    config.parallel_config.data_parallel_rank, group_rank = divmod(rank, dims.tensor)
+    worker = WorkerWrapperBase(group_rank)
     parts = {
         "vllm_config": config,
-        "local_rank": of_group,
-        "rank": of_group,
+        "local_rank": group_rank,
+        "rank": group_rank,
         # With different names, workers reduce over gloo and not over shared memory, which a killed
         # rank would leave behind.
         "distributed_init_method": f"file:///weights-{os.getpid()}",
@@ -215,29 +215,29 @@ def start_worker(
         os.environ.pop(name, None)
     if also:
         os.environ[VARIABLES[also]] = "1"
-    assert worker.push_worker  # made now, with this environment
+    assert worker.push_worker  # created at this access, with this environment
     return worker
 
 
-# vLLM engines that consist of workers only, which take calls from other processes.
+# vLLM engines without servers: workers that take calls from other processes.
 
 
 class WorkerProcess:
-    """The state of one worker's process, passed to each function called there."""
+    """State of one worker's process, passed to each function called there."""
 
     worker: Any
     """The vLLM worker that `serve` chose last."""
     before: dict[str, Tensor]
-    """For tests: an earlier copy of its parameters."""
+    """An earlier copy of the worker's parameters."""
     plain: Tensor
-    """For benchmarks: a plain tensor of about as many bytes as its parameters."""
+    """For benchmarks: a tensor of about as many bytes as the worker's parameters."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._served: dict[tuple[Path, EngineDims, str, str], Any] = {}
 
     def serve(self, folder: Path, dims: EngineDims, dtype: str, also: str = "") -> None:
-        """Set `worker` to one that started with the model in `folder`."""
+        """Set `worker` to one that has loaded `folder`, started at the first call."""
         key = folder, dims, dtype, also
         if key not in self._served:
             self._served[key] = start_worker(self.rank, folder, dims, dtype, also)
@@ -245,12 +245,12 @@ class WorkerProcess:
 
 
 Function = Callable[..., Any]
-"""Called in a worker's process with its `WorkerProcess` and further arguments."""
+"""Called in a worker's process: (its `WorkerProcess`, further arguments)."""
 
 
 @dataclass(frozen=True)
 class WorkerEngines:
-    """A handle through which any process calls all workers at the same time."""
+    """A handle with which any process calls all workers at once."""
 
     addresses: list[list[str]]
     """Indexed by engine, then by worker."""
@@ -321,10 +321,10 @@ def _take_calls(rank: int, addresses: Sequence[str]) -> None:
             with listener.accept() as connection:
                 try:
                     function, args = connection.recv()
-                except EOFError:  # the caller failed before it asked
+                except EOFError:  # the caller failed before its call
                     continue
                 answer = function(process, *args)
-                with suppress(BrokenPipeError):  # the caller failed after it asked
+                with suppress(BrokenPipeError):  # the caller failed during its call
                     connection.send(answer)
 
 
@@ -339,7 +339,7 @@ def parameters_of(worker: Any) -> dict[str, Tensor]:
 
 
 class WorkerClient:
-    """The part of `RolloutClient` that pushes use, without HTTP and without pausing a server."""
+    """The methods of `RolloutClient` that pushes use, without HTTP and without pauses."""
 
     pool = SimpleNamespace(starting=False, up=True)
 
@@ -348,7 +348,7 @@ class WorkerClient:
         self.base_urls = workers.base_urls
 
     def update_health(self, check: Any) -> None:
-        """See `RolloutClient` for this method and those below; the engines never change."""
+        """See `RolloutClient`; the engines here never change."""
 
     def await_engines(self, check: Any) -> tuple[int, int]:
         return len(self.workers.addresses), 1

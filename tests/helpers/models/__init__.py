@@ -1,1 +1,1 @@
-"""Tiny random models in Hugging Face folders, quantised copies, and shapes of published ones."""
+"""Tiny random models in Hugging Face folders, quantised copies, and shapes of published models."""

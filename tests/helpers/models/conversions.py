@@ -67,8 +67,7 @@ def read_tensor(source: TensorSource, name: str, box: Box) -> Tensor:
 
 
 def with_weights(model: Path, folder: Path, weights: Mapping[str, Tensor], **config: Any) -> Path:
-    """Copy a model with other weights, in one safetensors file, and with these keys of its
-    config."""
+    """Copy a model with `weights` in one safetensors file, and `config` merged into its config."""
     shutil.copytree(model, folder)
     save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
     edit_config(folder, **config)
@@ -83,7 +82,8 @@ def variant(
     ),
     **config: Any,
 ) -> Path:
-    """Copy a model with edited weights: in place, or by name, where None removes one."""
+    """Copy a model with edited weights: `edit` changes a dict, or maps names to tensors (None
+    removes one)."""
     weights: dict[str, Any] = weights_of(model)
     if callable(edit):
         edit(weights)
@@ -112,7 +112,7 @@ def rank_parameters(
     rank: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Layout, dict[str, Tensor]]:
-    """A rank's layout, and its parameters as they are read: NaN where nothing was."""
+    """A rank's layout, and its parameters as read from `folder`; NaN where nothing was read."""
     shape = read_shape(folder)
     layout = megatron_layout(shape, dims, dims.coordinates(rank), transformer_engine=False)
     parameters = {n: torch.full(s, torch.nan, dtype=dtype) for n, s in layout.shapes.items()}
@@ -128,14 +128,14 @@ def round_trip(
     import_dtype: str | None = None,
     **options: Any,
 ) -> Path:
-    """Import `model` into `folder`/checkpoint, and export that with `options`: `folder`/out."""
+    """Import `model` to `folder`/checkpoint, then export it with `options` to `folder`/out."""
     import_checkpoint(model, folder / "checkpoint", dims, dtype=import_dtype, num_workers=2)
     export_checkpoint(folder / "checkpoint", folder / "out", num_workers=2, **options)
     return folder / "out"
 
 
 def random_weights(folder: Path) -> Path:
-    """Write a config.json and bfloat16 weights of random bits, but finite."""
+    """Write a config.json and bfloat16 weights of random, finite bits."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, shape in file_tensors(read_shape(folder)).items():
@@ -238,7 +238,7 @@ class Finished:
 
     @property
     def message(self) -> str:
-        """What stderr says besides the progress bar: one line, then indented continuation lines."""
+        """Stderr without the progress bar: one line, then indented continuation lines."""
         lines = [line for line in self.errors.splitlines() if line.strip()]
         lines = [line for line in lines if not re.match(r"(import|export|verify) .*\d/\d", line)]
         assert lines, "no message"
@@ -248,11 +248,11 @@ class Finished:
 
 
 def run_and_stop_workers(*arguments: Any) -> None:
-    """As `run_main`, with workers that stop when they have started, until they are resumed."""
+    """`run_main` with workers that stop themselves (SIGSTOP) as soon as they have started."""
     start = transfer._start_worker
 
-    def start_and_stop(*of_worker: Any) -> None:
-        start(*of_worker)
+    def start_and_stop(*worker_arguments: Any) -> None:
+        start(*worker_arguments)
         os.kill(os.getpid(), signal.SIGSTOP)
 
     transfer._start_worker = start_and_stop

@@ -1,4 +1,4 @@
-"""Tiny models that take images, and sequences whose prompts have some."""
+"""Tiny models that take images, and sequences with images in their prompts."""
 
 import hashlib
 import json
@@ -59,8 +59,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 def tiny_vision_model(
     folder: Path, family: str = FAMILY, *, seed: int = 0, **overrides: Any
 ) -> Path:
-    """Save a random model whose tokenizer has one token per character, and those of images, with
-    other fields of its `text_config`."""
+    """Save a random model with a tokenizer of characters and image tokens; `overrides` are fields
+    of its `text_config`."""
     tiny_multimodal(folder, family, tied=True, seed=seed, **overrides)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {"vision_start_token_id": START, "vision_end_token_id": END}
@@ -82,7 +82,7 @@ def random_images(
     generator: torch.Generator,
     family: str = FAMILY,
 ) -> PromptImages:
-    """Images of ``(height, width)`` patches whose tokens begin at `starts` of a prompt."""
+    """Images of ``(height, width)`` patches; their tokens begin at `starts` of the prompt."""
     sizes = [(1, height // MERGE, width // MERGE) for height, width in grids]
     patches = torch.randint(
         256,
@@ -101,7 +101,7 @@ def random_images(
 
 
 def normalized(patches: Tensor, family: str = FAMILY) -> Tensor:
-    """The `pixel_values` that transformers' processor makes of them."""
+    """The `pixel_values` that transformers' processor makes of patches in 0 to 255."""
     mean, std = (
         torch.tensor(PROCESSORS[family][f"image_{x}"])[:, None] / (1 / 255) for x in ("mean", "std")
     )
@@ -109,9 +109,10 @@ def normalized(patches: Tensor, family: str = FAMILY) -> Tensor:
 
 
 def logits(model: Any, tokens: Tensor, images: PromptImages | None) -> Tensor:
-    """Logits of transformers' model for `tokens` [1, L], which begin with a prompt with `images`.
+    """Logits of transformers' model for `tokens` [1, L], a prompt with `images` and a completion.
 
-    By `pixel_values` it would put features in the places of sampled tokens of images, too.
+    Features are placed here, not by `pixel_values`, since transformers would also replace image
+    tokens that were sampled.
     """
     if images is None:
         return model(input_ids=tokens).logits
@@ -126,7 +127,7 @@ def logits(model: Any, tokens: Tensor, images: PromptImages | None) -> Tensor:
         inputs_embeds=embeddings,
         position_ids=positions,
         visual_pos_masks=types.bool(),
-        deepstack_visual_embeds=[torch.cat(of_level) for of_level in levels],
+        deepstack_visual_embeds=[torch.cat(level) for level in levels],
     )
     return model.lm_head(inner.last_hidden_state)
 
@@ -139,7 +140,7 @@ def picture(width: int, height: int, seed: int = 0) -> PIL.Image:
 
 
 def image_config(model: Path, folder: Path, *overrides: str) -> Config:
-    """The tiny config with the rows in `folder`, whose prompts have up to two images."""
+    """The tiny config with the rows in `folder`, with up to two images in a prompt."""
     data = [f"data.path={folder / 'rows.jsonl'}", "data.image_column=image"]
     limits = [f"rollout.vllm={json.dumps(IMAGE_LIMITS)}"]
     return tiny_config(model, ParallelDims(), *data, *limits, *overrides)
@@ -148,7 +149,7 @@ def image_config(model: Path, folder: Path, *overrides: str) -> Config:
 def prompts_with_images(
     model: Path, folder: Path, images: list[Any], *overrides: str
 ) -> list[Prompt]:
-    """The prompts of rows with these values in their column of images, written to `folder`."""
+    """Prompts of rows with `images` as values of their image column, written to `folder`."""
     rows = [{"prompt": "Which?", "answer": "a", "image": each} for each in images]
     (folder / "rows.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
@@ -163,7 +164,7 @@ def sequence_with_images(
     loss_weight: float = 1.0,
     family: str = FAMILY,
 ) -> TokenSequence:
-    """Random text around each image, and a random completion that has an image's token, too."""
+    """Random text around each image, and a random completion that contains an image token."""
     generator = torch.Generator().manual_seed(seed)
 
     def text(num_tokens: int) -> Tensor:
@@ -205,4 +206,4 @@ def with_other_pixels(sequence: TokenSequence) -> TokenSequence:
 
 
 if __name__ == "__main__":
-    tiny_vision_model(Path(sys.argv[1]))  # that of configs/learn_colours.yaml
+    tiny_vision_model(Path(sys.argv[1]))  # the model of configs/learn_colours.yaml

@@ -15,7 +15,7 @@ STACKS = ("gate_up_proj", "down_proj")
 def mxfp4_copies(
     model: Path, folder: Path, edit: Callable[[dict[str, Tensor]], object] = lambda weights: None
 ) -> tuple[Path, Path]:
-    """The model with random experts in MXFP4, and dequantised by transformers, in bfloat16."""
+    """Two copies of the model: random MXFP4 experts, and transformers' bfloat16 values of them."""
     generator = torch.Generator().manual_seed(0)
     weights = {name: each.bfloat16() for name, each in weights_of(model).items()}
     plain = dict(weights)

@@ -1,4 +1,4 @@
-"""Published models, of which tests plan runs and read shapes without weights: tests/published/.
+"""Configs of published models (tests/published/), for plans and shapes without weights.
 
 Each file has the model's config.json as `config` and, where a test counts them, the number of
 parameters in its weight files as `num_parameters`.
@@ -18,10 +18,8 @@ NUM_PARAMETERS: dict[str, int] = {
 
 
 def write_config(folder: Path, name: str, **differing: Any) -> Path:
-    """Create `folder` and write the config.json of a published model there; returns the folder.
-
-    `differing` overrides keys.
-    """
+    """Create `folder` with the config.json of a published model, its keys overridden by
+    `differing`; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(
         json.dumps(PUBLISHED_MODELS[name] | differing), encoding="utf-8"

@@ -1,6 +1,6 @@
-"""Quantised copies of a folder, and the copies that other libraries' dequantisation makes of them.
+"""Quantised copies of a folder, and their dequantised copies by other libraries.
 
-Scales are random: of a model, only the arithmetic of reading it is tested.
+Scales are random, since only the arithmetic of reading is tested.
 """
 
 import json
@@ -38,13 +38,13 @@ class Format:
     suffix: str = "_scale"
     scales: torch.dtype = torch.float32
     activations: str = ""
-    """The name of a scale of activations beside each weight, if there is any."""
+    """Name of the activations' scale next to each weight; "" if there is none."""
     in_own_file: bool = False
-    """Whether the config is ModelOpt's own file, not config.json."""
+    """Whether the config is in ModelOpt's own file instead of config.json."""
 
 
 def compressed(form: str, kind: str, strategy: str, **weights: Any) -> dict[str, Any]:
-    """quantization_config of compressed-tensors."""
+    """A quantization_config of compressed-tensors."""
     args = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, **weights}
     group = {"targets": ["Linear"], "weights": args}
     return {
@@ -87,7 +87,7 @@ FORMATS = {
 
 
 def quantized_copy(model: Path, folder: Path, form: Format, dtype: str = "bfloat16") -> Path:
-    """Copy `model` with the matrices of its layers, but for routers, quantised as `form`."""
+    """Copy `model` with all matrices of its layers quantised as `form`, except routers."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, value in weights_of(model).items():
@@ -115,7 +115,7 @@ def is_quantized(name: str, value: Tensor) -> bool:
 
 
 def random_scales(value: Tensor, form: Format, generator: torch.Generator) -> Tensor:
-    """Scales near 1/100, so that weights of tiny models use many of 256 numbers."""
+    """Scales near 1/100, so that weights of tiny models use many of the 256 codes."""
     rows, columns = value.shape
     sizes = {
         "tensor": (),
@@ -127,7 +127,7 @@ def random_scales(value: Tensor, form: Format, generator: torch.Generator) -> Te
 
 
 def spread(scales: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> Tensor:
-    """The scale of every element, by DeepSeek's inference/kernel.py: s[i // rows, j // columns]."""
+    """The scale of every element, s[i // rows, j // columns] in DeepSeek's inference/kernel.py."""
     if scales.dim() < 2:
         return scales.float()
     if scales.shape[1] == 1 and block == (1, 1):
@@ -138,7 +138,7 @@ def spread(scales: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> Te
 
 
 def rounded_copy(model: Path, folder: Path, scheme: str, ignore: Sequence[str] = ()) -> Path:
-    """Copy `model` with the numbers that its weights stand for once a run has quantised them."""
+    """Copy `model` with its weights quantised as a run does and dequantised again."""
     how = quantized_model(scheme, read_shape(model), "BF16", ignore)
     assert how is not None
     weights = dict(quantized_tensors(model, scheme, ignore))
@@ -150,9 +150,9 @@ def rounded_copy(model: Path, folder: Path, scheme: str, ignore: Sequence[str] =
 
 
 def dequantized_copy(folder: Path, out: Path, form: Format, dtype: str = "bfloat16") -> Path:
-    """The same model without quantisation, by compressed-tensors' `dequantize`.
+    """Dequantise a copy by compressed-tensors' `dequantize`.
 
-    That knows no partial blocks: these are as in DeepSeek's weight_dequant.
+    It takes no partial blocks: blocks follow DeepSeek's weight_dequant.
     """
     weights = weights_of(folder)
     for name in [name for name, value in weights.items() if value.dtype == form.stored]:
@@ -172,11 +172,11 @@ NVFP4 = preset_name_to_scheme("NVFP4A16", ["Linear"])
 
 
 def nvfp4(weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-    """What compressed-tensors stores of weights that share their global scale, by its names."""
+    """Tensors that compressed-tensors stores for each of several weights with one global scale."""
     largest = torch.stack([each.float().abs().amax() for each in weights]).amax()
     whole = generate_gparam(-largest, largest)
     found = []
-    with torch.compiler.set_stance("force_eager"):  # it compiles its rounding
+    with torch.compiler.set_stance("force_eager"):  # compressed-tensors compiles its rounding
         for weight in weights:
             blocks = weight.float().unflatten(1, (-1, 16))
             ends = blocks.amin(-1), blocks.amax(-1)
@@ -191,16 +191,16 @@ def nvfp4(weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
 
 
 def from_nvfp4(stored: dict[str, Tensor]) -> Tensor:
-    """The bfloat16 weight that compressed-tensors makes of it."""
+    """The bfloat16 weight that compressed-tensors decompresses."""
     return NVFP4PackedCompressor.decompress(stored, NVFP4)["weight"]
 
 
 FUSED = (("q", "k", "v"), ("gate", "up"), ("q_a", "kv_a"))
-"""Whose weights engines put together."""
+"""Projections that engines fuse into one matrix, with one global scale."""
 
 
 def nvfp4_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All weights of a model, those of linear layers as compressed-tensors' NVFP4."""
+    """All weights of a model, with linear layers in compressed-tensors' NVFP4."""
     found, together = {}, defaultdict(list)
     for name, value in weights.items():
         if not is_quantized(name, value):
@@ -217,10 +217,10 @@ def nvfp4_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def nvfp4_copies(model: Path, folder: Path) -> dict[str, tuple[Path, Path]]:
-    """(copy of the model in NVFP4, its dequantised copy) by format, both in bfloat16.
+    """By form, a copy of the model in NVFP4 and its dequantised copy, both in bfloat16.
 
-    Formats: compressed-tensors, dequantised by that library; and ModelOpt's names, where a weight
-    is number * (scale * scale_2).
+    compressed-tensors' form is dequantised by compressed-tensors, ModelOpt's as
+    number * (scale * scale_2).
     """
     plain = {name: value.bfloat16() for name, value in weights_of(model).items()}
     stored, read, renamed, product = nvfp4_weights(plain), {**plain}, {**plain}, {**plain}

@@ -1,4 +1,4 @@
-"""Tiny random reward models in Hugging Face folders, and what `transformers` computes with them."""
+"""Tiny random reward models in Hugging Face folders, and their scores by `transformers`."""
 
 import json
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from transformers import (
 
 from helpers.models.tiny import EOS_ID, PAD_ID, character_tokenizer, make_random
 
-STEP_TAG = "<start>"  # no text of a policy has it
-TEMPLATE = (  # another than that of the policy
+STEP_TAG = "<start>"  # occurs in no text of a policy
+TEMPLATE = (  # differs from the policy's template
     "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}<eos>"
     "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
 
 
 def reward_model_folder(folder: Path, seed: int = 0, **overrides: Any) -> Path:
-    """A Llama that scores texts by the logit of its one label."""
+    """A Llama that scores a text by the logit of its only label."""
     config = LlamaConfig(**{**SIZES, "num_labels": 1, **overrides})
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
@@ -51,7 +51,7 @@ def reward_model_folder(folder: Path, seed: int = 0, **overrides: Any) -> Path:
 
 
 def process_model_folder(folder: Path) -> Path:
-    """A model of the form of Qwen2.5-Math-PRM: a Qwen2 with an MLP that has two labels."""
+    """A process reward model like Qwen2.5-Math-PRM: a Qwen2 with an MLP of two labels."""
     torch.manual_seed(1)
     model = Qwen2Model(Qwen2Config(**SIZES))
     make_random(model, 0.1, torch.Generator().manual_seed(1))
@@ -69,21 +69,21 @@ def process_model_folder(folder: Path) -> Path:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of both."""
+    """The tokenizer of both reward models."""
     made = character_tokenizer(SIZES["vocab_size"])
     made.chat_template = TEMPLATE
     return made
 
 
 def rendered(prompt: str, completion: str, system: str | None = None) -> str:
-    """What the models read of a chat."""
+    """A chat in the template of the reward models."""
     before = "" if system is None else f"[system] {system}<eos>"
     return f"{before}[user] {prompt}<eos>[assistant] {completion}<eos>"
 
 
 @torch.inference_mode()
 def reference_score(folder: Path, text: str) -> float:
-    """The logit that transformers computes in float32."""
+    """The logit of the text by transformers in float32."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     return float(model(torch.tensor([token_ids(folder, text)])).logits[0, 0])
 
@@ -102,6 +102,6 @@ def reference_steps(folder: Path, text: str) -> list[float]:
 
 
 def token_ids(folder: Path, text: str) -> Sequence[int]:
-    """The tokens of a text, as vLLM and transformers load the tokenizer of a folder."""
-    loaded = AutoTokenizer.from_pretrained(folder)  # of a Qwen2 it drops spaces
+    """The tokens of a text, by the tokenizer that vLLM and transformers load from a folder."""
+    loaded = AutoTokenizer.from_pretrained(folder)  # the tokenizer loaded for a Qwen2 drops spaces
     return loaded(text, add_special_tokens=False)["input_ids"]

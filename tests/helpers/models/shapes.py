@@ -1,4 +1,4 @@
-"""Shapes of published models, and random shapes with meshes that split them, to test layouts."""
+"""Shapes of published models, and random shapes with meshes that split them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,8 @@ DENSE = {
 
 
 def published_shape(name: str) -> ModelShape:
-    """The shape of a published model, with the context and end token of tiny ones and no layer to
-    predict further tokens."""
+    """The shape of a published model without MTP layers, with the context and end token of tiny
+    models."""
     with TemporaryDirectory() as folder:
         shape = read_shape(write_config(Path(folder) / "model", name))
     return replace(shape, eos_token_ids=(1,), max_position_embeddings=512, num_mtp_layers=0)
@@ -134,7 +134,7 @@ def models(draw) -> tuple[ModelShape, ParallelDims]:
     pipeline = draw(st.integers(1, min(shape.num_layers, 3)))
     virtual = draw(st.integers(1, shape.num_layers // pipeline)) if pipeline > 1 else 1
     first = last = None
-    if pipeline > 1:  # all layers that every chunk can do without may go to one end
+    if pipeline > 1:  # one end may take all layers beyond one per chunk
         ends = st.none() | st.integers(virtual, shape.num_layers - (pipeline - 1) * virtual)
         first, last = draw(st.permutations([draw(ends), None]))
     expert_tensor = expert = 1

@@ -30,9 +30,9 @@ CHAT_TEMPLATE = (
 CONFIGS: dict[str, Any] = {
     name: CONFIG_MAPPING[name] for name in FAMILIES if name in CONFIG_MAPPING
 }
-"""The config class of each family of which transformers has one."""
+"""The config class of each family that transformers has."""
 WHOLE_EXPERTS = ("gpt_oss",)
-"""Families whose experts are not split over tensor ranks."""
+"""Families with experts that are never split over tensor ranks."""
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
 """Families with sparse attention."""
 LATENTS = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", *INDEXED)
@@ -43,7 +43,7 @@ HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 NUM_MTP_LAYERS = "num_nextn_predict_layers"
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 WITH_SHARED = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32}
-# Two heads of values for each of keys, and two layers of three.
+# Two value heads for each key head; two of three layers have linear attention.
 LINEAR: dict[str, Any] = {
     "num_hidden_layers": 3,
     "full_attention_interval": 3,
@@ -51,8 +51,8 @@ LINEAR: dict[str, Any] = {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
-    # Where a query is nearly orthogonal to its key, the norm magnifies the rounding errors of the
-    # output: with 1e-6, to 4e-5 in transformers' own float32 log-probabilities.
+    # Where a query is nearly orthogonal to the keys, the norm magnifies rounding errors: with
+    # 1e-6, 4e-5 in transformers' own log-probabilities in float32.
     "rms_norm_eps": 1e-3,
     "rope_parameters": {
         "rope_type": "default",
@@ -88,7 +88,7 @@ TWO_ROPES = {
     kind: {"rope_type": "default", "rope_theta": theta}
     for kind, theta in (("full_attention", 10_000.0), ("sliding_attention", 1_000.0))
 }
-# Fields that only this family has, or names differently.
+# Fields that only one family has, or that it names differently.
 OWN_FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v32": SPARSE,
@@ -150,7 +150,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         }
     },
     "mistral": {"sliding_window": None},
-    # Two heads for each group. transformers lets no step be below `time_step_min`, unlike vLLM.
+    # Two heads for each group. transformers clamps steps to `time_step_min`; vLLM does not.
     "nemotron_h": EXPERTS
     | {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
@@ -174,7 +174,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
 
 
 def no_dropout(family: str) -> dict[str, float]:
-    """The fields by which a config says that the family, which trains with dropout, has none."""
+    """The config fields that switch off dropout, for families that train with it by default."""
     return {key: 0.0 for key in FAMILIES[family].defaults if key.endswith("_dropout")}
 
 
@@ -205,17 +205,17 @@ def tiny_model(
         "bos_token_id": None,
         "eos_token_id": EOS_ID,
     }
-    # Qwen2's heads are hidden_size / num_heads wide; latent attention sizes the parts of a head.
+    # Qwen2's head size is hidden_size / num_heads; latent attention names the parts of a head.
     if family not in ("qwen2", *LATENTS):
         shape["head_dim"] = 16
     shape |= no_dropout(family) | OWN_FIELDS.get(family, {}) | overrides
-    if family in LATENTS:  # every head has its own keys and values
+    if family in LATENTS:  # latent attention has keys and values for every head
         shape["num_key_value_heads"] = shape["num_attention_heads"]
     if family == "minimax_m2":
         shape["rotary_dim"] = shape["head_dim"] // 2
     if (blocks := shape.get("layers_block_type")) and "num_hidden_layers" in overrides:
         shape["layers_block_type"] = [*islice(cycle(blocks), shape["num_hidden_layers"])]
-    config = CONFIGS[family](**deepcopy(shape))  # configs change their arguments
+    config = CONFIGS[family](**deepcopy(shape))  # config classes change their arguments
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -227,12 +227,12 @@ def tiny_model(
 
 
 def mesh_for(family: str, dims: ParallelDims) -> ParallelDims:
-    """`dims`, with whole experts where a family has no others."""
+    """`dims`, with whole experts for a family in `WHOLE_EXPERTS`."""
     return replace(dims, expert_tensor=1) if family in WHOLE_EXPERTS else dims
 
 
 def talkative(folder: Path, model: Path) -> Path:
-    """A copy of a model with so many end tokens that a random turn is short."""
+    """Copy a model and add so many end tokens that a random turn is short."""
     shutil.copytree(model, folder)
     for name in ("config.json", "generation_config.json"):
         config = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -243,12 +243,12 @@ def talkative(folder: Path, model: Path) -> Path:
 
 @torch.no_grad()
 def make_random(model: torch.nn.Module, scale: float, generator: torch.Generator) -> None:
-    """Give what transformers initializes to constants other values, all different."""
+    """Replace all constants of transformers' initialisation by distinct values."""
     for name, parameter in model.named_parameters():
         # Norms start at 1, biases at 0: a mix-up would go unnoticed.
         if parameter.dim() == 1 or name.endswith("_bias"):
             parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-        if name.endswith(".A_log"):  # else linear attention forgets nearly all after one token
+        if name.endswith(".A_log"):  # or linear attention would forget nearly all after one token
             parameter -= 3
     for name, values in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -259,7 +259,7 @@ def make_random(model: torch.nn.Module, scale: float, generator: torch.Generator
 
 
 def renamed(folder: Path, family: str) -> Path:
-    """Give the model in `folder` another `model_type`, of which transformers knows no class."""
+    """Give the model in `folder` a `model_type` that transformers does not know."""
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) | {"model_type": family}
     file.write_text(json.dumps(config), encoding="utf-8")
@@ -267,10 +267,8 @@ def renamed(folder: Path, family: str) -> Path:
 
 
 def servable_model(folder: Path, family: str, **overrides: Any) -> Path:
-    """A model with head size 32, the least that vLLM serves on CPUs (Qwen2: by its hidden size).
-
-    Latent attention has the only sizes that vLLM serves on CPUs.
-    """
+    """A model with head size 32, the least that vLLM serves on CPUs (Qwen2: by its hidden size),
+    or with the only latent size that vLLM serves on CPUs."""
     heads = {"qwen2": {"hidden_size": 128}}.get(family, {"head_dim": 32})
     if family == "gpt_oss":  # a multiple of 32 for each of four workers
         heads["intermediate_size"] = 128
@@ -282,7 +280,7 @@ def servable_model(folder: Path, family: str, **overrides: Any) -> Path:
 
 
 def mixture_of_blocks(folder: Path, family: str, seed: int = 0, **sizes: Any) -> Path:
-    """A mixture that two workers or tensor ranks cut between blocks of 128 rows and columns."""
+    """A mixture that two workers or tensor ranks split between blocks of 128 rows and columns."""
     rows = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
     if family in LATENTS:
         rows |= {"q_lora_rank": 128, "qk_nope_head_dim": 64, "v_head_dim": 64}
@@ -310,7 +308,7 @@ def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def stacked_experts(model: Path, folder: Path) -> Path:
-    """A copy of a model whose experts are stacked, as Qwen3.5 is published: gate above up."""
+    """Copy a model with stacked experts, gate above up, as Qwen3.5 is published."""
     shutil.copytree(model, folder)
     weights = load_file(model / "model.safetensors")
     parts: dict[str, list[torch.Tensor]] = {}
@@ -328,9 +326,9 @@ def stacked_experts(model: Path, folder: Path) -> Path:
 
 
 def add_mtp_layer(folder: Path, seed: int = 7, norm: float = 0.0) -> Path:
-    """Put a layer for multi-token prediction behind the last one, or apart in a hybrid, with the
-    tensors that published models have there; weights of its norms are near `norm`, or near zero in
-    a hybrid, which adds one. Returns the folder."""
+    """Add an MTP layer with the tensors of published models: numbered after the last layer, or
+    under "mtp." in a hybrid. Weights of its norms are near `norm`; a hybrid adds 1 to a norm's
+    weight, so there they are near 0. Returns the folder."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config", config)
     text["mtp_num_hidden_layers" if "qwen3_5" in text["model_type"] else NUM_MTP_LAYERS] = 1

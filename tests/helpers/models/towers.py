@@ -1,4 +1,4 @@
-"""Tiny random multimodal models in Hugging Face folders, whose text tower tests load and train."""
+"""Tiny random multimodal models in Hugging Face folders; tests train their text tower."""
 
 import json
 from copy import deepcopy
@@ -69,7 +69,7 @@ OF_QWEN3_VL = {
 }
 OWN_TEXT: dict[str, dict[str, Any]] = {
     "gemma3": {"head_dim": 32, "sliding_window": 20, "layer_types": [WINDOWED, WINDOWED, FULL]},
-    # With latents of the one size that vLLM serves on CPUs.
+    # The only latent size that vLLM serves on CPUs.
     "kimi_k25": DEEPSEEK
     | {
         "num_key_value_heads": 4,
@@ -83,7 +83,7 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "rope_parameters": ROPE,
     },
-    # With a head of 32, the least that vLLM serves on CPUs.
+    # Head size 32 is the least that vLLM serves on CPUs.
     "qwen2_5_vl": {
         "num_hidden_layers": 4,
         "hidden_size": 128,
@@ -98,7 +98,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64}
 ONE_LAYER = SIZES | {"num_hidden_layers": 1, "num_attention_heads": 2}
 OF_QWEN = SIZES | {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
 POSITIONS = OF_QWEN | {"num_position_embeddings": 16}
-# Three levels: both stages of a pipeline, of two of four layers each, add some.
+# Three levels, so that both stages of a pipeline (two of four layers each) add some.
 DEEPSTACK = POSITIONS | {"depth": 4, "deepstack_visual_indexes": [0, 1, 3]}
 PATCHES = {"image_size": 28, "patch_size": 14}
 VISION: dict[str, dict[str, Any]] = {
@@ -113,7 +113,7 @@ VISION: dict[str, dict[str, Any]] = {
 }
 
 
-# What vLLM reads of the image processor of a Kimi-K2.5, even if it serves text alone.
+# Fields of Kimi-K2.5's image processor that vLLM reads even if it serves only text.
 OF_KIMI_IMAGES = {
     "patch_size": 14,
     "merge_kernel_size": 2,
@@ -131,11 +131,11 @@ OF_KIMI_IMAGES = {
 def tiny_multimodal(
     folder: Path, model_type: str, *, tied: bool = False, seed: int = 0, **overrides: Any
 ) -> Path:
-    """Save a random float32 model of `model_type` (a key of `CONFIGS`) in `folder`, with other
+    """Save a random float32 model of `model_type` (a key of `CONFIGS`) in `folder`; `overrides` are
     fields of its `text_config`."""
     text = {**TEXT, **OWN_TEXT[model_type], "tie_word_embeddings": tied, **overrides}
-    # Ids of images beyond those that tests draw; of a Kimi-K2.5 beyond all, as transformers takes
-    # the first token's embedding for them, and vLLM their own.
+    # Image tokens lie beyond the ids that tests draw. Kimi-K2.5's lie beyond the vocabulary, since
+    # transformers embeds them as token 0, and vLLM as themselves.
     last = 252 if model_type == "kimi_k25" else 250
     images = {f"{x}_token_id": last - n for n, x in enumerate(("video", "image"), start=1)}
     if model_type == "gemma3":
@@ -161,12 +161,11 @@ def tiny_multimodal(
 
 
 def as_published(weights: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
-    """Change the weights of a multimodal model from the form that transformers saves to the
-    published form.
+    """Weights that transformers has saved, in the form in which publishers store them.
 
-    Qwen3-VL with experts: published expert matrices, the only ones that vLLM reads, are the
-    transposes of those that transformers saves. Kimi-K2.5: transformers names the text layers and
-    two modules of the tower differently.
+    Experts of a Qwen3-VL are published transposed, which is the only form that vLLM reads.
+    transformers' names of Kimi-K2.5's text layers and of two modules of its tower differ from the
+    published ones.
     """
     if model_type == "qwen3_vl_moe":
         return {

@@ -1,4 +1,4 @@
-"""Policies with adapters, and the same computed plainly in float64 on a model of transformers."""
+"""Policies with adapters, against W + s B A in float64 on a model of transformers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -77,15 +77,15 @@ def b_values(name: str, shape: tuple[int, ...]) -> Tensor:
 Answer = tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]
 """Log-probabilities with and without adapters, gradients, and merged weights."""
 SCALE = 2.0
-"""The scale of adapters that `options` sets."""
+"""s = alpha / r of `options`."""
 
 
 def oracle(
     folder: Path, values: dict[str, Tensor], scale: float, rounded: Mapping[str, Tensor] = NOTHING
 ) -> Answer:
-    """The answer in float64 by a model of transformers.
+    """Results of adapters with these `values`, in float64 on a model of transformers.
 
-    Some merged weights are `rounded` to these, through which gradients go straight.
+    Merged weights in `rounded` are replaced by it, with straight-through gradients.
     """
     model = load_oracle(folder)
     leaves = {name: each.double().requires_grad_() for name, each in values.items()}
@@ -118,9 +118,9 @@ def oracle(
 
 
 class Adapted(Kind):
-    """Adapters are trained: W + s B A on a model of transformers.
+    """Training adapters: log-probabilities, gradients, the reference policy and the served weights.
 
-    Reference and served weights, too. The bits of these do not depend on the layout.
+    Bits of the served weights do not depend on the layout.
     """
 
     name = "lora"
@@ -159,5 +159,5 @@ class Adapted(Kind):
     def answer(
         self, row: Row, worlds: Worlds, values: dict[str, Tensor], served: dict[str, Tensor]
     ) -> Answer:
-        """What the oracle says of adapters with these values."""
+        """The oracle's results for adapters with these values."""
         return oracle(worlds.folder(row.model), values, SCALE)

@@ -80,10 +80,10 @@ def oracle_advantages(
     if estimator.startswith("reinforce"):  # normalized over the batch
         in_batch = [a for group in unscaled for a in group]
     result = []
-    for with_failed, group, of_group in zip(rewards, groups, unscaled, strict=True):
+    for with_failed, group, centred in zip(rewards, groups, unscaled, strict=True):
         compared = {"group": group, "batch": in_batch, "none": None}[scale]
         divisor = 1.0 if compared is None else _std(compared) + EPSILON
-        found = iter(of_group)
+        found = iter(centred)
         result += [0.0 if math.isnan(r) else next(found) / divisor for r in with_failed]
     return result
 
@@ -114,9 +114,9 @@ def oracle_process_advantages(
     `groups[g][i]` lists (index of the last token, reward) for each step of completion i.
     """
     result = []
-    for group, of_group in zip(groups, lengths, strict=True):
+    for group, group_lengths in zip(groups, lengths, strict=True):
         rewards = [reward for steps in group for _, reward in steps]
-        for steps, length in zip(group, of_group, strict=True):
+        for steps, length in zip(group, group_lengths, strict=True):
             advantages = [0.0] * length
             for t in range(length):
                 for end, reward in steps:
@@ -153,15 +153,13 @@ def oracle_loss(
     threshold = _entropy_threshold(entropies, cfg)
     per_sequence, bonus, num_chosen = [], torch.zeros((), dtype=torch.float64), 0
     for i, sequence in enumerate(logprobs):
-        of_sequence = advantages[i]
+        own = advantages[i]
         s = _Sequence(
             cfg=cfg,
             new=list(sequence),
             old=list(sequence.detach() if old_logprobs is None else old_logprobs[i]),
             rollout=None if rollout_logprobs is None else list(rollout_logprobs[i]),
-            advantages=[of_sequence] * len(sequence)
-            if isinstance(of_sequence, int | float)
-            else list(of_sequence),
+            advantages=[own] * len(sequence) if isinstance(own, int | float) else list(own),
         )
         terms = []
         for t in range(len(sequence)):
@@ -209,7 +207,7 @@ def divergence(new: Tensor, ref: Tensor, estimator: str) -> Tensor:
 
 
 def oracle_sequence_kl(old_logprobs: list[Tensor], ref_logprobs: list[Tensor]) -> list[float]:
-    """The KL subtracted from the reward of each completion, before beta: a sum over its tokens."""
+    """The KL of each completion that its reward loses, before beta: a sum over its tokens."""
     return [
         math.fsum(float(divergence(o, r, "k1")) for o, r in zip(old, ref, strict=True))
         for old, ref in zip(old_logprobs, ref_logprobs, strict=True)
@@ -217,11 +215,11 @@ def oracle_sequence_kl(old_logprobs: list[Tensor], ref_logprobs: list[Tensor]) -
 
 
 def _entropy_threshold(entropies: list[Tensor] | None, cfg: OracleLoss) -> float | None:
-    """Tokens at or above this entropy are the highest `top_entropy_quantile` of all tokens; it is
+    """The entropy from which tokens belong to the top `top_entropy_quantile` of all tokens,
     interpolated between two tokens."""
     if cfg.top_entropy_quantile == 1:
         return None
-    ordered = sorted(h.item() for of_sequence in entropies for h in of_sequence)
+    ordered = sorted(h.item() for sequence in entropies for h in sequence)
     place = (1 - cfg.top_entropy_quantile) * (len(ordered) - 1)
     below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
     return below + (place - math.floor(place)) * (above - below)
@@ -310,8 +308,8 @@ class _Sequence:
         return w**k * math.exp(lam * (1 - w)) * a * self.new[t]
 
     def rollout_weight(self, t: int) -> float:
-        """Importance weight of a token: the ratio of trainer over engine, truncated or masked; 0 if
-        `rollout_rs` rejects the token."""
+        """Probability by the trainer over that by the engine, both with the generating weights,
+        truncated or masked; 0 for a token that `rollout_rs` rejects."""
         cfg = self.cfg
         if cfg.rollout_rs is not None:
             ratio = self.rollout_ratio(t, cfg.rollout_rs)
@@ -338,8 +336,8 @@ class _Sequence:
         }[level]
 
     def stays(self, t: int) -> float:
-        """DeepSeek-V3.2, arXiv 2512.02556: 0 for a token of negative advantage in a sequence that
-        has become too unlikely under the policy, 1 otherwise."""
+        """DeepSeek-V3.2's off-policy mask, arXiv 2512.02556: 0 for a token of negative advantage in
+        a sequence that has become too unlikely under the policy, 1 otherwise."""
         if self.cfg.off_policy_mask_threshold is None or self.advantages[t] >= 0:
             return 1.0
         gaps = [(b - a).item() for a, b in zip(self.new, self.rollout, strict=True)]
@@ -368,8 +366,8 @@ def oracle_logprobs_and_entropies(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Log-probability of each response token, and entropy of the distribution it was drawn from.
 
-    Runs one right-padded batch in the dtype of the weights; of a model that was loaded
-    `in_float64`, all of it.
+    Runs one right-padded batch in the dtype of the weights; a model loaded `in_float64` computes
+    all of it in float64.
     """
     sequences = [
         prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
@@ -390,13 +388,13 @@ def oracle_logprobs_and_entropies(
 
 
 class _NoFloat32(TorchFunctionMode):
-    """Replaces float32 by float64 in the arguments of torch's functions."""
+    """Turns every conversion to float32 into one to float64."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         named = kwargs or {}
-        if func is torch.empty:  # a file may be read into it
+        if func is torch.empty:  # files are read into such tensors
             return func(*args, **named)
         func = Tensor.double if func is Tensor.float else func
         named = {name: _in_float64(value) for name, value in named.items()}
@@ -409,9 +407,9 @@ def _in_float64(value: Any) -> Any:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Compute in float64 wherever transformers and Megatron-Core ask for float32: routers, norms,
-    RoPE's angles, linear attention. Backwards of custom autograd functions are excepted: torch
-    calls them outside of a mode."""
+    """Compute everything in float64, even routers, norms, RoPE's angles and linear attention, which
+    transformers and Megatron-Core keep in float32. Backwards of custom autograd functions stay as
+    they are: torch calls them outside of a mode."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

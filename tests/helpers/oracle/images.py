@@ -1,4 +1,4 @@
-"""Rows of prompts with images, and of text by a model that could see some."""
+"""Rows of multimodal models: prompts with images, and prompts of text alone."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from parallel.alignment import Alignment
 from parallel.groups import Groups
 from parallel.packing import PackedBatch, TokenSequence, pack
 
-# Several images of different sizes in a prompt, its group, text beside them and alone, nothing.
+# Prompts with images of several sizes, packed with text; text alone; an empty microbatch.
 MICROBATCHES = [[0, 1, 2, 3, 4], [5], [6], []]
 
 
@@ -77,7 +77,7 @@ class TextTower(Kind):
 
 
 class Images(Kind):
-    """The vision tower is frozen."""
+    """Prompts with images; the vision tower is frozen."""
 
     name, overrides, frozen = "images", ("data.image_column=images",), "visual."
 
@@ -99,7 +99,7 @@ class Images(Kind):
 
 
 class TrainedImages(Images):
-    """The vision tower is trained."""
+    """Prompts with images; the vision tower is trained."""
 
     name, frozen = "trained tower", ""
     overrides = (*Images.overrides, "model.freeze_vision=false")

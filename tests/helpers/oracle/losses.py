@@ -11,7 +11,7 @@ TEMPERATURE = 0.7
 
 
 class BigramModel:
-    """The last token selects the logits from a table."""
+    """Logits of the next token are a table's row, chosen by the last token."""
 
     vocab_size = 11
 
@@ -28,7 +28,7 @@ class BigramModel:
         return logprobs, -(rows.exp() * rows).sum(dim=1)
 
     def of_packed(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """The same as [T] for a packed batch, computed by the trainer's code."""
+        """Log-probabilities and entropies [T] of a packed batch, computed by the trainer's code."""
         chosen = chosen_logprobs(
             torch.nn.functional.one_hot(batch.tokens, self.vocab_size).to(self.table),
             self.table.t(),
@@ -45,7 +45,7 @@ class BigramModel:
         return chosen.whole(len(batch.tokens))
 
 
-# The inputs that a trainer's head passes to a loss, with made-up values.
+# Inputs of a loss as the trainer's head passes them, with made-up values.
 
 
 def chosen_tokens(mask: Tensor, logprobs: Tensor, entropy: Tensor) -> ChosenTokens:

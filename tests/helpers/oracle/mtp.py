@@ -1,4 +1,4 @@
-"""Rows that train the layer for multi-token prediction, against the layers of transformers."""
+"""Rows that train the MTP layer, against the layers of transformers."""
 
 import json
 import shutil
@@ -43,8 +43,8 @@ Answer = tuple[float, dict[str, Tensor]]
 
 
 class MtpOracle:
-    """Loss and gradients of the layer of the model in `folder`, in float64, sequence by sequence:
-    DeepSeek-V3's equations 21 to 25 with the decoder layer of `transformers`."""
+    """Loss and gradients of a model's MTP layer in float64, sequence by sequence: DeepSeek-V3's
+    equations 21 to 25 with the decoder layer of `transformers`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, last = folder, read_shape(folder).num_layers
@@ -73,8 +73,7 @@ class MtpOracle:
         return rms_norm(x, self.size, weight + 1 if self.is_apart else weight, self.eps)
 
     def logprobs(self, sequence: TokenSequence) -> Tensor:
-        """Log-probabilities of the response tokens; none for a token at position 1 of the
-        sequence."""
+        """Log-probabilities of the response tokens from position 2 on, which MTP predicts."""
         with torch.no_grad():
             hidden = self.model.model(sequence.tokens[None]).last_hidden_state[:, :-1]
             embedded = self.model.model.embed_tokens(sequence.tokens[None, 1:])
@@ -91,7 +90,7 @@ class MtpOracle:
         return logits.log_softmax(0)[targets, torch.arange(first - 2, len(sequence.tokens) - 2)]
 
     def answer(self, lengths: Lengths, routes: Sequence[Tensor] | None = None) -> Answer:
-        """`routes`: the experts of the model's tokens, by sequence; None: its routers choose."""
+        """`routes`: experts of each sequence's tokens in the model; None: its routers choose."""
         logprobs = []
         for number, sequence in enumerate(random_sequences(lengths)):
             if routes is not None:
@@ -101,11 +100,13 @@ class MtpOracle:
         logprobs = torch.cat(logprobs)
         loss = -logprobs.mean()
         loss.backward()
-        of_layer = {n: p.grad for n, p in self.deeper.named_parameters() if p.grad is not None}
+        layer_gradients = {
+            n: p.grad for n, p in self.deeper.named_parameters() if p.grad is not None
+        }
         behind = f"model.layers.{len(self.deeper.model.layers) - 1}."
         gradients = {
             name.replace(behind, self.prefix): gradient
-            for name, gradient in revert_weight_conversion(self.deeper, of_layer).items()
+            for name, gradient in revert_weight_conversion(self.deeper, layer_gradients).items()
             if behind in name
         }
         own = {f"{self.own_prefix}{name}.weight": each.grad for name, each in self.own.items()}
@@ -113,12 +114,12 @@ class MtpOracle:
 
 
 class Mtp(Kind):
-    """Loss and gradient of the layer alone."""
+    """Loss and gradient of the MTP layer alone."""
 
     name, overrides, routes = "mtp", ON, False
 
     def found(self, row: Row, folder: Path, groups: Groups) -> tuple[dict[str, float], Boxes]:
-        """Metrics, and boxes of the gradient of all that is trained."""
+        """Metrics, and boxes of the gradient."""
         routes = random_routes() if self.routes else None
         share = own_share(pack_all(LENGTHS, groups.dims, routes), groups)
         policy = self.policy(self.config(row, folder, groups.dims), groups)
@@ -158,6 +159,6 @@ class Mtp(Kind):
 
 
 class RoutedMtp(Mtp):
-    """The router of the layer chooses where those of the policy replay."""
+    """The policy's routers replay choices, while the MTP layer's router chooses itself."""
 
     name, overrides, routes = "routed mtp", (*ON, REPLAY), True

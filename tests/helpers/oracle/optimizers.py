@@ -1,7 +1,7 @@
-"""Kinds of optimizers on ranks: what they do, keep and save.
+"""Kinds of optimizers on ranks: their updates, memory and checkpoints.
 
-Those that need a GPU run without one too, with Megatron-Core's code as it is. For that a rank's
-process is changed, which ends with its test.
+Optimizers that need a GPU run without one too, with Megatron-Core's own code: patches pretend the
+GPU in the rank's process, which ends with its test.
 """
 
 import sys
@@ -63,7 +63,9 @@ def _allow_offload() -> None:
     _pretend_transformer_engine()
     torch.accelerator.empty_host_cache = lambda: None
     for name in ("_init_sub_optimizers", "step"):
-        setattr(HybridDeviceOptimizer, name, _beside_a_gpu(getattr(HybridDeviceOptimizer, name)))
+        setattr(
+            HybridDeviceOptimizer, name, _with_pretended_gpu(getattr(HybridDeviceOptimizer, name))
+        )
 
 
 def _pretend_transformer_engine() -> None:
@@ -72,7 +74,7 @@ def _pretend_transformer_engine() -> None:
         config.is_te_min_version = lambda version: True
 
 
-def _beside_a_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
+def _with_pretended_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with _HostTensors():
             return method(*args, **kwargs)
@@ -81,10 +83,8 @@ def _beside_a_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """What Megatron-Core and the trainer see of Transformer Engine's, with its arithmetic.
-
-    Weights are bfloat16 and gradients apart from them, as for the precision-aware optimizer.
-    """
+    """Transformer Engine's FusedAdam, in the precision-aware optimizer: bfloat16 weights, separate
+    gradients (`decoupled_grad`), and the interface that Megatron-Core and the trainer use."""
 
     def __init__(
         self,
@@ -131,7 +131,8 @@ class FusedAdam(torch.optim.Optimizer):
         second = (
             state["exp_avg_sq"].float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         )
-        # Upper and lower half of a float32, of which the upper was rounded up from halves on.
+        # A float32 master is split into halves; the upper, the bfloat16 weight, was rounded, so a
+        # negative lower half means that the upper is one too large.
         rest = state["master_param"].int()
         upper = param.view(torch.int16).int() - (rest < 0).int()
         master = ((upper << 16) | (rest & 0xFFFF)).view(torch.float32)
@@ -152,7 +153,9 @@ def _allow_precision_aware() -> None:
     _pretend_transformer_engine()
     module: Any = ModuleType("transformer_engine.pytorch.optimizers")
     module.FusedAdam = FusedAdam
-    sys.modules[module.__name__] = module  # where Megatron's config looks at its arguments
+    sys.modules[module.__name__] = (
+        module  # Megatron's config inspects the arguments of FusedAdam there
+    )
     for user in (megatron_optimizer, distrib_optimizer):
         user.Adam = FusedAdam
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
@@ -162,7 +165,7 @@ BFLOAT16 = (
     "model.dtype=bfloat16",
     "optimizer.lr=1e-3",
     "optimizer.weight_decay=0.1",
-    # As large as elements of a clipped gradient: else Adam makes a step of what is only rounding.
+    # As large as elements of a clipped gradient: else Adam turns rounding errors into full steps.
     "optimizer.adam_eps=1e-3",
 )
 _SHORT_GRADIENTS = "optimizer.grad_reduce_in_fp32=false"
@@ -184,11 +187,11 @@ KINDS: dict[str, tuple[str, ...]] = {
     "half on the host": (_HOST, _HALF),
     "half on the host, short gradients": (_HOST, _HALF, _SHORT_GRADIENTS),
 }
-"""Optimizers of bfloat16 weights, by what is not as by default: their overrides."""
+"""Overrides of each kind of optimizer, all for bfloat16 weights."""
 
 
 def start_kind(rank: int, folder: Path, dims: ParallelDims, kind: str) -> tuple[Policy, Groups]:
-    """`start_policy` with an optimizer of `KINDS`; with a GPU, a real one."""
+    """`start_policy` with an optimizer of `KINDS`; without a GPU, its patches."""
     if not torch.cuda.is_available():
         if _HOST in KINDS[kind]:
             _allow_offload()
@@ -198,12 +201,12 @@ def start_kind(rank: int, folder: Path, dims: ParallelDims, kind: str) -> tuple[
 
 
 Parts = list[tuple[str, Box, Shape, Tensor]]
-"""Key, box, shape of the whole tensor, and values."""
+"""(key, box, shape of the whole tensor, values) of each part."""
 Whole = dict[str, Tensor]
 
 
 def take_step(policy: Policy, groups: Groups, updates: int = 1) -> None:
-    """Take a step, or several updates with the same gradient."""
+    """Compute one gradient and apply it `updates` times."""
     device = next(iter(policy.parameters().values())).device
     share = pack_all(LENGTHS, groups.dims)[groups.coordinates.data :: groups.dims.data]
     accumulate(policy, groups, [batch.to(device) for batch in share])
@@ -212,7 +215,7 @@ def take_step(policy: Policy, groups: Groups, updates: int = 1) -> None:
 
 
 def state_of(policy: Policy) -> Parts:
-    """What this rank holds of weights, master weights and moments."""
+    """This rank's parts of weights, master weights and moments."""
     return [
         (part.key, part.box, part.shape, _copy(part.values))
         for part in weight_parts(policy) + optimizer_parts(policy)
@@ -225,11 +228,11 @@ def _copy(values: Tensor | SplitFloats) -> Tensor:
 
 
 def wholes(ranks: Sequence[Sequence[Parts]]) -> list[Whole]:
-    """The whole tensors of each of the states that every rank returned its parts of."""
+    """Whole tensors of each state, assembled from the parts that the ranks returned."""
     states: list[Whole] = []
-    for of_ranks in zip(*ranks, strict=True):
+    for state_parts in zip(*ranks, strict=True):
         states.append({})
-        for key, box, shape, values in (part for parts in of_ranks for part in parts):
+        for key, box, shape, values in (part for parts in state_parts for part in parts):
             empty = torch.full(shape, torch.nan, dtype=values.dtype)
             states[-1].setdefault(key, empty)[box.slices] = values
     return states
@@ -243,10 +246,8 @@ def before_and_after(rank: int, folder: Path, dims: ParallelDims, kind: str) -> 
 
 
 def changes(folder: Path, dims: ParallelDims, kind: str, cuda: bool = False) -> Whole:
-    """How much three updates change the master weights, all with the gradient of the same weights.
-
-    In bfloat16, the gradient of others that are all but equal differs as much as it is rounded.
-    """
+    """Changes of the master weights by three updates with one gradient: gradients of the updated
+    weights would differ between layouts by bfloat16's rounding errors."""
     ranks = run_ranks(dims.world_size, before_and_after, folder, dims, kind, cuda=cuda)
     before, after = wholes(ranks)
     return {
@@ -257,7 +258,7 @@ def changes(folder: Path, dims: ParallelDims, kind: str, cuda: bool = False) -> 
 
 
 def largest_error(found: Whole, expected: Whole) -> float:
-    """Largest error of a tensor, as a fraction of its norm."""
+    """Largest norm of a tensor's error, as a fraction of the tensor's norm."""
     assert found.keys() == expected.keys() and found
     return max(
         float((found[key] - values).norm() / values.norm()) for key, values in expected.items()
@@ -267,7 +268,7 @@ def largest_error(found: Whole, expected: Whole) -> float:
 def train_and_save(
     rank: int, folder: Path, dims: ParallelDims, kind: str, run: Path
 ) -> list[Parts]:
-    """The state that is saved, and that after one more step."""
+    """The saved state, and the state after one more step."""
     policy, groups = start_kind(rank, folder, dims, kind)
     take_step(policy, groups, 2)
     save_checkpoint(run, 2, policy, folder, dims)
@@ -279,7 +280,7 @@ def train_and_save(
 def load_and_save(
     rank: int, folder: Path, dims: ParallelDims, kind: str, run: Path, again: Path
 ) -> list[Parts]:
-    """The state that is loaded, and saved again; and that after one more step."""
+    """The loaded state, which is also saved to `again`, and the state after one more step."""
     policy, groups = start_kind(rank, folder, dims, kind)
     assert checkpoints_of(run, policy, folder, dims).load().step == 2
     save_checkpoint(again, 2, policy, folder, dims)
@@ -289,7 +290,7 @@ def load_and_save(
 
 
 def assert_same(found: Whole, expected: Whole, last_bits: int = 0) -> None:
-    """Equal where the dtype is the same, else rounded; master weights but for `last_bits`."""
+    """Assert equal tensors, rounded to the dtype found; master weights up to `last_bits`."""
     assert found.keys() == expected.keys()
     for key, values in expected.items():
         if key.startswith("optimizer.state.param."):
@@ -300,7 +301,7 @@ def assert_same(found: Whole, expected: Whole, last_bits: int = 0) -> None:
 
 
 def bytes_kept(rank: int, folder: Path, dims: ParallelDims, kind: str) -> tuple[int, int, int]:
-    """Bytes of this rank after a step: optimizer on the GPU, optimizer on the host, gradients."""
+    """Bytes after a step: of the optimizer on the GPU, on the host, and of gradients."""
     policy, groups = start_kind(rank, folder, dims, kind)
     take_step(policy, groups)
     policy.optimizer.zero_grad()
@@ -326,5 +327,5 @@ def bytes_kept(rank: int, folder: Path, dims: ParallelDims, kind: str) -> tuple[
 
 
 def _power(num_bytes: int) -> int:
-    """What torch takes for a pinned tensor."""
+    """Bytes that torch allocates for a pinned tensor: the next power of two."""
     return 1 << (num_bytes - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Policies on tiny models and packed batches to train them on, for tests that run ranks."""
+"""Policies on tiny models and packed batches to train them, for tests with ranks."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -42,11 +42,11 @@ from parallel.packing import PackedBatch, TokenSequence, pack
 from parallel.views import as_whole
 
 Boxes = list[tuple[str, Box, Tensor]]
-"""Name of a tensor of the weight files, box, and values."""
+"""(name of a tensor in the weight files, box, values)."""
 Lengths = list[list[tuple[int, int]]]
 """(prompt, completion) lengths of the sequences of each packed microbatch."""
 
-# Unequal sequences, one alone in its pack (the RoPE table then has as many rows as there are packed
+# Unequal sequences, one alone in its pack (the RoPE table then has one row for each of the packed
 # tokens), equal ones, and an empty microbatch.
 LENGTHS: Lengths = [[(5, 32), (3, 9), (20, 44)], [(7, 41)], [(9, 7), (9, 7)], []]
 LOSS_WEIGHT = 0.01
@@ -78,11 +78,11 @@ def pack_all(
     index_topk: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> list[PackedBatch]:
-    """The sequences of `random_sequences`, microbatch by microbatch, with `routes` if given, whose
-    last `index_topk` columns are tokens.
+    """`random_sequences` packed by microbatch. The last `index_topk` columns of `routes` are
+    tokens that indexers choose.
 
-    With `share_prompts` the batches are of that form, but no two prompts are equal. Each rank has a
-    `multiple` of tokens.
+    `share_prompts` gives the form of shared prompts, though no two prompts are equal. Each rank's
+    number of tokens is a `multiple`.
     """
     sequences = random_sequences(lengths)
     alignment = Alignment.for_mesh(dims, dims.tensor > 1, multiple)
@@ -152,7 +152,7 @@ def accumulate(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> No
 
 
 def add_gradient(model: Model, groups: Groups, batches: list[PackedBatch]) -> None:
-    """Add the gradient of the weighted negative log-likelihood, without `zero_grad` before."""
+    """`accumulate` without zeroing the gradient first."""
 
     def loss_fn(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
         chosen = response_logprobs(model, hidden, batch, 1.0, groups)
@@ -162,7 +162,7 @@ def add_gradient(model: Model, groups: Groups, batches: list[PackedBatch]) -> No
 
 
 def boxes_of(model: Model, tensors: Mapping[str, Tensor], *, replicas: bool = False) -> Boxes:
-    """This rank's parts of `tensors`, whose local names are those of the layout of `model`."""
+    """This rank's boxes of `tensors`, keyed by the layout's local names."""
     return [
         (piece.tensor, piece.box, tensors[piece.local].detach()[piece.local_box.slices].clone())
         for piece in model.layout.pieces
@@ -171,8 +171,8 @@ def boxes_of(model: Model, tensors: Mapping[str, Tensor], *, replicas: bool = Fa
 
 
 def whole(ranks: Sequence[Boxes]) -> dict[str, Tensor]:
-    """Assemble whole tensors from the boxes of all ranks; NaN where no box lies."""
-    boxes = [box for of_rank in ranks for box in of_rank]
+    """Tensors from the boxes of all ranks; NaN where none is."""
+    boxes = [box for own in ranks for box in own]
     ends: dict[str, list[tuple[int, ...]]] = {}
     for name, box, _ in boxes:
         ends.setdefault(name, []).append(box.end)
@@ -186,13 +186,13 @@ def whole(ranks: Sequence[Boxes]) -> dict[str, Tensor]:
 
 
 def assert_equal_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """The same names, and the same bits."""
+    """Assert equal names and equal bits."""
     assert found.keys() == expected.keys()
     assert not [name for name, values in expected.items() if not torch.equal(found[name], values)]
 
 
 def gradient_boxes(policy: Policy | Model) -> Boxes:
-    """Each part of the summed gradient, of adapters if there are some, that this rank owns."""
+    """This rank's own boxes of the summed gradient, of the adapters if there are any."""
     for chunk in [*policy.chunks, *([policy.mtp.module] if policy.mtp else ())]:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             group = buffer.data_parallel_group
@@ -225,7 +225,7 @@ def checkpoints_of(
     *overrides: str,
     reference: Reference | None = None,
 ) -> Checkpoints:
-    """The checkpoints of a run in `run_dir` that trains `policy`, built from `folder`."""
+    """The checkpoints in `run_dir` of a run that trains `policy`, built from `folder`."""
     cfg = tiny_config(folder, dims, f"train.run_dir={run_dir}", *overrides)
     return Checkpoints(cfg, policy, reference)
 
@@ -242,7 +242,7 @@ def save_checkpoint(
 # Mixtures of experts on ranks, compared with `transformers` in float64.
 
 EXACT = 1e-12
-"""Found in float64 is 1e-14."""
+"""Bound in float64; the largest error seen is 1e-14."""
 
 Numbers = tuple[dict[int, Tensor], Boxes, float]
 """Log-probabilities by sequence, boxes of the gradient, and its norm."""
@@ -261,7 +261,7 @@ AXES = {
 
 
 def layout(text: str) -> ParallelDims:
-    """The layout of "tp2 pp2 vpp2"; of an empty text, one rank."""
+    """Parse a layout like "tp2 pp2 vpp2"; "" is one rank."""
     sizes = (re.fullmatch(r"([a-z]+)(\d+)", word) for word in text.split())
     return ParallelDims(**{AXES[size[1]]: int(size[2]) for size in sizes})
 
@@ -272,7 +272,7 @@ def layout_name(dims: ParallelDims) -> str:
 
 
 def load_oracle(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
-    # Its other ways to compute experts know no float64.
+    # transformers' other implementations of experts do not take float64.
     with in_float64():
         return kind.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
 
@@ -286,7 +286,7 @@ def gradients_of(model: AutoModelForCausalLM, loss: Tensor) -> dict[str, Tensor]
 
 
 def unstacked(stored: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """The tensors of a model from those of its files, some of which may be stacks."""
+    """One matrix per expert, from a file's tensors that may be stacks of experts."""
     files = file_layout(shape)
     return {
         piece.tensor: as_whole(
@@ -334,19 +334,19 @@ def check_gradients(
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
         error = (actual[name].double() - gradient).norm() / gradient.norm()
-        # The terms of this sum over tokens cancel: in float32 1.1e-5 was seen, on a CPU with AMX.
-        of_name = 2 * bound if name.endswith("router.bias") else bound
-        assert error < of_name, f"{name}: {error:.1e}"
+        # The terms of this sum over tokens cancel: 1.1e-5 was seen in float32, on a CPU with AMX.
+        limit = 2 * bound if name.endswith("router.bias") else bound
+        assert error < limit, f"{name}: {error:.1e}"
 
 
 @dataclass(frozen=True)
 class OracleCase:
-    """A model, and the results of `transformers` for it in float64."""
+    """A model and its float64 results by `transformers`."""
 
     folder: Path
     logprobs: list[Tensor]
     gradients: dict[str, Tensor]
-    """Gradients by the names of `hf_tensors`."""
+    """Keyed by the names of `hf_tensors`."""
 
     @classmethod
     def of(
@@ -359,17 +359,17 @@ class OracleCase:
         return cls(folder, [each.detach() for each in logprobs], gradients)
 
     def check(self, ranks: Sequence[Numbers], bound: float = 1e-5, frozen: str = "") -> None:
-        """Compare all ranks; the tensors whose names have `frozen` in them have no gradient."""
+        """Compare all ranks; tensors with `frozen` in their names must have no gradient."""
         check_logprobs([logprobs for logprobs, _, _ in ranks], self.logprobs, bound)
         trained = {n: g for n, g in self.gradients.items() if not frozen or frozen not in n}
         check_gradients(ranks, trained, bound)
 
 
 def exact_numbers_of(cfg: Config, groups: Groups, batches: Sequence[PackedBatch]) -> Numbers:
-    """`numbers_of` the model of `cfg` in float64, which has no optimizer."""
-    of_model = cfg.model.model_copy(update={"dtype": "float64"})
-    of_optimizer = cfg.optimizer.model_copy(update={"grad_reduce_in_fp32": False})
-    cfg = cfg.model_copy(update={"model": of_model, "optimizer": of_optimizer})
+    """`numbers_of` the model of `cfg` in float64, without an optimizer."""
+    model_cfg = cfg.model.model_copy(update={"dtype": "float64"})
+    optimizer_cfg = cfg.optimizer.model_copy(update={"grad_reduce_in_fp32": False})
+    cfg = cfg.model_copy(update={"model": model_cfg, "optimizer": optimizer_cfg})
     shape = trained_shape(cfg)
     with in_float64():
         model = build_model(cfg, shape, groups)

@@ -1,4 +1,4 @@
-"""Rows of quantisation-aware training, against a plain straight-through formulation in float64."""
+"""Rows of quantisation-aware training, against straight-through gradients in float64."""
 
 import shutil
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def rounded_block(values: Tensor) -> Tensor:
 
 
 def rounded(weight: Tensor, scheme: str) -> Tensor:
-    """What the numbers of each row, or of each block of 128 x 128, stand for."""
+    """Quantise each row (`int8`, `fp8_channel`) or 128 x 128 block (`fp8`), and dequantise it."""
     if scheme == "fp8":
         parts = [rows.split(128, dim=1) for rows in weight.split(128)]
         return torch.cat([torch.cat([*map(rounded_block, row)], dim=1) for row in parts])
@@ -73,9 +73,9 @@ def aware_policy(scheme: str, cfg: Config, groups: Groups) -> QuantizedPolicy:
 
 
 class Quantized(Kind):
-    """Straight through means: the gradient is that of the rounded weights.
+    """Gradients are straight-through: those of the model with rounded weights.
 
-    Tensor ranks cut rows and blocks of a scale, and agree on it.
+    Tensor ranks split rows and blocks, and must agree on each scale.
     """
 
     overrides = ("optimizer.lr_warmup_steps=0",)
@@ -101,7 +101,7 @@ class Quantized(Kind):
 
 
 def trained(policy: QuantizedPolicy, groups: Groups, share: Sequence[Any]) -> Numbers:
-    """What it computes for the gradient with which it then makes a step."""
+    """Numbers of the policy; checks that its weights stay exact, and then takes a step."""
     before = {name: values.detach().clone() for name, values in policy.parameters().items()}
     found = numbers_of(policy, groups, share)
     for name, values in policy.parameters().items():
@@ -114,7 +114,7 @@ def trained(policy: QuantizedPolicy, groups: Groups, share: Sequence[Any]) -> Nu
 
 
 class QuantizedAdapted(adapters.Adapted):
-    """It is the sum of weights and adapters that is quantised; the reference computes with neither.
+    """The sum of weights and adapters is quantised; the reference is neither quantised nor adapted.
 
     Some layers have no adapter.
     """
@@ -140,10 +140,11 @@ class QuantizedAdapted(adapters.Adapted):
 
 
 def modelopt_model(folder: Path, scheme: str) -> Any:
-    """The model with ModelOpt's quantizers of weights in its linear layers.
+    """The model with ModelOpt's weight quantizers in its linear layers.
 
-    It multiplies by the inverse of a scale, so that it may round what is half-way differently. No
-    weight is, where the largest of a row, half-way in INT8, is positive, and clamped.
+    ModelOpt multiplies by the inverse of a scale, which may round a half-way weight to the other
+    side. In INT8 the largest weight of a row is half-way (127.5); where it is positive, both clamp
+    it to 127.
     """
     quantization = pytest.importorskip("modelopt.torch.quantization")
     how: dict[str, Any] = {"num_bits": (4, 3), "axis": 0}
@@ -159,7 +160,7 @@ def modelopt_model(folder: Path, scheme: str) -> Any:
         "algorithm": "max",
     }
     model = quantization.quantize(load_oracle(folder), config, lambda model: None)
-    if scheme == "int8":  # its largest weight becomes 127, that of compressed-tensors 127.5
+    if scheme == "int8":  # ModelOpt scales the largest weight to 127, compressed-tensors to 127.5
         for name, module in model.named_modules():
             if name.endswith("_proj.weight_quantizer"):
                 module.amax = module.amax * (127 / 127.5)

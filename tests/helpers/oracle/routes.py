@@ -1,5 +1,4 @@
-"""Rows whose policy follows the choices of an engine: the experts of tokens, and the tokens that
-its indexers choose."""
+"""Rows with a policy that replays an engine's choices: experts of routers, tokens of indexers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,7 @@ from parallel.packing import PackedBatch
 LAYERS, EXPERTS, TOPK, INDEX_TOPK = 4, 8, 3, 5
 REPLAY = "rollout.router_replay=true"
 SPARSE = "deepseek_v32"
-"""Whose indexers choose `INDEX_TOPK` tokens."""
+"""A family with indexers, which choose `INDEX_TOPK` tokens."""
 SIZES: dict[str, Any] = {"num_hidden_layers": LAYERS, "num_experts_per_tok": TOPK}
 ROUTED: dict[str, dict[str, Any]] = {
     "qwen3_moe": SIZES | {"num_experts": EXPERTS},
@@ -40,18 +39,18 @@ ROUTED: dict[str, dict[str, Any]] = {
     SPARSE: SIZES
     | {"n_routed_experts": EXPERTS, "index_topk": INDEX_TOPK, "n_group": 1, "topk_group": 1},
 }
-"""Families whose routes are tested, and fields of their models."""
+"""Fields of the tested models, by family."""
 
 
 def overrides_of(family: str) -> list[str]:
-    """Overrides with which the choices of a family are replayed."""
+    """Config overrides that replay the choices of a family."""
     others = ["rollout.indexer_replay=true", "rollout.engine=sglang", "rollout.vllm={}"]
     return [REPLAY, *(others if family == SPARSE else ())]
 
 
 def random_routes() -> list[Tensor]:
-    """For each sequence of `LENGTHS`, experts of all its tokens but the last that no router would
-    choose."""
+    """Random experts for each sequence of `LENGTHS`, uint8 [tokens - 1, layers, topk]; no router
+    would choose them."""
     generator = torch.Generator().manual_seed(1)
     return [
         torch.rand(len(each.tokens) - 1, LAYERS, EXPERTS, generator=generator)
@@ -62,8 +61,8 @@ def random_routes() -> list[Tensor]:
 
 
 def random_tokens() -> list[Tensor]:
-    """For the same tokens, positions that no indexer would choose; 999 for tokens that see no more
-    than are chosen, which nothing reads."""
+    """Random positions for each sequence of `LENGTHS`, int16 [tokens - 1, layers, index_topk]; 999,
+    which nothing reads, for the first tokens, which see all positions."""
     generator, unread = torch.Generator().manual_seed(2), 999
     found = []
     for each in random_sequences(LENGTHS):
@@ -77,7 +76,7 @@ def random_tokens() -> list[Tensor]:
 
 
 def batches_with_routes(family: str, dims: ParallelDims) -> list[PackedBatch]:
-    """The batches of `LENGTHS` with random experts, and with random tokens if a family has them."""
+    """Batches of `LENGTHS` with random experts, and random tokens if the family has indexers."""
     if family != SPARSE:
         return pack_all(LENGTHS, dims, random_routes())
     pairs = zip(random_routes(), random_tokens(), strict=True)
@@ -86,22 +85,22 @@ def batches_with_routes(family: str, dims: ParallelDims) -> list[PackedBatch]:
 
 
 def attend(model: AutoModelForCausalLM, tokens: list[Tensor]) -> None:
-    """Make every indexer choose these `tokens` of one right-padded batch."""
+    """Make every indexer choose `tokens` in one right-padded batch."""
     longest = 1 + max(map(len, tokens))
     padded = torch.zeros(len(tokens), longest, LAYERS, INDEX_TOPK, dtype=torch.int32)
-    for row, of_sequence in zip(padded, tokens, strict=True):
-        row[: len(of_sequence)] = of_sequence
+    for row, own in zip(padded, tokens, strict=True):
+        row[: len(own)] = own
     padded[:, :INDEX_TOPK] = torch.arange(INDEX_TOPK)
     for layer, block in enumerate(model.model.layers):
         block.self_attn.indexer.register_forward_hook(lambda *_, i=layer: padded[:, :, i])
 
 
 def follow(model: AutoModelForCausalLM, routes: list[Tensor]) -> None:
-    """Make every router send the tokens of one right-padded batch where `routes` say."""
+    """Make every router choose `routes` in one right-padded batch."""
     longest = 1 + max(map(len, routes))
     padded = torch.arange(TOPK).expand(len(routes), longest, LAYERS, TOPK).clone()
-    for row, of_sequence in zip(padded, routes, strict=True):
-        row[: len(of_sequence)] = of_sequence
+    for row, own in zip(padded, routes, strict=True):
+        row[: len(own)] = own
 
     def rerouted(layer: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         chosen = padded[:, :, layer].flatten(0, 1)
@@ -121,7 +120,7 @@ def follow(model: AutoModelForCausalLM, routes: list[Tensor]) -> None:
 
 
 class Routed(Kind):
-    """Made-up choices, which no router and no indexer would make."""
+    """Random choices that no router and no indexer would make."""
 
     name = "routed"
 

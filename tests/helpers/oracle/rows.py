@@ -1,8 +1,8 @@
-"""Rows of the table of policy/test_model.py: a model, a layout, and what else is on. The policy's
-log-probabilities and gradients are those of transformers in float64.
+"""Rows of the table of policy/test_model.py: a model, a layout, and overrides of the config. The
+policy's log-probabilities and gradients must equal those of transformers in float64.
 
-A `Kind` says what ranks compute for a row, and with what it is compared. `Worlds` lets one world of
-ranks compute the rows of a layout, one after the other.
+A `Kind` chooses what ranks compute for a row and what they are compared with. `Worlds` computes
+the rows of a layout one after the other in one world of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ from parallel.packing import PackedBatch
 
 DYNAMIC = "parallel.dynamic_context_parallel=true"
 MOST_ROWS = 12
-"""In one world: a test must not take minutes."""
+"""Largest number of rows in one world, so that no test takes minutes."""
 
 
 class Kind:
@@ -52,13 +52,13 @@ class Kind:
     lengths: ClassVar[Lengths] = LENGTHS
     overrides: tuple[str, ...] = ()
     frozen = ""
-    """What is in the names of tensors that are not trained."""
+    """A part of the names of tensors that are not trained."""
 
     def __str__(self) -> str:
         return self.name
 
     def found(self, row: "Row", folder: Path, groups: Groups) -> Any:
-        """On a rank: what `check` compares, by default log-probabilities and gradients."""
+        """A rank's results for `check`, by default log-probabilities and gradients."""
         cfg = self.config(row, folder, groups.dims)
         if row.is_exact:
             return exact_numbers_of(cfg, groups, self.pack(cfg, groups, torch.float64))
@@ -90,7 +90,7 @@ PLAIN = Kind()
 
 @dataclass(frozen=True)
 class Row:
-    """A model of the table, at a layout."""
+    """A model at a layout."""
 
     model: str
     layout: str
@@ -98,7 +98,7 @@ class Row:
     kind: Kind = PLAIN
     frozen: str = ""
     is_exact: bool = False
-    """In float64, which no run has."""
+    """In float64, which runs do not offer."""
 
     def __str__(self) -> str:
         short = [
@@ -118,17 +118,17 @@ class Row:
 
 @dataclass
 class Worlds:
-    """Results of ranks by row, and oracles; each is computed when first needed."""
+    """Results of ranks and oracles, each computed at first use."""
 
     make: Callable[[str], Path]
-    """The folder of a model of the table."""
+    """Makes a model's folder."""
     rows: Sequence[Row]
-    """All that are tested now."""
+    """All rows that this session tests."""
     folders: dict[str, Path] = field(default_factory=dict)
     oracles: dict[tuple[str, str], OracleCase] = field(default_factory=dict)
     found: dict[Row, list[Any]] = field(default_factory=dict)
     alone: set[tuple[ParallelDims, bool]] = field(default_factory=set)
-    """Worlds in which a row has failed: each row gets its own."""
+    """Worlds in which a row has failed: each of their rows then gets its own world."""
 
     def folder(self, model: str) -> Path:
         if model not in self.folders:
@@ -142,7 +142,7 @@ class Worlds:
         return self.oracles[key]
 
     def ranks(self, row: Row) -> list[Any]:
-        """What each rank has found for a row."""
+        """Each rank's results for a row."""
         if row in self.found:
             return self.found[row]
         others = [r for r in self.rows if r.world == row.world and r not in self.found and r != row]
@@ -171,18 +171,18 @@ def rows_on_rank(rank: int, rows: list[tuple[Row, Path]]) -> list[Any]:
 
 
 class Long(Kind):
-    """Texts in which RoPE's slow frequencies turn; float32 has few digits of the later angles."""
+    """Texts long enough for RoPE's slow frequencies to turn; float32 rounds the later angles."""
 
     name, bound = "long", 5e-5
     lengths: ClassVar[Lengths] = [[(100, 150), (5, 32)], [(20, 100)]]
 
 
 SMALL = 5_000
-"""Parameters in a bucket; by default so many that a tiny model has only one."""
+"""Parameters in a bucket; Megatron-Core's default gives a tiny model a single one."""
 
 
 def in_buckets(size: int) -> Any:
-    """The context in which gradients are summed in buckets of about `size` parameters."""
+    """A context in which gradients are summed in buckets of about `size` parameters."""
     sized = partial(DistributedDataParallelConfig, bucket_size=size)
     return patch.object(chunks, "DistributedDataParallelConfig", sized)
 
@@ -199,12 +199,12 @@ OVERLAP = ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=t
 
 
 class Overlapped(Kind):
-    """Gradients are summed while the backward goes on: all of them have begun when it ends."""
+    """Gradients are summed during the backward: every sum has started when it ends."""
 
     name, overrides = "overlapped", OVERLAP
 
     def found(self, row: Row, folder: Path, groups: Groups) -> tuple[Numbers, float]:
-        """Numbers of the second step: in the first, Megatron learns which gradients there are."""
+        """Numbers of the second step: in the first, Megatron-Core learns which gradients exist."""
         cfg = self.config(row, folder, groups.dims)
         with in_buckets(SMALL):
             policy = self.policy(cfg, groups)

@@ -1,4 +1,4 @@
-"""Loss and gradient of one optimizer step on ranks, and those of the oracle, by recipe."""
+"""Loss and gradient of one optimizer step, by recipe: on ranks, and by the oracle."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -41,10 +41,10 @@ from parallel.packing import PackedBatch
 
 NUM_SEQUENCES, MAX_COMPLETION_LENGTH = 12, 24
 EMPTY, ONLY_EOS, FAILED = 3, 5, 8
-"""Samples without a token, of the end of the sequence alone, and without a reward."""
+"""Samples with an empty completion, with an end token only, and without a reward."""
 TEMPERATURE, BETA = 0.8, 0.05
 BETA_AT_FIRST = 0.3
-"""In the config; BETA is what the weight of the divergence has become."""
+"""`grpo.beta` of the config; BETA is the KL coefficient at the tested step."""
 CLIPS = {"epsilon": 0.2, "epsilon_high": 0.3}
 NARROW = {"epsilon": 0.03, "epsilon_high": 0.04}
 BUDGETS = (64, 4096)  # tokens per microbatch: many small ones, and all in one
@@ -91,7 +91,7 @@ RECIPES: dict[str, Recipe] = PLAIN | {
         "importance_sampling_level": "sequence",
         "sapo_temperature_pos": 2.0,
         "entropy_coef": 0.1,
-        # Here, since no clip takes the gradient of what has been left anyway.
+        # Masked in SAPO, where no clip already removes the gradient of these tokens.
         "off_policy_mask_threshold": 0.02,
         "rollout_importance_sampling_mode": "token_mask",
         "rollout_importance_sampling_threshold": 1.1,
@@ -124,7 +124,7 @@ RECIPES: dict[str, Recipe] = PLAIN | {
     },
 }
 PROCESS = "gspo-token, process supervision"
-"""Has other advantages at each token: elsewhere GSPO-token has the gradient of GSPO."""
+"""Each token has its own advantage; with equal ones GSPO-token has GSPO's gradient."""
 RECIPES[PROCESS] = {
     **NARROW,
     "loss_type": "grpo",
@@ -149,7 +149,7 @@ class Case:
     def __init__(
         self, folder: Path, recipes: dict[str, Recipe], group_sizes: dict[int, int] | None = None
     ) -> None:
-        """`group_sizes`: how many samples have a prompt of which length; None: each its own."""
+        """`group_sizes`: number of samples by prompt length; None: a prompt for each sample."""
         self.folder, self.recipes = folder, recipes
         self.model = load_oracle(folder)
         generator = torch.Generator().manual_seed(1)
@@ -169,7 +169,7 @@ class Case:
             draw(4, 250, n) for n in draw(1, MAX_COMPLETION_LENGTH + 1, NUM_SEQUENCES)
         ]
         self.completions[EMPTY] = []
-        self.completions[ONLY_EOS] = [PAD_ID]  # of a tokenizer that pads with it
+        self.completions[ONLY_EOS] = [PAD_ID]  # as with a tokenizer that pads with the end token
         self.advantages = torch.randn(NUM_SEQUENCES, generator=generator).tolist()
         self.token_advantages = [
             torch.randn(len(completion), generator=generator, dtype=torch.float64)
@@ -195,15 +195,15 @@ class Case:
     def answer(
         self, recipe: Recipe, scored: Sequence[int], by_token: bool = False
     ) -> tuple[float, Gradients]:
-        """The oracle's loss and gradients, when no other than the `scored` samples have a reward.
+        """The oracle's loss and gradients if only the `scored` samples have a reward.
 
-        Samples without a reward are empty for the oracle: none of their tokens counts.
+        No token of a sample without a reward counts, so the oracle gets an empty completion.
         """
 
         def counted(values: list[Any]) -> list[Any]:
             return [
-                of_sample if i in scored and i != FAILED else of_sample[:0]
-                for i, of_sample in enumerate(values)
+                value if i in scored and i != FAILED else value[:0]
+                for i, value in enumerate(values)
             ]
 
         advantages, options = self.advantages, dict(recipe)
@@ -211,7 +211,7 @@ class Case:
         old_logprobs = counted(self.rollout_logprobs if is_engines else self.old_logprobs)
         ref_logprobs = [reference(logprobs) for logprobs in old_logprobs]
         if by_token:
-            advantages = [of_tokens.tolist() for of_tokens in counted(self.token_advantages)]
+            advantages = [values.tolist() for values in counted(self.token_advantages)]
         if recipe.get("kl_in_reward"):
             kl = oracle_sequence_kl(old_logprobs, ref_logprobs)
             rewards = [reward - BETA * of for reward, of in zip(self.rewards, kl, strict=True)]
@@ -235,7 +235,7 @@ class Case:
             ref_logprobs=ref_logprobs,
             rollout_logprobs=counted(self.rollout_logprobs),
         )
-        # By the names of the weight files, where each expert has its own.
+        # Weight files name each expert's matrices.
         stored = revert_weight_conversion(self.model, gradients)
         return loss, unstacked(stored, read_shape(self.folder))
 
@@ -274,7 +274,7 @@ class OffPolicy(Experience):
     old_logprobs: list[torch.Tensor]
 
     def filled_in(self, batch: PackedBatch) -> PackedBatch:
-        """The batch with these in place of those that the policy would compute."""
+        """The batch with these old log-probabilities instead of the policy's."""
         old = torch.zeros_like(batch.rollout_logprobs)
         for i in batch.sequence_index[batch.completion_mask].unique().tolist():
             k, place = divmod(i, NUM_SEQUENCES)
@@ -313,8 +313,8 @@ def config(
 def batches_of(
     policy: Policy, experience: OffPolicy, cfg: Config, groups: Groups
 ) -> list[PackedBatch]:
-    """This rank's microbatches, as the trainer prepares them; old policy and reference are made
-    up."""
+    """This rank's microbatches as the trainer prepares them, with made-up old and reference
+    log-probabilities."""
     cost, alignment, at = CostModel.transformer(64), cfg.alignment, groups.coordinates
     [shares] = split_for_data_parallel(experience, 0, cost, cfg, groups.dims, alignment)
     packed = shares[at.data].microbatches(
@@ -341,8 +341,8 @@ def gradients_on_rank(
     experience: OffPolicy,
     configs: dict[Run, Config],
 ) -> dict[Run, Result]:
-    """For each recipe and budget: the loss, this rank's boxes of the whole gradient, and the log
-    of tokens."""
+    """The loss, this rank's boxes of the gradient, and the token log, for each recipe and
+    budget."""
     setup_device(rank)
     cfg = next(iter(configs.values()))
     groups = init_groups(dims, dynamic_context=cfg.parallel.dynamic_context_parallel)
@@ -376,7 +376,7 @@ def on_ranks(
 
 
 def assert_logged(ranks: list[dict[Run, Result]], case: Case, *overrides: str) -> None:
-    """Every rank has the values of all tokens that count, and zeros elsewhere."""
+    """Assert that every rank has logged the values of all counting tokens, and zeros after them."""
     cfg = config(case.folder, ParallelDims(), {}, BUDGETS[0], *overrides)
     [indices] = BatchSchedule.of(cfg.grpo).minibatches(0, cfg.train.seed)
     expected = torch.cat([case.logprobs[i] * (i != FAILED) for i in indices]).float()
@@ -394,11 +394,11 @@ def assert_equal(
     answers: dict[str, tuple[float, Gradients]],
     tolerance: float = 1e-5,
 ) -> None:
-    """The whole loss and gradient that ranks have are, by recipe, those of `answers`."""
+    """Assert that the ranks' loss and gradient equal the oracle's `answers`, by recipe."""
     for name, budget in ranks[0]:
         expected_loss, expected = answers[name]
         for result in ranks:
-            # Terms of both signs nearly cancel: what is rounded is of their size, not of the sum's.
+            # Terms of both signs nearly cancel, so rounding errors have their size, not the sum's.
             close = pytest.approx(expected_loss, rel=tolerance, abs=tolerance / 10)
             assert result[name, budget][0] == close
         boxes = [box for result in ranks for box in result[name, budget][1]]

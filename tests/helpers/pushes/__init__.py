@@ -1,1 +1,1 @@
-"""Pushes of weights and adapters into engines and workers, compared with their own loading."""
+"""Pushes of weights and adapters into engines and workers, compared with the engines' loaders."""

@@ -1,7 +1,7 @@
 """Pushes of adapters from Megatron-Core ranks into vLLM workers that have loaded the base.
 
-The ranks also export the adapters as a folder of PEFT's. To check a push, each worker lets vLLM
-load that folder into another worker of the same rank, and compares the two.
+The ranks also export the adapters as a PEFT folder. To check a push, each worker lets vLLM load
+that folder into a second worker of the same rank, and compares the two.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ PUSHES = 5
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of engine, and the adapters that it gets."""
+    """One kind of engine and the adapters pushed into it."""
 
     base: Path
     engine: EngineDims
@@ -48,7 +48,7 @@ class Held:
     """The report of one worker after a push."""
 
     differing: list[str]
-    """Buffers and weights that differ from what vLLM loads from the folders."""
+    """Buffers and weights that differ from those of vLLM's second worker."""
     filled: int
     """Number of buffers that are not zero."""
     bytes_received: int
@@ -68,7 +68,7 @@ def config_of(case: Case, dims: ParallelDims, client: WorkerClient) -> Config:
 def push_adapters(
     rank: int, dims: ParallelDims, case: Case, engines: WorkerEngines, folder: Path
 ) -> list[list[list[Held]]]:
-    """Push after each of some changes of the adapters; rank 0 has the reports of all workers."""
+    """Change and push the adapters `PUSHES` times; rank 0 returns [push][engine][worker]."""
     setup_device(rank)
     client = WorkerClient(engines)
     cfg, groups = config_of(case, dims, client), init_groups(dims)
@@ -90,9 +90,9 @@ def push_adapters(
 def failing_push(
     rank: int, dims: ParallelDims, case: Case, engines: WorkerEngines, fault: str
 ) -> str:
-    """The error of a push with a flipped bit: in a worker's `base`, or in what is `sent`."""
+    """The error of a push with a flipped bit: in a worker's `base` weights or in a `sent` one."""
     setup_device(rank)
-    # For each worker, of a push that is repeated once.
+    # A failed push is repeated once, so two flips per worker.
     flip_bits(2 * case.engine.tensor if fault == "sent" else 0)
     client = WorkerClient(engines)
     cfg, groups = config_of(case, dims, client), init_groups(dims)
@@ -119,7 +119,7 @@ def start_sync(cfg: Config, policy: Policy, groups: Groups, client: WorkerClient
 
 
 def change(policy: Policy, number: int) -> None:
-    """Give the adapters values that differ from push to push, the same in any layout."""
+    """Fill the adapters with values of push `number`, which do not depend on the layout."""
     assert policy.adapters
     parameters = policy.adapters.parameters()
     for piece in policy.adapters.layout.pieces:
@@ -130,7 +130,7 @@ def change(policy: Policy, number: int) -> None:
 
 
 def described(process: WorkerProcess, case: Case, cfg: Config, other: dict[str, Any]) -> Any:
-    """What a worker reports of its parameters that was started with `other` arguments."""
+    """Descriptions of its parameters by a worker started with `other` arguments."""
     arguments = adapter_arguments(cfg.model, cfg.lora, on_gpu=False) | other
     worker = start_worker(process.rank, case.base, case.engine, cfg.model.dtype, **arguments)
     return worker.answer_push(call="describe_parameters", question="")["parameters"]
@@ -150,7 +150,7 @@ def compare_adapters(process: WorkerProcess, exported: Path) -> Held:
     from megatron_grpo.engines.vllm.worker import adapter_buffers
 
     worker, other = process.worker, process.other
-    # A request for the adapter: vLLM must take what was pushed, and read no file.
+    # A request for the adapter: vLLM must use the pushed one, and read no file.
     worker.add_lora(LoRARequest("policy", 1, "no such folder"))
     other.remove_lora(1)
     other.add_lora(LoRARequest("policy", 1, str(exported)))

@@ -1,4 +1,4 @@
-"""Pushes weights into running engines, as the ranks of a trainer do."""
+"""Pushes of weights into running engines by ranks of a trainer."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ from parallel.weight_transfer.network_channels import NetworkChannel
 from parallel.weight_transfer.streams import OutStream, Packing
 
 BUCKET_BYTES = 1 << 14
-"""Bytes of a bucket in pushes without a channel: small, so that each worker gets several."""
+"""Bucket size of `sums_of_push`: several buckets for each worker."""
 
 
 def client_of(base_urls: Sequence[str], token: str, **rollout: Any) -> RolloutClient:
@@ -97,7 +97,7 @@ def push_whole(
 ) -> tuple[str, list[str]]:
     """Push the weights in `folder` from a single rank; returns the error and the timed phases.
 
-    Flips a bit in each of the first `num_flips` buffers that it hands over.
+    A bit is flipped in each of the first `num_flips` buffers.
     """
     flip_bits(num_flips)
     if quantization == "none":
@@ -169,8 +169,8 @@ def push(
 
 
 def flip_bits(num_flips: int) -> None:
-    """From now on, flip the last bit of the first `num_flips` buffers that this process sends, or
-    boxes that it writes."""
+    """Flip the lowest bit of one byte in each of the next `num_flips` buffers that this process
+    sends, or boxes that it writes."""
     left = iter(range(num_flips))
 
     def writing(file, place, box, values, write_box=hf_export.write_box) -> None:
@@ -210,7 +210,7 @@ class Nowhere:
 def sums_of_push(
     policy: Policy, groups: Groups, workers: Sequence[Layout], dtype: torch.dtype
 ) -> Sequence[WorkerSums]:
-    """The checksums that the ranks expect of the workers after a push of the policy."""
+    """Checksums that the ranks expect from the workers after a push of the policy."""
     sent = {}
     sends = plan_sends(weight_sender(policy, groups), workers, BUCKET_BYTES // dtype.itemsize)
     for worker, copies in sends.items():

@@ -1,7 +1,7 @@
 """Pushes of quantised weights into vLLM workers, compared with what vLLM loads from an export.
 
-The ranks also export what they push as a quantised folder. To check a push, each worker lets vLLM
-load that folder into another worker of the same rank, and compares the two.
+The ranks also export the pushed weights as a quantised folder. To check a push, each worker lets
+vLLM load that folder into a second worker of the same rank, and compares the two.
 """
 
 from contextlib import closing
@@ -34,13 +34,13 @@ from parallel.groups import Groups, init_groups
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the kind of engine that it is pushed into, and how it is quantised."""
+    """A model, its quantisation, and the kind of engine that it is pushed into."""
 
     folder: Path
     engine: EngineDims
     quantization: str
     ignored: str = ""
-    """Modules that are not, if there are any."""
+    """Pattern of modules that stay unquantised; "": none."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Held:
     """The report of one worker."""
 
     loaded: list[str]
-    """Parameters that differed, before any push, from what vLLM loads from an export."""
+    """Parameters that differed before any push from those that vLLM loads from an export."""
     differing: list[str]
-    """Parameters that differ after a push."""
+    """Parameters that differ after a push from those that vLLM loads from the export."""
     bytes_received: int
     share: float
-    """Bytes of 8-bit weights and their scales, as a part of those in bfloat16."""
+    """Bytes of 8-bit weights and their scales, relative to the weights in bfloat16."""
     bytes_held: int
     """Bytes of all parameters, without vLLM's padding."""
     error: float
@@ -78,7 +78,7 @@ def config_of(case: Case, dims: ParallelDims, client: WorkerClient) -> Config:
 def push_quantized(
     rank: int, dims: ParallelDims, case: Case, engines: WorkerEngines, folder: Path
 ) -> list[list[Held]]:
-    """Push after an optimizer step; rank 0 has the reports of all workers."""
+    """Push after an optimizer step; rank 0 returns [engine][worker]."""
     policy, groups, client, cfg = start(rank, dims, case, engines)
     export_model(folder / "before", policy, cfg, groups)
     step(policy)
@@ -125,7 +125,7 @@ def start_sync(policy: Policy, groups: Groups, client: WorkerClient, cfg: Config
 
 
 def step(policy: Policy) -> None:
-    """An optimizer step, by gradients that ranks with the same parameter agree on."""
+    """Take an optimizer step with gradients that are equal on all ranks of a parameter."""
     policy.zero_grad()
     for chunk in policy.chunks:
         for name, parameter in chunk.named_parameters():
@@ -145,7 +145,7 @@ def begin_quantized(process: WorkerProcess, case: Case, cfg: Config) -> None:
 
 
 def everything(model: Any) -> dict[str, torch.Tensor]:
-    """A model's own parameters, and what vLLM makes of them."""
+    """A model's own parameters, and those that vLLM derives from them (`ABSORBED`)."""
     made = {name: value for name, value in model.named_parameters() if name.endswith(ABSORBED)}
     return pushable_parameters(model) | made
 
@@ -192,9 +192,9 @@ def product_error(model: Any, held: dict[str, torch.Tensor]) -> float:
 
 
 def receive_wrong_scale(process: WorkerProcess) -> None:
-    """From now on, a scale is another one after each push, before sums are made."""
+    """Change a scale after each later push, before checksums are taken."""
     transfer = process.worker.push_worker
-    of_state = transfer.state.mark_loaded
+    mark_loaded = transfer.state.mark_loaded
 
     def wrong(sums: dict[str, int]) -> None:
         from parallel.checksum import checksums
@@ -202,6 +202,6 @@ def receive_wrong_scale(process: WorkerProcess) -> None:
         parameters = pushable_parameters(transfer.model)
         name = next(n for n in parameters if "layers.1.mlp.down_proj.weight_scale" in n)
         parameters[name].data[0, 0] *= 2
-        of_state(sums | checksums({name: parameters[name]}))
+        mark_loaded(sums | checksums({name: parameters[name]}))
 
     transfer.state.mark_loaded = wrong

@@ -1,6 +1,6 @@
-"""A single-rank trainer in the test's process, which pushes weights to engines and generates.
+"""A single-rank trainer in the test's process that pushes weights to engines and generates.
 
-It starts the engines itself or uses running ones; the test may do anything to them.
+It starts the engines itself or uses running ones; the test may disturb them.
 """
 
 import threading
@@ -35,7 +35,7 @@ from parallel import Layout, ParallelDims, Sender
 
 @dataclass
 class Trainer:
-    """Rank 0's servers and client; pushes `weights`."""
+    """Rank 0's servers and client, and the `weights` that it pushes."""
 
     cfg: Config
     servers: EngineServers
@@ -49,7 +49,7 @@ class Trainer:
         return self.client.pool
 
     def push(self) -> None:
-        """Push the weights, as a new version."""
+        """Push the weights as a new version."""
         self.version += 1
         self.push_again()
 
@@ -57,7 +57,7 @@ class Trainer:
         self.sync.push(self.weights, self.version, PhaseTimer(lambda name: None))
 
     def ask(self, prompts: Sequence[Prompt], **overrides: Any) -> Completions:
-        """The request for `generate`."""
+        """Completions for `generate`."""
         return Completions(prompts, sampling_params(**{"policy_version": self.version} | overrides))
 
     def generate(self, prompts: Sequence[Prompt], **overrides: Any) -> list[Sample]:
@@ -68,7 +68,7 @@ class Trainer:
 
 
 def sender_of(weights: Mapping[str, Tensor]) -> Sender:
-    """A rank that has all of these."""
+    """The sender of a rank that holds all of these whole tensors."""
     layout = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
     return Sender(0, layout, dict.fromkeys(weights, range(1)))
 
@@ -81,11 +81,11 @@ def trainer(
     *overrides: str,
     adapter: Mapping[str, Tensor] | None = None,
 ) -> Iterator[Trainer]:
-    """A trainer whose only rank holds all weights in `folder`; if it has an `adapter`, by the
-    overrides for LoRA, it pushes that, and further engines may join."""
+    """A trainer with one rank that holds all weights in `folder`. With an `adapter` (`overrides`
+    configure LoRA) it pushes only that, and further engines may join."""
     weights = load_file(folder / "model.safetensors")
     overrides = *rollout_overrides(rollout, servers.base_urls), *overrides
-    is_first = not dist.is_initialized()  # a module's trainer may already run
+    is_first = not dist.is_initialized()  # the trainer of a module's fixture may run
     if is_first:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -106,7 +106,7 @@ def trainer(
 
 @contextmanager
 def as_soon_as(condition: Callable[[], Any], deed: Callable[[], None]) -> Iterator[None]:
-    """Run `deed` in a thread beside the block once `condition()` holds; it must hold in 60 s."""
+    """Run `deed` in another thread once `condition()` holds, which must be within 60 s."""
     came_true: list[bool] = []
 
     def wait() -> None:

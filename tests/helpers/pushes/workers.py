@@ -1,7 +1,7 @@
-"""Pushes from Megatron-Core ranks into vLLM workers, compared with what vLLM itself loads.
+"""Pushes from Megatron-Core ranks into vLLM workers, compared with vLLM's own loader.
 
-The ranks also export what they push as a Hugging Face folder. To check a push, each worker lets
-vLLM load that folder into another worker of the same rank, and compares the two.
+The ranks also export the pushed weights as a Hugging Face folder. To check a push, each worker lets
+vLLM load that folder into a second worker of the same rank, and compares the two.
 """
 
 from collections.abc import Sequence
@@ -49,10 +49,10 @@ class Case:
     folder: Path
     """The weights that are pushed."""
     others: Path
-    """Other weights of the same shapes, with which the engines start."""
+    """Other weights of the same shapes; engines start with these."""
     engines: Sequence[EngineDims]
     also: str = ""
-    """Part that is trained and pushed with the model (mtp, vision): see `vllm_workers.OPTIONS`."""
+    """A further trained part that is pushed: a key of `vllm_workers.OPTIONS`."""
 
     @property
     def options(self) -> list[str]:
@@ -80,11 +80,11 @@ class Held:
     """The report of one worker after a push."""
 
     differing: list[str]
-    """Parameters that differ from what vLLM loads from the exported folder."""
+    """Parameters that differ from those that vLLM loads from the exported folder."""
     unchanged: list[str]
     """Parameters that the push left unchanged."""
     shard_bytes: int
-    """Bytes of its parameters, without vLLM's padding."""
+    """Bytes of the parameters, without vLLM's padding."""
     bytes_received: int
 
 
@@ -117,7 +117,7 @@ def push_all(
 
 
 def count_bytes() -> list[int]:
-    """From now on, record the size of each buffer that this process hands over."""
+    """Record the size of each buffer that this process hands over from now on."""
     counts: list[int] = []
     for end in (LocalChannel, NetworkChannel):
 
@@ -169,7 +169,7 @@ def compare(process: WorkerProcess, exported: Path, kind: EngineDims, also: str)
     transfer = process.worker.push_worker
     pushed = transfer.weights()
     changed = differing(held, process.before)
-    # Workers that split an expert: the first holds the output bias, the others hold zeros.
+    # Among the workers that split an expert, only the first has its output bias.
     zeros = {name for name, v in held.items() if name.endswith(".w2_bias") and not v.any()}
     bytes_received = transfer._receiver.bytes_received
     transfer.close()  # the next push may be into another worker of this process
@@ -196,7 +196,7 @@ def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str
 
 
 def padding_bytes(worker: Any) -> int:
-    """Bytes by which vLLM has padded this worker's part of the vocabulary, as vLLM reports it."""
+    """Bytes of vLLM's padding in this worker's part of the vocabulary."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     padded = {  # keyed by weight: a tied head shares the embedding's

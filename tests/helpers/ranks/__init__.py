@@ -1,1 +1,1 @@
-"""Real ranks (gloo) in processes of their own, and measures of what they do."""
+"""Real ranks (gloo) in separate processes, and counters of their work."""

@@ -8,11 +8,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Asking torch for GPUs initializes CUDA unless torch may ask NVML instead, and a process forked
-# after CUDA was initialized cannot use it.
+# torch counts GPUs through CUDA unless it may use NVML, and a process forked after CUDA was
+# initialised cannot use it.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
-# Kernels that are compiled for a GPU; else each rank would compile all of them in its own folder.
+# A common folder of compiled GPU kernels; else each rank would compile all of them.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/kernels_of_tests")
 
 import torch

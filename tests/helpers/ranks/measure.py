@@ -1,4 +1,4 @@
-"""Counts what a block executes: FLOPs of matrix products, large tensors, waits for a GPU."""
+"""Counters of a block: FLOPs of matrix products, largest tensor, waits for a GPU."""
 
 import sys
 from collections import Counter
@@ -34,7 +34,7 @@ def _added_product(total: Any, a: tuple[int, int], b: tuple[int, int], **_: Any)
     return 2 * a[0] * a[1] * b[1]
 
 
-# Measures the largest tensor that an operation creates, for tests of memory.
+# The largest tensor that an operation creates, for tests of memory.
 
 
 class LargestTensor(TorchDispatchMode):
@@ -54,7 +54,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-# Counts, on a machine without a GPU, where the host would wait for one.
+# Places where the host would wait for a GPU, counted on a machine without one.
 
 ROOT = Path(__file__).parents[3]
 OURS = ("megatron_grpo", "parallel")
@@ -70,13 +70,13 @@ WAITING = {
     "unique_consecutive",
     "unique_dim",
 }
-"""Operations of ATen whose result the host reads, or whose shape depends on values."""
+"""ATen operations with a result that the host reads, or a shape that depends on values."""
 READS = (Tensor.tolist, Tensor.numpy, Tensor.cpu)
 
 
 @contextmanager
 def counted_waits() -> Iterator[Counter[str]]:
-    """Yield how often the host would wait in the block, by operation, file and function."""
+    """Yield the number of the block's waits by "operation in file:function"."""
     waits: Counter[str] = Counter()
 
     def count(operation: str) -> None:
@@ -90,9 +90,9 @@ def counted_waits() -> Iterator[Counter[str]]:
 def _innermost(frame: FrameType | None) -> str:
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        of_megatron = str(path).rpartition("/megatron/core/")
-        if of_megatron[1]:
-            return f"megatron/core/{of_megatron[2]}:{frame.f_code.co_name}"
+        megatron_path = str(path).rpartition("/megatron/core/")
+        if megatron_path[1]:
+            return f"megatron/core/{megatron_path[2]}:{frame.f_code.co_name}"
         is_ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in OURS
         if is_ours and frame.f_code.co_name != "__torch_function__":  # of the CPU runtime
             return f"{path.relative_to(ROOT)}:{frame.f_code.co_name}"
@@ -118,7 +118,7 @@ def _waits(function: Any, args: Any, kwargs: Any) -> bool:
     if name == "repeat_interleave":
         return function._overloadname != "self_int" and kwargs.get("output_size") is None
     if name in ("index", "index_put", "index_put_"):
-        is_fill = name != "index" and args[2].numel() == 1  # which needs no list of places
+        is_fill = name != "index" and args[2].numel() == 1  # a masked fill needs no indices
         return not is_fill and any(i is not None and i.dtype == torch.bool for i in args[1])
     return name in WAITING
 

@@ -25,7 +25,7 @@ from unittest.mock import patch
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.helpers.ranks.imports"])
 WITH_VLLM = forkserver.ForkServer()
-"""Another such process, for many: it has imported vLLM, which takes as long as all the rest."""
+"""A second server process with vLLM imported, which takes as long as all other imports."""
 WITH_VLLM.set_forkserver_preload(["tests.helpers.engines.vllm_imports"])
 STARTING = threading.Lock()
 
@@ -67,7 +67,7 @@ def run_ranks(
 
 @contextmanager
 def _server(with_vllm: bool) -> Iterator[None]:
-    """Processes that start in the block are forked from the one that has imported vLLM."""
+    """Fork the block's processes from the server, with or without vLLM imported."""
     if not with_vllm:
         yield
         return
@@ -109,7 +109,7 @@ def _rank_main(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the server process has not initialized CUDA
 
     torch.set_num_threads(1)
-    # vLLM puts sockets there, which a killed rank leaves behind.
+    # vLLM puts sockets there, and a killed rank leaves them behind.
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     try:
         torch.distributed.init_process_group(
@@ -126,7 +126,7 @@ def _rank_main(
         sender.send_bytes(pickle.dumps((traceback.format_exc(), None)))
 
 
-# Child processes of a test that talk to it over a pipe and end with it.
+# Child processes that talk to their test over a pipe and end with it.
 
 
 def is_alive(pid: int) -> bool:
@@ -139,7 +139,7 @@ def is_alive(pid: int) -> bool:
 
 
 def shared_memory(pids: list[int]) -> set[Path]:
-    """The named shared memory that processes have mapped."""
+    """Names of shared memory that the processes have mapped."""
     maps = "".join(Path(f"/proc/{pid}/maps").read_text(encoding="utf-8") for pid in pids)
     return {file for file in map(Path, re.findall(r"/dev/shm/\S+", maps)) if file.exists()}
 

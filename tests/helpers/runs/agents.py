@@ -1,4 +1,4 @@
-"""Agents for tests, in files such as users would write, and what they ask engines for."""
+"""Agents in files as users would write them, and their recorded requests."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -103,13 +103,13 @@ async def greedy(client, row):
 
 
 class Recorded(Completions):
-    """Sessions of agents; remembers what engines were asked in each, and what they answered."""
+    """Sessions of agents, with every request to an engine and its answer recorded."""
 
     def __init__(self, agents: Agents, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         super().__init__(prompts, params, new_group=agents.groups(agents._cfg))
         self.agents = agents
         self.sessions: list[Session] = []
-        """In the order in which they began."""
+        """In the order of their start."""
         self.keys: dict[Session, str] = {}
         self._record: dict[Session, list[tuple[list[int], list[int], list[float]]]] = {}
         admit, ask = agents._endpoint.admit, Session._ask
@@ -131,7 +131,7 @@ class Recorded(Completions):
 
     @property
     def record(self) -> list[list[tuple[list[int], list[int], list[float]]]]:
-        """(request, answer, log-probabilities) by session, in the order of the samples."""
+        """(prompt, completion, log-probabilities) of each request, by session in sample order."""
         order = sorted(self.sessions, key=lambda each: (each.prompt.index, each.sample_index))
         return [self._record[session] for session in order]
 
@@ -147,7 +147,7 @@ class Recorded(Completions):
 
 @contextmanager
 def running_agents(engine, model: Path, folder: Path, **agent: Any) -> Iterator[Agents]:
-    """Agents of an engine with this `parser`; `function` is one of `FUNCTIONS`."""
+    """Agents of an engine; `agent`: fields of that section, and the tool-call `parser`."""
     parser = agent.pop("parser", "null")
     if function := agent.pop("function", None):
         (folder / "agent.py").write_text(FUNCTIONS.replace("SECONDS", LONG_SLEEP), encoding="utf-8")
@@ -170,14 +170,14 @@ STOPS = [f"rollout.stop_token_ids={[*END_IDS[1:]]}"]
 
 
 def generation_of(agents: Agents, engine, num_prompts: int = 2, **params: Any) -> Recorded:
-    """Agents act on some prompts, twice on each."""
+    """A generation of two samples for each of `num_prompts` random prompts."""
     defaults = {"num_generations": 2, "max_completion_length": 250, "stop_token_ids": END_IDS}
     chosen = sampling_params(policy_version=engine.version, **defaults | params)
     return Recorded(agents, random_prompts(num_prompts), chosen)
 
 
 def act(agents: Agents, engine, num_prompts: int = 2, **params: Any) -> tuple[list[Sample], Any]:
-    """The samples of agents, and the generation that they come from."""
+    """Samples of the agents, and their generation."""
     made = generation_of(agents, engine, num_prompts, **params)
     with made.recording():
         return generate(agents._client, made), made
@@ -185,7 +185,7 @@ def act(agents: Agents, engine, num_prompts: int = 2, **params: Any) -> tuple[li
 
 @contextmanager
 def acting(agents: Agents, made: Recorded) -> Iterator["Future[list[Sample]]"]:
-    """The future samples of agents that act beside the block, at whose end they are given up."""
+    """Let agents act in another thread until the end of the block; yields their future samples."""
     with ThreadPoolExecutor(1) as thread, made.recording():
         samples = thread.submit(generate, agents._client, made)
         try:
@@ -202,8 +202,8 @@ def acting(agents: Agents, made: Recorded) -> Iterator["Future[list[Sample]]"]:
 
 @contextmanager
 def waiting_agents(engine, model: Path, folder: Path, **params: Any) -> Iterator[Any]:
-    """Sessions of agents that do nothing, for tests that ask instead of them: the address, the key
-    of the first, and the generation."""
+    """Sessions of idle agents, for tests that send the requests themselves: yields the URL, the key
+    of the first session, and the generation."""
     with running_agents(engine, model, folder, function="wait") as agents:
         made = generation_of(agents, engine, 1, num_generations=1, **params)
         with acting(agents, made):
@@ -212,7 +212,7 @@ def waiting_agents(engine, model: Path, folder: Path, **params: Any) -> Iterator
 
 
 def as_plain(sample: Sample) -> list[Sample]:
-    """The sequences that a sample is trained on, as samples with a prompt each."""
+    """The trained sequences of a sample, each as a sample with its own prompt."""
     whole = [*sample.prompt.token_ids, *sample.completion_ids]
     return [
         replace(

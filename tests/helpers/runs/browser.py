@@ -12,7 +12,7 @@ from pathlib import Path
 from websockets.sync.client import connect
 
 SECONDS = 10.0
-"""Within which a page must show what is waited for, on a machine that has other things to do."""
+"""Longest wait for a change of the page, on a busy machine."""
 
 
 class Browser:
@@ -31,7 +31,7 @@ class Browser:
         )
         self._last_id = 0
         self.events: list[dict] = []
-        """What the browser has told of the page since it was opened."""
+        """Events of the page since it was opened."""
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
 
@@ -56,7 +56,7 @@ class Browser:
         self.wait_for("document.readyState === 'complete'")
 
     def run(self, code: str) -> object:
-        """The value of an expression of the page."""
+        """The value of a JavaScript expression in the page."""
         result = self.send(
             "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True
         )
@@ -115,7 +115,7 @@ class Browser:
         )
 
     def problems(self) -> list[dict]:
-        """Exceptions of the page, and what the browser has refused or not found."""
+        """Exceptions of the page, and resources that the browser refused or did not find."""
         self.run("0")  # reads the events until now
         return [
             event
@@ -127,16 +127,16 @@ class Browser:
         ]
 
     def requested(self) -> set[str]:
-        """The addresses that the page has asked for."""
-        told = [e["params"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
-        return {params["request"]["url"] for params in told}
+        """URLs that the page has requested."""
+        requests = [e["params"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
+        return {params["request"]["url"] for params in requests}
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))
 
 
 def _page_address(profile: Path) -> str:
-    """The address of the page's protocol, as soon as the browser has written its port."""
+    """The page's DevTools address, as soon as the browser has written its port."""
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         with suppress(OSError, IndexError, StopIteration):

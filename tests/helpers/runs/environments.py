@@ -1,4 +1,4 @@
-"""Well-behaved and faulty environments for tests, in a file such as a user would write."""
+"""Well-behaved and faulty environments, in a file as a user would write it."""
 
 import os
 from collections.abc import Iterator
@@ -122,14 +122,14 @@ class Counting:
 
 
 def sleepers() -> list[psutil.Process]:
-    """The processes that these classes have started to sleep for so long."""
+    """Processes that the classes have started, recognised by their seconds of sleep."""
     return [
         p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", LONG_SLEEP]
     ]
 
 
 def write_environments(folder: Path) -> Path:
-    """Write the classes above to a file."""
+    """Write the environment classes to a file."""
     path = folder / "mine.py"
     path.write_text(MINE.replace("LONG_SLEEP", LONG_SLEEP), encoding="utf-8")
     return path

@@ -1,4 +1,4 @@
-"""Whole runs whose weights are pushed while completions are in progress, and what holds of them."""
+"""Whole runs with pushes while completions are in progress, and checks of their results."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ from megatron_grpo.rollout.replay import generation_folder
 NUM_STEPS, MAX_STALENESS, BATCH_SIZE, NUM_GENERATIONS = 10, 3, 16, 4
 
 Key = tuple[int, int]
-"""Row of the data and number of a sample; a run of fewer prompts than rows has each once."""
+"""(data row, sample index); unique as long as a run has fewer prompts than rows."""
 
 
 def make_in_flight_runs(model: Path, engine: TestEngine, folder: Path) -> Runs:
-    """Runs on one rank; later arguments replace these."""
+    """Runs on one rank; later arguments override these."""
     arguments = [
         f"model.path={model}",
         f"data.path={write_sums(folder)}",
@@ -41,14 +41,15 @@ def make_in_flight_runs(model: Path, engine: TestEngine, folder: Path) -> Runs:
 
 
 def spans_of(row: dict) -> list[tuple[int, int]]:
-    """Version and number of tokens of each part of a completion in the log."""
+    """(weight version, number of tokens) of each part of a logged completion."""
     return row.get("versions") or [(row["policy_version"], row["num_tokens"])]
 
 
 def check_run(
     run_dir: Path, num_steps: int = NUM_STEPS, max_staleness: int = MAX_STALENESS
 ) -> None:
-    """No token is too old, and every step has trained on a generation of its own, once."""
+    """Assert that no token is too stale, and that every step has trained once on a generation of
+    its own."""
     rows = read_json_lines(run_dir / "completions.jsonl")
     each = Counter((row["step"], row["prompt_index"], row["sample_index"]) for row in rows)
     assert set(each.values()) == {1} and len(each) == num_steps * BATCH_SIZE
@@ -60,7 +61,7 @@ def check_run(
 
 
 def newest_groups(run_dir: Path) -> OpenGroups:
-    """The groups that the newest checkpoint has beside its generations."""
+    """The open groups in the newest checkpoint."""
     newest = newest_folder(run_dir)
     groups = read_record(newest, int(newest.name[5:])).state.groups
     assert groups is not None
@@ -68,7 +69,6 @@ def newest_groups(run_dir: Path) -> OpenGroups:
 
 
 def has_checkpoint(run_dir: Path) -> bool:
-    """Whether the run has saved one."""
     return bool(latest_step(run_dir / "checkpoints"))
 
 
@@ -79,14 +79,14 @@ def newest_folder(run_dir: Path) -> Path:
 
 @dataclass(frozen=True)
 class Part:
-    """What a checkpoint has of a sample."""
+    """A sample in a checkpoint, whole or partial."""
 
     token_ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
     is_whole: bool
 
     def is_in(self, whole: "Part") -> bool:
-        """Whether the sample has become `whole`: the same, or this and more."""
+        """Whether `whole` continues this sample, or equals it if it is complete."""
         ids, count = self.token_ids, len(self.token_ids)
         begins = (
             whole.token_ids[:count] == ids
@@ -96,7 +96,7 @@ class Part:
 
 
 def parts_in(folder: Path, prefix: str) -> dict[Key, Part]:
-    """The samples in files of `prefix`; none is there twice."""
+    """Samples in the files of `prefix`; asserts that none occurs twice."""
     file = folder / f"{prefix}{SAMPLES_FILE}"
     if not file.exists():
         return {}
@@ -112,7 +112,7 @@ def parts_in(folder: Path, prefix: str) -> dict[Key, Part]:
 
 
 def saved_parts(run_dir: Path) -> dict[Key, Part]:
-    """The samples of the newest checkpoint that no step has trained on; none is there twice."""
+    """Untrained samples of the newest checkpoint; asserts that none occurs twice."""
     folder = newest_folder(run_dir)
     found = parts_in(folder, OPEN)
     for file in folder.glob(f"{READY}*{SAMPLES_FILE}"):
@@ -123,10 +123,8 @@ def saved_parts(run_dir: Path) -> dict[Key, Part]:
 
 
 def check_nothing_lost(run_dir: Path, saved: list[Mapping[Key, Part]], num_steps: int) -> None:
-    """Every sample that any of the checkpoints had was trained on or is there still; once.
-
-    The run has `train.save_generations`, and its checkpoints had `saved`.
-    """
+    """Assert that every sample in `saved`, the parts of earlier checkpoints, was trained on once or
+    is in the newest checkpoint. The run has `train.save_generations`."""
     made: dict[Key, Part] = {}
     for generation in range(num_steps):
         parts = parts_in(generation_folder(run_dir, generation), READY)

@@ -35,7 +35,7 @@ from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, OWN_LOGS_VARIABLE
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 
 Sabotage = Callable[[int], None]
-"""Called in every rank with the rank's number, before training begins."""
+"""Called in every rank with its number, before training begins."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Ended:
     """A finished job."""
 
     exit_codes: list[int]
-    """One per rank; a negative code is the number of the signal that ended it."""
+    """Exit code by rank; negative: the number of the signal that ended it."""
     outputs: list[str]
     """stdout and stderr of each rank."""
     seconds: float
     """From the call of `end` until all ranks and the processes they started have ended."""
     survivors: list[str]
-    """Command lines of processes that the job started and that outlived it."""
+    """Command lines of the job's processes that outlived it."""
 
     @property
     def output(self) -> str:
@@ -73,7 +73,7 @@ class Job:
         """Ranks on this host, or evenly on `hosts`."""
         self.mark = uuid.uuid4().hex
         log_dir.mkdir(parents=True, exist_ok=True)
-        self._reserved = reserve_port()  # rank 0 listens there only after seconds of imports
+        self._reserved = reserve_port()  # rank 0 imports for seconds first
         self.port: int = self._reserved.getsockname()[1]
         self.logs = [log_dir / f"rank_{rank}_{self.mark[:6]}.log" for rank in range(num_ranks)]
         self.ranks = []
@@ -128,8 +128,8 @@ class Job:
     def have_met(self) -> bool:
         """Whether every rank has connected to the store of rank 0.
 
-        A rank keeps trying for an hour, since rank 0 may have much to check first. Until all have
-        connected, only the launcher can end a job that has lost a rank.
+        A rank tries for an hour, since rank 0 checks the job first. Until all have connected, only
+        the launcher can end a job that has lost a rank.
         """
         return all(_is_connected(process.pid, self.port) for process in self.ranks)
 
@@ -231,7 +231,7 @@ def start_job(
     config: Path = TINY_CONFIG,
     sabotage: Sabotage | None = None,
 ) -> Job:
-    """A run on two ranks along each of `axes`, with a running engine or, without, its own."""
+    """A run with two ranks along each of `axes`; without an `engine` it starts its own."""
     given = [*layout(*axes), *arguments, f"train.run_dir={run_dir}"]
     if engine:
         given = [f"rollout.base_urls=[{engine.servers.base_urls[0]}]", *given]
@@ -250,7 +250,7 @@ def start_job(
 def finish_job(
     run_dir: Path, *arguments: str, code: int = 0, seconds: float = 200, **how: Any
 ) -> Ended:
-    """A job of `start_job` whose ranks have all ended with `code`, and left no process behind."""
+    """Run `start_job` to its end: all ranks must exit with `code` and leave no process behind."""
     with start_job(run_dir, *arguments, **how) as job:
         ended = job.end(seconds)
     assert ended.exit_codes == [code] * len(job.ranks), ended.output
@@ -279,7 +279,7 @@ class Runs:
         return {"engine": self.engine, "axes": self.axes}
 
 
-# Runs of one tiny config on four ranks, and the result that they must reach despite any fault.
+# Runs of one tiny config on four ranks, and the result that they must reach despite faults.
 
 NUM_RANKS = 4
 NUM_STEPS = 6
@@ -300,7 +300,7 @@ def make_runs(model: Path, engine: TestEngine, folder: Path) -> Runs:
 def assert_same_run(run_dir: Path, undisturbed: Path) -> None:
     """Assert bitwise equal weights, samples, rewards and losses.
 
-    SGLang has no seeds on CPUs: with it, that every step has the same prompts.
+    SGLang has no seeds on CPUs: with it, only the prompts of every step must be equal.
     """
     if load_config(run_dir / "config.yaml").rollout.engine == "sglang":
         ours, theirs = (

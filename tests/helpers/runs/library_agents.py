@@ -1,4 +1,4 @@
-"""Runs whose agents are environments of other libraries, each in an environment of its own."""
+"""Runs with agents from other libraries, each installed in its own Python environment."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ PROJECT = Path(__file__).parents[3]
 
 
 class Adapter:
-    """`megatron_grpo.integrations.MODULE` with an interpreter that has the library."""
+    """`megatron_grpo.integrations.MODULE`, run by the interpreter that has the library."""
 
     def __init__(
         self, python: Path, module: str, source: str, *options: str, **variables: str
@@ -26,7 +26,7 @@ class Adapter:
     def start(
         self, action: str, file: Path, *options: str, source: str = ""
     ) -> subprocess.Popen[bytes]:
-        """`rows` or `serve`, of another source if it is given."""
+        """Start the action `rows` or `serve`; `source` replaces the adapter's own."""
         named = source or self._source
         command = [*self._command, action, named, str(file), *self._options, *options]
         return subprocess.Popen(command, env=os.environ | self._variables)
@@ -34,7 +34,7 @@ class Adapter:
     def train(
         self, folder: Path, num_rows: int, *arguments: str, at_once: int, dataset: str = ""
     ) -> list[Mapping[str, Any]]:
-        """Two steps on its first rows, or those of `dataset`, by vLLM; returns their metrics."""
+        """Train two steps with vLLM on rows of the source or `dataset`; returns their metrics."""
         data, run_dir = folder / "data.jsonl", folder / "run"
         rows = self.start("rows", data, "--most", str(num_rows), source=dataset)
         assert rows.wait(120) == 0
@@ -54,13 +54,13 @@ class Adapter:
             mark="adapter",
         )
         try:
-            told = run_dir / "agents.json"
-            assert wait_until(lambda: told.exists() or run.poll() is not None, 300)
-            with self.start("serve", told, "--at-once", str(at_once)) as adapter:
+            agents_file = run_dir / "agents.json"
+            assert wait_until(lambda: agents_file.exists() or run.poll() is not None, 300)
+            with self.start("serve", agents_file, "--at-once", str(at_once)) as adapter:
                 try:
                     output, _ = run.communicate(timeout=500)
                     assert run.returncode == 0, output
-                    assert adapter.wait(60) == 0  # the run is over, and its file gone
+                    assert adapter.wait(60) == 0  # the run is over, and its file deleted
                 finally:
                     adapter.kill()
         finally:
@@ -69,7 +69,7 @@ class Adapter:
 
 
 def assert_token_for_token(records: list[Mapping[str, Any]]) -> None:
-    """The trainer has computed the probabilities with which the engine sampled."""
+    """Assert that the trainer's log-probabilities are those of the engine's sampling."""
     assert len(records) == 2
     for record in records:
         assert record["agent/failed_ratio"] == 0

@@ -1,4 +1,4 @@
-"""Samples that no engine has made."""
+"""Samples made without an engine."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ def sample_of(
     prompt: Prompt | None = None,
     **fields: Any,
 ) -> Sample:
-    """Completion `number` of the prompt `index`, or of `prompt`; it has one token, unless others
-    are among the `fields`."""
+    """Completion `number` of the prompt `index`, or of `prompt`; `fields` may replace its single
+    token."""
     prompt = prompt or Prompt(index=index, token_ids=(1,), text=f"prompt {index}", row=row)
     defaults = {
         "completion_ids": (1,),

@@ -1,4 +1,4 @@
-"""Run directories such as training leaves them, made up in milliseconds: sums, learned in steps."""
+"""Made-up run directories in the form of real runs, written in milliseconds."""
 
 import json
 import math
@@ -14,14 +14,14 @@ from megatron_grpo.viewer.run import RunFiles
 from megatron_grpo.viewer.server import Server
 
 NUM_PROMPTS, NUM_GENERATIONS = 4, 4
-"""Completions of a step: four of each of four prompts, which recur after three steps."""
+"""Completions of a step: four for each of four prompts, which recur after `PERIOD` steps."""
 PERIOD = 3
 MAX_TOKENS = 32
-"""Most tokens of a completion; the values of all tokens are recorded."""
+"""Tokens of a completion with recorded values."""
 
 
 def write_run(run_dir: Path, num_steps: int = 12, lr: float = 1e-6, seed: int = 0) -> Path:
-    """A run of `num_steps`, evaluated every fourth; returns its directory."""
+    """Write a run of `num_steps`, with an evaluation every fourth step; returns its directory."""
     run_dir.mkdir(parents=True)
     chance = random.Random(seed)
     steps = range(1, num_steps + 1)
@@ -46,7 +46,7 @@ def write_run(run_dir: Path, num_steps: int = 12, lr: float = 1e-6, seed: int = 
 
 @contextmanager
 def viewed(runs: Mapping[str, RunFiles]) -> Iterator[int]:
-    """The port at which a viewer serves the runs."""
+    """Serve the runs by a viewer; yields its port."""
     with Server(runs, port=0) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
@@ -74,8 +74,8 @@ def completions(step: int, chance: random.Random) -> list[dict]:
 def completion(
     step: int, index: int, sample: int, a: int, b: int, skill: float, chance: random.Random
 ) -> dict:
-    """Sample 3 of each step's first prompt has failed, sample 2 was cut; prompt 1 is answered by an
-    agent, which calls a tool and begins anew."""
+    """One log row. Sample 3 of a step's first prompt failed, sample 2 was cut; prompt 1 has an
+    agent that calls a tool and starts a new sequence."""
     said = a + b if chance.random() < skill else a + b + chance.choice([-10, -1, 1, 10])
     text = (
         f"First {a} + {b // 10 * 10} = {a + b // 10 * 10}.\nThen add {b % 10}, which gives {said}."
@@ -115,13 +115,13 @@ def completion(
 
 
 def pieces(text: str) -> list[str]:
-    """The text in pieces such as tokens are: a word with the space before it."""
+    """Split a text like a tokenizer: each word with the space before it."""
     words = text.replace("\n", " \n").split(" ")
     return [words[0], *(f" {word}" for word in words[1:])] if text else []
 
 
 def token_row(row: dict, chance: random.Random) -> dict:
-    """The values of a completion's tokens; every ninth is clipped, high before low."""
+    """Values of a completion's tokens; every ninth is clipped, alternately high and low."""
     parts = [(piece, 1) for piece in pieces(row["completion"])]
     if "turns" in row:
         parts = [

@@ -1,6 +1,6 @@
-"""Ways to break a rank from inside, for `jobs.Job`: what to do, where, and in which rank.
+"""Faults inside a rank, for `jobs.Job`: a deed, the place, and the rank.
 
-A rank is a forked process, so patches made here affect that rank only. Everything can be pickled.
+A rank is a forked process, so patches affect that rank only. Every fault can be pickled.
 """
 
 import ctypes
@@ -118,7 +118,7 @@ def slowly() -> None:
 
 
 def preempt() -> None:
-    """Preempt this rank, then sleep until all ranks must have learned of it."""
+    """Preempt this rank, then sleep until every rank must have noticed."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1.0)
 

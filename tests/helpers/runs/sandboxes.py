@@ -1,4 +1,4 @@
-"""Whether this host can run programs in a sandbox, found without the project's own code."""
+"""A check for sandboxes on this host that does not use the project's own code."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ SOMEBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
 
 
 def _makes_namespaces() -> bool:
-    """Whether bubblewrap is installed, and may do for a user what it is for."""
+    """Whether bubblewrap is installed and may create namespaces as this user."""
     if not shutil.which("bwrap"):
         return False
     user = SOMEBODY if os.geteuid() == 0 else []

@@ -19,7 +19,7 @@ NODES = {f"n{number}": "CPUs=8 Gres=gpu:8" for number in range(12)} | {
     "large": "CPUs=8 Gres=gpu:8",
     "small": "CPUs=6 Gres=gpu:4",
 }
-"""Two nodes for each of the jobs that run at the same time; those of the partition `unlike`."""
+"""Two nodes for each concurrent job, and two for the partition `unlike`."""
 NODE_MEGABYTES = 8000
 
 
@@ -60,7 +60,7 @@ class Cluster:
         num_nodes: int = 2,
         **variables: str,
     ) -> "Job":
-        """`sbatch` a script of slurm/, as a user would."""
+        """`sbatch` a script of slurm/ as a user would."""
         options = ["--parsable", f"--nodes={num_nodes}", f"--output={log}"]
         job = self.run("sbatch", *options, f"slurm/{script}", *arguments, **variables)
         return Job(self, job, log)
@@ -241,5 +241,5 @@ def _free_ports(number: int) -> list[int]:
 
 
 def _path() -> str:
-    """PATH with the folder of Debian's daemons, which is not in every user's PATH."""
+    """PATH with /usr/sbin, Debian's folder of daemons, which not every user's PATH has."""
     return f"{os.environ['PATH']}:/usr/sbin:/sbin"

@@ -1,4 +1,4 @@
-"""Stop processes with all that they have started, as Slurm suspends a job."""
+"""Stop processes and their descendants, as Slurm suspends a job."""
 
 import time
 
@@ -6,7 +6,7 @@ import psutil
 
 
 def stop_for(seconds: float, *processes: int) -> None:
-    """Stop the processes and their descendants for some seconds, and let them go on."""
+    """Stop the processes and their descendants for some seconds, then continue them."""
     found = [psutil.Process(process) for process in processes]
     tree = [*found, *(child for each in found for child in each.children(recursive=True))]
     for process in tree:

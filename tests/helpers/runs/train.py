@@ -31,7 +31,7 @@ class Finished:
     cpu_seconds: float
     """CPU time of the run and of the children that it waited for; a busy machine adds nothing."""
     survivors: list[str]
-    """Command lines of processes that it started and that outlived it."""
+    """Command lines of the run's processes that outlived it."""
 
 
 def start_run(
@@ -101,8 +101,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def results(run_dir: Path) -> list[dict[str, float]]:
-    """The metrics of each step that two equal runs must agree on: no times, and no probe, which a
-    resumed run repeats."""
+    """Metrics of each step that are equal in two equal runs: no times, and no probe, since a
+    resumed run repeats it."""
     return [
         {name: value for name, value in record.items() if not name.startswith(NO_RESULTS)}
         for record in read_metrics(run_dir)
@@ -116,10 +116,10 @@ def steps_of(run_dir: Path) -> list[int]:
 
 
 def read_completions(run_dir: Path) -> list[dict[str, Any]]:
-    """The fields of each completion that two equal runs must agree on.
+    """Fields of each completion that are equal in two equal runs.
 
-    Excludes what depends on the last bits of the engine's log-probabilities: their rounding depends
-    on which requests happen to share a batch.
+    Fields that depend on the last bits of the engine's log-probabilities are left out: rounding
+    depends on the requests that happen to share a batch.
     """
     rows = read_json_lines(run_dir / "completions.jsonl")
     return [{k: v for k, v in row.items() if k != "logprob_gap"} for row in rows]

@@ -1,4 +1,4 @@
-"""Stands in for Transformer Engine where there is none: a package on disk, for other processes."""
+"""A fake Transformer Engine package on disk, for processes on machines without the real one."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ except ImportError:  # as the real one, which is also for JAX
 
 
 def write_transformer_engine(folder: Path, pytorch: str) -> None:
-    """Write the package to `folder`; its part for torch is the code `pytorch`."""
+    """Write the package to `folder`; `pytorch` is the code of its torch module."""
     package = folder / "transformer_engine"
     (package / "pytorch").mkdir(parents=True)
     (package / "__init__.py").write_text(PACKAGE, encoding="utf-8")

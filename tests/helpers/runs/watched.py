@@ -20,7 +20,7 @@ LIMITS = Limits(
     step=Limit(1.5, "train.hang_timeout"),
     push=NEVER,
 )
-"""Limits of a test. Work that must not run into `step`'s limit is called `generate`."""
+"""Limits of a test; work that must not hit the limit of `step` runs as `generate`."""
 INTERVALS = Intervals(heartbeat=0.2, silence=3.0, kill=5.0, grace=0.5, stacks=1.0, unwind=2.0)
 
 
@@ -81,7 +81,7 @@ def _rank_main(
 
     from megatron_grpo.watchdog import Watchdog
 
-    # A process started behind a script's `&` inherits that SIGINT is ignored.
+    # A process started with `&` in a script inherits an ignored SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (1, 2):
         os.dup2(

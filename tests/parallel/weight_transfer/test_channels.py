@@ -64,7 +64,7 @@ def receive(receiver, sizes):
 
 
 def send_from_process(pipe, kind, pushes):
-    """Send each list of messages, then hang."""
+    """Send each push, a list of messages, then hang."""
     waiting = listener(kind)
     pipe.send(waiting.address)
     sender = outgoing(waiting)
@@ -185,7 +185,7 @@ def test_a_receiver_that_does_not_come_is_waited_for_until_the_time_out(kind):
         outgoing(listener(kind), timedelta(seconds=0.3))
 
 
-def test_a_sender_that_no_longer_listens_is_told(kind):
+def test_a_sender_that_stopped_listening_is_named(kind):
     address = listener(kind).address
     with pytest.raises(ChannelError, match="cannot connect to the sender"):
         incoming(address)
@@ -224,7 +224,7 @@ def test_is_open_at_neither_end_once_one_is_closed_even_with_signals_unread(cont
     assert not any(control.is_open() for control in controls)
 
 
-def test_it_listens_on_its_own_address_only_and_for_one_receiver():
+def test_channel_listens_on_its_own_address_for_one_receiver():
     waiting = Listener("127.0.0.1")
     host, port = waiting.address
     assert host == "127.0.0.1"
@@ -239,7 +239,7 @@ def test_it_listens_on_its_own_address_only_and_for_one_receiver():
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
-def test_it_speaks_ipv6():
+def test_channel_takes_ipv6_addresses():
     waiting = Listener("::1")
     control = connect(waiting.address, "the sender", TIMEOUT)
     accepted = waiting.accept("the receiver", TIMEOUT)

@@ -1,4 +1,4 @@
-"""Whether the channel to a receiver shares memory, depending on where both ends run."""
+"""Shared memory of a channel, by the places of its two ends."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ OTHER_HOST = "other net ipc pid GPU-3"
 
 @pytest.fixture
 def shares_memory(monkeypatch):
-    """Whether a trainer on GPU 1 shares memory with a receiver at a place."""
+    """A function: whether a trainer on GPU 1 shares memory with a receiver at a place."""
     monkeypatch.setattr(connect_module, "memory_domain", lambda device: HERE)
 
     def shares_memory(network_only, receiver):
@@ -36,7 +36,7 @@ def shares_memory(monkeypatch):
 @pytest.mark.parametrize(
     ("network_only", "receiver"), [(True, HERE), (False, OTHER_NAMESPACE), (True, OTHER_NAMESPACE)]
 )
-def test_two_processes_on_one_gpu_that_share_no_memory_are_told_what_to_do(
+def test_processes_on_one_gpu_without_shared_memory_get_advice(
     shares_memory, network_only, receiver
 ):
     with pytest.raises(ChannelError, match=r"engine 0 worker 0 and trainer rank 0 are on one GPU"):

@@ -1,4 +1,4 @@
-"""Channels inside one host leave nothing behind and hold no more than two buffers."""
+"""Channels inside one host: two buffers of shared memory that leave nothing behind."""
 
 import gc
 import os
@@ -116,7 +116,7 @@ def test_an_open_channel_costs_each_end_one_file_descriptor():
     assert mapped() == 0
 
 
-def test_a_failure_ends_what_other_channels_wait_for_and_is_raised():
+def test_a_failure_ends_the_waits_of_other_channels_and_is_raised():
     waiting = Listener()
     control = connect(waiting.address, "the sender", TIMEOUT)  # which takes nothing
     accepted = waiting.accept("the receiver", TIMEOUT)

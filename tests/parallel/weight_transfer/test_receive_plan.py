@@ -1,4 +1,4 @@
-"""Init info and plans, exchanged before a push: plain data that is checked before it is used."""
+"""Init info and plans exchanged before a push: plain data, checked before use."""
 
 import json
 
@@ -27,8 +27,8 @@ WHOLE = [("w", (0,), (3,)), ("m", (0, 0), (2, 3))]
 
 
 def test_init_info_survives_json():
-    told = json.loads(json.dumps(INIT_INFO.to_json()))
-    assert TransferInitInfo.from_json(told) == INIT_INFO
+    decoded = json.loads(json.dumps(INIT_INFO.to_json()))
+    assert TransferInitInfo.from_json(decoded) == INIT_INFO
     assert INIT_INFO.padding(0) == PADDING and INIT_INFO.padding(1) == ()
 
 

@@ -57,7 +57,7 @@ def test_a_rendezvous_is_opened_on_an_address_of_this_host_only():
         open_rendezvous("192.0.2.1")  # reserved for documentation
 
 
-def test_a_store_that_is_gone_is_told_within_the_time_out():
+def test_a_store_that_is_gone_is_named_within_the_time_out():
     address, rendezvous = open_rendezvous("127.0.0.1")
     del rendezvous
     start = time.monotonic()

@@ -31,7 +31,7 @@ def test_a_bucket_ends_only_where_the_next_arrival_does_not_fit(sizes, bucket_by
         assert bucket.num_bytes + sizes[following.first] > bucket_bytes - ALIGNMENT
 
 
-def test_what_is_larger_than_a_bucket_is_refused():
+def test_an_arrival_larger_than_a_bucket_is_refused():
     with pytest.raises(AssertionError, match="101 bytes at once exceed a bucket of 100"):
         bucketed([5, 101], 100)
 
@@ -53,13 +53,13 @@ def test_no_process_has_more_buffers_than_the_limit(senders, num_engines, channe
     assert size * 2 * channels <= limit < (size + BUCKET_STEP) * 2 * channels
 
 
-def test_a_limit_that_is_too_low_is_refused_with_the_lowest_that_is_not():
+def test_a_limit_that_is_too_low_is_refused_with_the_lowest_legal_one():
     senders = [[0, 1, 2], [3]]
     with pytest.raises(ValueError, match=r"393215 bytes .* the 3 channels .* at least 393216 "):
         bucket_bytes_for(393215, senders, 1, 10**9)
     assert bucket_bytes_for(393216, senders, 1, 10**9) == 64 * 1024
 
 
-def test_a_bucket_is_no_larger_than_what_a_worker_holds():
+def test_a_bucket_is_no_larger_than_a_workers_parameters():
     assert bucket_bytes_for(10**9, [[0]], 1, shard_bytes=1) == BUCKET_STEP
     assert bucket_bytes_for(10**9, [[0]], 1, shard_bytes=BUCKET_STEP + 1) == 2 * BUCKET_STEP

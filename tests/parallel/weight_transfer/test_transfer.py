@@ -49,7 +49,7 @@ def whole_weights(seed):
 
 
 def part(name, start, size):
-    """A box of a whole tensor that is a local tensor of the same name."""
+    """A box of a whole tensor, held as a local tensor of the same name."""
     return ShardMapping(name, Box.whole(size), name, Box(start, size))
 
 
@@ -112,9 +112,9 @@ def filled(layout, weights, dtypes):
 
 
 class MadeWhenAsked(UserDict):
-    """Tensors in memory that the next one takes, like weights into which adapters are merged."""
+    """Tensors in one reused buffer, like weights into which adapters are merged on demand."""
 
-    memory = threading.local()  # channels ask at the same time
+    memory = threading.local()  # channels read at the same time
 
     def __getitem__(self, name):
         value = super().__getitem__(name)
@@ -159,9 +159,9 @@ def engine_worker(pipe, init_info, engine, worker, missing=None):
         parameters["experts"] = parameters["experts"].clone()
     if missing:
         parameters[missing] = torch.zeros(3, dtype=torch.bfloat16)
-    told = TransferInitInfo.from_json(init_info)
+    info = TransferInitInfo.from_json(init_info)
     try:
-        receiver = WeightReceiver(told, engine, worker, parameters, CPU, TIMEOUT)
+        receiver = WeightReceiver(info, engine, worker, parameters, CPU, TIMEOUT)
         pipe.send("open")
         while (seed := pipe.recv()) is not None:
             if seed == "replace":
@@ -204,12 +204,12 @@ class Pushing:
 def pushing_processes(num_engines, network_only=False):
     address, rendezvous = open_rendezvous("127.0.0.1")
     init_info = init_info_of(address, num_engines, network_only)
-    told = init_info.to_json()
+    plain_info = init_info.to_json()
     with ExitStack() as stack:
         start = stack.enter_context
         ranks = [start(running(trainer_rank, init_info, rank)) for rank in range(NUM_RANKS)]
         workers = {
-            (engine, worker): start(running(engine_worker, told, engine, worker))
+            (engine, worker): start(running(engine_worker, plain_info, engine, worker))
             for engine in range(num_engines)
             for worker in range(NUM_WORKERS)
         }
@@ -264,7 +264,7 @@ def test_a_trainer_rank_killed_in_a_push_is_named_by_the_workers_and_the_rest_en
         assert isinstance(sent, int) or "engine 0 worker" in sent
 
 
-def test_a_worker_killed_in_a_push_is_named_by_the_one_before_it_and_all_end():
+def test_a_worker_killed_in_a_push_is_named_by_its_sender_and_all_end():
     with pushing_processes(2) as pushing:
         for key, child in pushing.workers.items():
             if key != (1, 1):  # it takes nothing, so no process finishes
@@ -326,7 +326,7 @@ MATRIX = {"w": torch.zeros(4, 4)}
 
 
 def act_around_opening(monkeypatch, before_sender, after_receiver=lambda peer: None):
-    """Act before each sender's end is made, and after each receiver's, with the peer's name."""
+    """Call `before_sender` and `after_receiver` with the peer's name around each new end."""
     open_channel = connect.LocalChannel
 
     def acting(control, bucket_bytes, device, *, is_sender):
@@ -341,7 +341,7 @@ def act_around_opening(monkeypatch, before_sender, after_receiver=lambda peer: N
 
 
 def test_all_channels_of_a_chain_of_engines_are_made_at_the_same_time(monkeypatch):
-    """Each waits until all have started, so a chain takes no longer than one engine."""
+    """Each end waits until all have started: a chain opens as fast as one engine."""
     all_at_it = threading.Barrier(5, timeout=SOON / 2)
     act_around_opening(monkeypatch, lambda receiver: all_at_it.wait())
     ends = open_all([MATRIX] * 5)
@@ -350,7 +350,7 @@ def test_all_channels_of_a_chain_of_engines_are_made_at_the_same_time(monkeypatc
         end.close()
 
 
-def test_a_worker_that_cannot_pass_on_closes_the_channel_that_it_was_to_receive_by(monkeypatch):
+def test_a_worker_that_cannot_forward_closes_its_incoming_channel(monkeypatch):
     takes_from_rank = threading.Event()
 
     def fail(receiver):
@@ -368,7 +368,7 @@ def test_a_worker_that_cannot_pass_on_closes_the_channel_that_it_was_to_receive_
     assert "memfd:weights" not in Path("/proc/self/maps").read_text()
 
 
-def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
+def test_the_refusal_of_a_worker_reaches_all_earlier_ones_at_once():
     sender, first, second = open_all([MATRIX, MATRIX | {"bias": torch.zeros(3)}])
     assert isinstance(second, ValueError)
     for failure in (sender, first):
@@ -376,8 +376,8 @@ def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
         assert re.search(r"engine 1 worker 0: .*bias: 3 of 3 elements", str(failure), re.S)
 
 
-def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once():
-    """The rank already listens when another rank, which never came, gives up."""
+def test_a_sender_fails_at_once_when_its_receiver_cannot_come():
+    """The rank already listens when another rank that never came gives up."""
     address, rendezvous = open_rendezvous("127.0.0.1")
     init_info = TransferInitInfo(address, BUCKET, 1, False, senders=[[0]], zeros=[[]])
     join(address, TIMEOUT).publish("memory/0/0", memory_domain(CPU))
@@ -408,8 +408,8 @@ def test_a_sender_without_memory_for_its_buffers_leaves_nobody_waiting():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_worker_holds_what_was_sent_by_the_checksums_of_both_and_zeros_in_its_padding(dtype):
-    """The weights are sent as `dtype`; the last row of the parameter is padding."""
+def test_checksums_of_sender_and_worker_agree_and_padding_is_zero(dtype):
+    """Weights are sent as `dtype`; the parameter's last row is padding."""
     address, rendezvous = open_rendezvous("127.0.0.1")
     zeros = [[("w", [5, 0], [1, 7])]]
     init_info = TransferInitInfo(address, 256, 1, False, senders=[[0]], zeros=zeros)
@@ -438,7 +438,7 @@ def test_a_worker_holds_what_was_sent_by_the_checksums_of_both_and_zeros_in_its_
         receiver.close()
 
 
-def test_a_rank_that_sends_to_nobody_has_nothing_to_wait_for():
+def test_a_rank_that_sends_nothing_does_not_wait():
     address, rendezvous = open_rendezvous("127.0.0.1")
     init_info = TransferInitInfo(address, BUCKET, 1, False, senders=[[1]], zeros=[[]])
     sender = WeightSender(init_info, rendezvous, 0, {}, [], {}, CPU)
@@ -449,7 +449,7 @@ def test_a_rank_that_sends_to_nobody_has_nothing_to_wait_for():
         sender.send_weights({})
 
 
-def test_a_copy_larger_than_a_bucket_is_refused_before_anything_is_said():
+def test_a_copy_larger_than_a_bucket_is_refused_before_any_message():
     with pytest.raises(ValueError, match="456 bytes in one piece exceed a bucket of 80"):
         open_sender(plan_sends(sender_of(0), LAYOUTS, 1000))
 
