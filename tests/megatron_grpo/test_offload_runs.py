@@ -14,7 +14,7 @@ ALL_LEAVES = ("train.offload=all", "train.offload_communicators=true")
 
 
 def tell_and_die() -> None:
-    """Die, and print before which of the parts that move have no memory."""
+    """Die, and print which parts have no memory at this moment."""
     (residency,) = (each for each in gc.get_objects() if isinstance(each, Residency) and each.rooms)
     gone = {room.part for room in residency.rooms if not room.values.untyped_storage().nbytes()}
     print("gone:", *sorted(gone), flush=True)
@@ -24,9 +24,9 @@ def tell_and_die() -> None:
 WAITS = ("megatron_grpo.policy.residency", "wait_for_all")
 LOOKS = ("megatron_grpo.policy.residency", "parts_away")
 # Rank 1 dies after the fourth step, between two generations, when the second is saved; or after the
-# second. Ranks wait for each other twice in a push: when the optimizer has left, and when weights
-# have; three pushes come before. Rank 1 looks up what leaves in each phase, and when it starts to
-# copy ahead: sixteen times before the fourth step has ended.
+# second step. In a push ranks wait for each other twice: when the optimizer has left, and when
+# weights have; three pushes come before. Rank 1 looks up the parts to move in each phase, and when
+# it starts to copy ahead: sixteen times before the fourth step has ended.
 OPTIMIZER = "gradients optimizer reference"
 ALL = f"{OPTIMIZER} weights"
 MOVES = {
@@ -37,9 +37,9 @@ MOVES = {
     "all is away": (InPhase(tell_and_die, 1, "save", nth=4), ALL, "step_2"),
     "all comes back": (InPhase(tell_and_die, 1, "sleep", nth=3), ALL, "step_2"),
 }
-"""Where rank 1 dies, the parts that have no memory then, and the newest checkpoint."""
+"""Where rank 1 dies, the parts without memory then, and the newest checkpoint."""
 LESS = {"all is away": "[gradients, weights]"}
-"""What leaves where such a run goes on; else the optimizer."""
+"""`train.offload` of the resumed run; else the optimizer."""
 
 
 @pytest.mark.slow

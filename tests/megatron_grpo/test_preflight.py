@@ -100,7 +100,7 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture
 def on_gpus(monkeypatch) -> Callable[..., None]:
-    """For checks: engines would run on an H100, or GPUs of another capability."""
+    """Checks see engines on an H100, or on GPUs of another capability."""
     monkeypatch.setattr(support, "num_gpus", lambda: 1)
 
     def with_capability(*capability: int) -> None:
@@ -119,7 +119,7 @@ def refusal(cfg: Config, token: str | None = TOKEN, kind: type[Exception] = Valu
 
 
 def told_by(check: Callable[..., object], *arguments: Any) -> str:
-    """Why a check refuses; empty if it does not."""
+    """The message with which a check refuses; empty if it passes."""
     try:
         check(*arguments)
     except ValueError as error:
@@ -145,7 +145,7 @@ REFUSED = [
     ("grpo.steps_per_generation=3", "16", "3", "2 or 4"),
     ("grpo.generation_batch_size=84", "needs 21 different prompts", "has 20"),
     ("EPOCHS + optimizer.lr_warmup_steps=30", "_steps 30 must be below train.num_steps 30"),
-    # Parts of the mesh that the model or each other do not allow.
+    # Axes of the mesh that the model or another axis does not allow.
     ("parallel.tensor_parallel_size=3", "tensor(3)", "num_attention_heads(4)", "[1, 2, 4]"),
     ("parallel.expert_parallel_size=2", "expert(2)", "qwen3 has none", "set 1"),
     ("rollout.router_replay=true", *NO_MIXTURE),
@@ -177,7 +177,7 @@ REFUSED = [
         "demo/rewards.py has no function 'exct'",
     ),
     (f"reward.functions=[{OVERLONG}]", "length 60", "below soft_max_length 50", "such as 10"),
-    # What a kind of model does not have.
+    # Features that a kind of model lacks.
     ("SGLANG + rollout.indexer_replay=true", "and this model has no indexers: leave it out"),
     ("tower: HALF + train.export_quantization=int8", "_quantization int8 is not supported for"),
     ("tower: HALF + rollout.quantization=int8", "rollout.quantization is int8, and model.path"),
@@ -349,7 +349,7 @@ print([name for name in ("megatron.core", "wandb") if name in sys.modules])
 sys.stdout.flush()
 os._exit(0)  # as by exec, when the ranks start: nothing is tidied at exit
 """
-# Whatever this CPU could do: without units for bfloat16.
+# A CPU without units for bfloat16, whatever this one has.
 EMULATES_BFLOAT16 = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 SLOW_BFLOAT16 = "many times as long as with model.dtype=float32"
 
@@ -395,7 +395,7 @@ def test_preflight_calls_the_rewards(config, tmp_path, capfd):
         message = refusal(config(f"reward.functions=[{{name: '{file}:{name}'}}]"))
         assert f"reward function {name} on prompt 0 (" in message and told in message
     capfd.readouterr()
-    # It may fail on a completion that is made up.
+    # A reward may fail on a completion that is made up.
     checked = preflight(config(f"reward.functions=[{{name: '{file}:solution'}}]"), None)
     told = capfd.readouterr().err
     assert "KeyError: 'solution'" in told and "made-up completions" in told
@@ -451,7 +451,7 @@ def without_a_weight(folder: Path) -> None:
 
 
 def without_a_tokenizer(folder: Path) -> None:
-    """Else transformers would make one without words out of nothing."""
+    """Remove the tokenizer: transformers would make one without words out of nothing."""
     for file in folder.glob("*tokenizer*"):
         file.unlink()
 
@@ -648,7 +648,7 @@ def test_preflight_checks_each_source_with_its_own_rows(config, tmp_path):
 
 
 def started_run(run_dir: Path, cfg: Config) -> Path:
-    """The checkpoint of a run with one, as far as preflight looks."""
+    """The checkpoint of a new run, with the files that preflight reads."""
     checkpoint = run_dir / "checkpoints" / "step_1"
     (checkpoint / "hf_config").mkdir(parents=True)
     (checkpoint.parent / "LATEST").write_text("step_1\n")
@@ -730,7 +730,7 @@ def test_check_same_run_keeps_records_whose_checkpoints_are_gone(config, tmp_pat
     rmtree(run / "checkpoints")
     with pytest.raises(ValueError, match=r"run holds the records of 11 steps.* every 5 .*gone"):
         check_same_run(again)
-    # The first checkpoint may still have been in the making when a run died in its tenth step.
+    # A run that died in its tenth step may not have finished its first checkpoint.
     (run / "metrics.jsonl").write_text("".join(records[:11]) + '{"step": 11')
     check_same_run(again)
 
@@ -866,7 +866,7 @@ except ValueError as error:
 
 @pytest.fixture
 def told_on_a_gpu(config, tmp_path):
-    """Why a bfloat16 run is refused by a process that believes to have a GPU."""
+    """The message with which a process that believes to have a GPU refuses a bfloat16 run."""
     (tmp_path / "config.yaml").write_text(dump_config(config(HALF)))
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
 

@@ -19,7 +19,7 @@ from parallel.alignment import Alignment
 from parallel.microbatches import CostModel
 
 GROUPS = {23: 4, 1: 2, 2: 2, 40: 4}
-"""Completions by the length of their prompt; the first token is all of one, and another saves
+"""Completions by length of prompt. The prompt of one token has nothing to share; another saves
 nothing once aligned."""
 SHARED = "grpo.shared_prompts=true"
 RECIPES: dict[str, dict[str, Any]] = {
@@ -119,7 +119,7 @@ def test_tokens_of_shared_prompts_are_packed_once_within_the_budget(
 
 
 def branched(sample: Sample) -> Sample:
-    """Of the tokens of the completion, some part from the first ones, and others from these."""
+    """The completion with branches: from its first tokens, and from those branches."""
     first, length = len(sample.prompt.token_ids), len(sample.completion_ids)
     if length < 6:
         return sample

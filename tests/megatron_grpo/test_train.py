@@ -139,7 +139,7 @@ def test_process_groups_wait_longer_than_the_watchdog(tied_model):
 
 
 def timeouts_of_groups(model: Path) -> list[timedelta]:
-    """Of the groups of a rank, and of all."""
+    """Time-outs of a rank's groups, and of the group of all ranks."""
     cfg = tiny_config(model, ParallelDims(), "rollout.startup_timeout=1", "reward.timeout=1")
     with process_groups(cfg, RankPlace(0, 0, 1, num_hosts=1), dist.HashStore()) as groups:
         found = [group for group in vars(groups).values() if isinstance(group, dist.ProcessGroup)]

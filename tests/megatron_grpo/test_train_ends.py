@@ -62,7 +62,7 @@ def last_line(output: str) -> str:
     return output.splitlines()[-1]
 
 
-# What its ranks do is in test_faults.py, and the whole of it under Slurm in tests/slurm.
+# test_faults.py tests the ranks, and tests/slurm a whole job of Slurm.
 @pytest.mark.slow
 def test_run_told_to_stop_saves_and_resumes(arguments, tmp_path):
     run_dir = tmp_path / "run"

@@ -77,7 +77,7 @@ SLOW_LAYOUTS = [
     ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
     ParallelDims(tensor=2, context=2, pipeline=2),
 ]
-"""What goes wrong along these axes does so along those of other layouts, or in the other model."""
+"""Faults along these axes also show at other layouts, or in the other model."""
 # The sums over ranks know of no family either: another has its own in every kind of layout.
 CASES = [
     *(
@@ -188,7 +188,7 @@ def test_when_all_samples_failed_loss_and_gradient_are_zero(
 def stale_gaps(
     rank: int, folder: Path, experience: OffPolicy, configs: list[Config]
 ) -> list[float]:
-    """How far the old policy is said to be from the present one, with each config."""
+    """Reported gaps between the old and the current policy, by config."""
     setup_device(rank)
     groups = init_groups(ParallelDims())
     policy = build_policy(configs[0], read_shape(folder), groups)

@@ -80,7 +80,7 @@ def tried(*settings: str) -> None:
 
 
 SOCKS = "socks5://127.0.0.1:9"
-"""The client that a function is given needs a package for it, and is not to use it."""
+"""A SOCKS proxy: HTTP clients would need another package for it, and must not use it."""
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ TOOLS = ["agent.weight=0", "rollout.tool_call_parser=hermes"]
 def test_an_agent_that_cannot_start_is_refused_with_the_reason(
     settings, told, tmp_path, monkeypatch
 ):
-    set_proxies(monkeypatch, http_proxy=DEAD)  # which is not the reason
+    set_proxies(monkeypatch, http_proxy=DEAD)  # must not be named as the cause
     (tmp_path / "agent.py").write_text(FUNCTIONS)
     (tmp_path / "broken.py").write_text('import json\njson.loads("")\n')
     (tmp_path / "plain").write_text("#!/bin/sh\n")

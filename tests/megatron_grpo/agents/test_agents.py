@@ -59,7 +59,7 @@ def engine(live_engine, tied_model):
 
 @pytest.fixture(scope="module")
 def waiting(live_engine, tied_model, tmp_path_factory):
-    """The address and the key of a session whose agent does nothing."""
+    """(address, key) of a session whose agent does nothing."""
     live_engine.push(tied_model)
     folder = tmp_path_factory.mktemp("waiting")
     with waiting_agents(live_engine, tied_model, folder) as waiting:
@@ -67,7 +67,7 @@ def waiting(live_engine, tied_model, tmp_path_factory):
 
 
 def trained_on(sample):
-    """Each token that a sample is trained on with all before it, and its log-probability."""
+    """Each trained token with all tokens before it, and its log-probability."""
     found = []
     for each in as_plain(sample):
         tokens = [*each.prompt.token_ids, *each.completion_ids]
@@ -79,7 +79,7 @@ def trained_on(sample):
 
 
 def check_exact(samples, made, model):
-    """Every sampled token is trained on once, after the very tokens that the engine had."""
+    """Assert that each sampled token is trained on once, in the context that the engine had."""
     for number, sample in enumerate(samples):
         record = made.record[number]
         told = [
@@ -115,7 +115,7 @@ def test_agents_have_every_sampled_token_trained_on_once(
     for number, sample in enumerate(samples):
         assert len(sample.step_rewards) == num_turns
         assert (sample.finish_reason, sample.dialogue_reward) == ("stop", reward)
-        # An answer without a text is no message by which its branch would be known again.
+        # A message without text gives a branch nothing to be recognised by.
         if num_sequences and all(len(ids) > 1 for _, ids, _ in made.record[number]):
             assert len(sample.sequences) == num_sequences
         assert len(sample.heard) == num_turns
@@ -163,7 +163,7 @@ def test_endpoint_gives_all_clients_the_same_turns(engine, tied_model, tmp_path)
         with anthropic.messages.stream(model="any", max_tokens=9, messages=asked) as stream:
             streamed = "".join(stream.text_stream)
             usage = stream.get_final_message().usage
-        # What is taken as it was sampled counts as it was sampled.
+        # Sampled turns count with the tokens that were sampled.
         counted = anthropic.messages.count_tokens(model="any", messages=asked)
         assert counted.input_tokens == usage.input_tokens == len(made.record[0][1][0])
         chunks = openai.chat.completions.create(
@@ -203,7 +203,7 @@ CHAT, COMPLETIONS, ANTHROPIC = "chat/completions", "completions", "messages"
 
 
 def of_part(kind):
-    """A body with a message whose only part is of this kind."""
+    """A request's body: one message with one part of this kind."""
     return {"messages": [USER | {"content": [{"type": kind}]}]}
 
 
@@ -349,7 +349,7 @@ def test_endpoint_drops_a_turn_that_nobody_waits_for(engine, tied_model, tmp_pat
 
 
 class Ending(Session):
-    """A session that is not over before its sample is complete."""
+    """A session that asserts that its sample is complete before it is over."""
 
     def __setattr__(self, name, value):
         assert name not in ("reward", "metrics", "failure", "finish_reason") or not self.is_over

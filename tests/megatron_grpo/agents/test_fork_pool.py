@@ -36,14 +36,14 @@ def odd(pool, deed: str, turn: int = 1):
 
 @pytest.fixture(scope="module")
 def odd_pool(tmp_path_factory):
-    """One pool of the class Odd for all faults that only concern one instance."""
+    """A pool of class Odd, shared by all faults that affect one instance only."""
     folder = tmp_path_factory.mktemp("odd")
     with environment_pool(folder, "Odd", memory_megabytes=512, timeout=4.0) as pool:
         yield pool
 
 
 def is_alone(pool) -> bool:
-    """Whether no instance is left; only the worker."""
+    """Whether only the worker process is left."""
     return wait_until(lambda: len(processes_of(pool)) == 1, SECONDS)
 
 
@@ -76,7 +76,7 @@ def test_step_of_many_runs_at_once(tmp_path):
 def test_step_is_not_late_by_time_in_which_all_stopped(tmp_path):
     with environment_pool(tmp_path, "Slow", arguments={"seconds": 1.0}, timeout=3.0) as pool:
         step = begun(pool)[0].step("x")
-        time.sleep(0.2)  # it has begun
+        time.sleep(0.2)  # the step has begun
         stop_for(4.0, pool._worker.pid)
         assert step.result(SECONDS) == ["1: x", 1.0, False]
 
@@ -119,7 +119,7 @@ def test_step_that_fails_raises_and_others_go_on(odd_pool, deed, told):
 
 def test_begin_that_fails_is_told_once(tmp_path, capfd):
     with environment_pool(tmp_path, "Odd") as pool:
-        row = {"deed": "fail", "turn": 0}  # of many at once, some would live to print
+        row = {"deed": "fail", "turn": 0}  # 16 at once: some would live to print
         for call in [pool.new_instance().begin("prompt", row, SEED) for _ in range(16)]:
             with pytest.raises(InstanceFailed, match=r"^Traceback .*\n  File \".*mine.py"):
                 call.result(SECONDS)
@@ -150,7 +150,7 @@ def test_step_after_a_death_fails(odd_pool):
 
 
 def test_step_that_is_not_read_holds_up_no_other(tmp_path):
-    long = "x" * (1 << 21)  # more than the kernel buffers
+    long = "x" * (1 << 21)  # more than a pipe's buffer
     with environment_pool(tmp_path, "Odd") as pool:
         other, stopped = odd(pool, "go_on"), odd(pool, "pid")
         os.kill(int(stopped.step("x").result(SECONDS)[0]), signal.SIGSTOP)

@@ -17,7 +17,7 @@ BOTH = load_config(TINY_CONFIG, [*ONE, "sources.by_name.two={environment: {name:
 
 
 def opened(monkeypatch, cfg, *pools) -> Partners:
-    """Partners whose environments are these."""
+    """Partners with these pools in place of environments."""
     monkeypatch.setattr(partners_module, "Environments", Mock(side_effect=pools))
     return Partners(cfg, None, (), None)
 

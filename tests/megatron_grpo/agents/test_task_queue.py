@@ -52,7 +52,7 @@ class Agent:
 
 @contextmanager
 def outside(engine, model, folder, num_prompts, **settings):
-    """An agent, and the future of the samples that it acts in."""
+    """An agent, and the future of its samples."""
     settings = {"listen": "127.0.0.1:0", **settings}
     with running_agents(engine, model, folder, **settings) as agents:
         made = generation_of(agents, engine, num_prompts, num_generations=1)
@@ -63,7 +63,7 @@ def outside(engine, model, folder, num_prompts, **settings):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The run directory of the config lies in the working directory."""
+    """The working directory, in which the config's run directory lies."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -93,7 +93,7 @@ def test_a_late_agent_is_masked_and_none_at_all_ends_the_run(engine, tied_model,
         assert [sample.finish_reason for sample in samples.result(SECONDS)] == ["failed"]
         assert "it was late" in agent.end(task, reward=1).text
     with outside(engine, tied_model, folder, 2, timeout=2) as (agent, samples):
-        agent.take()  # and is late with it, while another task waits
+        agent.take()  # its result is late; another task waits
         time.sleep(3)
         second = agent.take()
         agent.ask(second)
@@ -127,7 +127,7 @@ def test_an_end_that_is_no_reward_costs_an_adapter_one_task(
         thread.submit(asyncio.run, serve(file, act, 1))
         found = samples.result(SECONDS)
     assert [sample.finish_reason == "failed" for sample in found] == [True, True, False]
-    assert "127.0.0.1" in os.environ["no_proxy"].split(",")  # for clients of libraries
+    assert "127.0.0.1" in os.environ["no_proxy"].split(",")  # for libraries' HTTP clients
 
 
 def test_only_who_may_read_the_file_is_given_tasks(engine, tied_model, folder):

@@ -122,7 +122,7 @@ ODD = {
     "stop": "Error: ",
     "untold": "Error: Untold: its text cannot be had (SystemExit)",
 }
-"""What the model is told of each kind."""
+"""The message to the model, by kind of return value or error."""
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def file(tmp_path) -> Path:
 
 
 def run_with(names: list, act, servers: Sequence[str] = (), **options):
-    """What `act` returns for these tools, within a minute."""
+    """Return value of `act` with these tools, within a minute."""
 
     async def run():
         async with Tools(
@@ -209,7 +209,7 @@ def test_the_tool_python_tells_what_a_program_prints_and_how_it_fails():
     assert printed == "42"
     assert failed.endswith("ZeroDivisionError: division by zero")
     assert nothing == "The program has printed nothing."
-    assert late == "The program was stopped after 5 seconds."  # what it had in its buffer is lost
+    assert late == "The program was stopped after 5 seconds."  # its buffered output is lost
 
 
 @pytest.fixture

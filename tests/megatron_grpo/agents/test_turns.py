@@ -20,7 +20,7 @@ MISTRAL = (
     "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content }}<eos>{% endif %}{% endfor %}"
 )
-# The thoughts of earlier turns are dropped, tools speak as users.
+# Drops the thoughts of earlier turns; tool messages have the role user.
 QWEN_3 = (
     "{% for m in messages %}<start>{{ 'user' if m.role == 'tool' else m.role }}\n"
     "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}"
@@ -54,7 +54,7 @@ def test_a_dialogue_continued_by_tokens_is_the_dialogue_that_the_template_writes
     observed, text = turns.encode_observation("no\nmore", EOS_ID)
     messages += [{"role": "assistant", "content": "x = 1"}, {"role": "user", "content": "no\nmore"}]
     whole = [*prompt, *said, EOS_ID, *observed]
-    if template is QWEN_3:  # where the template begins a turn with thoughts, these are sampled
+    if template is QWEN_3:  # this template drops the thoughts of earlier turns
         assert rendered()[-len(observed) :] == [*observed]
     else:
         assert rendered() == whole
@@ -112,7 +112,7 @@ def test_from_config_refuses_a_template_that_cannot_be_continued(template, overr
         (CHAT_TEMPLATE.replace("<eos>", " <unk><eos>"), [2, EOS_ID]),
         (CHAT_TEMPLATE.replace("<eos>", "{{ '<eos>' if loop.last else '<unk>' }}"), [EOS_ID]),
         (CHAT_TEMPLATE.replace("<eos>", ""), []),
-        ("{% for m in messages %}<start>{{ m.role }}{% endfor %}", []),  # without the messages
+        ("{% for m in messages %}<start>{{ m.role }}{% endfor %}", []),  # writes no messages
         ("{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}", []),
     ],
 )

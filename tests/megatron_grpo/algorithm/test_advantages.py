@@ -36,7 +36,7 @@ def test_the_worked_example_whose_standard_deviation_is_that_of_the_population()
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e8 + 0.1])
 def test_a_group_with_equal_rewards_has_advantage_exactly_zero(scale_rewards, reward):
-    # Seven times 0.1 has a mean that is not 0.1: spread cannot be judged by what is left over.
+    # The float mean of seven times 0.1 is not 0.1: the residue must not count as spread.
     rewards = torch.tensor([reward] * 7 + [0.0, 1.0], dtype=torch.float64)
     advantages = group_advantages(rewards, torch.tensor([0] * 7 + [1] * 2), scale_rewards)
     assert advantages[:7].tolist() == [0.0] * 7
@@ -65,7 +65,7 @@ def test_a_tiny_true_difference_still_counts():
     [
         [[0.9, 0.3, -0.1, 0.7]],
         [[0.0, 1.0, 1.0], [5.0, 7.0, 6.0]],
-        [[1.0], [0.2, 0.9], [0.5, 0.5, 0.5], [0.1, 0.7, 0.4, 0.3, -2.0]],  # of any sizes
+        [[1.0], [0.2, 0.9], [0.5, 0.5, 0.5], [0.1, 0.7, 0.4, 0.3, -2.0]],  # groups of any size
         [[NAN, 1.0, 0.0], [2.0, NAN, NAN], [NAN, NAN], [0.3, 0.6, 0.7]],
     ],
     ids=["one group", "two groups", "unequal groups", "failed rewards"],

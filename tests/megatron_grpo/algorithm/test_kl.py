@@ -9,7 +9,7 @@ from megatron_grpo.algorithm.kl import adapted_beta, kl_estimate
 
 @pytest.fixture
 def policies() -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of all tokens: the policy's, with gradient, and the reference's."""
+    """Log-probabilities [8]: the policy's, with gradient, and the reference's."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 8, generator=generator, dtype=torch.float64)
     return torch.log_softmax(logits, -1)[0].requires_grad_(), torch.log_softmax(logits, -1)[1]
@@ -18,7 +18,7 @@ def policies() -> tuple[torch.Tensor, torch.Tensor]:
 def towards_the_reference(gradient: torch.Tensor, policies) -> float:
     """Cosine between the gradient of the loss and that of the true KL."""
     p, q = policies
-    softmax = torch.softmax(p, -1)  # so that a gradient keeps to the probabilities
+    softmax = torch.softmax(p, -1)  # normalised: gradients stay on the simplex
     divergence = (softmax * (torch.log_softmax(p, -1) - q)).sum()
     (exact,) = torch.autograd.grad(divergence, p)
     return torch.cosine_similarity(gradient, exact, dim=0).item()

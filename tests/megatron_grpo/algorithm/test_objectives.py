@@ -22,7 +22,7 @@ def test_a_bound_is_within_the_bounds_and_what_is_beyond_is_cut_or_nothing(level
         rollout_importance_sampling_min=0.5,
     )
     bounds = torch.tensor([2.0, 0.5], dtype=torch.float64).log()
-    beyond = torch.tensor([1e4], dtype=torch.float64)  # whose exp is infinite
+    beyond = torch.tensor([1e4], dtype=torch.float64)  # exp overflows
     mismatch = torch.cat([beyond, bounds, -beyond])
     one_each = SequenceMeans(torch.ones(4, dtype=torch.int64), None)
     assert mismatch_weights(mismatch, one_each, cfg).tolist() == weights
@@ -37,7 +37,7 @@ def test_a_rejected_sequence_has_no_weight_and_any_other_its_token_weights():
         rollout_rs_threshold=2.0,
     )
     assert cfg.rollout_rs_threshold_lower == 0.5
-    # Their geometric means are just within the bounds and just beyond them.
+    # Geometric means lie just inside the bounds or just beyond them.
     ratios = torch.tensor([3.9, 1.0, 3.9, 1.1, 0.26, 1.0, 0.26, 0.9], dtype=torch.float64)
     sequences = SequenceMeans(torch.full((4,), 2), None)
     weights = mismatch_weights(ratios.log(), sequences, cfg)

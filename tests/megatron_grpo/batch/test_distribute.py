@@ -26,7 +26,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def given(model, tmp_path, monkeypatch) -> list[TokenSequence]:
-    """Two sequences whose prompts have an image each, whose path begins at the working folder."""
+    """Two sequences; each prompt has an image with a path relative to the working folder."""
     picture(60, 90, seed=0).save(tmp_path / "0.png")
     picture(90, 60, seed=1).save(tmp_path / "1.png")
     prompts = prompts_with_images(model, tmp_path, ["0.png", "1.png"])
@@ -52,8 +52,8 @@ def with_relative_path(sources: PromptSources) -> PromptSources:
 def read_on_rank(
     rank: int, dims: ParallelDims, given: list[TokenSequence], folders: list[Path]
 ) -> PromptImages:
-    """What a rank whose working folder is `folders[rank]` has of the image of sequence d, if it is
-    of data rank d."""
+    """The image of sequence d, if this is data rank d, read in the working folder
+    `folders[rank]`."""
     os.chdir(folders[rank])
     setup_device(rank)
     groups, shards = init_groups(dims), None
@@ -89,7 +89,7 @@ def test_only_ranks_with_the_tower_read_images_and_only_those_of_their_prompts(g
     ("axis", "changed", "told"),
     [
         ("data", (90, 90), "OSError: '1.png': it has 9 tokens now, and had 6 when"),
-        # Tensor ranks would go on with other features of the same image.
+        # Tensor ranks would compute with different features of one image.
         ("tensor", (60, 90), "OSError: '0.png': rank 0 read other pixels than rank 1"),
     ],
 )

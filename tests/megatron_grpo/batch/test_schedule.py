@@ -33,7 +33,7 @@ def test_one_minibatch_is_the_generation_in_order():
 
 def test_shares_depend_on_seed_and_generation_and_on_nothing_else():
     batches = BatchSchedule(num_generations=4, generation_batch_size=8, steps_per_generation=2)
-    # Written out, so that another Python or machine that dealt otherwise would show.
+    # Literal orders show when another Python or machine shuffles differently.
     first = [[0, 1, 3, 4], [2, 5, 6, 7]]
     kl = torch.arange(8, dtype=torch.float64)
     assert torch.equal(by_sample([kl[places] for places in first], first), kl)

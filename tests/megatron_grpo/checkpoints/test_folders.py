@@ -127,7 +127,7 @@ SYSTEM_CALLS = ("rename", "replace", "fsync", "unlink", "rmdir")
 
 
 def killed_at(number: int, patch: pytest.MonkeyPatch) -> None:
-    """Die at call `number` (from 0) of those that change a folder, before it takes effect."""
+    """Die at the `number`-th (from 0) system call that changes a folder, before it takes effect."""
     calls = 0
 
     def counted(call):
@@ -157,7 +157,7 @@ def test_killed_between_any_two_system_calls_a_complete_checkpoint_is_there(
         killed_at(number, patch)
         with suppress(Killed):
             publish(partial, step, keep=1)
-    before = latest_step(tmp_path)  # what is asked before the ranks start
+    before = latest_step(tmp_path)  # read before the ranks start
     has_its_name = partial.name in {f.read_text() for f in tmp_path.glob(f"step_{step}/made_as")}
     kill_starts_after(tmp_path)
     remove_leftovers(tmp_path)
@@ -171,7 +171,7 @@ def test_killed_between_any_two_system_calls_a_complete_checkpoint_is_there(
 
 
 def kill_starts_after(folder: Path) -> None:
-    """Copies of the folder in which the next start is killed, too, reach the same state."""
+    """Assert that copies whose next start is killed, too, reach the same state."""
     whole = folder.parent / f"{folder.name}_whole"
     shutil.copytree(folder, whole)
     remove_leftovers(whole)
@@ -188,7 +188,7 @@ def kill_starts_after(folder: Path) -> None:
 
 
 def unlink_of_nfs(name: str, *, dir_fd: int | None = None) -> None:
-    """Keep a file that is open somewhere under another name, by which its folder is not empty."""
+    """Like NFS, keep an open file under another name, so that its folder is not empty."""
     if dir_fd is None:
         raise FileNotFoundError(2, "No such file or directory")
     if name.startswith(".nfs"):

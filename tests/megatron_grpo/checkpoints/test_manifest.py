@@ -65,7 +65,7 @@ def test_what_differs_is_named(folder, name, spoil, told):
 
 
 def test_a_file_or_manifest_that_the_disk_does_not_give_is_not_called_damaged(folder):
-    unreadable = Path("/proc/self/mem")  # at its first byte there is no memory: EIO, as of a disk
+    unreadable = Path("/proc/self/mem")  # reading its first byte fails with EIO, as a bad disk does
     listed = {unreadable.name: FileHash(1, "")}
     with pytest.raises(OSError, match=f"Input/output error: '{unreadable}'"):
         verify(unreadable.parent, listed, listed, lambda done, total: None)

@@ -25,7 +25,7 @@ IN_FLIGHT = (
 
 
 def refusal(*overrides: str, path: Path = DEMO) -> str:
-    """The message with which the demo's config plus `overrides` is refused."""
+    """The error message of the demo's config with `overrides`."""
     with pytest.raises(ValueError) as refused:
         load_config(path, overrides)
     return str(refused.value)
@@ -69,7 +69,7 @@ def test_overrides_are_yaml_values_and_reach_nested_pass_through_tables():
 
 
 def value(override: str) -> object:
-    """What the key of an override is in the demo's config."""
+    """The value of the override's key in the loaded demo config."""
     found: object = load_config(DEMO, [override])
     for name in override.partition("=")[0].split("."):
         found = found[name] if isinstance(found, dict) else getattr(found, name)
@@ -261,7 +261,7 @@ def test_the_names_of_other_trainers_stand_for_keys_that_are_there():
 
 SECTIONS = "the sections are model, lora, data, train, "
 IN_ONE_LINE = [
-    # Unknown keys, and what is meant.
+    # Unknown keys, and the suggested one.
     ("optimiser.lr=1", "'optimiser.lr'", "optimizer.lr"),
     ("lr=1", "'lr'", "optimizer.lr"),
     ("eval.data.splt=1", "'eval.data.splt'", "eval.data.split"),
@@ -279,7 +279,7 @@ IN_ONE_LINE = [
     ("train.learning_rate=1", "'train.learning_rate': here it is optimizer.lr"),
     ("actor_rollout_ref.actor.optim.lr=1", "did you mean 'optimizer.lr'?"),
     ("trainer.nnodes=1", "docs/coming-from.md has names of other trainers"),
-    # Wrong values, and what is expected.
+    # Wrong values, and the expected type or range.
     ("optimizer.lr=fast", "optimizer.lr", "'fast'", "valid number"),
     ("train.num_steps=0", "train.num_steps", "0", "greater than 0"),
     ("grpo.loss_type=ppo", "grpo.loss_type", "'ppo'", "' or '".join(get_args(LossType)[-2:])),
@@ -525,7 +525,7 @@ def test_a_shaped_reward_does_not_judge_an_evaluation_unasked(functions, judge):
     load_config(DEMO, [shaped])
     load_config(DEMO, [shaped, "eval.data.path=test.jsonl", "eval.pass_threshold=1.0"])
     load_config(DEMO, [shaped, "eval.data.path=test.jsonl", f"eval.reward.functions=[{judge}]"])
-    # Of which the functions are still those of training.
+    # Its functions are still those of training.
     assert message == refusal(shaped, "eval.data.path=test.jsonl", "eval.reward.timeout=120")
     judged = "eval.sets.one={data: {}, pass_threshold: 0.5}"
     message = refusal(shaped, judged, "eval.sets.two.data={}")

@@ -1,4 +1,4 @@
-"""Several kinds of rows in one run: what each of them takes from the run, and what is refused."""
+"""Several sources of rows in one run: the keys that each inherits, and refusals."""
 
 import pytest
 

@@ -92,7 +92,7 @@ def test_features_of_images_are_read_as_they_are_stored(
     file = tmp_path / "rows.parquet"
     saved = datasets.Dataset.from_dict(columns, features)
     saved.to_parquet(file)
-    if is_on_hub:  # which is not within reach
+    if is_on_hub:  # out of reach here
         monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: saved)
     cfg = image_config(model, tmp_path, f"data.path={'some/squares' if is_on_hub else file}")
     prompts = load_prompts(cfg, load_tokenizer(model), 512)

@@ -145,7 +145,7 @@ def test_row_has_every_column_and_the_mapped_answer(tmp_path):
 def test_load_prompts_reads_folders_of_jsonl_and_parquet(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[3:]), tmp_path / "b.parquet")
     path = jsonl(tmp_path, ROWS[:3], "a.jsonl")
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark is no fault
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark is allowed
     (tmp_path / "README.md").write_text("no data")
     found = load(config(tmp_path))
     assert [(prompt.index, prompt.row) for prompt in found] == list(enumerate(ROWS))
@@ -162,7 +162,7 @@ def test_split_is_of_the_files_that_it_names(tmp_path):
 
 
 def test_split_refuses_files_of_none_beside_files_of_one(tmp_path):
-    """The others might be for training, or nobody knows what they are."""
+    """Files without a split might be training data: nobody knows."""
     for name in ("problems", "test"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(ROWS[0]))
     assert "no file of data.split train" in refusal(config(tmp_path))
@@ -184,7 +184,7 @@ def test_load_prompts_refuses_a_file_without_what_is_named(tmp_path, rows, overr
     assert told in refusal(config(jsonl(tmp_path, rows), override))
 
 
-# A line that makes no prompt, and what is said of it.
+# Lines that make no prompt, and their error.
 BAD_LINES = [
     (b'{"prompt": ', "not JSON: Expecting value"),
     (b"[" * 100_000, "not JSON: maximum recursion depth"),
@@ -294,7 +294,7 @@ def test_messages_have_the_fields_that_were_written(tmp_path, kind):
         table = pyarrow.Table.from_pylist(rows)
         filled = table.to_pylist()[0]["prompt"][1]["tool_calls"][0]["function"]["arguments"]
         assert filled == {"city": "Bern", "x": None, "at": None}
-        if kind == "table of JSON":  # as `datasets` has rows of JSON Lines
+        if kind == "table of JSON":  # like rows that `datasets` reads from JSON Lines
             texts = [[json.dumps(message) for message in row["prompt"]] for row in rows]
             chats = pyarrow.array(texts).cast(pyarrow.list_(pyarrow.json_(pyarrow.string())))
             table = table.set_column(0, "prompt", chats)
@@ -323,7 +323,7 @@ def test_contents_in_parts_are_texts_for_all(tmp_path):
 
 
 REFUSES = "{% if messages[0].tool_calls %}{{ raise_exception('begin') }}{% endif %}"
-# As those of Llama 3.1 and later ask.
+# Like the templates of Llama 3.1 and later.
 ASKS_FOR_CALLS = (
     "{% for message in messages %}{% if 'tool_calls' in message %}"
     "{{ message.tool_calls | length }} calls{% endif %}{{ message.content }}{% endfor %}"
@@ -397,12 +397,12 @@ def test_load_prompts_refuses_missing_data(name, tmp_path):
 
 def test_load_prompts_waits_seconds_for_no_hub(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed when it is asked
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed before it is used
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
     monkeypatch.setattr("datasets.config.HF_ENDPOINT", endpoint)
     began = monotonic()
     message = refusal(config("nobody/no-such-data-set", "data.subset=main"))
-    assert monotonic() - began < 20  # half a minute and more with every request of `datasets`
+    assert monotonic() - began < 20  # each request of `datasets` would take 30 s and more
     assert "nobody/no-such-data-set is not a local file or folder" in message
     assert "subset main, split train" in message
     assert "Connection refused" in message

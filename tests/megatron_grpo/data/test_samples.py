@@ -1,4 +1,4 @@
-"""Seeds of samples, and what they keep for each token."""
+"""Seeds of samples, and the memory of a token."""
 
 import numpy as np
 

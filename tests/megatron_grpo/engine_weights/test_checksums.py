@@ -1,4 +1,4 @@
-"""Checksums that the ranks expect of an engine, compared with those cut from the weight files."""
+"""Checksums that the ranks expect of an engine, against checksums of the weight files' shards."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A worker's state of the weights that it holds, and the evaluation of its reports."""
+"""A worker's record of the weights that it holds, and the checks of its reports."""
 
 import pytest
 from torch.nn import Linear, Module, Parameter
@@ -15,7 +15,7 @@ SUMS = {"a": 1, "b": 2}
 
 
 def begun() -> PushState:
-    """A worker that has the channels of one trainer, and has begun a push of it."""
+    """A worker with the channels of one trainer, which has begun a push."""
     state = PushState()
     state.use_channels("channels")
     state.begin_push("7-a", "channels")
@@ -55,7 +55,7 @@ def test_a_worker_whose_last_push_is_of_another_trainer_is_named(push, told):
     state = PushState()
     state.use_channels("channels")
     state.begin_push(push, "channels")
-    state.mark_loaded(SUMS)  # which may be equal
+    state.mark_loaded(SUMS)  # a push may bring the loaded weights
     fault = rf"http://engine worker 0: another trainer has connected to it \(its push: {told}\)"
     with pytest.raises(PushFailed, match=fault):
         check(state)

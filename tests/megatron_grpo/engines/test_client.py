@@ -68,10 +68,10 @@ def test_cuts_leave_the_likeliest_tokens_and_their_probabilities_add_up(engine, 
 def test_a_completion_that_the_engines_context_cuts_is_not_taken_for_one_of_the_limit(
     live_engine, tied_model
 ):
-    """Nor is a longer prompt cut: it is refused. The engine serves on after both."""
+    """A longer prompt is refused, not cut. The engine serves on after both."""
     live_engine.push(tied_model)
     [url] = live_engine.servers.base_urls
-    context = read_shape(tied_model).max_position_embeddings  # which vLLM takes where none is given
+    context = read_shape(tied_model).max_position_embeddings  # vLLM's default
     too_long = random_prompts(1, lengths=(context + 1, context + 2))
     with pytest.raises(EngineError, match=rf"{url} answered .* with 400"):
         live_engine.generate([*random_prompts(3), *too_long])
@@ -134,7 +134,7 @@ def test_every_sample_has_its_own_seed_and_the_same_one_next_time(engine, seeds)
 
 @pytest.mark.long
 def test_vllm_repeats_a_generation_to_the_last_bit(live_engine, tied_model, seeds):
-    # More prompt tokens than vLLM takes in one step, so that the order of requests matters too.
+    # More prompt tokens than one step of vLLM takes: the order of requests matters, too.
     prompts = random_prompts(80, lengths=(20, 80))
     live_engine.push(tied_model)
     runs = [live_engine.generate(prompts, num_generations=2) for _ in range(4)]
@@ -177,7 +177,7 @@ def test_an_engine_that_does_not_answer_in_time_is_an_error():
 
 
 def test_vllm_is_a_judge(live_engine, monkeypatch):
-    """With a token, as engines want one; the tiny model may say nothing but a digit."""
+    """With the engine's token; the tiny model is restricted to digits."""
     if live_engine.rollout.engine != "vllm":
         pytest.skip("the list of tokens that a model may say is an extension of vLLM's")
     monkeypatch.setenv("ENGINE_TOKEN", live_engine.servers.token)

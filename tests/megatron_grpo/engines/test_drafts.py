@@ -1,4 +1,4 @@
-"""What engines draft with, and what they tell of it."""
+"""What engines draft with, and the metrics of drafts."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("number", ["0", "-1", "two", "null", "true", "1.5"])
 def test_drafts_need_a_number_of_tokens(number):
-    # Without one vLLM would draft one token.
+    # Without a number vLLM would draft one token.
     for table in (
         MTP.replace(": 1", f": {number}"),
         MTP.replace(", num_speculative_tokens: 1", ""),

@@ -40,16 +40,16 @@ def encoded(routes: np.ndarray) -> str:
 
 
 PLAIN = {"token_ids": [7, 8, 9], "sampling_params": {"max_tokens": 3}}
-# Two tokens of the prompt are known from before; the last one of the completion was not read.
+# Routes of two prompt tokens are known; the completion's last token was not read.
 ROUTED = PLAIN | {"sampling_params": {"max_tokens": 3, "routed_experts_prompt_start": 2}}
 ROUTES = np.array([[[255, 1]], [[2, 3]], [[4, 5]]])
-# Indexers choose three tokens: that at position 2 has all that it sees, whatever is told of it.
+# Indexers choose three tokens; position 2 attends to all three that it sees, whatever was sent.
 INDEXED = PLAIN | {"sampling_params": ROUTED["sampling_params"] | {"index_topk": 3}}
 CHOSEN = np.array([[[1, 9, 9, 9]], [[1, 3, 1, 0]]], np.int16)  # an expert, then the tokens
 
 
 def complete(differing: dict[str, Any], request: dict[str, Any] = PLAIN, is_cut=False) -> Choice:
-    """The completion by weights 7 from an engine that answers with `CHOICE`, or differently."""
+    """The completion by weights 7 from an engine that answers `CHOICE | differing`."""
     engine = engine_of(lambda _: httpx.Response(200, json={"choices": [CHOICE | differing]}))
     return asyncio.run(engine.complete(request, lambda: range(7, 8), lambda: is_cut))
 
@@ -90,7 +90,7 @@ def test_complete_reads_routes_as_vllm_writes_them(request_, routes, kept):
 
 EIGHT = {"version": "8", "start": 1, "end": 2}
 NO_COMPLETION = "did not answer with a completion of vLLM 0.32 or 0.33"
-# vLLM's own word for a number that JSON has not.
+# vLLM sends -9999 in place of -inf, which JSON lacks.
 NOT_FINITE = {"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}}
 
 
@@ -134,7 +134,7 @@ def test_complete_begins_anew_what_is_cut_without_routes(routes, num_kept):
 
 
 BEGUN = CHOICE | {"finish_reason": None}
-"""A chunk of a stream, the first."""
+"""The first chunk of a stream."""
 HALF_PUSHED = {"weight_versions": [{"version": "none", "start": 2, "end": 4}]}
 
 
@@ -179,7 +179,7 @@ def test_complete_takes_a_stream_that_breaks_after_its_last_chunk():
         raise aiohttp.ClientPayloadError("broken")
 
     assert stream(body(), Choice.empty()).token_ids == CHOICE["token_ids"] * 2
-    assert num_read == 2  # to the end: else its connection is not used again
+    assert num_read == 2  # read to the end, else the connection is not used again
 
 
 def idle(request: httpx.Request) -> httpx.Response:
@@ -198,7 +198,7 @@ def stands() -> float:
     return 0.0
 
 
-GETS_ON = (TimeoutError, None)  # of the test itself
+GETS_ON = (TimeoutError, None)  # the test's own time-out
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ NUM_GENERATIONS, LENGTH = 2, 5
 
 
 class Requests:
-    """Stands for a router: remembers the requests, which the test answers."""
+    """Stands for a router: keeps the requests; the test answers them."""
 
     def __init__(self) -> None:
         self.all: list[Request] = []
@@ -39,8 +39,7 @@ def params_of(**changes) -> SamplingParams:
 async def answered(
     order: Sequence[int], given: Callable[[int], Choice], **changes
 ) -> tuple[list[Sample], list[Request], set[str]]:
-    """Samples of all prompts whose requests are answered in this order, the requests, and the
-    engines."""
+    """(samples of all prompts, requests, engines), with the requests answered in this order."""
     router, made = Requests(), Completions(PROMPTS, params_of(**changes))
     await made.begin(router)
     await asyncio.sleep(0)

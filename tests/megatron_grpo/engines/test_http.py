@@ -1,4 +1,4 @@
-"""The trainer's HTTP connections to an engine, whose server does what a test has written down."""
+"""The trainer's HTTP connections to an engine that follows a script."""
 
 import asyncio
 import json
@@ -36,14 +36,14 @@ def answer_of(body: bytes, status: int = 200) -> bytes:
 
 @asynccontextmanager
 async def serving(serve: Serve) -> AsyncIterator[str]:
-    """The address of a server that treats connections so."""
+    """The address of a server that handles connections with `serve`."""
     server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=NUM_REQUESTS)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 def answering(*parts: bytes, then: str = "close") -> Serve:
-    """Reads a request, and sends these parts; then it closes, resets, or keeps the connection."""
+    """Read a request and send these parts; then close, reset or keep the connection."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -100,7 +100,7 @@ def test_all_requests_are_open_at_once_and_idle_connections_are_given_up(monkeyp
             await asyncio.gather(*(engine._request("GET", "/load") for _ in range(NUM_REQUESTS)))
             kept = num_open
             await engine._request("GET", "/load")
-            assert num_open == kept  # over one of those that are open
+            assert num_open == kept  # reuses an open connection
             async with asyncio.timeout(30):
                 while num_open:
                     await asyncio.sleep(0.01)

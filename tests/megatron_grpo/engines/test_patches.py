@@ -1,7 +1,7 @@
-"""What our code in the processes of engines replaces, against the source of the installed engines.
+"""Patches of engines, against the source of the installed engines.
 
-Neither is imported: that takes ten seconds. One of these tests fails on the day that an attribute
-is gone, or that the engine has mended what a patch is for.
+Neither is imported: that takes ten seconds. A test fails once an attribute is gone, or once the
+engine has mended the fault that a patch is for.
 """
 
 import ast
@@ -24,7 +24,7 @@ LINKS = {
 
 
 def patches(engine: str) -> list[dict[str, str]]:
-    """The tables of an engine: the texts of each patch."""
+    """An engine's patch tables, as source text."""
     tree = ast.parse((ROOM / engine / "patches.py").read_text())
     tables = [
         each.value

@@ -127,7 +127,7 @@ def test_push_goes_on_without_an_engine_that_dies(pair, undisturbed, monkeypatch
         pytest.raises(NoServingEngine, match="ended with signal SIGKILL"),
     ):
         generate(pair.client, generation)
-    assert generation.num_open > 0  # what was answered counts
+    assert generation.num_open > 0  # answered requests stay answered
     pair.push_again()
     assert tokens_of(generate(pair.client, generation)) == undisturbed
     bring_back(pair)
@@ -147,7 +147,7 @@ def test_pool_leaves_out_an_engine_without_weights(pair, undisturbed, capfd):
 
 
 def test_push_gives_up_an_engine_that_dies_as_it_starts(tied_model, tmp_path, capfd):
-    """And the message says of each engine how it ended, with the error in its log."""
+    """The message says how each engine ended, with the error in its log."""
     rollout = RolloutConfig(max_completion_length=16)
     with closing(EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, None)) as servers:
         [engine] = servers.processes.values()
@@ -197,7 +197,7 @@ def test_push_waits_for_an_engine_as_long_as_it_may(is_told_to_end, tied_model, 
 def test_push_survives_a_stranger_at_a_lost_address(
     status, reason, reference_engine, tied_model, tmp_path, capfd
 ):
-    """Such as the engine itself, started again with another token, or another server."""
+    """For example the engine itself, started again with another token, or another server."""
     [well] = reference_engine.servers.base_urls
     with reserve_port() as unheard:
         port = unheard.getsockname()[1]
@@ -286,7 +286,7 @@ def test_push_waits_for_an_engine_given_by_address(tied_model, tmp_path, capfd):
 
 @pytest.fixture(params=["live_engine", pytest.param("reference_engine", marks=pytest.mark.slow)])
 def shared_engine(request):
-    """An engine given by address, as runs one after the other use it."""
+    """An engine given by address, which several runs use in turn."""
     return request.getfixturevalue(request.param)
 
 
@@ -300,11 +300,11 @@ def test_cancel_leaves_an_engine_for_the_next_run(shared_engine, tied_model, see
 
     shared_engine.push(tied_model)
     expected = tokens_of(shared_engine.generate(PROMPTS))
-    before = load()  # not 0 where vLLM still counts requests that were given up
+    before = load()  # vLLM may still count cancelled requests
     with trainer(tied_model, shared_engine.servers, shared_engine.rollout) as ours:
         ours.push()
         generation = ours.ask(random_prompts(50), num_generations=4, max_completion_length=64)
-        # Half of them: all are there for a moment only, which a busy machine may miss.
+        # Half of them: a busy machine may miss the moment at which all are there.
         many = before + 100
         with (
             as_soon_as(lambda: load() >= many, ours.client.cancel),
@@ -325,7 +325,7 @@ def test_cancel_leaves_an_engine_for_the_next_run(shared_engine, tied_model, see
     ],
 )
 def test_pool_kills_a_vllm_whose_core_stops_or_dies(fault, told, tied_model, tmp_path):
-    """And comes back: started again by the run, with the current weights."""
+    """The run starts it again, with the current weights."""
     with running_engine("vllm", tied_model, tmp_path, stall_timeout=3.0) as engine:
         [url] = engine.servers.base_urls
         with trainer(tied_model, engine.servers, engine.rollout) as ours:

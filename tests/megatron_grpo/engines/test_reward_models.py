@@ -118,7 +118,7 @@ def test_score_starts_a_server_that_dies_again_once(tmp_path, capfd) -> None:
         assert len(deaths) == 1 and models.processes[models.base_urls[0]].process.pid != deaths[0]
         assert "ended with signal SIGKILL" in capfd.readouterr().err
         assert scores(pool, batch[:3]) == pytest.approx(undisturbed[:3], abs=1e-5)
-        # Neither can it be started again.
+        # It cannot be started again, either.
         (folder / "config.json").unlink()
         os.kill(models.processes[models.base_urls[0]].process.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=rf"reward model {models.base_urls[0]} ended with"):
@@ -127,7 +127,7 @@ def test_score_starts_a_server_that_dies_again_once(tmp_path, capfd) -> None:
 
 @pytest.mark.slow
 def test_shared_gpus_have_a_server_sleep_unless_it_scores(tmp_path, capfd) -> None:
-    """A CPU server answers the same requests, and keeps its memory; tests/gpu has the memory."""
+    """A CPU server answers the same requests but keeps its memory, which tests/gpu measures."""
     folder, batch = reward_model_folder(tmp_path / "model"), samples(1)
     expected = [reference_score(folder, read_by_the_model(each, each.text)) for each in batch]
     with served(function(folder, share_gpus=True), tmp_path / "logs") as (models, pool):
@@ -161,13 +161,13 @@ def test_shared_gpus_have_a_server_sleep_unless_it_scores(tmp_path, capfd) -> No
 
 
 def test_shared_gpus_have_servers_wait_for_engines(tmp_path) -> None:
-    """Two servers that load at once would both count what the other takes as their own."""
+    """Two servers that load at once would each count the other's memory as its own."""
     engines = ServerProcesses(("http://127.0.0.1:9",), tmp_path)  # where nothing listens
     rollout = ROLLOUT.model_copy(update={"startup_timeout": 0.1})
     shared, logs = function(tmp_path, share_gpus=True), tmp_path / "logs"
     with pytest.raises(TimeoutError, match=r"rollout engine http://127\.0\.0\.1:9 did not answer"):
         RewardModels([shared], rollout, logs, engines=engines)
-    assert not logs.exists()  # of a server that was started
+    assert not logs.exists()  # no server was started
 
 
 SHARED = {"share_gpus": True}

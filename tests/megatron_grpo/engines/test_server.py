@@ -109,7 +109,7 @@ time.sleep(100)
 
 @pytest.mark.parametrize("name", ["short", "long" * 20])
 def test_server_process_leaves_nothing_when_killed(tmp_path, short_folder, monkeypatch, name):
-    """Where the site has a long path for it, its sockets are elsewhere: it could not start."""
+    """With a temporary folder of a long path its sockets lie elsewhere, else it could not start."""
     place, log = Path(short_folder) / name, tmp_path / "log"
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
@@ -168,7 +168,7 @@ def test_serve_loaded_serves_until_a_push(tied_model, tmp_path):
         engine.push(tied_model)
         with pytest.raises(EngineStale, match="a trainer has pushed others"):
             client.serve_loaded()
-        assert engine.generate(prompts)  # and what was pushed is still served
+        assert engine.generate(prompts)  # still serves the pushed weights
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_engine_devices_are_behind_the_trainers():
 
 
 def test_engine_devices_are_shared_where_few_are_left():
-    """As in a job of Slurm; how much of a GPU is theirs must be said."""
+    """As in a job of Slurm; their share of a GPU must then be set."""
     half = {"gpu_memory_utilization": 0.5}
     rollout = RolloutConfig(
         num_engines=2, tensor_parallel_size=2, max_completion_length=8, vllm=half
@@ -224,7 +224,7 @@ def test_engine_environment_has_nothing_of_ranks():
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_engine_command_tells_the_address_of_each_node(tied_model, engine):
-    """By default it takes any address of the host, on whichever network."""
+    """The default is any address of the host, on any network."""
     rollout = RolloutConfig(engine=engine, tensor_parallel_size=2, max_completion_length=8)
     for rank, host in enumerate(("10.0.0.7", "10.0.0.8")):
         node = EngineNode(2, rank, "10.0.0.7", 29501)

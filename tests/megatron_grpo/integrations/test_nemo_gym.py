@@ -39,8 +39,8 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def gym_servers(folder: Path, port: int, head_port: int):
-    """The address of Gym's head server; the policy model of its servers asks at `port`."""
-    for server in SERVERS:  # all are installed in one environment, so that none is made for each
+    """The address of Gym's head server; its servers ask the policy model at `port`."""
+    for server in SERVERS:  # one environment has them all, else Gym would make one each
         (folder / server).mkdir(parents=True)
         (folder / server / ".venv").symlink_to(VENV.resolve())
     model = {"--model-type": "vllm_model", "--model": "policy", "--model-api-key": "none"}

@@ -107,7 +107,7 @@ def test_its_episodes_are_trained_on_token_for_token(tmp_path):
     assert_token_for_token(records)
     for record in records:
         assert record["num_turns/mean"] == TURNS
-        assert 0 < record["reward"] <= TURNS  # of each turn, a tenth of its characters, at most 1
+        assert 0 < record["reward"] <= TURNS  # per turn a tenth of its characters, at most 1
 
 
 def calls(name: str, *arguments: str) -> dict[str, Any]:
@@ -123,7 +123,7 @@ WRONG = "Server error: Invalid message (code: VALIDATION_ERROR)"
 
 
 class ScriptedRun(BaseHTTPRequestHandler):
-    """A run with one task, for which the model says what is in `answers`."""
+    """A run with one task; `answers` are the model's messages."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -148,7 +148,7 @@ class ScriptedRun(BaseHTTPRequestHandler):
     ("tool", "options", "first", "results", "reward"),
     [
         ("act", [], '{"total": 0}', ['{"total": 3}', WRONG], 0.8),
-        ("act", ["--observe", "note"], "Reach 5.", ["", WRONG], 0.8),  # there is none
+        ("act", ["--observe", "note"], "Reach 5.", ["", WRONG], 0.8),  # no such field
         ("add", [], "Reach 5.", ["3", "3 validation errors for call[add]"], 0.5),
     ],
 )

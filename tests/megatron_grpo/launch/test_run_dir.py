@@ -96,7 +96,7 @@ def test_run_lock_refuses_locks_others_do_not_see(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
 def test_run_lock_refuses_a_file_system_without_locks(number, tmp_path, monkeypatch):
-    """As Lustre and NFS answer, which no test can mount."""
+    """Errors of Lustre and NFS, which no test can mount."""
 
     def flock(*_):
         raise OSError(number, os.strerror(number))

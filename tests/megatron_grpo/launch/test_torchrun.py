@@ -1,6 +1,6 @@
-"""What our torchrun does differently from torch's; the ranks are shell scripts.
+"""How our torchrun differs from torch's; the ranks are shell scripts.
 
-It is forked from a process that has imported torch, but where the start itself is tested.
+It is forked from a process that has imported torch, except where the start itself is tested.
 """
 
 import os
@@ -55,7 +55,7 @@ class Torchrun:
         os.kill(self.pid, number)
 
     def end(self, timeout: float) -> tuple[int, str]:
-        """Its exit code, and what it has told on stderr."""
+        """Exit code and stderr."""
         self._process.join(timeout)
         assert self._process.exitcode is not None, "it has not ended in time"
         return self._process.exitcode, self._told.read_text()
@@ -78,7 +78,7 @@ def _torchrun(
 ) -> None:
     os.chdir(folder)
     os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT, 0o600), 2)
-    for number in ENDING:  # in the background, where these tests may be, some are ignored
+    for number in ENDING:  # a background job, as these tests may be, starts with some ignored
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in ignored else default)
     if open_files is not None:
@@ -91,7 +91,7 @@ def _torchrun(
 
 @pytest.fixture
 def start(tmp_path: Path):
-    """Starts torchrun with options and a script as ranks, and finally kills what is left."""
+    """Start torchrun with options and a script as ranks, and kill at last what is left."""
     started = []
 
     def start(script: str, *options: str, **how: Any) -> Torchrun:
@@ -105,7 +105,7 @@ def start(tmp_path: Path):
 
 @pytest.fixture
 def two_ranks(start, tmp_path):
-    """Starts a script as two ranks."""
+    """Start a script as two ranks."""
     options = [*ONE_HOST, "--nproc-per-node=2", "--redirects=1:3", f"--log-dir={tmp_path}"]
     return lambda script: start(script, *options)
 
@@ -119,7 +119,7 @@ def port():
 
 @pytest.fixture
 def two_hosts(start, port, tmp_path):
-    """Starts a script as a rank on each of two hosts."""
+    """Start a script as a rank on each of two hosts."""
 
     def two_hosts(script: str) -> list[Torchrun]:
         options = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
@@ -171,7 +171,7 @@ def test_code_is_that_of_the_signal_that_ends_the_ranks(two_ranks, tmp_path, num
     ],
 )
 def test_a_signal_before_there_are_ranks_is_told_by_the_launcher(tmp_path, number, code, line):
-    """It waits until torch is imported: the process that became this one has blocked it."""
+    """The signal is blocked until torch is imported, as by the process that became this one."""
 
     def block() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What a plan counts of a run with adapters."""
+"""Plans of runs with adapters."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_plan_of_405b_with_adapters_fits_on_four_nodes(tmp_path):
 OF_ALL = ("lora.r=3", "grpo.beta=0.1", "model.dtype=bfloat16")
 BUILT = [
     ("llama", {"num_key_value_heads": 1}, ParallelDims(tensor=4, data=2), []),
-    # Fused layers with adapters in part, a tied embedding, and stages that are not equally high.
+    # Adapters on parts of fused layers, a tied embedding, and stages of unequal height.
     (
         "qwen3",
         {"tied": True, "num_hidden_layers": 3},

@@ -26,7 +26,7 @@ DEFAULTS = {"gpu": "h100", "num_gpus": None, "lengths_file": None, "as_json": Fa
 SMALL_BATCH = "grpo.generation_batch_size=512"
 """Packing it for every layout takes a third of the time."""
 NEMO_RL = ("parallel.tensor_parallel_size=4", "parallel.data_parallel_size=4")
-"""Its layout for 70B: beside an engine that keeps its memory, too much."""
+"""NeMo-RL's layout for 70B: too much next to an engine that keeps its memory."""
 OFFLOADS = (*NEMO_RL, "rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.8")
 ROOM = "train.max_tokens_per_microbatch=16384"
 SHARED, UNKNOWN = "grpo.shared_prompts=true", "data.max_prompt_length=null"
@@ -45,7 +45,7 @@ def cfg(tmp_path):
 
 @pytest.fixture
 def printed(cfg, capsys):
-    """What `plan` prints for the 70B run."""
+    """Output of `plan` for the 70B run."""
 
     def printed(*overrides, show=print_plan, **options):
         show(cfg(*overrides), **DEFAULTS | options)
@@ -108,7 +108,7 @@ def test_print_plan_has_asynchrony_only_of_engines_on_gpus_of_their_own(printed,
     synchronous, ahead = plan["asynchrony"][:2]
     updates = 4 * plan["step"]["estimate_seconds"]
     assert synchronous["trainer_busy"] * synchronous["seconds"] == pytest.approx(updates)
-    # As long as the longest, completions of one length take what the bound says, and a prompt more.
+    # Equal lengths: the simulation has the bound's time, and that of a prompt.
     generate = synchronous["seconds"] - updates - plan["push"]["seconds"]
     assert generate == pytest.approx(plan["rollout"]["seconds"], rel=0.1)
     assert ahead["seconds"] < synchronous["seconds"]
@@ -119,7 +119,7 @@ def test_plan_counts_the_computed_tokens_of_shared_prompts(figures):
     assert off["fits"] and off["is_shared"] and off["num_gpus"] == 64
     assert off["push"]["seconds"] == pytest.approx(0.353, abs=0.001)
     assert off["workload"]["computed_tokens"] == 512 * 4096
-    # Five completions of 3,072 fit with one prompt, and the last three of a group of eight.
+    # Five completions of 3,072 fit with one prompt, then the last three of a group of eight.
     assert on["workload"]["computed_tokens"] == 64 * (2 * 1023 + 8 * 3073)
     assert on["step"]["flops"] < off["step"]["flops"] / 1.2
     (sent, sent_unshared) = (each["step"]["links"][0]["num_bytes"] for each in (on, off))
@@ -268,7 +268,7 @@ def test_plan_of_a_part_that_leaves_alone(printed, part, in_push, in_generation,
     if copies is None:
         assert not any(row.startswith("copies per generation") for row in rows)
         return
-    gigabytes, seconds, hidden = copies  # a reference that never changes has been copied
+    gigabytes, seconds, hidden = copies  # the reference never changes: its copy is kept
     assert f"to the host {gigabytes} GB {seconds:.2f} s {hidden:.2f} s the push" in rows
     assert "back 9.1 GB 0.14 s 0.00 s log-probability passes" in rows
 
@@ -362,7 +362,7 @@ def test_shares_gpus_refuses_too_few_for_the_engines(cfg):
 
 @pytest.mark.long
 def test_plan_of_a_replay_has_no_engines(cfg, printed, figures):
-    """Their size, which does not fill nodes here, does not matter either."""
+    """An engine size that does not fill nodes does not matter, either."""
     replay = ("train.replay=runs/other", "eval.data=null", "rollout.tensor_parallel_size=12")
     replay += (SMALL_BATCH,)
     job = *replay, "rollout.enable_sleep_mode=true", "train.offload=all", "rollout.num_engines=100"

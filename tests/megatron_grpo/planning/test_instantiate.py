@@ -64,7 +64,7 @@ ODD = [
     ("mixtral", {}, {"data": 4, "expert": 2, "expert_tensor": 2}),
     # A text tower whose weight files stack experts.
     ("qwen3_vl_moe", {}, {"tensor": 2, "data": 2, "expert": 2, "pipeline": 2}),
-    # Dense layers first: the first chunk has only such a one, the second one of each kind.
+    # Dense layers first: the first chunk has a dense layer only, the second one of each kind.
     (
         "glm4_moe",
         {"num_hidden_layers": 5, "first_k_dense_replace": 2},
@@ -172,7 +172,7 @@ def test_distinct_ranks_leave_out_copies_alone():
 
 
 def neighbours_layout(shape, dims, at, **options):
-    """The layout of the tensor rank next to the right one: all shapes are right."""
+    """The layout of the neighbouring tensor rank: all shapes are right."""
     return megatron_layout(shape, dims, replace(at, tensor=dims.tensor - 1 - at.tensor), **options)
 
 
@@ -209,7 +209,7 @@ def test_instantiate_tells_parameters_of_another_place_or_shape(
     cfg = config(tiny_model(tmp_path, "qwen3"), tensor=2)
     faults = elsewhere(instantiate_with, layout_function, cfg)
     assert told in faults
-    assert not any("layernorm" in fault for fault in faults)  # what is not split is right
+    assert not any("layernorm" in fault for fault in faults)  # unsplit parameters are right
 
 
 def instantiate_without_the_last_rank(cfg) -> list[str]:

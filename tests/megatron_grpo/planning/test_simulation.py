@@ -33,7 +33,7 @@ def loop(**given) -> Loop:
 
 
 def heavy_tail(**given) -> Loop:
-    """Lengths of which few take most of the time, and a trainer as busy as the engines."""
+    """Few completions take most of the time; the trainer is as busy as the engines."""
     source = random.Random(0)
     lengths = [min(1024, 1 + int(source.lognormvariate(3.5, 1.2))) for _ in range(1000)]
     rates = {"pass_seconds": lambda running: 0.002 + 0.0002 * running, "train_seconds": 0.8}
@@ -69,7 +69,7 @@ def test_ranks_that_train_slow_an_engine_down_and_requests_hold_up_one_that_comp
     engine.run(0.95, trains=True)  # the start, and 50 passes
     engine.request(0.95, 1, [20, 20])
     assert engine.finish(0) == pytest.approx(0.95 + 2 * 0.1 + 0.5)
-    # Of a second of passes, a fifth is done in 0.4 s of training.
+    # Training takes 0.4 s at half the speed: it leaves 0.8 of a second's passes undone.
     assert simulate(loop(slowdown=2.0), AHEAD).seconds == pytest.approx(0.4 + 0.8 + 0.1)
 
 

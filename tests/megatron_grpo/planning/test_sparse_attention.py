@@ -1,4 +1,4 @@
-"""What the planner counts for sparse attention while it computes, and what torch holds."""
+"""Memory of sparse attention while it computes: planned, and held by torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +50,7 @@ def config(folder: Path, dims: ParallelDims, *overrides: str) -> Config:
 
 
 class Peaks:
-    """The most bytes that were held at a time in functions, beyond those that were before."""
+    """Peak bytes within functions, beyond those before the call."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
@@ -117,7 +117,7 @@ def test_no_block_of_queries_sees_more_keys_than_are_planned(tmp_path):
         cfg = config(folder, ParallelDims(context=size), *lengths)
         bound = SparseAttention(read_shape(folder)).num_keys(cfg, block)
         seen = []
-        # A short one before two long ones: where blocks begin differs.
+        # A short sequence before two long ones shifts where blocks begin.
         for short in range(2 * size, longest, 2 * size):
             cu_seqlens = torch.tensor([0, short, short + longest, short + 2 * longest])
             for rank in range(size):

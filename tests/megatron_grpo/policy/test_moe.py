@@ -86,8 +86,8 @@ def router_losses(model: AutoModelForCausalLM, lengths: Lengths) -> tuple[Tensor
 def losses_on_rank(
     rank: int, folder: Path, dims: ParallelDims, *overrides: str
 ) -> tuple[Numbers, dict[str, float]]:
-    """Numbers of a policy, and what a step then reports about routers, after one on other tokens
-    that left the weights alone."""
+    """A policy's numbers, and router metrics of a step on the same tokens: the step before it, on
+    others, has a learning rate of 0."""
     sizes = "grpo.generation_batch_size=8", "grpo.num_generations=2"
     overrides = (*overrides, *sizes, "grpo.beta=0", "optimizer.lr_warmup_steps=1")
     policy, groups = start_policy(rank, folder, dims, *overrides)
@@ -148,7 +148,7 @@ def test_router_losses_that_are_off_are_not_reported(mixture, overrides, names):
 def kept_in_a_step(
     rank: int, folder: Path, dims: ParallelDims, *overrides: str
 ) -> tuple[set[str], set[str]]:
-    """The parameters of this rank that a step leaves as they are, and all."""
+    """Parameters of this rank that a step leaves unchanged, and all its parameters."""
     policy, groups = start_policy(rank, folder, dims, "optimizer.weight_decay=0.1", *overrides)
     before = {name: values.detach().clone() for name, values in policy.parameters().items()}
     take_step(policy, groups)
@@ -188,14 +188,14 @@ def load_and_save(
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a checkpoint is saved and loaded, and what is in it."""
+    """Layouts at which a checkpoint is saved and loaded, and its contents."""
 
     saved_at: str
     loaded_at: str
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of layers, by the names and shapes that Megatron-Core has of Transformer Engine's."""
+    """Shapes of layers by Megatron-Core's names for Transformer Engine."""
     fixed: dict[str, str] = field(default_factory=dict)
-    """What is not trained and has no moments, and its names in the weight files."""
+    """Untrained parameters, which have no moments, and their names in the weight files."""
     overrides: tuple[str, ...] = ()
 
 

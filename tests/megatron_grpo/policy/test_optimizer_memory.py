@@ -91,8 +91,8 @@ def test_master_weights_are_updated_as_by_default(folder, dims):
     plain = changes(folder, dims, "float32")
     for kind in ("precise", "host", "half on the host"):
         assert error(kind, plain) < 1e-5, kind
-    # Theirs are clipped in bfloat16, which rounds each of them by at most 2^-9 of itself; moments,
-    # in each update, as well.
+    # Gradients are clipped in bfloat16, which rounds each by at most 2^-9 of itself; moments, in
+    # each update, too.
     short = changes(folder, dims, "short gradients")
     for kind in ("precise, short gradients", "half on the host, short gradients"):
         assert error(kind, short) < 2**-9, kind
@@ -114,7 +114,7 @@ EXPERTS = ParallelDims(data=2, expert=2)
 def test_a_checkpoint_comes_back_at_any_layout_and_in_any_kind_of_optimizer(
     mixture, tmp_path, kind
 ):
-    """Each of these loads what the one before it has saved."""
+    """Each layout and kind loads the checkpoint of the one before."""
     run = tmp_path / "run"
     saved, after = wholes(run_ranks(2, train_and_save, mixture, EXPERTS, kind, run))
     others = [

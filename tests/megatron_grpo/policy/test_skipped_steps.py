@@ -42,13 +42,13 @@ class Plant:
     rank: int
     value: float
     named: str
-    """What the run must call it."""
+    """Its name in the run's message."""
     parameter: str = ""
     """Local name; empty: an advantage of the first microbatch."""
 
 
 class Steps:
-    """A policy on this rank, and the optimizer steps that a test has it take."""
+    """A policy on this rank that takes optimizer steps."""
 
     def __init__(self, rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> None:
         self.rank = rank
@@ -102,7 +102,7 @@ class Steps:
 
 @dataclass
 class Bad:
-    """What one rank saw of a bad step."""
+    """Outcome of a bad step on one rank."""
 
     changed: bool
     metrics: dict[str, float]
@@ -112,7 +112,7 @@ class Bad:
 def good_bad_good(
     rank: int, folder: Path, dims: ParallelDims, plants: list[Plant], *overrides: str
 ) -> list[Bad]:
-    """A good step, one bad step for each plant, and a good one like that without the bad ones."""
+    """A good step, one bad step for each plant, and a good step as without the bad ones."""
     steps = Steps(rank, folder, dims, f"train.max_skipped_steps={len(plants) + 1}", *overrides)
     first = steps.step()
     before, seen = steps.digest(), []
@@ -150,10 +150,10 @@ CASES = {
     "data": (
         ParallelDims(data=2),
         [
-            # Each in the part of the sum that rank 0 holds, or in the part that rank 1 holds.
+            # In rank 0's part of the sum, or in rank 1's.
             Plant(1, INFINITY, DOWN.format(0), LAYER + "mlp.linear_fc2.weight"),
             Plant(0, -INFINITY, "model.norm.weight", "0.decoder.final_layernorm.weight"),
-            # In both microbatches. Its square is not finite in float32, nor is the norm.
+            # In both microbatches; the square and the norm overflow float32.
             Plant(1, 1e30, "the first 2.0e+30,", LAYER + "mlp.linear_fc2.weight"),
         ],
     ),
@@ -164,7 +164,7 @@ CASES = {
             Plant(1, NAN, LOSS.format("nan")),
         ],
     ),
-    # Without sequence parallelism nothing is summed over the copies, and one is in the norm.
+    # Without sequence parallelism nothing is summed over the copies, and one counts in the norm.
     "copies on tensor ranks": (
         ParallelDims(tensor=2),
         [

@@ -66,7 +66,7 @@ def test_overrides_reach_megatron():
 
 
 def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(monkeypatch):
-    """As Megatron's own training script has it; torch's layers have nothing to fuse with."""
+    """As in Megatron's own training script; torch's layers have nothing to fuse with."""
     assert not configure().apply_rope_fusion
     assert not configure().bias_activation_fusion
     monkeypatch.setattr(transformer, "best_implementation", lambda dtype: "transformer_engine")
@@ -87,7 +87,7 @@ def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(
     ("name", "value", "told"),
     [
         ("recompute_granularty", "full", "recompute_granularty .*did you mean recompute_granular"),
-        # What might change what the model computes, and what packed sequences do not have.
+        # Fields that might change the model's results, or that packed sequences lack.
         ("qk_clip", True, r"qk_clip is not supported.* recompute_granularity.*_loss"),
         ("cp_comm_type", "all_gather", r"'all_gather'; possible here: \['p2p', 'a2a'\]"),
         ("cp_comm_type", "p2p", "p2p is for Transformer Engine's attention"),
@@ -109,7 +109,7 @@ def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(
         ),
         ("transformer_impl", "inference_optimized", "is 'inference_optimized'; possible"),
         ("gradient_accumulation_fusion", True, "needs Transformer Engine"),
-        # What Megatron would ignore or stumble over.
+        # Values that Megatron would ignore or fail on.
         ("attention_backend", "flsh", r"'flsh'; possible here: \['auto', 'flash', 'fused', 'unf"),
         ("moe_router_dtype", "bf16", r"'bf16'; possible here: \['fp32', 'fp64'\]"),
         ("moe_router_load_balancing_type", ["aux_loss"], r"possible here: \['aux_loss', 'none'"),
@@ -188,7 +188,7 @@ def test_products_in_fp8_need_transformer_engine(given, told):
 
 @pytest.fixture
 def library(monkeypatch):
-    """Of Transformer Engine only what is asked here: whether the GPU has a recipe."""
+    """Stands for Transformer Engine: says whether the GPU has a recipe."""
     answers = {
         "is_fp8_available": (True, ""),
         "is_fp8_block_scaling_available": (True, ""),

@@ -65,8 +65,8 @@ def start(
 def steps_on_rank(
     rank: int, folder: Path, dims: ParallelDims, num_steps: int, *overrides: str
 ) -> tuple[list[Parts], list[float]]:
-    """The state after each step from the newest checkpoint on, and the log-probability before it;
-    the second is saved and exported."""
+    """States after each step since the newest checkpoint, and log-probabilities before each; saves
+    and exports after the second."""
     cfg, policy, groups, batches = start(rank, folder, dims, *overrides)
     checkpoints, states, logprobs = Checkpoints(cfg, policy, None), [], []
     first = checkpoints.load().step

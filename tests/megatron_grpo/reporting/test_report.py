@@ -129,7 +129,7 @@ def test_the_curve_of_kl_begins_at_zero_unless_a_value_is_below(first) -> None:
     ("first", "second", "tops"),
     [
         ({}, {"time/save": 3.0}, {"generate": [5, 5], "train": [13, 14], "save": [13, 17]}),
-        # Made beside the steps; the second not, in a run that was resumed so.
+        # Generation during the steps, but not in the second, as after some resumes.
         (
             {"time/score": 1.0, "time/wait_rollout": 0.5},
             {},
@@ -205,5 +205,5 @@ def test_skipped_steps_are_marked_where_the_gradient_norm_is_missing(tmp_path: P
     norms, marks = panel.get_lines()
     assert norms.get_xydata().tolist() == [[1, 1.5], [3, 1.5]]
     assert marks.get_xydata().tolist() == [[2, 0]]
-    write_metrics(tmp_path, [record(1, **broken)])  # a run of nothing else
+    write_metrics(tmp_path, [record(1, **broken)])  # the only record
     assert draw_curves(tmp_path).exists()

@@ -46,7 +46,7 @@ def test_every_step_is_found_whole_and_a_missing_one_is_empty(
 
 def test_what_is_still_being_written_is_not_there_yet(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    assert found(path, 1) == []  # nor the file
+    assert found(path, 1) == []  # no file, either
     path.write_text(line(1, 0) + line(2, 0) + line(2, 1)[:-1])
     assert found(path, 2) == [(2, 0)]
     path.write_text(line(1, 0) + line(2, 0)[:12])

@@ -87,7 +87,7 @@ print(run._run.settings.mode, run._run.settings.finish_timeout)
 
 @contextmanager
 def one_step(run_dir: Path, address: str, **more: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that logs a step to the wandb at `address`, once a line comes."""
+    """A process that logs a step to the wandb at `address` once it reads a line."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     key = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": address}
     process = subprocess.Popen(
@@ -119,11 +119,11 @@ BUCKET = {
     "name": "0",
     "project": {"id": "0", "name": "adds", "entity": {"id": "0", "name": "us"}},
 }
-"""A run that wandb lets begin."""
+"""A run as wandb's server creates it."""
 
 
 def test_a_run_that_wandb_refuses_ends_at_once(tmp_path: Path) -> None:
-    """With a key that was revoked all its days would go unrecorded."""
+    """With a revoked key, days of training would go unrecorded."""
     with (
         json_server(lambda _: (401, {})) as server,
         one_step(tmp_path, server.url, WANDB_INIT_TIMEOUT="20") as process,

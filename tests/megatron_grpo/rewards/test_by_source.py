@@ -74,7 +74,7 @@ def test_score_has_functions_weights_and_bounds_by_source():
     of_groups = (experience.totals, experience.group_ids, torch.zeros(6))
     found = reward_metrics(scores, *of_groups, CONFIG.reward_labels)
     assert (found["reward/exact/mean"], found["reward/environment/mean"]) == (0.5, 0.75)
-    # Of a completion of one turn nothing is counted here.
+    # A completion of one turn does not count here.
     found = dialogue_metrics(made, scores)
     assert (found["num_turns/mean"], found["environment/failed_ratio"]) == (1.0, 0.5)
 

@@ -24,7 +24,7 @@ Serve = Callable[[Reply], JsonServer]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Starts a server that gives this reply; a text is the content of a completion."""
+    """Start a server with this reply; a text is the content of a completion."""
     with ExitStack() as servers:
 
         def start(reply: Reply) -> JsonServer:
@@ -51,7 +51,7 @@ def judge(server: JsonServer, **arguments: Any) -> RewardFunction:
 
 
 def samples(completions: list[str], num_prompts: int = 1) -> list[Sample]:
-    # Columns that are called like arguments of the judge are none of them.
+    # Columns named like the judge's arguments do not replace them.
     others = {"prompt": "p", "model": "other", "pattern": "x"}
     return [
         sample_of(text, {"answer": index} | others, index, number)
@@ -61,7 +61,7 @@ def samples(completions: list[str], num_prompts: int = 1) -> list[Sample]:
 
 
 def answer_to(function: RewardFunction, completions: list[str], timeout: float = 20) -> Answer:
-    """What the judge says of completions of one prompt, in this process."""
+    """The judge's answer on completions of one prompt, in this process."""
     columns = Call(0, range(len(completions)), samples(completions)).columns(None)
     return asyncio.run(load_function(function).call_async(columns, timeout))
 

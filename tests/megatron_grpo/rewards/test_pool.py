@@ -138,7 +138,7 @@ def pool(tmp_path):
 
 @pytest.fixture(scope="module")
 def failing_pool(tmp_path_factory):
-    """One pool in which every case of a failed call is masked; the next case finds it working."""
+    """A pool that masks failed calls; each case finds it working again."""
     fields = {"timeout": 3, "num_workers": 1, "max_failed_fraction": 0.1, "memory_megabytes": 512}
     names = ("one_of_many", "length", "one_of_many_async")
     with closing(
@@ -172,14 +172,14 @@ def children() -> set[int]:
 
 
 def is_asleep() -> bool:
-    """Whether what the functions start is there."""
+    """Whether the process that the functions start is running."""
     commands = (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
     return ["sleep", LONG_SLEEP] in commands
 
 
 @pytest.fixture
 def others() -> set[int]:
-    """Children that are no worker of a pool, such as the fork server of other tests."""
+    """Child processes that are not workers, such as the fork server of other tests."""
     return children()
 
 
@@ -228,7 +228,7 @@ def test_scoring_cancelled_from_another_thread_ends_at_once(is_loaded, pool, oth
     start = time.monotonic()
     with pytest.raises(ScoringCancelled):
         scored(opened, samples(50))
-    assert time.monotonic() - start < 60  # of 300
+    assert time.monotonic() - start < 60  # the function takes 300 s
     opened.close()
     assert children() <= others
     assert not is_asleep()

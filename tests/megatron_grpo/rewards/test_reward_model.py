@@ -24,7 +24,7 @@ CHAT = [{"role": "system", "content": "Be good."}, {"role": "user", "content": "
 
 
 class Dying:
-    """The server of a run: it has died when it was asked for the first time."""
+    """The server of a run: it is dead when first asked."""
 
     def __init__(self, url: str, asked: threading.Event, answering: threading.Event) -> None:
         self.url, self.asked, self.answering, self.num_deaths = url, asked, answering, 0
@@ -69,7 +69,7 @@ def test_a_call_that_a_death_of_the_server_interrupts_is_repeated_once(recovers:
 
 
 def answered(data: Any, *texts: str, **arguments: Any) -> Answer:
-    """Score texts by a server that answers /pooling with this `data`, or with this status code."""
+    """Score texts by a server that answers /pooling with this `data` or status code."""
 
     def reply(request: Request) -> tuple[int, object]:
         if request.path != "/pooling":

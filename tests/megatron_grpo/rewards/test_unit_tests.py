@@ -24,7 +24,7 @@ WRONG = "def add(a, b): return 3"
 
 
 def scores(programs, tests, **arguments):
-    """Of completions that have these programs, each of them with the same tests."""
+    """Scores of completions with these programs, all with the same tests."""
     completions = [f"Let us see.\n```python\n{program}\n```\nThat is it." for program in programs]
     return asyncio.run(unit_tests(completions, [tests] * len(programs), timeout=60, **arguments))
 

@@ -1,4 +1,4 @@
-"""Generations that are written are read again, bit for bit, by a run that fits them."""
+"""Written generations are replayed bit for bit by a run that fits them."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ SIZES = ("grpo.generation_batch_size=4", "grpo.num_generations=2", "train.num_st
 
 @pytest.fixture
 def config(tied_model: Path, tmp_path: Path):
-    """A run on six rows in `dumped`, with overrides; the second has no number as its answer."""
+    """A run on six rows in `dumped`, with overrides; the second row's answer is no number."""
     answers = ["1", "####", *["1"] * 4]
     rows = [{"prompt": f"{i}", "answer": answer} for i, answer in enumerate(answers)]
     (path := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -49,7 +49,7 @@ def test_load_stream_leaves_out_rows_that_rewards_cannot_read(config) -> None:
 
 
 def write(cfg: Config, *generations: int) -> Experience:
-    """Write generations of samples that nobody has made; return them."""
+    """Write generations that all have the same made-up samples; return these."""
     stream = stream_of(cfg)
     samples = [
         sample_of(

@@ -57,7 +57,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def services(model: Path, tmp_path: Path, request) -> Iterator[RolloutServices]:
-    """With the overrides that a test is parametrised by."""
+    """Services with the overrides of the test's parameters."""
     options = getattr(request, "param", ())
     with scripted_services(model, tmp_path, "rollout.router_replay=true", *options) as services:
         yield services
@@ -79,7 +79,7 @@ def running(
 
 
 def num_open(runner: GenerationRunner, generation: int) -> int:
-    """Samples of a generation that are not complete."""
+    """Samples of a generation that are incomplete."""
     each = runner._attempts.items()
     return sum(attempt.group.num_open for key, attempt in each if key.generation == generation)
 
@@ -93,7 +93,7 @@ def wait_for(condition) -> None:
 
 
 def read_back(folder: Path, runner: GenerationRunner, services: RolloutServices):
-    """The state and the samples of the groups in a checkpoint of step 1."""
+    """State and samples of the groups in a checkpoint of step 1."""
     groups, samples, _ = runner.open_groups()
     state = TrainerState(step=1, groups=groups)
     write_record(folder, Record(state=state, layout=ParallelDims(), counters={}, cursor={}))
@@ -105,7 +105,7 @@ def read_back(folder: Path, runner: GenerationRunner, services: RolloutServices)
 @pytest.mark.parametrize(
     ("services", "begun", "first_held", "num_left", "num_whole", "num_engines"),
     [
-        # Of generations 0 to 2, the first is complete and of the second half is answered.
+        # Of generations 0 to 2 the first is complete, and half of the second is answered.
         ((), (0, 1, 2), PRIORITIES + SIZE // 2, 2 * SIZE, SIZE // 2, [2, 1]),
         # Of six groups, two are answered and half of another; the rest goes on.
         ((OVER_SAMPLED,), (), 10, 24, 10, [2]),
@@ -144,7 +144,7 @@ def test_a_resumed_run_goes_on_with_whole_and_cut_samples_and_asks_for_none_agai
         assert len(services.engine.asked) == num_left - num_whole
         services.engine.holds = False
         made = [resumed.finish(generation, TIMER) for generation in begun[1:] or (1,)]
-    # The engine of the first run has answered, too.
+    # The first run's engine has answered, too.
     assert [batch.metrics["rollout/num_engines"] for batch in made] == num_engines
     each = [sample for batch in made for sample in batch.experience.samples]
     parts = {(part.prompt.index, part.sample_index): part for part in samples.samples}
@@ -155,7 +155,7 @@ def test_a_resumed_run_goes_on_with_whole_and_cut_samples_and_asks_for_none_agai
         assert sample.spans == ((0, 2), (1, MAX_LENGTH - 2))
         first = len(sample.prompt.token_ids)
         assert [*sample.completion_ids] == [*range(first, first + MAX_LENGTH)]
-        # Of a token that is read, those with which the one behind it was sampled.
+        # A token that was read has the routes with which the next one was sampled.
         routes = [0] * (first + 1) + [1] * (MAX_LENGTH - 2)
         assert sample.routes.flatten().tolist() == routes
 
@@ -169,7 +169,7 @@ def test_groups_are_scored_while_others_are_at_the_engines(services):
             runner.begin(generation, 0)
         wait_for(lambda: score.num_scored == 4)
         wait_for(lambda: num_open(runner, 0) == SIZE - 6)
-        engine.first_held = PRIORITIES + 4  # of the next generation the first group has, too
+        engine.first_held = PRIORITIES + 4  # and the first group of the next generation
         wait_for(lambda: score.num_scored == SIZE + 4)
         engine.holds = False
         made = [runner.finish(generation, TIMER) for generation in (0, 1)]
@@ -189,7 +189,7 @@ def test_finish_of_a_generation_that_is_there_waits_0_seconds(services):
         wait_for(lambda: runner._queue.next_generation(0) is not None)
         metrics = runner.finish(0, timer).metrics | timer.metrics()
     assert metrics["time/wait_rollout"] < metrics["time/generate"]
-    assert is_beside("time/generate", metrics)  # not shown as a part of the step
+    assert is_beside("time/generate", metrics)  # not shown as part of the step
 
 
 @pytest.mark.parametrize(

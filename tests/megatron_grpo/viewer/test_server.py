@@ -133,7 +133,7 @@ def test_ctrl_c_ends_it_quietly(run_dir):
     reserved = reserve_port()
     port = reserved.getsockname()[1]
     command = [sys.executable, "-m", "megatron_grpo", "view", str(run_dir), f"--port={port}"]
-    # What is started in the background by a shell script would ignore the signal.
+    # A command in the background of a shell script would ignore the signal.
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     view = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, preexec_fn=heeds)
     try:

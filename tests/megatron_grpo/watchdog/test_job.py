@@ -159,7 +159,7 @@ def test_rank_that_reports_no_stack_is_the_straggler():
 
 
 def computing_until_told(found: Job, busy: int, stack: str) -> tuple[float, str]:
-    """When a job ends, and with which text, of which rank `busy` uses a CPU at that stack."""
+    """Time and text of the end of a job whose rank `busy` uses a CPU at this stack."""
     for now in range(1, 2000):
         for rank, member in found.members.items():
             found.on_heartbeat(rank, member.position, now, cpu=float(now) if rank == busy else 1.0)

@@ -49,7 +49,7 @@ def receive(connection: socket.socket, field: str) -> dict | None:
         encode_line(failure={"text": "lie"}),
         encode_line(rank="1", host="here", pid=1),
         encode_line(rank=2, host="here", pid=1),
-        encode_line(rank=0, host="here", pid=1),  # there is one
+        encode_line(rank=0, host="here", pid=1),  # rank 0 has connected
     ],
 )
 def test_server_hangs_up_on_clients_that_are_no_ranks(server, first):
@@ -91,7 +91,7 @@ def test_verdict_is_told_where_the_stacks_cannot_be_written(make, server, tmp_pa
 
 
 def test_server_loses_a_rank_whose_host_no_longer_answers(server):
-    """Linux gives up what it sends there, with ETIMEDOUT, which is no ConnectionError."""
+    """Linux gives up sending there with ETIMEDOUT, which is no ConnectionError."""
     first, second = (connect(server.address, rank, timeout=30) for rank in range(2))
     assert receive(first, "heartbeat") and receive(second, "heartbeat")
     transport = server._ranks[1].get_extra_info("socket")

@@ -26,7 +26,7 @@ from parallel.collectives import any_rank
 
 @pytest.fixture
 def ranks(tmp_path):
-    """Starts four ranks that run a function of this module."""
+    """Start four ranks that run a function of this module."""
 
     def start(fn, *args, world_size=4):
         return watched_ranks(world_size, tmp_path, fn, *args)

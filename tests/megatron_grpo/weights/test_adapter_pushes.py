@@ -40,7 +40,7 @@ def base(tmp_path_factory):
         ParallelDims(tensor=2, pipeline=2),
         pytest.param(ParallelDims(), marks=pytest.mark.slow),
         pytest.param(ParallelDims(data=2, context=2), marks=pytest.mark.slow),
-        pytest.param(ParallelDims(tensor=4), marks=pytest.mark.slow),  # above key-value heads
+        pytest.param(ParallelDims(tensor=4), marks=pytest.mark.slow),  # more than key-value heads
     ],
     ids=layout_name,
 )

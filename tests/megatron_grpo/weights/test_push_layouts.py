@@ -39,7 +39,7 @@ DENSE_LAYOUTS = [
     ParallelDims(data=2),
 ]
 SLOW_LAYOUTS = [DENSE_LAYOUTS[number] for number in (0, 1, 3, 5)]
-"""What goes wrong with these does so along the same axes of others."""
+"""Faults at these layouts also show along the same axes of others."""
 EP2 = ParallelDims(data=2, expert=2)
 MIXTURES = {name for name, family in FAMILIES.items() if family.experts is not None}
 
@@ -120,11 +120,11 @@ def test_every_worker_holds_what_vllm_would_have_loaded(tmp_path, engines, other
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
-        # All that deepseek_v3 has, which has all of qwen3_moe but its attention, that is qwen3's;
-        # and indexers, of which engines have two matrices as one.
+        # Stands for qwen3_moe (its attention is qwen3's) and deepseek_v3, of which it has all; and
+        # engines fuse two matrices of its indexers.
         "deepseek_v32",
         "qwen3_next",  # linear attention, whose rows engines have in another order
-        "nemotron_h",  # and another value of one
+        "nemotron_h",  # the same, and one parameter has another value
     ],
 )
 def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others, family):
@@ -138,10 +138,10 @@ def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others, fam
     "family",
     [
         "deepseek_v3",
-        pytest.param("glm4_moe", marks=pytest.mark.slow),  # that of deepseek_v3 without latents
-        pytest.param("glm4_moe_lite", marks=pytest.mark.slow),  # latents and the layer of glm4_moe
+        pytest.param("glm4_moe", marks=pytest.mark.slow),  # deepseek_v3's without latents
+        pytest.param("glm4_moe_lite", marks=pytest.mark.slow),  # latents and glm4_moe's layer
         "qwen3_next",
-        pytest.param("qwen3_5_text", marks=pytest.mark.slow),  # that of qwen3_next without experts
+        pytest.param("qwen3_5_text", marks=pytest.mark.slow),  # qwen3_next's without experts
         pytest.param("qwen3_5_moe", marks=pytest.mark.slow),  # a text tower
     ],
 )

@@ -26,7 +26,7 @@ def model(tmp_path_factory):
         ("fp8", ParallelDims(tensor=2)),
         ("int8", ParallelDims(tensor=2, pipeline=2)),
         pytest.param("int8", ParallelDims(), marks=slow),
-        pytest.param("fp8", ParallelDims(tensor=8), marks=slow),  # half a block, and few have keys
+        pytest.param("fp8", ParallelDims(tensor=8), marks=slow),  # half a block each; few have keys
         pytest.param("fp8_channel", ParallelDims(tensor=2, data=2), marks=slow),
     ],
     ids=lambda each: each if isinstance(each, str) else layout_name(each),

@@ -110,7 +110,7 @@ def test_sandbox_kills_a_late_program(program):
 
 
 def left_behind():
-    """Processes that run a program, of which those that were killed need a moment to end."""
+    """Processes that run a program; killed ones need a moment to end."""
 
     def found():
         commands = [each.info["cmdline"] or () for each in psutil.process_iter(["cmdline"])]
@@ -132,7 +132,7 @@ def left_behind():
     ],
 )
 def test_sandbox_gives_files_of_its_own(program, printed):
-    """The last of the four files is the folder that is listed."""
+    """The last of the four files is the listed folder itself."""
     outcome = run(program, "input")
     assert (outcome.stdout, outcome.exit_code) == (printed, 0)
 
