@@ -1,4 +1,4 @@
-"""Whole runs whose completions are dialogues, or in part, with a real engine."""
+"""Whole runs with dialogues, alone or among other completions, on a real engine."""
 
 import signal
 from pathlib import Path
@@ -76,7 +76,7 @@ def arguments(tied_model: Path, tmp_path_factory) -> list[str]:
 
 @pytest.fixture
 def game(arguments: list[str]) -> list[str]:
-    """Arguments of a run whose completions are all dialogues with the environment."""
+    """Arguments of a run with dialogues only."""
     model, folder = arguments[0], Path(arguments[0].partition("=")[2]).parent
     return [
         model,

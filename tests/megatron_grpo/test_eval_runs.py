@@ -183,7 +183,7 @@ def evaluate(*arguments: str, timeout: float = 300) -> Finished:
 
 @pytest.fixture(scope="module")
 def arguments(runs: Runs) -> list[str]:
-    """Arguments of an evaluation: those of the runs, without their engine."""
+    """Arguments of the runs, without their engine."""
     return [*runs.arguments[:2], *SAMPLING]
 
 

@@ -1,4 +1,4 @@
-"""Whole runs whose weights are pushed while completions are in progress."""
+"""Whole runs that push weights while completions are in progress."""
 
 import random
 import signal

@@ -1,4 +1,4 @@
-"""Whole runs whose training state leaves its device while the engine generates."""
+"""Whole runs whose state leaves the device while the engine generates."""
 
 import gc
 import signal

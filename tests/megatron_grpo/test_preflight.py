@@ -1,4 +1,4 @@
-"""Checks before any rank starts: what they let pass, and the words in which they refuse."""
+"""Checks before any rank starts: what passes, and the text of refusals."""
 
 import http.server
 import json

@@ -30,7 +30,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "epsilon_high": 0.04,
         "importance_sampling_level": "sequence",
         "use_bias_correction_kl": True,
-        # The first tokens of a prompt's completions have equal entropies: no threshold is there.
+        # The first tokens of a prompt's completions have equal entropies: no threshold lies there.
         "top_entropy_quantile": 0.4,
         "entropy_coef": 0.3,
     },
@@ -57,7 +57,7 @@ CASES = [
     pytest.param("qwen3", ParallelDims(tensor=2, pipeline=2), marks=pytest.mark.slow),
     ("qwen3_moe", ParallelDims()),
     ("qwen3_moe", ParallelDims(expert=2, data=2)),
-    # Latents: heads of values have another size than those of queries and keys.
+    # Latents: values have another head size than queries and keys.
     ("deepseek_v3", ParallelDims(tensor=2)),
     ("deepseek_v3", ParallelDims(context=2)),
     # Windows shorter than a prompt, which layers see the end of, and two RoPEs.

@@ -100,10 +100,10 @@ def cases(tmp_path_factory: Any) -> dict[str, Case]:
 
 
 def _every_second(names: Iterable[str], parity: int) -> list[Run]:
-    """Each recipe at one of the budgets, at both over parities 0 and 1.
+    """Each recipe at one of the budgets; over the parities 0 and 1 at both.
 
     Layouts differ in parity. So every recipe meets every layout, every layout both budgets, and
-    every recipe both budgets at layouts that split samples over ranks and at those that do not.
+    every recipe both budgets, at layouts that split samples over ranks and at others.
     """
     return [(name, BUDGETS[(number + parity) % 2]) for number, name in enumerate(names)]
 

@@ -1,4 +1,4 @@
-"""Agents with real clients at a real engine: what is trained on is what was sampled."""
+"""Agents with real clients at a real engine: the sampled tokens are those that are trained on."""
 
 import json
 import math

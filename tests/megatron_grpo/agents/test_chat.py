@@ -1,4 +1,4 @@
-"""Messages of agents against the templates of real families: what was sampled keeps its tokens."""
+"""Messages of agents in real families' templates: sampled turns keep their tokens."""
 
 import json
 from dataclasses import replace

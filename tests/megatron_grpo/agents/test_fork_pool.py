@@ -1,4 +1,4 @@
-"""Environments in real processes: many at once, and the handling of those that fail."""
+"""Environments in real processes: many at once, and failing ones."""
 
 import os
 import signal

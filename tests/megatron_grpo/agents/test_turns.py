@@ -1,4 +1,4 @@
-"""Observations as tokens: what follows a turn equals what the chat template would write."""
+"""Observations as tokens: they continue a turn as the chat template would write it."""
 
 import pytest
 

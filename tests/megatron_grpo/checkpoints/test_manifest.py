@@ -1,4 +1,4 @@
-"""A file that differs from what was written is found and named."""
+"""Files that differ from their manifest are found and named."""
 
 import hashlib
 import json

@@ -1,6 +1,6 @@
 """The shipped configs of large runs: each must fit its model, its GPUs and its own numbers.
 
-`test_golden_plans.py` has what the planner says of them.
+`test_golden_plans.py` has their plans.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which layers `lora` names, and what it refuses."""
+"""The layers that `lora` names, and refusals."""
 
 import pytest
 

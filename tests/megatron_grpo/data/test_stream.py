@@ -50,7 +50,7 @@ THREE_TO_ONE = [WeightedPath(path="many", weight=6), WeightedPath(path="few", we
 
 
 def mixed(many: int, few: int, batch_size: int, *, shuffle: bool = True, **options) -> PromptStream:
-    """Prompts 0, 1, ... of the first path, and then those of the second."""
+    """Prompts 0, 1, ... of the first path, then those of the second."""
     found = [replace(p, path=int(p.index >= many)) for p in prompts(many + few)]
     options = {"seed": 1, "paths": THREE_TO_ONE, **options}
     return PromptStream(found, batch_size, shuffle=shuffle, **options)

@@ -1,4 +1,4 @@
-"""Packages: what is missing is named with the command that installs it."""
+"""Packages: a missing one is named with the command that installs it."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""How groups turn the answers of engines into samples, and what they keep of them."""
+"""Groups turn the answers of engines into samples."""
 
 import asyncio
 import io

@@ -1,7 +1,7 @@
 """Engines that die, hang or come back while a trainer continues: with real servers.
 
-The reference engine samples the same whichever engine serves a prompt: a generation that was
-disturbed must equal, sample for sample, one that was not.
+The reference engine samples a prompt alike on every engine: a disturbed generation must equal an
+undisturbed one, sample for sample.
 """
 
 import math

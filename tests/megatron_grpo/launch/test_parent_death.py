@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them."""
+"""Processes end with the process that started them."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Jobs of published models, of which only the config.json is there."""
+"""Jobs of published models: only their config.json is there."""
 
 from collections.abc import Callable
 from itertools import count

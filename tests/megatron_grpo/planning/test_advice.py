@@ -1,4 +1,4 @@
-"""Advice of a plan is accepted as overrides, and what it says fits does."""
+"""Advice of a plan is accepted as overrides, and fits where it says so."""
 
 import re
 import shlex

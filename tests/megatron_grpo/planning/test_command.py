@@ -242,7 +242,7 @@ def test_plan_of_a_state_on_the_hosts_while_engines_are_awake(printed, capsys):
     names = ["log-probabilities", "train", "push", "generate"]
     assert [line.split()[0] for line in phases[:4]] == names
     assert phases[3].endswith("weights, optimizer on the host; gradients freed")
-    # 14 bytes per parameter of the outer stages, of which four data ranks share 12; at 64 GB/s.
+    # 14 bytes per parameter of the outer stages, 12 of them over four data ranks; at 64 GB/s.
     leaving, back = "to the host 22.7 GB 0.35 s 0.14 s the push", "back 22.7 GB 0.35 s 0.21 s"
     assert " ".join(phases[6].split()) == leaving
     assert " ".join(phases[7].split()).startswith(back)

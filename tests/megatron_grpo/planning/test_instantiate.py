@@ -139,8 +139,8 @@ def test_build_ranks_with_the_bytes_of_real_ones_and_of_the_plan(elsewhere, tmp_
 LINEAR, ATTENDING = "linear_attention", "full_attention"
 LAYER_TYPES = [LINEAR, ATTENDING, LINEAR, LINEAR] * 2
 IN_BUCKETS = [
-    # Numbers of ranks that do not divide the parameters, so that the ends of buckets are padded. An
-    # embedding tied over two stages, of which the second does not divide its gradients.
+    # Numbers of ranks that do not divide the parameters, so that buckets are padded at their ends.
+    # An embedding tied over two stages: on the second they do not divide the gradients, either.
     ("SmolLM2-135M", {}, {"data": 7, "pipeline": 2}),
     # Larger buckets for more data ranks; context ranks do not count.
     ("SmolLM2-135M", {}, {"data": 61, "context": 2}),

@@ -166,7 +166,7 @@ def test_stage_flops_recompute_the_first_layers_of_each_chunk(flops, traffic, jo
 @pytest.mark.parametrize(
     ("name", "pipeline", "last", "stage", "layers", "has_head"),
     [
-        ("Llama-3.3-70B", 8, None, -1, 10, True),  # as many layers as the others, and the head
+        ("Llama-3.3-70B", 8, None, -1, 10, True),  # as many layers, and the head
         ("Llama-3.3-70B", 8, 9, 1, 11, False),
         ("Llama-3.1-405B", 16, None, 1, 8, False),  # one layer more than the last stage
     ],
@@ -289,8 +289,8 @@ def test_links_of_a_mixture_by_hand(expert, expert_tensor, traffic, job_of):
     # 16 sequences over 4 copies; a row has 2048 elements of 2 bytes.
     rows = 16 * 1024 / 4 * 2048 * 2 * 48
     assert links["tensor"] == pytest.approx(3 / 4 * rows * 5)  # around the attention alone
-    # A quarter of them, to 8 experts each and back, and so the gradients; and what has arrived, to
-    # the other ranks of its expert.
+    # A quarter of the rows goes to 8 experts each and back, and so do gradients; what has arrived
+    # goes to the other ranks of its expert.
     arriving = rows / 4 * 8
     dispatched = arriving * (expert - 1) / expert + arriving * (expert_tensor - 1)
     assert links["expert"] == pytest.approx(4 * dispatched)

@@ -42,7 +42,7 @@ STEPS = [
 
 
 def is_whole(policy: Policy) -> bool:
-    """Whether this rank has all new weights, and not only its shard of them."""
+    """Whether this rank has all new weights, not only its shard."""
     names = {name: values.detach().clone() for name, values in own_weights(policy).items()}
     return all(torch.equal(names[name], values) for name, values in policy.parameters().items())
 

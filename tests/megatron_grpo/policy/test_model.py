@@ -208,7 +208,7 @@ def rows(
 WIDE = "tp4"  # more ranks than key-value heads
 UNEVEN = "pp2 last1"
 ALL = "tp2 pp2 vpp2 cp2"
-EXPERTS = "tp2 etp1 ep2"  # twice as many copies of experts as of the rest
+EXPERTS = "tp2 etp1 ep2"  # twice as many copies of experts as of other parameters
 CONTEXT = "cp2 ep2"
 CHUNKS = "pp2 vpp2 dp2 ep2"
 SPLIT = "tp2 dp2 ep2"  # tensor ranks split experts
@@ -271,7 +271,7 @@ MOST = [
     *exact(TOWERS, TEXT),
     *exact(VISION, IMAGES),
     *exact(VISION, TRAINED),
-    # Layers of the others are split as those of these.
+    # In other models layers are split as in these.
     *rows(["olmo2", "qwen3_5_text"], [WIDE]),
     *rows(["llama", "gemma3_text", "mistral", "qwen2", "olmo3", "qwen3"], [UNEVEN]),
     *rows(["qwen3_5_text"], [UNEVEN]),
@@ -298,7 +298,7 @@ MOST = [
     *rows(["llama"], ["pp2 dp2 last1", ALL], *FULL, kind=ADAPTED),
     Row("phi3", "tp2", kind=ADAPTED),  # one adapter of queries, keys and values together
     Row("qwen3_moe", "dp2 ep2", kind=ADAPTED),
-    # Latents; indexers, which have no adapter; biases, beside which adapters are.
+    # Latents; indexers, which have no adapter; biases next to adapters.
     *rows(["deepseek_v3", "deepseek_v32", "gpt_oss"], [EXPERTS], kind=ADAPTED),
     Row("qwen3_5_text", "tp2 cp2", kind=ADAPTED),  # linear attention
     *with_mtp([name for name in WITH_MTP if name != "qwen3_5_text"], EXPERTS),

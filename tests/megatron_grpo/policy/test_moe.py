@@ -1,6 +1,6 @@
-"""Mixtures of experts: losses of routers, what is not trained, and checkpoints of all layers.
+"""Mixtures of experts: losses of routers, untrained parameters, and checkpoints of all layers.
 
-Their log-probabilities and gradients are rows of test_model.py.
+Rows of test_model.py have log-probabilities and gradients.
 """
 
 from dataclasses import dataclass, field, replace

@@ -1,5 +1,5 @@
-"""Quantised policies: each worker of an engine gets its scales once; exports; and training that
-rounds, whose numbers are rows of test_model.py."""
+"""Quantised policies: each worker of an engine gets its scales once; exports; and resumption of
+rounding training. Rows of test_model.py have its numbers."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Training state that leaves its device while engines use it: what is where, and that it is back.
+"""Training state leaves its device while engines use it, and comes back.
 
-On CPUs what leaves is freed and restored as on a GPU. tests/gpu has the memory of one.
+On CPUs state that leaves is freed and restored as on a GPU; tests/gpu measures a GPU's memory.
 """
 
 from collections.abc import Iterable

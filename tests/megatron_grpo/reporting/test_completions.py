@@ -69,7 +69,7 @@ def test_completion_rows_have_null_for_what_is_unknown(tokenizer: Any) -> None:
         "logprob_gap": 0.01,
         "finish_reason": "stop",
         "policy_version": 6,
-        # The prompt is there as it was sent, and long values are cut.
+        # The prompt is as it was sent, and long values are cut.
         "columns": {
             "answer": "12",
             "tests": "x" * 2000 + "…",

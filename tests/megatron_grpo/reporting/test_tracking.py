@@ -78,7 +78,7 @@ def test_records_after_a_step_are_dropped_from_the_end(kept: str, tmp_path: Path
 
 
 def evaluate(tracking: Tracking, step: int, value: float) -> None:
-    """Record an evaluation, as before the first step or for one that an ended run lacks."""
+    """Record an evaluation: before the first step, or late, for a run that ended without it."""
     tracking.log_evaluated(step, [{"completion": "12", "reward": value}] * 2)
     tracking.amend(step, {"eval/pass@1": value})
 

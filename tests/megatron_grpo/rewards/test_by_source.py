@@ -1,5 +1,5 @@
-"""Samples of several sources in one generation, each scored by its own functions, and reference
-answers that these cannot read."""
+"""Samples of several sources in one generation, each scored by its source's functions, and
+reference answers that functions cannot read."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""Groups whose rewards are all equal, and what is counted of groups."""
+"""Groups of equal rewards, and metrics of groups."""
 
 from math import nan
 

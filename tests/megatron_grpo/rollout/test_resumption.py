@@ -1,10 +1,10 @@
-"""A run that is killed with updates in flight and resumed: the run that was not killed, to the bit,
+"""A run that is killed with updates in flight and resumed equals the undisturbed run, to the bit,
 if engines answer the same.
 
-What a real engine has sampled when it is paused depends on time; here a test says how much. There
-are no ranks: the weights after a step are the digest of those before it and of all that it trains
-on, and tokens and log-probabilities are functions of weights, seed and position. So one bit that
-differs changes all tokens after it.
+Where a real engine pauses depends on time; here a test decides. There are no ranks: the weights
+after a step are a digest of the weights before it and of all that it trains on, and tokens and
+log-probabilities are functions of weights, seed and position. So one bit that differs changes all
+tokens after it.
 """
 
 import asyncio

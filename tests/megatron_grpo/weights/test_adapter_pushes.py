@@ -1,4 +1,4 @@
-"""A push of adapters puts every bit where vLLM itself would put an adapter that PEFT has saved."""
+"""A push of adapters writes every bit where vLLM would load an adapter saved by PEFT."""
 
 from math import prod
 from typing import Any
@@ -49,7 +49,7 @@ def test_each_of_five_pushes_leaves_what_vllm_loads_from_the_folder(tmp_path, en
     case = Case(base, EngineDims(tensor=size), R3)
     ranks = run_ranks(dims.world_size, push_adapters, dims, case, workers, tmp_path, timeout=600)
     tensors = peft_tensors(LoraConfig(r=3), read_shape(base))
-    # Workers share what is split, and each has all of what is not.
+    # Workers share split tensors, and each has all others.
     least = 2 * sum(map(prod, tensors.values()))
     assert len(ranks[0]) == PUSHES
     for number, held in enumerate(ranks[0], 1):

@@ -1,4 +1,4 @@
-"""A push from real ranks into real workers puts every bit where vLLM itself would.
+"""A push from real ranks into real workers writes every bit where vLLM itself would.
 
 Ranks of Megatron-Core at every kind of layout push into a chain of two vLLM engines. Each worker of
 both must hold what vLLM loads from the exported folder of the same weights into a worker of its
@@ -123,7 +123,7 @@ def test_every_worker_holds_what_vllm_would_have_loaded(tmp_path, engines, other
         # Stands for qwen3_moe (its attention is qwen3's) and deepseek_v3, of which it has all; and
         # engines fuse two matrices of its indexers.
         "deepseek_v32",
-        "qwen3_next",  # linear attention, whose rows engines have in another order
+        "qwen3_next",  # linear attention: engines order its rows differently
         "nemotron_h",  # the same, and one parameter has another value
     ],
 )

@@ -44,7 +44,7 @@ def test_a_push_after_a_step_leaves_what_vllm_loads_from_the_export(
 def check(engines, share):
     assert len(engines) == NUM_ENGINES
     for worker in (worker for workers in engines for worker in workers):
-        # Routers in float32 are those of the folder, which no rank has rounded yet.
+        # Routers in float32 are the folder's: no rank has rounded them yet.
         assert not [name for name in worker.loaded if not name.endswith(".gate.weight")]
         assert not worker.differing
         assert 0.5 < worker.share < share

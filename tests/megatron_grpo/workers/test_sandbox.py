@@ -1,4 +1,4 @@
-"""What programs in the sandbox can do, and what they cannot."""
+"""What programs can do in the sandbox, and what they cannot."""
 
 import asyncio
 import os
