@@ -161,7 +161,7 @@ def test_async_engines_keep_weights_inside_a_generation(cut):
     assert [r["rollout/staleness_mean"] for r in records] == [0, 0, 1, 1, 1, 1]
 
 
-def test_async_engines_are_at_one_thing_only(cut):
+def test_async_engines_generate_neither_in_pushes_nor_in_evaluations(cut):
     found = read_timeline(cut)
     assert_alone(found)
     pushes = {e["args"]["step"] for e in found if e["name"] == "push"}
@@ -243,7 +243,7 @@ def test_async_run_preempted_gives_up_what_it_generates(async_runs):
 
 
 @pytest.mark.slow
-def test_rewards_that_fail_beside_the_training_lose_no_step(async_runs):
+def test_rewards_that_fail_during_the_training_lose_no_step(async_runs):
     run_dir, fail = async_runs.folder / "failed", async_runs.folder / "fail"
     with async_runs.start("failed", *ASYNC) as job:
         job.wait_for(lambda: len(steps_of(run_dir)) == 2, 60)
@@ -271,7 +271,7 @@ DIES = InCall(kill_an_engine, 0, "megatron_grpo.rollout.runner", "features_of", 
 
 
 @pytest.mark.slow
-def test_engine_that_dies_beside_the_training_comes_back(async_runs, whole):
+def test_engine_that_dies_during_the_training_comes_back(async_runs, whole):
     """The thread that requests its restart ends, and must not take it along."""
     own = OWN, "rollout.num_engines=2"
     ended = async_runs.finish("dies", *ASYNC, *own, engine=None, sabotage=DIES)

@@ -116,7 +116,7 @@ def test_evaluation_is_in_the_record_of_its_step(evaluated):
 
 
 @pytest.mark.slow
-def test_run_told_to_end_in_an_evaluation_makes_it_later(runs, evaluated, tmp_path):
+def test_run_stopped_in_an_evaluation_makes_it_later(runs, evaluated, tmp_path):
     """The evaluation of step 2: metrics.jsonl has it once, in the record of step 2."""
     run_dir = tmp_path / "run"
     # Each of the two before takes 3 rounds of generating and scoring, and is logged.
@@ -136,7 +136,7 @@ def test_run_told_to_end_in_an_evaluation_makes_it_later(runs, evaluated, tmp_pa
 
 @pytest.mark.long
 @pytest.mark.parametrize(("interval", "num_steps", "step", "code"), [(1, 1, 1, 0), (3, 6, 3, 75)])
-def test_run_that_makes_an_evaluation_never_says_so(
+def test_run_names_an_evaluation_that_it_never_makes(
     runs, tmp_path, interval, num_steps, step, code
 ):
     """After the last step, or amid a generation, whose other step is then trained and saved."""
@@ -188,7 +188,7 @@ def arguments(runs: Runs) -> list[str]:
 
 
 @pytest.mark.slow
-def test_eval_command_gets_what_the_last_evaluation_got(evaluated, arguments, tmp_path):
+def test_eval_command_equals_the_last_evaluation(evaluated, arguments, tmp_path):
     """The same numbers by vLLM with weights that it has loaded, not received by a push."""
     ended = evaluate(
         *arguments, f"model.path={evaluated / 'hf'}", f"train.run_dir={tmp_path / 'run'}"
@@ -213,9 +213,7 @@ def check_last(evaluated: Path, found: dict[str, Any], out: Path) -> None:
 
 
 @pytest.mark.slow
-def test_evaluation_of_a_dead_engine_is_started_again_and_asked(
-    evaluated, arguments, tmp_path, capfd
-):
+def test_evaluation_starts_a_dead_engine_again(evaluated, arguments, tmp_path, capfd):
     cfg = load_config(TINY_CONFIG, [*arguments, f"model.path={evaluated / 'hf'}"])
     with closing(FolderEvaluation(cfg, tmp_path)) as evaluation:
         engine = evaluation.servers.processes[evaluation.servers.base_urls[0]]

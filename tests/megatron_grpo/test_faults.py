@@ -111,8 +111,8 @@ def test_a_rank_that_ends_is_named_and_the_job_gone(sabotage, cause, runs, undis
         ended = job.end(DEATH_SECONDS)
     assert all(code != 0 for rank, code in enumerate(ended.exit_codes) if rank != sabotage.rank)
     assert ended.survivors == []
-    told = [output for output in ended.outputs if cause in output]
-    assert told, ended.output
+    reports = [output for output in ended.outputs if cause in output]
+    assert reports, ended.output
     if sabotage.rank != 0:  # rank 0 has the terminal: it reports, and once
         assert ended.outputs[0].count("megatron-grpo: ") == 1, ended.outputs[0]
     assert_resumes(runs, tmp_path / "run", undisturbed)

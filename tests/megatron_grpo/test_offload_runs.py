@@ -50,8 +50,8 @@ def test_run_killed_while_its_state_moves_goes_on(runs, undisturbed, tmp_path, m
     with runs.start(run_dir, SLEEPS, *ALL_LEAVES, sabotage=sabotage) as job:
         ended = job.end(90)
     assert ended.exit_codes[1] == -signal.SIGKILL and ended.survivors == []
-    told = ended.outputs[1].partition("gone: ")[2].partition("\n")[0]
-    assert told == gone
+    parts = ended.outputs[1].partition("gone: ")[2].partition("\n")[0]
+    assert parts == gone
     assert (run_dir / "checkpoints" / "LATEST").read_text() == f"{newest}\n"
     less = LESS.get(move, "optimizer")
     runs.finish(run_dir, SLEEPS, f"train.offload={less}")

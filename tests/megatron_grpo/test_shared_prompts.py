@@ -144,7 +144,7 @@ def branched(sample: Sample) -> Sample:
     ],
     ids=str,
 )
-def test_what_branches_share_is_computed_once_without_a_change(
+def test_shared_parts_of_branches_are_computed_once_without_a_change(
     cases: dict[str, Case], family: str, dims: ParallelDims
 ) -> None:
     case = cases[family]

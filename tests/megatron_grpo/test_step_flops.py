@@ -10,7 +10,7 @@ from helpers.ranks.processes import CONTEXT
 
 
 @pytest.mark.slow
-def test_what_is_executed_is_what_every_sequence_needs_by_itself(tmp_path: Path) -> None:
+def test_a_step_executes_the_flops_that_its_sequences_need(tmp_path: Path) -> None:
     """The same gradient without extra passes, padding or heads, up to 2%."""
     folders = [tmp_path / side for side in ("ours", "limit")]
     found = []

@@ -42,7 +42,7 @@ def full_run(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     return run_dir
 
 
-def test_run_directory_holds_what_is_promised(full_run):
+def test_run_directory_holds_the_documented_files(full_run):
     for name in ("config.yaml", "completions.jsonl", "curves.png", "logs", "checkpoints/LATEST"):
         assert (full_run / name).exists(), name
     first, *others = read_metrics(full_run)

@@ -124,7 +124,7 @@ def test_loss_and_every_gradient_equal_the_float64_oracle(
     assert_logged(ranks, case)
 
 
-def test_so_they_do_where_every_tensor_rank_has_all_tokens(cases: dict[str, Case]) -> None:
+def test_oracle_is_met_where_tensor_ranks_have_all_tokens(cases: dict[str, Case]) -> None:
     case, dims = cases["qwen3 untied"], ParallelDims(tensor=2, context=2)
     runs = [("grpo", BUDGETS[0]), ("dapo", BUDGETS[1])]
     ranks = on_ranks(case, dims, case.experience(), runs, "parallel.sequence_parallel=false")
@@ -145,7 +145,7 @@ def test_so_they_do_where_every_tensor_rank_has_all_tokens(cases: dict[str, Case
     ],
     ids=case_name,
 )
-def test_so_they_do_where_fewer_ranks_split_shorter_sequences(
+def test_oracle_is_met_where_fewer_ranks_split_short_sequences(
     cases: dict[str, Case], dims: ParallelDims, step: int
 ) -> None:
     case = cases["llama tied"]
@@ -201,7 +201,7 @@ def stale_gaps(
     return gaps
 
 
-def test_where_the_engine_stands_for_the_old_policy_no_sample_is_called_stale(
+def test_no_sample_is_stale_where_the_engine_stands_for_the_old_policy(
     cases: dict[str, Case],
 ) -> None:
     case = cases["llama tied"]
@@ -222,7 +222,7 @@ def two_steps(rank: int, train: TrainConfig) -> list[str]:
     return [phase for phase in phases if phase]
 
 
-def test_a_step_is_profiled_on_the_ranks_asked_for_and_files_may_take_their_time(
+def test_a_step_is_profiled_on_the_configured_ranks_and_files_may_take_time(
     tmp_path: Path,
 ) -> None:
     train = TrainConfig(run_dir=tmp_path, num_steps=2, profile_steps=[2], profile_ranks=[1])

@@ -82,12 +82,12 @@ def check_exact(samples, made, model):
     """Assert that each sampled token is trained on once, in the context that the engine had."""
     for number, sample in enumerate(samples):
         record = made.record[number]
-        told = [
+        recorded = [
             ((*asked, *ids[: i + 1]), round(logprobs[i], 5))
             for asked, ids, logprobs in record
             for i in range(len(ids))
         ]
-        assert Counter(trained_on(sample)) == Counter(told)
+        assert Counter(trained_on(sample)) == Counter(recorded)
         assert sum(count for _, count in sample.spans) == len(sample.completion_ids)
         assert len(sample.step_rewards) == len(record)
         for each in as_plain(sample):
@@ -104,7 +104,7 @@ def check_exact(samples, made, model):
         ("complete", 3, None, 1.0, {""}),
     ],
 )
-def test_agents_have_every_sampled_token_trained_on_once(
+def test_every_sampled_token_of_agents_is_trained_on_once(
     engine, tied_model, tmp_path, function, num_turns, num_sequences, reward, roles
 ):
     with running_agents(engine, tied_model, tmp_path, function=function) as agents:
@@ -135,7 +135,7 @@ def test_agents_have_every_sampled_token_trained_on_once(
         ("hang", {"timeout": 8}, "no answer after 8 s (agent.timeout): killed"),
     ],
 )
-def test_agents_mask_one_that_fails_and_leave_nothing(
+def test_agents_mask_a_failed_one_and_leave_no_process(
     engine, tied_model, tmp_path, function, settings, failure
 ):
     with running_agents(engine, tied_model, tmp_path, function=function, **settings) as agents:
@@ -192,8 +192,8 @@ def test_endpoint_gives_all_clients_the_same_turns(engine, tied_model, tmp_path)
     assert len(record) == 4
     for (before, ids, _), (after, _, _) in pairwise(record[:3]):
         assert after[: len(before) + len(ids)] == [*before, *ids]
-    told = sorted(told for _, _, told in record[2:])
-    assert told == sorted(logprobs.values())
+    recorded = sorted(logprob for _, _, logprob in record[2:])
+    assert recorded == sorted(logprobs.values())
     session = made.sessions[0]
     assert [len(branch.ends) for branch in session.tree.branches] == [3, 1]
 
@@ -293,13 +293,13 @@ def test_parse_finds_calls_by_the_engines_parser(engine, tied_model, tmp_path):
             message_of("I add.", asked | {"tools": [{"type": "function", "function": {}}]})
     assert plain == {"role": "assistant", "content": "I cannot."}
     assert empty == {"role": "assistant", "content": ""}
-    told = [each["tool_calls"][0]["function"]["arguments"] for each in broken]
-    assert [*map(json.loads, told)] == [[1, 2], {"a": "?"}]
+    arguments = [each["tool_calls"][0]["function"]["arguments"] for each in broken]
+    assert [*map(json.loads, arguments)] == [[1, 2], {"a": "?"}]
     assert (found["role"], found["content"].strip()) == ("assistant", "I add.")
-    [told] = found["tool_calls"]
-    assert (told["type"], told["function"]["name"]) == ("function", "add")
-    assert json.loads(told["function"]["arguments"]) == {"a": 1, "b": 2}
-    assert told["id"]
+    [parsed] = found["tool_calls"]
+    assert (parsed["type"], parsed["function"]["name"]) == ("function", "add")
+    assert json.loads(parsed["function"]["arguments"]) == {"a": 1, "b": 2}
+    assert parsed["id"]
 
 
 def test_pushes_in_flight_cut_turns_of_agents(engine, tied_model, other_model, tmp_path):
@@ -324,14 +324,14 @@ def test_pushes_in_flight_cut_turns_of_agents(engine, tied_model, other_model, t
     assert made.failures == []
     assert max(len(sample.spans) for sample in samples) > 1
     for sample in samples:
-        told = torch.tensor(sample.logprobs)
+        logprobs = torch.tensor(sample.logprobs)
         wanted = {
             version: reference_logprobs(folder, sample) for version, folder in weights.items()
         }
         versions = [version for version, count in sample.spans for _ in range(count)]
-        assert (len(versions), sample.num_sampled) == (len(told), 240)
+        assert (len(versions), sample.num_sampled) == (len(logprobs), 240)
         for i, (version, is_sampled) in enumerate(zip(versions, sample.loss_mask, strict=True)):
-            assert not is_sampled or abs(told[i] - wanted[version][i]) < 1e-3
+            assert not is_sampled or abs(logprobs[i] - wanted[version][i]) < 1e-3
 
 
 def test_endpoint_drops_a_turn_that_nobody_waits_for(engine, tied_model, tmp_path):
@@ -358,7 +358,7 @@ class Ending(Session):
     is_over = False
 
 
-def test_session_that_is_over_has_its_reward():
+def test_session_has_its_reward_before_it_is_over():
     cfg = AgentConfig(command="unused", weight=1)
     group = SimpleNamespace(prompt=random_prompts(1)[0], params=sampling_params())
     session = Ending(group, 0, None, None, cfg, 9)

@@ -65,7 +65,7 @@ def turn_after(template, history, message, text):
 
 @pytest.mark.parametrize("family", CALLS)
 @pytest.mark.parametrize("arguments", [*GOOD, *BROKEN], ids=lambda text: text[:12])
-def test_find_goes_on_from_a_call_whatever_its_arguments_are(family, arguments):
+def test_find_continues_a_call_with_any_arguments(family, arguments):
     template = template_of(CALLS[family])
     message = call_of(arguments)
     turn = turn_after(template, ASKED, message, f"<call>add {arguments}")
@@ -115,7 +115,7 @@ def test_messages_of_a_call_without_arguments_have_an_object_without_fields(give
 
 
 @pytest.mark.parametrize("text", ["", " \n"])
-def test_find_goes_on_from_a_turn_without_a_text(text):
+def test_find_continues_a_turn_without_text(text):
     template = template_of(CALLS["hermes"])
     turn = turn_after(template, ASKED, {"role": "assistant", "content": text}, text)
     for content in (text, None, []):

@@ -193,7 +193,7 @@ def test_push_waits_for_no_environment(live_engine, tied_model, other_model, tmp
 
 
 @pytest.mark.long
-def test_dialogues_are_the_same_next_time(reference, tmp_path):
+def test_dialogues_repeat_to_the_bit(reference, tmp_path):
     prompts = prompts_with(4)
 
     def samples_of(engine, **settings):

@@ -49,10 +49,10 @@ def is_alone(pool) -> bool:
 
 def test_begin_gives_each_instance_its_own_state(tmp_path):
     with environment_pool(tmp_path, "Echo", arguments={"last": 2}) as pool:
-        first, told = begun(pool, first="hello", other=1)
-        assert told == "hello"
-        second, told = begun(pool, prompt="a column")
-        assert told is None
+        first, observation = begun(pool, first="hello", other=1)
+        assert observation == "hello"
+        second, observation = begun(pool, prompt="a column")
+        assert observation is None
         assert first.step("abc").result(SECONDS) == ["1: abc", 3.0, False]
         assert first.step("ąbc\n").result(SECONDS) == ["2: ąbc\n", 4.0, True]
         assert second.step("").result(SECONDS) == ["1: ", 0.0, False]
@@ -93,7 +93,7 @@ def test_begin_seeds_random_numbers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("deed", "told"),
+    ("deed", "error"),
     [
         ("fail", "ZeroDivisionError"),
         ("refuse", r"mine.py\", line \d+, in (.|\n)*ValueError: cannot do this$"),
@@ -108,16 +108,16 @@ def test_begin_seeds_random_numbers(tmp_path):
         ("endless", "2097152 characters: at most 1048576"),
     ],
 )
-def test_step_that_fails_raises_and_others_go_on(odd_pool, deed, told):
+def test_step_that_fails_raises_and_others_go_on(odd_pool, deed, error):
     other, bad = odd(odd_pool, "go_on"), odd(odd_pool, deed)
-    with pytest.raises(InstanceFailed, match=told):
+    with pytest.raises(InstanceFailed, match=error):
         bad.step("x").result(SECONDS)
     assert other.step("x").result(SECONDS) == ["go on", 0.0, False]
     other.end()
     assert is_alone(odd_pool)
 
 
-def test_begin_that_fails_is_told_once(tmp_path, capfd):
+def test_begin_that_fails_is_reported_once(tmp_path, capfd):
     with environment_pool(tmp_path, "Odd") as pool:
         row = {"deed": "fail", "turn": 0}  # 16 at once: some would live to print
         for call in [pool.new_instance().begin("prompt", row, SEED) for _ in range(16)]:
@@ -191,7 +191,7 @@ def test_step_fails_when_the_worker_dies(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "error"),
     [
         ("Missing", "has no class 'Missing'"),
         ("Halved", "has no method step"),
@@ -200,10 +200,10 @@ def test_step_fails_when_the_worker_dies(tmp_path):
         ("Curious", "'colour': 1 of 2 rows have no such column; the first of them has prompt"),
     ],
 )
-def test_wait_ready_refuses_a_class_of_no_use(tmp_path, name, told):
+def test_wait_ready_refuses_an_unusable_class(tmp_path, name, error):
     with (
         environment_pool(tmp_path, name) as pool,
-        pytest.raises(ValueError, match=told),
+        pytest.raises(ValueError, match=error),
     ):
         pool.wait_ready([{"prompt": "a", "colour": "red"}, {"prompt": "b"}])
 

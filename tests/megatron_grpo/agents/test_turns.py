@@ -39,7 +39,7 @@ def turns_of(template: str, *overrides: str, end_tokens: tuple = (EOS_ID,)) -> O
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, LLAMA_3, MISTRAL, QWEN_3])
-def test_a_dialogue_continued_by_tokens_is_the_dialogue_that_the_template_writes(template):
+def test_a_dialogue_continued_by_tokens_equals_the_templates_text(template):
     turns = turns_of(template)
     messages = [{"role": "user", "content": "ask"}]
 
@@ -65,7 +65,7 @@ THINKS = QWEN_3.replace("<think>\n", "{{ '<think>\n\n</think>\n' if not thinks }
 
 
 @pytest.mark.parametrize(
-    ("template", "override", "told"),
+    ("template", "override", "expected"),
     [
         (
             QWEN_3,
@@ -86,21 +86,21 @@ THINKS = QWEN_3.replace("<think>\n", "{{ '<think>\n\n</think>\n' if not thinks }
     ],
     ids=["a tool", "variables", "other variables", "no template"],
 )
-def test_encode_observation_tells_it_as_the_config_has_it(template, override, told):
+def test_encode_observation_follows_role_and_variables_of_the_config(template, override, expected):
     _, text = turns_of(template, override).encode_observation("42", EOS_ID)
-    assert text == told
+    assert text == expected
 
 
 @pytest.mark.parametrize(
-    ("template", "overrides", "told"),
+    ("template", "overrides", "error"),
     [
         (MISTRAL, ["environment.observation_role=tool"], "refuses an observation .*'tool'.*altern"),
         (CHAT_TEMPLATE.replace("<eos>", ""), [], "does not close the model's turn with a token"),
         ("{{ messages[-1].content }}<eos>", [], "does not show each message of a dialogue once"),
     ],
 )
-def test_from_config_refuses_a_template_that_cannot_be_continued(template, overrides, told):
-    with pytest.raises(ValueError, match=told):
+def test_from_config_refuses_a_template_that_cannot_be_continued(template, overrides, error):
+    with pytest.raises(ValueError, match=error):
         turns_of(template, *overrides)
 
 

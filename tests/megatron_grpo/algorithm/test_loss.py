@@ -110,7 +110,7 @@ def test_loss_weights_are_finite_when_nothing_counts(loss_type):
         ("gmpo", "token"),
     ],
 )
-def test_a_ratio_beyond_all_numbers_is_clipped_with_a_gradient_of_zero(loss_type, level):
+def test_an_infinite_ratio_is_clipped_with_a_gradient_of_zero(loss_type, level):
     """An engine may report a token as impossible: 0 times its infinite ratio would be NaN."""
     options = {"loss_type": loss_type, "importance_sampling_level": level}
     for advantage in (1.0, 0.0):
@@ -126,7 +126,7 @@ def test_clip_metrics_at_advantage_zero_report_nothing(loss_type):
 
 
 @pytest.mark.parametrize("delta", [None, 1.5])
-def test_the_clipped_surrogate_is_the_minimum_of_the_paper_and_so_is_its_gradient(delta):
+def test_the_clipped_surrogate_and_its_gradient_are_the_papers_minimum(delta):
     ratio = torch.linspace(0.05, 3, 60, dtype=torch.float64).repeat(3)
     advantages = torch.tensor([-2.0, 0.0, 0.7], dtype=torch.float64).repeat_interleave(60)
     ours, paper = ratio.clone().requires_grad_(), ratio.clone().requires_grad_()
@@ -154,7 +154,7 @@ def test_a_log_ratio_at_a_bound_of_gmpo_is_not_clipped():
 
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
 @pytest.mark.parametrize("loss_type", ["grpo", "cispo", "sapo"])
-def test_what_stands_off_the_mask_has_no_influence(loss_type, level):
+def test_values_outside_the_mask_have_no_influence(loss_type, level):
     nan, inf = float("nan"), float("inf")
     mask = torch.tensor([True, False, False, True])
     logprobs = torch.tensor([-1.0, 0.0, 0.0, -2.0], requires_grad=True)
@@ -200,7 +200,7 @@ def test_all_masked_is_a_zero_loss_with_a_zero_gradient(loss_type):
     assert logprobs.grad.tolist() == [0, 0, 0]
 
 
-def test_the_penalty_has_the_weight_of_the_step_where_it_is_no_longer_the_configs():
+def test_the_penalty_has_the_adapted_beta_of_the_step():
     new, ref, advantages = torch.tensor([[-0.3, -2.0], [-0.7, -1.1], [1.0, 1.0]]).double()
     batch = one_sequence(ref=ref, advantages=advantages, weights=advantages / 2)
     loss = loss_of(new, batch, grpo_config(beta=0.3), beta=0.07)

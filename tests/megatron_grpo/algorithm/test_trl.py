@@ -268,7 +268,7 @@ def assert_equal(case, folder, of_ours_options, of_trl_options, one_rank):
     assert gradient.any()
 
 
-def test_options_that_trl_has_by_the_same_name_have_its_defaults_but_for_one():
+def test_options_with_trls_names_have_its_defaults_but_for_one():
     from trl import GRPOConfig as TRLConfig
 
     theirs = {field.name: field.default for field in fields(TRLConfig)}

@@ -58,7 +58,7 @@ def sequences() -> dict[int, TokenSequence]:
     return numbered_sequences([PLAIN, BRANCHED], [whole_of(PLAIN), whole_of(BRANCHED)])
 
 
-def test_each_branch_is_a_sequence_that_knows_which_other_sampled_the_token_before_it():
+def test_a_branch_knows_the_sequence_that_sampled_the_token_before_it():
     found = {n: (each.tokens.tolist(), each.root) for n, each in sequences().items()}
     assert found == {
         0: ([*PROMPT, *COMPLETION], None),
@@ -77,7 +77,7 @@ def test_a_branch_of_too_many_parts_shares_none(num_parts, root):
     assert numbered_sequences([each], [whole_of(each)])[1].root == root
 
 
-def test_branches_are_in_the_group_of_the_sequence_that_they_branch_off():
+def test_branches_are_in_the_group_of_their_origin():
     """Sequences 0, 1, 3, 5, 7 and 9 have the positions 0 to 5."""
     branched = {2: Branched(1, 4, 2), 3: Branched(2, 5, 1), 4: Branched(1, 3, 1)}
     assert prompt_groups(sequences()) == [
@@ -86,7 +86,7 @@ def test_branches_are_in_the_group_of_the_sequence_that_they_branch_off():
     ]
 
 
-def test_a_branch_has_its_own_part_of_all_values_and_the_routes_of_what_it_read():
+def test_a_branch_has_its_own_values_and_the_routes_of_tokens_that_it_read():
     mask, advantages = torch.arange(10) % 2 == 0, torch.arange(10) / 10
     routes = torch.arange(11).reshape(11, 1, 1)  # none for token 12: the engine has not read it
     whole = whole_of(BRANCHED, advantage=advantages, response_mask=mask, routes=routes, log_row=100)

@@ -94,7 +94,7 @@ def test_rewards_are_clipped_before_they_are_compared():
     assert experience.advantages.tolist() == [1, -1, -1, 1]
 
 
-def test_what_is_packed_has_the_bits_that_torch_makes_of_the_samples():
+def test_packed_values_have_the_bits_of_torchs_tensors():
     logprobs = [tuple(-1 / (3 + i + k) for k in range(length)) for i, length in enumerate(LENGTHS)]
     masks = [tuple(k % 2 == 0 for k in range(length)) for length in LENGTHS]
     given, cfg = samples(logprobs=logprobs, loss_mask=masks), config()
@@ -109,7 +109,7 @@ def test_what_is_packed_has_the_bits_that_torch_makes_of_the_samples():
         assert torch.equal(batch.loss_mask[place], torch.tensor(masks[i]))
 
 
-def test_the_overlong_filter_leaves_out_what_met_the_limit():
+def test_the_overlong_filter_leaves_out_truncated_completions():
     reasons = ["stop", "length", "stop", "length"]
     for option, expected in (("true", [True, False, True, False]), ("false", [True] * 4)):
         cfg = config(f"grpo.overlong_filter={option}")
@@ -166,7 +166,7 @@ def test_the_scores_of_a_process_reward_model_take_the_place_of_its_reward():
     assert found[2] == [0, 0]
 
 
-def test_rewards_that_are_normalized_first_are_then_added_up_by_weight():
+def test_normalized_rewards_are_summed_by_weight():
     cfg = config(
         "reward.functions=[{name: exact, weight: 1.0}, {name: math_answer, weight: 3.0}]",
         "grpo.multi_objective_aggregation=normalize_then_sum",
@@ -181,7 +181,7 @@ def test_rewards_that_are_normalized_first_are_then_added_up_by_weight():
     assert advantages.mean() == pytest.approx(0, abs=1e-12)
 
 
-def test_tokens_take_the_experts_that_the_engine_chose_into_training():
+def test_packed_tokens_have_the_experts_that_the_engine_chose():
     routes = [np.full((1 + length, 2, 3), length, np.uint8) for length in LENGTHS]
     routes[2] = None  # failed before the first request
     experience = experience_of(samples(routes=routes), scores(1, 0, 0, 1), config())
@@ -189,6 +189,6 @@ def test_tokens_take_the_experts_that_the_engine_chose_into_training():
     [batch] = share.pack(Alignment(), share_prompts=False)
     for i, length in enumerate(LENGTHS):
         of_sequence = batch.routed_experts[batch.sequence_index == i]
-        told = torch.full((1 + length, 2, 3), length) if i != 2 else torch.zeros(0, 2, 3)
-        assert torch.equal(of_sequence[: len(told)].long(), told.long())
-        assert all(len(row.unique()) == 3 for row in of_sequence[len(told) :].flatten(0, 1))
+        chosen = torch.full((1 + length, 2, 3), length) if i != 2 else torch.zeros(0, 2, 3)
+        assert torch.equal(of_sequence[: len(chosen)].long(), chosen.long())
+        assert all(len(row.unique()) == 3 for row in of_sequence[len(chosen) :].flatten(0, 1))

@@ -111,7 +111,7 @@ def steps(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> list[
     ],
     ids=lambda value: layout_name(value) if isinstance(value, ParallelDims) else None,
 )
-def test_its_forward_has_the_values_of_a_pass_and_so_the_gradient_bit_for_bit(
+def test_the_first_forward_gives_old_logprobs_and_gradient_of_a_pass_bit_for_bit(
     tmp_path: Path, family: str, dims: ParallelDims, overrides: list[str]
 ) -> None:
     folder = tiny_model(tmp_path, family, num_hidden_layers=4)
@@ -142,7 +142,7 @@ def kept_after_skipped_steps(
 @pytest.mark.parametrize(
     "dims", [ParallelDims(pipeline=2, virtual_pipeline=2), ParallelDims(context=2)], ids=layout_name
 )
-def test_a_skipped_step_leaves_the_values_of_a_pass_and_not_its_own(
+def test_skipped_steps_keep_the_old_logprobs_of_a_good_forward(
     tmp_path: Path, dims: ParallelDims
 ) -> None:
     folder = tiny_model(tmp_path, "llama", num_hidden_layers=4)

@@ -8,7 +8,7 @@ from megatron_grpo.batch.token_values import by_sample
 from megatron_grpo.config.grpo import GRPOConfig
 
 
-def test_a_generation_is_gone_through_in_order_as_often_as_asked_before_the_next():
+def test_all_iterations_of_a_generation_come_before_the_next():
     batches = BatchSchedule(
         num_generations=2, generation_batch_size=12, steps_per_generation=3, num_iterations=2
     )
@@ -85,6 +85,6 @@ def test_groups_are_dealt_whole_where_minibatches_hold_them():
     ("updates", "interval", "due"),
     [(1, 3, [3, 6, 9, 12]), (4, 4, [4, 8, 12]), (4, 3, [4, 8, 12]), (2, 5, [6, 10]), (4, 9, [12])],
 )
-def test_a_save_is_due_when_the_generation_ends_that_reaches_a_multiple(updates, interval, due):
+def test_a_save_is_due_at_the_end_of_a_generation_with_a_multiple(updates, interval, due):
     batches = BatchSchedule(num_generations=2, generation_batch_size=4, num_iterations=updates)
     assert [step for step in range(1, 13) if batches.saves_after(step, interval)] == due

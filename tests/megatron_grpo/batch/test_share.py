@@ -60,9 +60,7 @@ def assert_equal(batch: PackedBatch, expected: PackedBatch) -> None:
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("process", [False, True])
-def test_a_share_that_was_sent_packs_as_its_sequences_do(
-    process: bool, share_prompts: bool
-) -> None:
+def test_a_sent_share_packs_like_its_sequences(process: bool, share_prompts: bool) -> None:
     given = sequences(process=process, has_routes=process)
     microbatches = [[4, 0, 1], [], [2]]
     share = pickle.loads(pickle.dumps(DataParallelShard.of(given, turns(microbatches))))

@@ -207,7 +207,7 @@ def start_from(rank: int, model: Path, runs: Path, sources: list[Path]) -> list[
 
 
 @pytest.mark.long
-def test_init_from_is_a_run_or_checkpoint_to_start_from_at_step_0(saved, model, tmp_path):
+def test_init_from_starts_at_step_0_from_a_run_or_checkpoint(saved, model, tmp_path):
     run, before = saved
     after = run_ranks(4, start_from, model, tmp_path, [run, run / "checkpoints" / "step_2"])
     for rank, theirs in zip(after, before, strict=True):
@@ -286,7 +286,7 @@ def load_by_megatron(policy: Policy, model: Path, run: Path) -> list[str]:
     return [name for name, values in ours.items() if not torch.equal(values, theirs[name])]
 
 
-def test_load_has_the_values_of_megatron_cores(two):
+def test_load_gives_the_values_of_megatron_cores_loader(two):
     assert [rank["by megatron"] for rank in two[2]] == [[], []]
 
 
@@ -296,7 +296,7 @@ def load_state(rank: int, model: Path, run: Path) -> list[torch.Tensor]:
     return state_of(policy)
 
 
-def test_save_explains_itself_and_has_no_secret(saved):
+def test_save_records_layout_and_versions_and_no_secret(saved):
     folder = saved[0] / "checkpoints" / "step_2"
     record = json.loads((folder / "trainer.json").read_text())
     assert record["layout"]["tensor"] == record["layout"]["pipeline"] == 2
@@ -326,7 +326,7 @@ def save_four_and_keep_three(policy: Policy, model: Path, run: Path) -> list[int
     return lengths
 
 
-def test_save_keeps_as_many_as_the_config_says_with_one_index(two):
+def test_save_keeps_the_configured_number_with_one_index(two):
     folder = two[0] / "indexes" / "checkpoints"
     assert {path.name for path in folder.iterdir()} == {"step_2", "step_3", "step_4", "LATEST"}
     lengths = [rank["indexes"] for rank in two[2]]
@@ -382,7 +382,7 @@ def test_save_names_what_is_not_finite(four, place):
     assert list((runs / place).rglob("step_*")) == []
 
 
-def test_save_onto_a_disk_that_fills_up_leaves_the_one_before(four):
+def test_save_onto_a_disk_that_fills_up_leaves_the_checkpoint_before(four):
     runs, messages = four[0], [said[FULL_DISK] for said in four[3]]
     assert "cannot be written" in messages[2] and ".distcp" in messages[2]
     assert messages[0] == f"rank 2: {messages[2]}"
@@ -395,7 +395,7 @@ def test_save_without_room_writes_nothing(four):
     assert list((runs / NO_ROOM).rglob("step_*")) == []
 
 
-def test_save_tells_all_ranks_that_rank_0_could_not_publish(four):
+def test_save_fails_on_all_ranks_if_rank_0_cannot_publish(four):
     first, *others = (said[NOT_PUBLISHED] for said in four[3])
     assert "step_1.partial cannot be written: [Errno 1]" in first
     assert others == [f"rank 0: {first}"] * 3
@@ -426,7 +426,7 @@ def died(model, tmp_path_factory):
     return run
 
 
-def test_save_of_a_rank_that_dies_leaves_the_one_before(died, four):
+def test_save_of_a_rank_that_dies_leaves_the_checkpoint_before(died, four):
     assert not (died / "checkpoints" / "step_2.partial").exists(), "loaded in `four_ranks`"
 
 
@@ -447,7 +447,7 @@ def copied(saved, tmp_path):
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
-def test_screen_checkpoint_of_what_would_run_code(copied, tmp_path, name):
+def test_screen_checkpoint_refuses_what_would_run_code(copied, tmp_path, name):
     made = tmp_path / "made"
     screen_checkpoint(copied)
     if name == "common.pt":
@@ -462,7 +462,7 @@ def test_screen_checkpoint_of_what_would_run_code(copied, tmp_path, name):
         assert made.exists()
 
 
-def test_screen_checkpoint_of_one_among_the_tensors(copied, tmp_path):
+def test_screen_checkpoint_refuses_code_among_the_tensors(copied, tmp_path):
     made = tmp_path / "made"
     file, offset, length = max(read_object_places(copied / ".metadata"), key=lambda at: at[2])
     with (copied / file).open("r+b") as stream:
@@ -549,7 +549,7 @@ def load_without_descriptors(policy: Policy, model: Path, run: Path) -> str:
     return str(raised.value)
 
 
-def test_load_passes_over_none_that_a_rank_cannot_read_for_now(two):
+def test_load_skips_no_checkpoint_that_a_rank_cannot_read_for_now(two):
     first, second = (rank["descriptors"] for rank in two[2])
     assert first == f"rank 1: {second}"
     assert "step_2 cannot be read: [Errno 24] Too many open files" in second

@@ -106,7 +106,7 @@ def others(stream: PromptStream, count: int) -> list[int]:
     return found
 
 
-def test_others_are_as_many_as_are_asked_for_or_left():
+def test_others_returns_the_requested_number_or_all_left():
     assert len(others(stream(), 5)) == 5
     assert others(stream(), 5) == others(stream(), 5)
     assert len(others(stream(BATCH_SIZE + 3), 8)) == 3

@@ -188,7 +188,7 @@ def test_every_route_of_an_engine_wants_the_token(engine):
     assert engine.generate(random_prompts(1))  # nothing was paused, dropped or renamed
 
 
-def test_an_engine_listens_on_its_own_address_only_and_tells_its_token_nowhere(engine):
+def test_an_engine_listens_on_its_own_address_only_and_shows_no_token(engine):
     [running] = engine.servers.processes.values()
     server = psutil.Process(running.process.pid)
     listening = {
@@ -224,7 +224,7 @@ with open({path!r}, "a") as file:  # when it is loaded: at preflight, and in the
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given_by_address", [False, True])
-def test_a_run_tells_its_token_to_its_engines_alone(
+def test_a_run_gives_its_token_to_its_engines_only(
     given_by_address, reference_engine, tied_model, tmp_path
 ):
     seen, run_dir, mark = tmp_path / "seen.jsonl", tmp_path / "run", uuid.uuid4().hex

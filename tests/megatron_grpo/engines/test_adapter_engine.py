@@ -107,8 +107,8 @@ def test_push_leaves_out_an_engine_of_another_base(tmp_path, tied_model, other_m
         with joined(ours, other_model, tmp_path) as url:
             ours.push()
             assert [*ours.pool.serving] == [own]
-            told = rf"engine {url} is lost: worker 0: .* differ from what was pushed: model\."
-            assert re.search(told, capfd.readouterr().err)
+            error = rf"engine {url} is lost: worker 0: .* differ from what was pushed: model\."
+            assert re.search(error, capfd.readouterr().err)
         with joined(ours, tied_model, tmp_path) as url:
             ours.push()
             asked = ours.ask(PROMPTS)

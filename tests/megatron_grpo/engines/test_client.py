@@ -45,7 +45,7 @@ def tokens_left(row, top_p, top_k):
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.4, -1), (0.6, 20)])
-def test_cuts_leave_the_likeliest_tokens_and_their_probabilities_add_up(engine, top_p, top_k):
+def test_top_p_and_top_k_keep_the_likeliest_tokens_and_renormalize(engine, top_p, top_k):
     if engine.rollout.engine == "sglang":
         pytest.skip("SGLang tells log-probabilities of before the cut; training cuts nothing")
     samples = engine.generate(random_prompts(4), temperature=0.8, top_p=top_p, top_k=top_k)
@@ -65,9 +65,7 @@ def test_cuts_leave_the_likeliest_tokens_and_their_probabilities_add_up(engine, 
     assert is_cut and len({tuple(sample.completion_ids) for sample in samples}) > len(samples) / 2
 
 
-def test_a_completion_that_the_engines_context_cuts_is_not_taken_for_one_of_the_limit(
-    live_engine, tied_model
-):
+def test_a_completion_cut_by_the_engines_context_is_an_error(live_engine, tied_model):
     """A longer prompt is refused, not cut. The engine serves on after both."""
     live_engine.push(tied_model)
     [url] = live_engine.servers.base_urls
@@ -76,10 +74,10 @@ def test_a_completion_that_the_engines_context_cuts_is_not_taken_for_one_of_the_
     with pytest.raises(EngineError, match=rf"{url} answered .* with 400"):
         live_engine.generate([*random_prompts(3), *too_long])
     prompts = random_prompts(1, lengths=(context - 12, context - 11))
-    told = rf"{url} ended a completion after 12 of 16 tokens: .*max_m"
+    error = rf"{url} ended a completion after 12 of 16 tokens: .*max_m"
     if live_engine.rollout.engine == "sglang":
-        told = "answered /inference/v1/generate with 400: .*exceeds the model's maximum context"
-    with pytest.raises(EngineError, match=told):
+        error = "answered /inference/v1/generate with 400: .*exceeds the model's maximum context"
+    with pytest.raises(EngineError, match=error):
         live_engine.generate(prompts)
     assert len(live_engine.generate(prompts, max_completion_length=4)) == 4
 
@@ -121,7 +119,7 @@ def test_end_tokens_are_only_those_given(engine):
     assert any(EOS_ID in s.completion_ids[:-1] for s in samples)
 
 
-def test_every_sample_has_its_own_seed_and_the_same_one_next_time(engine, seeds):
+def test_every_sample_has_its_own_seed_which_repeats(engine, seeds):
     def completions(**overrides):
         return [tuple(s.completion_ids) for s in engine.generate(random_prompts(3), **overrides)]
 

@@ -54,7 +54,7 @@ def complete(differing: dict[str, Any], request: dict[str, Any] = PLAIN, is_cut=
     return asyncio.run(engine.complete(request, lambda: range(7, 8), lambda: is_cut))
 
 
-def test_complete_alone_may_take_any_time():
+def test_only_complete_may_take_any_time():
     limits = {}
 
     def respond(request: httpx.Request) -> httpx.Response:
@@ -70,7 +70,7 @@ def test_complete_alone_may_take_any_time():
 
 
 @pytest.mark.parametrize("differing", [{}, {"finish_reason": "length", "token_ids": [5] * 3}])
-def test_complete_takes_an_answer_that_is_well(differing):
+def test_complete_takes_a_valid_answer(differing):
     assert complete(differing) == msgspec.convert(CHOICE | differing, Choice)
 
 
@@ -95,7 +95,7 @@ NOT_FINITE = {"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}
 
 
 @pytest.mark.parametrize(
-    ("request_", "differing", "told"),
+    ("request_", "differing", "error"),
     [
         (
             PLAIN,
@@ -118,16 +118,16 @@ NOT_FINITE = {"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}
         (INDEXED, CHOSEN - 2, "returned -1 as .* the token at position 3, which sees none but"),
     ],
 )
-def test_complete_refuses_another_answer_than_was_asked_for(request_, differing, told):
+def test_complete_refuses_an_answer_that_does_not_fit_the_request(request_, differing, error):
     if isinstance(differing, np.ndarray):
         differing = {"routed_experts": encoded(differing)}
-    with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{told}") as raised:
+    with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{error}") as raised:
         complete(differing, request_)
-    assert raised.type is (EngineDown if "gave up" in told else EngineError)
+    assert raised.type is (EngineDown if "gave up" in error else EngineError)
 
 
 @pytest.mark.parametrize(("routes", "num_kept"), [(encoded(ROUTES[:2]), 2), (None, 0)])
-def test_complete_begins_anew_what_is_cut_without_routes(routes, num_kept):
+def test_complete_restarts_a_completion_cut_without_routes(routes, num_kept):
     found = complete({"finish_reason": CUT, "routed_experts": routes}, ROUTED, is_cut=True)
     assert found.finish_reason == CUT
     assert found.token_ids == CHOICE["token_ids"][:num_kept]
@@ -147,7 +147,7 @@ def stream(content: Any, begun: Choice) -> Choice:
 
 
 @pytest.mark.parametrize(
-    ("ended", "kind", "told"),
+    ("ended", "kind", "error"),
     [
         ({"choices": [BEGUN | HALF_PUSHED]}, EngineError, "from weights of version none, but"),
         ({"choices": [BEGUN | {"text": None}]}, EngineError, "did not answer with a completion"),
@@ -158,13 +158,13 @@ def stream(content: Any, begun: Choice) -> Choice:
         ({}, EngineError, "did not answer with a completion"),
     ],
 )
-def test_complete_keeps_what_came_before_a_bad_end(ended, kind, told):
+def test_complete_keeps_tokens_before_a_bad_end(ended, kind, error):
     events = [json.dumps({"choices": [BEGUN]}), json.dumps(ended), "[DONE]"]
     begun = Choice.empty()
-    with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{told}") as raised:
+    with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{error}") as raised:
         stream("".join(f"data: {event}\n\n" for event in events), begun)
     assert raised.type is kind
-    assert begun.token_ids == CHOICE["token_ids"] * (2 if "gave up" in told else 1)
+    assert begun.token_ids == CHOICE["token_ids"] * (2 if "gave up" in error else 1)
     assert begun.finish_reason == "abort"
 
 
@@ -211,13 +211,13 @@ GETS_ON = (TimeoutError, None)  # the test's own time-out
         (stands, generating, GETS_ON),
     ],
 )
-def test_watch_takes_an_engine_without_progress_for_hung(monkeypatch, progress, answer, outcome):
+def test_watch_calls_an_engine_without_progress_hung(monkeypatch, progress, answer, outcome):
     monkeypatch.setattr(engine_module, "PROBE_INTERVAL", 0.01)
 
     async def watch() -> None:
         async with asyncio.timeout(0.5 if outcome is GETS_ON else 30.0):
             await engine_of(answer, stall=0.1).watch(progress)
 
-    kind, told = outcome
-    with pytest.raises(kind, match=told):
+    kind, error = outcome
+    with pytest.raises(kind, match=error):
         asyncio.run(watch())

@@ -60,7 +60,7 @@ def choice(number: int) -> Choice:
     )
 
 
-def test_sample_asks_for_each_alone_and_keeps_the_order_of_prompts_whoever_answers_first():
+def test_samples_are_requested_one_by_one_and_keep_the_order_of_prompts():
     samples, requests, engines = asyncio.run(answered((5, 2, 0, 1, 4, 3), choice))
     bodies = [request.rest for request in requests]
     assert [body["priority"] for body in bodies] == [*range(6)]

@@ -48,7 +48,7 @@ LONG = {"num_generations": 8, "max_completion_length": 400, "stop_token_ids": ()
 
 
 @pytest.mark.long
-def test_kept_keys_are_of_the_weights_that_computed_them(engine, router, folders):
+def test_kept_keys_belong_to_the_weights_that_computed_them(engine, router, folders):
     weights, prompts = {engine.version: folders[0]}, random_prompts(2, lengths=(40, 80))
     asked, answered = [], []
 

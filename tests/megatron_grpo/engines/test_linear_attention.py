@@ -10,7 +10,7 @@ KEYS, HEADS, SIZE, KERNEL = 2, 4, 8, 4  # key heads, value heads, head size, con
 CHANNELS = (2 * KEYS + HEADS) * SIZE
 
 
-def test_heads_remember_of_drafts_what_is_taken():
+def test_states_of_drafts_are_kept_up_to_the_accepted_token():
     pytest.importorskip("vllm")
     torch.manual_seed(0)
     num_drafted, before, taken, lengths = 2, (5, 2, 4), (0, 1, 2), (1, 3, 2)

@@ -61,7 +61,7 @@ def source_of(engine: str, target: str) -> str:
 
 
 @pytest.mark.parametrize(("engine", "patch"), ALL, ids=[each["target"] for _, each in ALL])
-def test_an_engine_still_has_what_a_patch_replaces_and_the_line_that_it_is_for(engine, patch):
+def test_an_engine_still_has_the_patched_attribute_and_the_faulty_line(engine, patch):
     assert patch["because_of"] in source_of(engine, patch["target"])
     assert patch["why"]
     assert "upstream" not in patch or LINKS[engine].fullmatch(patch["upstream"])

@@ -74,8 +74,8 @@ def test_generate_survives_a_killed_engine(pair, undisturbed, capfd):
     assert [*pair.pool.serving] == [first]
     pair.generate(PROMPTS[:2])  # nobody waits for the other one
     bring_back(pair)
-    told = capfd.readouterr().err.splitlines()
-    assert told == [
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == [
         f"rollout engine {second} is lost: ended with signal SIGKILL; it is being restarted",
         f"rollout engine {second} is back",
     ]
@@ -159,31 +159,31 @@ def test_push_gives_up_an_engine_that_dies_as_it_starts(tied_model, tmp_path, ca
             pytest.raises(RolloutAborted) as lost,
         ):
             ours.push()
-    told = str(lost.value).splitlines()
+    lines = str(lost.value).splitlines()
     log = tmp_path / "engine_0.log"
-    assert told[1] == f"rollout engine {engine.url} ended with exit code 1; {log} ends with"
-    assert told[2] == "MemoryError: planted"
+    assert lines[1] == f"rollout engine {engine.url} ended with exit code 1; {log} ends with"
+    assert lines[2] == "MemoryError: planted"
     assert log.read_text().count("MemoryError: planted") == MAX_COMEBACKS
     assert f"it came back {MAX_COMEBACKS} times and is given up" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("is_told_to_end", [False, True])
-def test_push_waits_for_an_engine_as_long_as_it_may(is_told_to_end, tied_model, tmp_path):
+@pytest.mark.parametrize("is_asked_to_end", [False, True])
+def test_push_waits_for_an_engine_as_long_as_it_may(is_asked_to_end, tied_model, tmp_path):
     with reserve_port() as unheard:
         url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
-        seconds = 60.0 if is_told_to_end else 0.5
+        seconds = 60.0 if is_asked_to_end else 0.5
         rollout = RolloutConfig(base_urls=(url,), startup_timeout=seconds, max_completion_length=16)
         servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, new_token())
         with trainer(tied_model, servers, rollout) as ours:
-            if is_told_to_end:
+            if is_asked_to_end:
                 with (
                     as_soon_as(lambda: not ours.pool.up, ours.client.cancel),
                     pytest.raises(Preempted),
                 ):
                     ours.push()
             else:
-                told = f"no rollout engine serves .*\n.*{url} did not answer"
-                with pytest.raises(RolloutAborted, match=told):
+                error = f"no rollout engine serves .*\n.*{url} did not answer"
+                with pytest.raises(RolloutAborted, match=error):
                     ours.push()
 
 
@@ -258,9 +258,9 @@ def test_check_engines_starts_a_late_engine_once_more(startup_timeout, are_ours,
     pool = pool_of(NoServers(are_ours), startup_timeout)
     pool.mark_dead(URL, "died")
     assert not pool.check_engines()
-    told = capfd.readouterr().err.splitlines()
-    assert len(told) == num_losses and all(f"{URL} is lost: " in line for line in told)
-    assert num_losses == 1 or "within 1e-09 s of its start (rollout.startup_timeout)" in told[1]
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == num_losses and all(f"{URL} is lost: " in line for line in lines)
+    assert num_losses == 1 or "within 1e-09 s of its start (rollout.startup_timeout)" in lines[1]
 
 
 @pytest.mark.slow
@@ -318,13 +318,13 @@ def test_cancel_leaves_an_engine_for_the_next_run(shared_engine, tied_model, see
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "error"),
     [
         (psutil.Process.suspend, "made no progress for 3 s"),  # its server answers probes
         (psutil.Process.kill, r"(answered \S+ with 50[03]|cannot be reached)"),
     ],
 )
-def test_pool_kills_a_vllm_whose_core_stops_or_dies(fault, told, tied_model, tmp_path):
+def test_pool_kills_a_vllm_whose_core_stops_or_dies(fault, error, tied_model, tmp_path):
     """The run starts it again, with the current weights."""
     with running_engine("vllm", tied_model, tmp_path, stall_timeout=3.0) as engine:
         [url] = engine.servers.base_urls
@@ -336,7 +336,7 @@ def test_pool_kills_a_vllm_whose_core_stops_or_dies(fault, told, tied_model, tmp
             [core] = [each for each in server.children() if "EngineCore" in each.name()]
             with (
                 as_soon_as(lambda: generation.engines, partial(fault, core)),
-                pytest.raises(NoServingEngine, match=f"{url} {told}"),
+                pytest.raises(NoServingEngine, match=f"{url} {error}"),
             ):
                 generate(ours.client, generation)
             assert not any(map(is_alive, processes))

@@ -136,7 +136,7 @@ def test_flipped_bits_name_workers_and_parameters_and_nothing_is_served(
 
 
 @pytest.mark.slow
-def test_after_a_trainer_that_died_between_the_steps_the_next_one_pushes(pair_engine, models):
+def test_a_trainer_pushes_after_another_died_between_the_steps_of_a_push(pair_engine, models):
     async def begin_only(engine: Engine) -> None:
         await begin_by_hand(engine, "5-dead")
 
@@ -151,7 +151,7 @@ def test_after_a_trainer_that_died_between_the_steps_the_next_one_pushes(pair_en
         check_usable(pair_engine, models)
 
 
-def test_whoever_began_first_of_two_pushes_is_told(live_engine, models):
+def test_the_first_of_two_pushes_is_refused(live_engine, models):
     async def begin_first(engine: Engine) -> None:
         await begin_by_hand(engine, f"{LATE}-first")
 
@@ -180,7 +180,7 @@ def test_whoever_began_first_of_two_pushes_is_told(live_engine, models):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine_name", ["live_engine", "pair_engine"])
-def test_of_pushes_that_race_no_mixture_is_served(request, engine_name, models):
+def test_no_mixture_of_racing_pushes_is_served(request, engine_name, models):
     engine = request.getfixturevalue(engine_name)
     start = threading.Barrier(2)
     errors = []

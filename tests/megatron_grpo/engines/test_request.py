@@ -52,7 +52,7 @@ def test_a_stop_string_ends_a_completion_wherever_it_is_cut():
 
 
 @pytest.mark.parametrize("with_routes", [True, False])
-def test_the_rest_is_asked_for_with_what_was_sampled_as_its_prompt(with_routes):
+def test_the_rest_is_requested_with_the_sampled_tokens_in_its_prompt(with_routes):
     params = {"max_tokens": 10, "seed": 5, "temperature": 0.5}
     routes = {ROUTES_START: 0} if with_routes else {}
     request = {"token_ids": [1, 2, 3], "sampling_params": params | routes, "priority": 7}
@@ -83,11 +83,11 @@ def letters(token_ids):
         (b"a#", b"b", [], 0),
     ],
 )
-def test_a_stop_string_is_looked_for_where_it_spans_the_cut(begun, rest, stop, num_tokens):
+def test_a_stop_string_that_spans_the_cut_is_found(begun, rest, stop, num_tokens):
     assert num_until_stop([*begun], [*rest], letters, stop) == num_tokens
 
 
-def test_a_stop_string_is_looked_for_no_further_than_it_can_reach():
+def test_the_search_for_a_stop_string_reaches_no_further_than_it_can():
     decoded_lengths = []
 
     def letters_counted(token_ids):
@@ -108,6 +108,6 @@ def test_a_stop_string_is_looked_for_no_further_than_it_can_reach():
         (CUT, [], ""),
     ],
 )
-def test_the_text_of_both_parts_ends_as_that_of_one_would(finish_reason, stop, text):
+def test_the_joined_text_ends_like_an_uncut_one(finish_reason, stop, text):
     begun, rest = choice_of([*b"abc"], CUT, "abc"), choice_of([*b"de"], finish_reason, "de")
     assert joined(begun, rest, letters, stop).text == text

@@ -99,7 +99,7 @@ def test_router_keeps_what_a_killed_engine_has_streamed(
     tied_model, other_model, tmp_path, engine_kind, decode, monkeypatch
 ):
     kept, take, check = {}, Request.take, Engine._check_tokens
-    begun, killed, told = threading.Event(), threading.Event(), set()
+    begun, killed, seen = threading.Event(), threading.Event(), set()
 
     def note(self, choice, url, decode):
         # Only the killed engine's: the other one is aborted if a push finds the loss.
@@ -115,7 +115,7 @@ def test_router_keeps_what_a_killed_engine_has_streamed(
         if choice.finish_reason == CUT and len(choice.weight_versions) == 2:
             os.kill(pair.servers.processes[self.url].process.pid, signal.SIGKILL)
             killed.set()
-        told.update(span.version for span in choice.weight_versions)
+        seen.update(span.version for span in choice.weight_versions)
 
     monkeypatch.setattr(Request, "take", note)
     monkeypatch.setattr(Engine, "_check_tokens", kill_after_a_push)
@@ -136,7 +136,7 @@ def test_router_keeps_what_a_killed_engine_has_streamed(
             weights[pair.push(folder)] = folder
             router.resume(pair.version)
             newest = str(pair.version)
-            assert wait_until(lambda newest=newest: newest in told, 120)
+            assert wait_until(lambda newest=newest: newest in seen, 120)
             if killed.is_set():  # else the request was about to end
                 break
         answered.result(timeout=200)
@@ -271,7 +271,7 @@ def withdraw(router, group, count):
     return requests
 
 
-def test_submit_has_an_engine_give_up_what_is_withdrawn():
+def test_withdrawn_requests_are_given_up_by_their_engine():
     engine = ScriptedEngine()
     with scripted(only=engine) as (_, router):
         [asked], _ = begin(router)

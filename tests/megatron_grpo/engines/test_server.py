@@ -129,7 +129,7 @@ def test_server_process_leaves_nothing_when_killed(tmp_path, short_folder, monke
 
 
 @pytest.mark.long
-def test_wait_ready_tells_why_an_engine_cannot_start(tmp_path):
+def test_wait_ready_says_why_an_engine_cannot_start(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": "many"}')
     rollout, model = RolloutConfig(max_completion_length=8), ModelConfig(path=tmp_path)
     with (
@@ -145,13 +145,13 @@ def test_wait_ready_tells_why_an_engine_cannot_start(tmp_path):
 def test_wait_ready_names_an_engine_that_is_late(tied_model, tmp_path):
     rollout = RolloutConfig(max_completion_length=8)
     servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, None)
-    told: set[tuple[int, int]] = set()
+    reports: set[tuple[int, int]] = set()
     with (
         closing(servers),
         pytest.raises(TimeoutError, match=f"{servers.base_urls[0]} .* within 0.2 s"),
     ):
-        servers.wait_ready(0.2, lambda ready, num: told.add((ready, num)))
-    assert told == {(0, 1)}
+        servers.wait_ready(0.2, lambda ready, num: reports.add((ready, num)))
+    assert reports == {(0, 1)}
 
 
 @pytest.mark.long
@@ -212,7 +212,7 @@ def test_engine_devices_are_shared_where_few_are_left():
         engine_devices(rollout, 3, 1, {})
 
 
-def test_engine_environment_has_nothing_of_ranks():
+def test_engine_environment_has_no_variables_of_ranks():
     torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME")
     torchrun += ("MASTER_ADDR", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "TORCH_GLOO_LAZY_INIT")
     trainer = dict.fromkeys((*torchrun, "PYTORCH_CUDA_ALLOC_CONF"), "8")
@@ -223,7 +223,7 @@ def test_engine_environment_has_nothing_of_ranks():
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_engine_command_tells_the_address_of_each_node(tied_model, engine):
+def test_engine_command_has_the_address_of_each_node(tied_model, engine):
     """The default is any address of the host, on any network."""
     rollout = RolloutConfig(engine=engine, tensor_parallel_size=2, max_completion_length=8)
     for rank, host in enumerate(("10.0.0.7", "10.0.0.8")):

@@ -91,7 +91,7 @@ def test_drafting_samples_the_weights_of_the_last_push(drafting, models):
 
 
 @pytest.mark.long
-def test_spec_decode_metrics_tell_shares_by_position(chosen, drafting, models):
+def test_spec_decode_metrics_have_shares_by_position(chosen, drafting, models):
     if not chosen[1]:
         pytest.skip("it does not draft")
     drafting.push(models[0])

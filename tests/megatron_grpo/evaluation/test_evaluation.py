@@ -138,7 +138,7 @@ def test_due_steps_are_the_first_each_interval_and_the_last(
     assert not due_steps(tiny_config(tied_model, ParallelDims(), "train.num_steps=5"))
 
 
-def test_as_evaluated_has_what_is_not_given_as_in_training(tied_model: Path) -> None:
+def test_as_evaluated_takes_missing_keys_from_training(tied_model: Path) -> None:
     def view(*overrides: str):
         return as_evaluated(tiny_config(tied_model, ParallelDims(), "eval.data={}", *overrides))
 
@@ -203,7 +203,7 @@ def completions(result: Evaluated) -> list[tuple[int, ...]]:
     return [tuple(sample.completion_ids) for sample in result.samples]
 
 
-def test_run_samples_in_parts_as_it_would_at_once(engine, evaluating) -> None:
+def test_run_samples_in_parts_like_all_at_once(engine, evaluating) -> None:
     with evaluating(*ONE_SET) as parts:
         in_parts, again = (parts.run()[""] for _ in range(2))
     assert parts.shown[:4] == [("", 0, 5), ("", 2, 5), ("", 4, 5), ("", 5, 5)]
@@ -232,16 +232,16 @@ def test_run_stops_when_scores_of_all_parts_fail(evaluating, tmp_path) -> None:
     options = [*ONE_SET, "reward.max_failed_fraction=0.5"]
     with evaluating(*options, f"eval.reward.functions=['{mine}:one']") as one:
         assert eval_metrics(one.run()[""], one.cfg.eval)["eval/failed"] == 3
-    told = r"12 of 15 completions .* reward.max_failed_fraction 0.5"
+    error = r"12 of 15 completions .* reward.max_failed_fraction 0.5"
     with (
         evaluating(*options, f"eval.reward.functions=['{mine}:every']") as every,
-        pytest.raises(RewardError, match=told),
+        pytest.raises(RewardError, match=error),
     ):
         every.run()
     assert every.shown[-1] == ("", 2, 5)
 
 
-def test_run_gives_a_set_what_it_gets_alone(evaluating) -> None:
+def test_run_evaluates_a_set_as_if_it_were_alone(evaluating) -> None:
     other = "eval.sets.other={data: {}, max_prompts: 1, reward: {functions: [exact]}}"
     with evaluating(FEW, MANY, other) as three:
         found = three.run()

@@ -68,7 +68,7 @@ def gym_servers(folder: Path, port: int, head_port: int):
             servers.send_signal(signal.SIGTERM)
 
 
-def test_its_episodes_are_trained_on_token_for_token(tmp_path):
+def test_episodes_of_nemo_gym_are_trained_on_token_for_token(tmp_path):
     dataset = next((VENV / "lib").glob(f"python*/site-packages/{SERVERS[0]}/data/example.jsonl"))
     port, head_port = free_ports(2)
     with gym_servers(tmp_path, port, head_port) as head:

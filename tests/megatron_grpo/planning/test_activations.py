@@ -182,7 +182,7 @@ def test_layers_keep_what_autograd_saves(run, tmp_path):
     assert measured == pytest.approx(planned + left_out, rel=0.002 if shape.linear else 0.001)
 
 
-def test_a_stage_holds_the_activations_of_the_layers_that_it_has(tmp_path):
+def test_a_stage_holds_the_activations_of_its_layers(tmp_path):
     folder = write_config(tmp_path, "GLM-4.5", first_k_dense_replace=30)
     cfg = Run(dims=ParallelDims(pipeline=4)).config(folder)
     shape = read_shape(folder)
@@ -238,7 +238,7 @@ def test_transformer_engine_keeps_every_heads_keys_and_values_and_whole_latents(
     assert layer_bytes(cfg, dense).kept == (attention + norms + mlp) / 2
 
 
-def test_a_gpu_has_a_gpus_tile_of_logits_whatever_its_layers_are(tmp_path):
+def test_a_gpus_tile_of_logits_is_planned_with_layers_of_torch_too(tmp_path):
     cfg = Run().config(write_config(tmp_path, "Llama-3.1-8B"))
     shape = read_shape(cfg.model.path)
     on_gpu, on_cpu = (

@@ -110,7 +110,7 @@ def targets_without_the_last(*arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "replacement", "told"),
+    ("name", "replacement", "expected"),
     [
         (
             "adapter_sender",
@@ -121,12 +121,12 @@ def targets_without_the_last(*arguments: Any) -> Any:
         ("local_targets", targets_without_the_last, "rank 1: gradients take "),
     ],
 )
-def test_adapters_of_another_shape_or_in_other_layers_are_told(
-    elsewhere, tmp_path, name, replacement, told
+def test_adapters_of_another_shape_or_in_other_layers_are_reported(
+    elsewhere, tmp_path, name, replacement, expected
 ):
     cfg = tiny_config(tiny_model(tmp_path, "llama"), ParallelDims(tensor=2), *OF_ALL)
     faults = elsewhere(faults_with, name, replacement, cfg)
-    assert any(fault.startswith(told) for fault in faults)
+    assert any(fault.startswith(expected) for fault in faults)
 
 
 ASLEEP = ("rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.5")

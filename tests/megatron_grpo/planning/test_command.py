@@ -203,7 +203,7 @@ def test_plan_with_prints_both_plans_as_json(figures, compared):
         ("parallel", "parallel"),
     ],
 )
-def test_plan_with_names_what_is_refused(compared, change, message):
+def test_plan_with_names_a_refused_override(compared, change, message):
     with pytest.raises(ValueError, match=f"^--with {change}: .*{message}"):
         compared(change)
 
@@ -258,7 +258,7 @@ def test_plan_of_a_state_on_the_hosts_while_engines_are_awake(printed, capsys):
         ("reference", "reference on the host", "reference on the host", (0.0, 0.0, 0.0)),
     ],
 )
-def test_plan_of_a_part_that_leaves_alone(printed, part, in_push, in_generation, copies):
+def test_plan_of_offloading_a_single_part(printed, part, in_push, in_generation, copies):
     small = ("rollout.vllm.gpu_memory_utilization=0.3", "grpo.beta=0.01", SMALL_BATCH)
     found = printed(*OFFLOADS, *small, f"train.offload=[{part}]")
     _, *phases = found.partition(f"train.offload [{part}]: GB of")[2].splitlines()[:5]
@@ -332,7 +332,7 @@ def with_sizes(cfg, ranks, engines, tensor):
         (8, 3, 16, FULL, 56),
     ],
 )
-def test_min_gpus_are_those_on_which_a_job_can_be_placed(
+def test_min_gpus_is_the_fewest_on_which_a_job_can_be_placed(
     cfg, ranks, engines, tensor, engine, num_gpus
 ):
     job = with_sizes(cfg, ranks, engines, tensor)

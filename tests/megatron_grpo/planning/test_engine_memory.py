@@ -86,8 +86,8 @@ def test_engine_that_gpus_do_not_hold_is_refused_with_the_fewest_that_do(
 
 def test_engine_that_no_number_of_gpus_holds_is_refused_with_larger_ones(engine_of):
     # A 32nd of it, with one of 8 key-value heads; GPUs of 0.64 GB leave it a twelfth of that.
-    told = r"as at most 32 GPUs can split.*\(--gpu\) of more than 1 GB"
-    with pytest.raises(ValueError, match=told):
+    error = r"as at most 32 GPUs can split.*\(--gpu\) of more than 1 GB"
+    with pytest.raises(ValueError, match=error):
         engine_of(LLAMA, card=replace(CARD, memory=500 * 10**6))
 
 
@@ -161,7 +161,7 @@ def test_quantized_engine_has_half_of_the_weights_and_more_tokens(quantized_engi
     assert half.cached_tokens > 1.1 * whole.cached_tokens
 
 
-def test_quantized_engine_has_what_is_left_out_in_16_bits(quantized_engine):
+def test_quantized_engine_has_excluded_modules_in_16_bits(quantized_engine):
     half = quantized_engine("Llama-3.3-70B", "fp8").weights
     for left_out, layers in ((r"re:.*\.down_proj", 80), (r"re:model\.layers\.7\..*\.down_proj", 1)):
         ignored = f"rollout.quantization_ignore=['{left_out}']"
@@ -195,7 +195,7 @@ def test_quantized_engine_has_latents_projections_twice(quantized_engine):
         ("DeepSeek-V3.2", "none", "671b_a37b", 512 * 128 * (128 + 128)),
     ],
 )
-def test_quantized_engine_of_sglang_is_one_of_vllm(
+def test_quantized_engine_of_sglang_equals_that_of_vllm(
     quantized_engine, published, quantization, config, copied
 ):
     """Except that SGLang always copies the projection of latents to keys and values."""

@@ -187,7 +187,7 @@ def instantiate_with(layout_function, cfg) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("layout_function", "told"),
+    ("layout_function", "expected"),
     [
         (
             neighbours_layout,
@@ -203,12 +203,12 @@ def instantiate_with(layout_function, cfg) -> list[str]:
     ],
     ids=["place", "shape"],
 )
-def test_instantiate_tells_parameters_of_another_place_or_shape(
-    elsewhere, layout_function, told, tmp_path
+def test_instantiate_reports_parameters_of_another_place_or_shape(
+    elsewhere, layout_function, expected, tmp_path
 ):
     cfg = config(tiny_model(tmp_path, "qwen3"), tensor=2)
     faults = elsewhere(instantiate_with, layout_function, cfg)
-    assert told in faults
+    assert expected in faults
     assert not any("layernorm" in fault for fault in faults)  # unsplit parameters are right
 
 
@@ -220,7 +220,7 @@ def instantiate_without_the_last_rank(cfg) -> list[str]:
         return instantiate(cfg).faults
 
 
-def test_instantiate_tells_what_no_rank_holds(elsewhere, tmp_path):
+def test_instantiate_reports_parts_that_no_rank_holds(elsewhere, tmp_path):
     cfg = config(tiny_model(tmp_path, "qwen3"), tensor=2)
     (fault,) = elsewhere(instantiate_without_the_last_rank, cfg)
     assert "model.layers.1.mlp.down_proj.weight: 3072 of 6144 elements are in no piece" in fault

@@ -66,7 +66,7 @@ def test_suggest_has_published_layouts_and_none_faster_than_its_first(model, num
 
 
 @pytest.mark.long
-def test_suggestion_behind_the_config_plans_as_it_says(job):
+def test_overrides_of_a_suggestion_give_the_suggested_plan(job):
     first = suggest(job("70b", "Llama-3.3-70B", 64))[0]
     again = job("70b", "Llama-3.3-70B", 64, *first.as_json()["overrides"])
     plan = plan_job(again)

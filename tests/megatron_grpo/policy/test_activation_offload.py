@@ -89,7 +89,7 @@ def moved(rank: int, folder: Path) -> tuple[int, int, list[bool]]:
     return sum(len(block.host) for block in blocks), len(batch.tokens), on_device
 
 
-def test_what_the_plan_says_is_on_the_host_and_of_the_newest_layer_on_the_device_too(tmp_path):
+def test_planned_bytes_are_on_the_host_and_the_newest_layers_also_on_the_device(tmp_path):
     folder = tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=3)
     [(num_bytes, tokens, on_device)] = run_ranks(1, moved, folder)
     cfg = tiny_config(folder, ParallelDims(), *offload(MODULES), *BFLOAT16)

@@ -57,14 +57,14 @@ def test_a_model_is_exported_whole_and_finite_or_not_at_all(family: str, tmp_pat
     if family == "glm4_moe":
         add_mtp_layer(folder)
     out.mkdir()
-    told = run_ranks(dims.world_size, export_and_spoil, folder, dims, out)
+    by_rank = run_ranks(dims.world_size, export_and_spoil, folder, dims, out)
     assert [path.name for path in sorted(out.iterdir())] == ["short.partial", "whole"]
     theirs, ours = (load_file(at / "model.safetensors") for at in (folder, out / "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs | ours)
-    assert all("is not finite: nothing is exported" in errors[0] for errors in told)
-    assert told[0][0].startswith("rank 1: ")
-    assert [len(errors) for errors in told] == [2] + [1] * (dims.world_size - 1)
-    assert "elements were written" in told[0][1]
+    assert all("is not finite: nothing is exported" in errors[0] for errors in by_rank)
+    assert by_rank[0][0].startswith("rank 1: ")
+    assert [len(errors) for errors in by_rank] == [2] + [1] * (dims.world_size - 1)
+    assert "elements were written" in by_rank[0][1]
 
 
 def export_on_rank(rank: int, folder: Path, out: Path, *overrides: str) -> None:

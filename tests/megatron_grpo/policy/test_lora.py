@@ -165,7 +165,7 @@ def trained(llama, tmp_path_factory) -> Path:
     return run / "hf"
 
 
-def test_starting_adapter_is_the_folder_of_another_run_at_any_layout(llama, trained):
+def test_starting_adapter_loads_another_runs_folder_at_any_layout(llama, trained):
     found = whole(run_ranks(4, start, llama, layout("tp2 pp2"), trained))
     stored = load_file(trained / "adapter_model.safetensors")
     assert_equal_tensors(found, stored)
@@ -173,7 +173,7 @@ def test_starting_adapter_is_the_folder_of_another_run_at_any_layout(llama, trai
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "error"),
     [
         ({"r": 4}, "of rank 3, but lora.r is 4: set lora.r=3"),
         ({"lora_alpha": 9.0}, "lora.lora_alpha 9 gives 3: set lora.lora_alpha=6"),
@@ -188,9 +188,9 @@ def test_starting_adapter_is_the_folder_of_another_run_at_any_layout(llama, trai
     ],
     ids=["r", "lora_alpha", "exclude_modules", "target_modules"],
 )
-def test_starting_adapter_of_other_options_is_refused(llama, trained, given, told):
+def test_starting_adapter_of_other_options_is_refused(llama, trained, given, error):
     lora = LoraConfig(**{"r": 3, "lora_alpha": 6.0, "adapter_path": trained} | given)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=error):
         starting_adapter(lora, read_shape(llama))
 
 
@@ -203,8 +203,8 @@ def test_starting_adapter_advises_nothing_that_options_cannot_say(llama, tmp_pat
     config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": [module]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     lora = LoraConfig(r=3, lora_alpha=6.0, adapter_path=tmp_path, target_modules=("q_proj",))
-    told = r"such as model\.layers\.1\.self_attn\.q_proj: no lora.target_modules .* merge the ad"
-    with pytest.raises(ValueError, match=told):
+    error = r"such as model\.layers\.1\.self_attn\.q_proj: no lora.target_modules .* merge the ad"
+    with pytest.raises(ValueError, match=error):
         starting_adapter(lora, shape)
 
 
@@ -292,8 +292,8 @@ def broken(rank: int, folder: Path) -> str:
 
 
 def test_name_nonfinite_names_an_adapter(llama):
-    (told,) = run_ranks(1, broken, llama)
-    assert "the gradient of base_model.model.model.layers.1.mlp.up_proj.lora_B.weight" in told
+    (message,) = run_ranks(1, broken, llama)
+    assert "the gradient of base_model.model.model.layers.1.mlp.up_proj.lora_B.weight" in message
 
 
 # Inputs: shared prompts, layers with a norm, a base in FP8.

@@ -97,8 +97,8 @@ def losses_on_rank(
     cfg, skipped = tiny_config(folder, dims, *overrides), SkippedSteps(1)
     for each in (others, batches):
         report = train_step(policy, each, cfg, groups, skipped, 0.0)
-    told = {name: value for name, value in report.metrics.items() if name.startswith("moe/")}
-    return numbers, told
+    metrics = {name: value for name, value in report.metrics.items() if name.startswith("moe/")}
+    return numbers, metrics
 
 
 def options(*names: str) -> list[str]:
@@ -128,8 +128,8 @@ def test_router_losses_are_weighted_by_tokens_and_reported(mixture, at, recomput
     ranks = run_ranks(dims.world_size, losses_on_rank, mixture, dims, *given)
     check_gradients([numbers for numbers, _ in ranks], expected)
     for _, found in ranks:
-        told = [found["moe/load_balancing_loss"], found["moe/z_loss"]]
-        assert told == pytest.approx(means, rel=1e-6)
+        reported = [found["moe/load_balancing_loss"], found["moe/z_loss"]]
+        assert reported == pytest.approx(means, rel=1e-6)
 
 
 @pytest.mark.parametrize(

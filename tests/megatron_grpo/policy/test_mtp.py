@@ -202,7 +202,7 @@ def test_mtp_is_in_checkpoints_and_exports_as_it_is_trained(folders, tmp_path):
     )
 
 
-def test_mtp_of_a_multimodal_model_is_in_them_too(tmp_path):
+def test_mtp_of_a_multimodal_model_is_in_checkpoints_and_exports(tmp_path):
     folder = add_mtp_layer(tiny_multimodal(tmp_path / "model", "qwen3_5_moe"))
     saved, _, source, exported = trained_and_exported(folder, tmp_path)
     assert read_shape(tmp_path / "run" / "hf").can_train_mtp
@@ -218,19 +218,19 @@ def train_with_nan(rank, folder, case, run_dir):
         policy.mtp.module.module.eh_proj.weight[0, 0] = torch.nan
     before = {name: p.detach().nan_to_num() for name, p in policy.parameters().items()}
     batches = batches_of(policy, case, cfg, groups)
-    with redirect_stderr(io.StringIO()) as told:
+    with redirect_stderr(io.StringIO()) as output:
         metrics = train_step(policy, batches, cfg, groups, SkippedSteps(1), 0.0).metrics
     after = {name: p.detach().nan_to_num() for name, p in policy.parameters().items()}
     moved = {name for name in after if not torch.equal(after[name], before[name])}
-    return metrics, moved, told.getvalue()
+    return metrics, moved, output.getvalue()
 
 
 def test_mtp_step_that_is_not_finite_is_skipped_alone(folders, tmp_path):
     case = Case(folders["glm4_moe"], {}).experience()
     folder, run_dir = folders["glm4_moe"], tmp_path / "run"
-    ((metrics, moved, told),) = run_ranks(1, train_with_nan, folder, case, run_dir)
+    ((metrics, moved, output),) = run_ranks(1, train_with_nan, folder, case, run_dir)
     line = "mtp: optimizer step skipped: its loss is nan, the norm of its gradient nan\n"
-    assert line in told  # torch may warn, too
+    assert line in output  # torch may warn, too
     assert (metrics["mtp/skipped_steps"], metrics["skipped_steps"]) == (1, 0)
     assert not {"mtp/loss", "mtp/grad_norm"} & metrics.keys()
     assert moved

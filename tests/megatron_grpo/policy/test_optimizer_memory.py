@@ -111,9 +111,7 @@ EXPERTS = ParallelDims(data=2, expert=2)
         pytest.param("short gradients", marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_comes_back_at_any_layout_and_in_any_kind_of_optimizer(
-    mixture, tmp_path, kind
-):
+def test_a_checkpoint_loads_at_any_layout_and_in_any_kind_of_optimizer(mixture, tmp_path, kind):
     """Each layout and kind loads the checkpoint of the one before."""
     run = tmp_path / "run"
     saved, after = wholes(run_ranks(2, train_and_save, mixture, EXPERTS, kind, run))
@@ -163,7 +161,7 @@ def test_without_a_gpu_what_needs_one_is_refused_by_name(key, monkeypatch):
 
 
 @pytest.mark.parametrize("key", NEEDS_A_GPU)
-def test_without_transformer_engine_so_is_what_needs_it(key, monkeypatch):
+def test_without_transformer_engine_what_needs_it_is_refused(key, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("megatron_grpo.policy.optimizer.find_spec", lambda name: None)
     cfg = OptimizerConfig.model_validate({"lr": 1e-6, key: True})

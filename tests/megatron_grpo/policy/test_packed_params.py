@@ -53,7 +53,7 @@ def test_the_order_of_tokens_is_made_once_for_all_layers_of_a_microbatch(tmp_pat
             assert torch.equal(again[name], values), name
 
 
-def test_attention_is_told_few_different_longest_lengths():
+def test_attention_gets_few_different_longest_lengths():
     """Transformer Engine and cuDNN prepare anew for each length."""
     for size, expected in ((1, {512, 1024}), (3, {1536})):
         dims, coordinates = (

@@ -208,9 +208,9 @@ def tensors_in(run: Path) -> dict[str, Tensor]:
 def test_reference_comes_back_at_another_layout_bit_for_bit(two, tmp_path):
     """The policy is in bfloat16; other ranks cut its float32 masters and moments elsewhere."""
     dims, other = ParallelDims(tensor=2, data=2), ParallelDims(pipeline=2, context=2)
-    told = run_ranks(4, save_moved, two, tmp_path / "run", dims)
+    sizes = run_ranks(4, save_moved, two, tmp_path / "run", dims)
     everything = read_checkpoint(tmp_path / "run" / "checkpoints" / "step_2")
-    assert sum(told) == sum(values.nbytes for values in everything.values())
+    assert sum(sizes) == sum(values.nbytes for values in everything.values())
     results = run_ranks(4, load_and_save, two, tmp_path / "run", other, tmp_path / "again")
     assert results == [(True, True)] * 4
     before, after = tensors_in(tmp_path / "run"), tensors_in(tmp_path / "again")
@@ -237,16 +237,16 @@ def save_and_load_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("saves", "loads", "told"),
+    ("saves", "loads", "error"),
     [
         ((), MOVES, "holds no weights of a reference.*sync_ref_model is true: set it to false"),
         (MOVES, (), "holds the weights of a reference.*sync_ref_model is false: set it to true"),
     ],
     ids=["wanted", "not wanted"],
 )
-def test_checkpoint_of_another_kind_of_reference_is_told(two, tmp_path, saves, loads, told):
+def test_checkpoint_of_another_kind_of_reference_is_reported(two, tmp_path, saves, loads, error):
     [message] = run_ranks(1, save_and_load_otherwise, two, tmp_path, saves, loads)
-    assert re.search(told, message), message
+    assert re.search(error, message), message
 
 
 def start_from(rank: int, two: list[Path], run: Path, new: Path) -> tuple[bool, bool]:

@@ -54,7 +54,7 @@ LAYOUTS = [
 ]
 
 
-def test_what_a_phase_computes_with_is_on_the_gpu() -> None:
+def test_parts_that_a_phase_uses_are_on_the_gpu() -> None:
     lists: tuple[Offload, ...] = (("weights",), ("reference", "gradients"))
     for phase in PHASES:
         for offload in ("none", "optimizer", "all", *lists):
@@ -140,7 +140,7 @@ def files_of(run: Path) -> dict[str, bytes]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "dims", "dtype"), LAYOUTS, ids=str)
-def test_a_run_whose_state_leaves_is_the_same_run_and_holds_what_the_plan_says(
+def test_offloading_changes_no_bit_and_holds_the_planned_bytes(
     family: str, dims: ParallelDims, dtype: str, tmp_path: Path
 ) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 512}  # so that padding is less than 5 %
@@ -220,7 +220,7 @@ def overwrite(residency: Residency, *parts: str) -> None:
             room.values.fill_(255)
 
 
-def test_what_is_copied_ahead_leaves_as_it_was_then_and_is_copied_anew_after_a_step(
+def test_a_part_copied_ahead_comes_back_as_copied_and_is_copied_anew_after_a_step(
     tied_model: Path,
 ) -> None:
     assert run_ranks(1, change_after_the_copy, tied_model) == [[True, True]]

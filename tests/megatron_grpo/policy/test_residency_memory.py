@@ -90,7 +90,7 @@ def measure(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dims", "offload", "dtype"), CASES, ids=str)
-def test_a_process_holds_in_each_phase_what_the_plan_says(
+def test_a_process_holds_the_planned_bytes_in_each_phase(
     tmp_path: Path, dims: ParallelDims, offload: str, dtype: str
 ) -> None:
     folder = tiny_model(tmp_path, "qwen3", tied=True, **WIDE)

@@ -94,7 +94,7 @@ def own_routes_on_rank(rank: int, family: str, folder: Path, *overrides: str) ->
         (SPARSE, LATENT_ADAPTERS),
     ],
 )
-def test_reference_and_a_batch_without_routes_have_their_own(folders, family, overrides):
+def test_reference_and_a_batch_without_routes_make_their_own_choices(folders, family, overrides):
     folder = folders[family]
     [found] = run_ranks(1, own_routes_on_rank, family, folder, *overrides)
     with torch.no_grad():

@@ -106,7 +106,7 @@ class Bad:
 
     changed: bool
     metrics: dict[str, float]
-    told: str
+    output: str
 
 
 def good_bad_good(
@@ -117,9 +117,9 @@ def good_bad_good(
     first = steps.step()
     before, seen = steps.digest(), []
     for plant in plants:
-        with redirect_stderr(io.StringIO()) as told:
+        with redirect_stderr(io.StringIO()) as output:
             metrics = steps.bad_step(plant)
-        seen.append(Bad(steps.digest() != before, metrics, told.getvalue()))
+        seen.append(Bad(steps.digest() != before, metrics, output.getvalue()))
     assert steps.skipped.num_in_a_row == len(plants), [bad.metrics for bad in seen]
     second = steps.step()
     after = steps.digest()
@@ -205,10 +205,10 @@ def test_a_bad_number_on_one_rank_changes_nothing_on_any(dense, tmp_path, case):
             assert "grad_norm" not in bad.metrics
             assert all(map(math.isfinite, bad.metrics.values()))
             if rank > 0:
-                assert bad.told == ""
+                assert bad.output == ""
                 continue
-            assert bad.told.startswith("optimizer step skipped: ") and plant.named in bad.told
-            assert bad.told.endswith(f" on rank {plant.rank}\n") and bad.told.count("\n") == 1
+            assert bad.output.startswith("optimizer step skipped: ") and plant.named in bad.output
+            assert bad.output.endswith(f" on rank {plant.rank}\n") and bad.output.count("\n") == 1
 
 
 def only_bad_steps(rank: int, folder: Path, dims: ParallelDims, plants: list[Plant]) -> str:

@@ -65,7 +65,7 @@ def test_overrides_reach_megatron():
     assert configure(shape=MIXTURE, moe_router_dtype="fp64").moe_router_dtype == "fp64"
 
 
-def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(monkeypatch):
+def test_the_layers_of_transformer_engine_are_fused_by_default(monkeypatch):
     """As in Megatron's own training script; torch's layers have nothing to fuse with."""
     assert not configure().apply_rope_fusion
     assert not configure().bias_activation_fusion
@@ -84,7 +84,7 @@ def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "error"),
     [
         ("recompute_granularty", "full", "recompute_granularty .*did you mean recompute_granular"),
         # Fields that might change the model's results, or that packed sequences lack.
@@ -117,13 +117,13 @@ def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(
         ("moe_z_loss_coeff", "1e-3", "'1e-3': use a number from 0 on"),
     ],
 )
-def test_an_override_that_cannot_be_had_is_refused(name, value, told):
-    with pytest.raises(ValueError, match=told):
+def test_an_unavailable_override_is_refused(name, value, error):
+    with pytest.raises(ValueError, match=error):
         configure(shape=MIXTURE, **{name: value})
 
 
 @pytest.mark.parametrize(
-    ("dims", "shape", "told"),
+    ("dims", "shape", "error"),
     [
         (ParallelDims(context=2), SHAPE, None),
         (ParallelDims(tensor=2, context=2), SHAPE, r"divides the 1 key-value heads .*context\(2\)"),
@@ -131,12 +131,12 @@ def test_an_override_that_cannot_be_had_is_refused(name, value, told):
     ],
     ids=str,
 )
-def test_context_ranks_exchange_heads_only_if_each_has_one(dims, shape, told):
+def test_context_ranks_exchange_heads_only_if_each_has_one(dims, shape, error):
     check_context_exchange("p2p", shape, dims, "transformer_engine")
-    if told is None:
+    if error is None:
         check_context_exchange("a2a", shape, dims, "transformer_engine")
     else:
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=error):
             check_context_exchange("a2a", shape, dims, "transformer_engine")
 
 
@@ -164,7 +164,7 @@ def test_a_flexible_dispatcher_needs_its_kernels_and_ranks_to_send_to(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "error"),
     [
         (
             {"fp8": "e4m3"},
@@ -181,8 +181,8 @@ def test_a_flexible_dispatcher_needs_its_kernels_and_ranks_to_send_to(monkeypatc
         ({"fp8_param": True}, "fp8_param is not supported"),
     ],
 )
-def test_products_in_fp8_need_transformer_engine(given, told):
-    with pytest.raises(ValueError, match=told):
+def test_products_in_fp8_need_transformer_engine(given, error):
+    with pytest.raises(ValueError, match=error):
         configure(**given)
 
 
@@ -207,7 +207,7 @@ def known(answer: tuple[bool, str], *, return_reason: bool) -> tuple[bool, str]:
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(
-    ("shape", "dims", "recipe", "told"),
+    ("shape", "dims", "recipe", "error"),
     [
         (SHAPE, ParallelDims(), None, "needs model.megatron.fp8_recipe: blockwise for Hopper"),
         (SHAPE, ParallelDims(), "mxfp8", "mxfp8 is not for this GPU: it needs compute capability"),
@@ -227,10 +227,10 @@ def known(answer: tuple[bool, str], *, return_reason: bool) -> tuple[bool, str]:
     ],
 )
 def test_what_a_gpu_or_a_model_cannot_multiply_in_fp8_is_refused(
-    shape, dims, recipe, told, monkeypatch
+    shape, dims, recipe, error, monkeypatch
 ):
     settings = {"fp8": "e4m3"} | ({"fp8_recipe": recipe} if recipe else {})
-    refused = pytest.raises(ValueError, match=told) if told else nullcontext()
+    refused = pytest.raises(ValueError, match=error) if error else nullcontext()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with refused:
         transformer_engine.check_fp8(settings, shape, dims, torch.bfloat16, "transformer_engine")
@@ -241,7 +241,7 @@ OFFLOAD = {"fine_grained_activation_offloading": True, "offload_modules": ATTENT
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "error"),
     [
         ({"offload_modules": None}, r"is None: .* of \['qkv_linear', 'core_attn', 'attn_proj', 'a"),
         ({"offload_modules": []}, "list some of"),
@@ -252,9 +252,9 @@ OFFLOAD = {"fine_grained_activation_offloading": True, "offload_modules": ATTENT
     ],
     ids=str,
 )
-def test_activations_leave_only_where_there_are_some(changed, told):
+def test_offloading_of_activations_needs_modules_that_keep_some(changed, error):
     assert configure(**OFFLOAD).offload_modules == ATTENTION
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=error):
         configure(**OFFLOAD | changed)
 
 

@@ -39,7 +39,7 @@ def options_of_core_attention(rank: int, folder: Path) -> list[set[str]]:
     return seen
 
 
-def test_latent_attention_gives_options_that_it_takes(tmp_path: Path) -> None:
+def test_latent_attention_passes_options_that_transformer_engine_takes(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, "deepseek_v3")
     [seen] = run_ranks(1, options_of_core_attention, folder)
     spec = find_spec("megatron.core.extensions.transformer_engine")

@@ -214,7 +214,7 @@ def test_attention_passes_whether_sequences_are_padded():
     assert kept in source(te_layers)
 
 
-def test_all_ask_one_manager_for_what_ours_has(monkeypatch):
+def test_megatrons_offloading_calls_only_methods_that_ours_has(monkeypatch):
     ours = activation_offload.Offloads(torch.device("cpu"))
     monkeypatch.setattr(offloading.PipelineOffloadManager, "OFFLOAD_MGR", ours)
     assert offloading.PipelineOffloadManager.get_instance() is ours

@@ -339,5 +339,5 @@ def peak_on_rank(rank):
 
 
 def test_peak_memory_is_of_the_fullest_gpu():
-    told = {"perf/max_memory_allocated_gb": 2.0, "perf/max_memory_reserved_gb": 4.0}
-    assert run_ranks(2, peak_on_rank) == [told, told]
+    expected = {"perf/max_memory_allocated_gb": 2.0, "perf/max_memory_reserved_gb": 4.0}
+    assert run_ranks(2, peak_on_rank) == [expected, expected]

@@ -61,7 +61,7 @@ def test_curves_are_a_picture_of_a_run_of_any_length(tmp_path: Path, num_steps: 
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "error"),
     [
         (None, r"has no metrics\.jsonl: give the folder of a run"),
         ("", r"metrics\.jsonl has no steps yet"),
@@ -72,11 +72,11 @@ def test_curves_are_a_picture_of_a_run_of_any_length(tmp_path: Path, num_steps: 
     ids=["no file", "empty", "cut short", "damaged", "only an evaluation"],
 )
 def test_a_run_without_a_step_or_with_a_damaged_line_is_refused(
-    tmp_path: Path, text: str | None, told: str
+    tmp_path: Path, text: str | None, error: str
 ) -> None:
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=error):
         draw_curves(tmp_path)
 
 
@@ -156,7 +156,7 @@ def test_a_phase_has_one_colour_whatever_other_phases_there_are() -> None:
     assert len(set(colours[1].values())) == 3
 
 
-def test_evaluations_have_curves_beside_the_reward_from_before_the_first_step(
+def test_curves_of_evaluations_begin_before_the_first_step(
     tmp_path: Path,
 ) -> None:
     evaluations = [{f"eval/{name}": value} for name, value in (("pass@4", 0.5), ("mean@4", 0.2))]

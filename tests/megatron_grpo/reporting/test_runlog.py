@@ -28,15 +28,15 @@ def run_log(cfg: Config, first_step: int) -> RunLog:
     return RunLog(cfg, first_step, load_tokenizer(cfg.model.path))
 
 
-def test_close_tells_what_fails_and_why_the_run_ends(tied_model: Path, tmp_path: Path, capfd):
+def test_close_reports_failures_and_why_the_run_ends(tied_model: Path, tmp_path: Path, capfd):
     cfg = tiny_config(tied_model, ParallelDims(), f"train.run_dir={tmp_path / 'run'}")
     with pytest.raises(Preempted), closing(run_log(cfg, 0)) as log:
         log.tracking.log(1, {"reward": 1.0}, [])  # too little to draw
         os.close(log.timeline._file.fileno())
         raise Preempted("step 1 saved")
-    told = capfd.readouterr().err
-    assert "timeline.json could not be finished: [Errno 9] " in told
-    assert "curves.png could not be drawn: " in told
+    output = capfd.readouterr().err
+    assert "timeline.json could not be finished: [Errno 9] " in output
+    assert "curves.png could not be drawn: " in output
 
 
 def test_tokens_per_second_are_of_a_whole_generation(tied_model: Path, tmp_path: Path):
@@ -101,7 +101,7 @@ def test_staleness_metrics_are_shares_of_generations():
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_gap_metrics_tell_weights_from_kept_caches(recompute):
+def test_gap_metrics_separate_weights_from_kept_caches(recompute):
     """A push falls into the first of two turns; half a completion of old weights is logged."""
     rollout = RolloutConfig(
         max_completion_length=8,
@@ -141,7 +141,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda symptom: symptom.metric)
-def test_symptoms_are_told_once_and_explained(symptom, capsys: pytest.CaptureFixture[str]) -> None:
+def test_symptoms_are_explained_once(symptom, capsys: pytest.CaptureFixture[str]) -> None:
     symptoms, (healthy, ill) = Symptoms(), STEPS[symptom.metric]
     for step, value in enumerate(healthy):
         symptoms.check(step, {symptom.metric: value})

@@ -57,9 +57,7 @@ def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path: Path) -
 @pytest.mark.parametrize(
     "damaged", ["", '{"step": 2, "rew', "\0" * 40 + "\n", '{"step"\n', "[1]\n", '{"step": null}\n']
 )
-def test_last_lines_that_a_kill_or_a_crash_of_the_host_has_damaged_are_dropped(
-    tmp_path: Path, damaged: str
-) -> None:
+def test_last_lines_damaged_by_a_kill_or_crash_are_dropped(tmp_path: Path, damaged: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n' + damaged * 2)
     assert last_step(tmp_path) == 2

@@ -106,10 +106,10 @@ def fault(answer: object, *functions: object) -> str | None:
 def test_reference_fault_is_of_an_unreadable_answer(answer):
     with pytest.raises(ValueError, match="no mathematical answer"):
         math_answer(["1"], [answer], ["stop"])
-    told = f"no answer that math_answer can read: {answer!r}"
-    assert fault(answer, "exact", "math_answer") == told
+    message = f"no answer that math_answer can read: {answer!r}"
+    assert fault(answer, "exact", "math_answer") == message
     cosine = {"name": "cosine", "arguments": {"cosine_max_len": 9}}
-    assert fault(answer, cosine) == told.replace("math_answer", "cosine")
+    assert fault(answer, cosine) == message.replace("math_answer", "cosine")
 
 
 @pytest.mark.parametrize("answer", READABLE)

@@ -217,8 +217,8 @@ EITHER_WAY = [
             "\\boxed{3}",
         ],
     ),
-    *((right, [f"Thus it is so.\n#### {told}"], []) for told, (right, _) in MARKED.items()),
-    *((wrong, [], [f"Thus it is so.\n#### {told}"]) for told, (_, wrong) in MARKED.items()),
+    *((right, [f"Thus it is so.\n#### {text}"], []) for text, (right, _) in MARKED.items()),
+    *((wrong, [], [f"Thus it is so.\n#### {text}"]) for text, (_, wrong) in MARKED.items()),
 ]
 
 
@@ -231,7 +231,7 @@ def test_math_answer_compares_values(boxed, answer, right, wrong):
     assert found == [1] * len(right) + [0] * len(wrong)
 
 
-def test_math_answer_scores_others_beside_hard_completions():
+def test_math_answer_scores_others_among_hard_completions():
     """Each hard completion takes a second or more; together they would have been late."""
     completions = ["The answer is \\boxed{9}", *["\\boxed{9^{9^{9^{9}}}}"] * 9]
     columns = {"answer": ["9"] * 10}
@@ -329,7 +329,7 @@ def is_python(source: str) -> bool:
         ("def reward(completions, k, **c): return [len(x) + k for x in completions]", 12),
     ],
 )
-def test_call_gives_the_columns_that_are_named(code, expected, tmp_path):
+def test_call_passes_the_named_columns(code, expected, tmp_path):
     columns = {"level": [3], "other": [0], "k": [0], "completions": ["b"]}
     arguments = {"k": 10} if " k," in code else {}
     assert score(write(tmp_path, code), ["aa"], columns, **arguments) == [expected]
@@ -372,7 +372,7 @@ def test_call_makes_floats_of_numbers_of_any_kind(returned, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("returned", "told"),
+    ("returned", "error"),
     [  # no list of scores, or a score that is none
         ("None", "returned NoneType instead of a list, for 2 completions"),
         ("torch.tensor(1.0)", "returned float instead of a list"),
@@ -387,19 +387,19 @@ def test_call_makes_floats_of_numbers_of_any_kind(returned, tmp_path):
         ("numpy.array([1.0, None])", "returned the score None"),
     ],
 )
-def test_call_tells_what_is_no_number_for_a_completion(returned, told, tmp_path):
+def test_call_names_a_value_that_is_no_score(returned, error, tmp_path):
     name = returning(tmp_path, returned)
-    if told.startswith(("returned the", "returned Key")):
+    if error.startswith(("returned the", "returned Key")):
         answer = answer_of(name, ["a", "b"])
         assert answer.scores == pytest.approx([1.0, math.nan], nan_ok=True)
-        assert answer.error.startswith(told)
+        assert answer.error.startswith(error)
     else:
         with pytest.raises(NoScores) as refused:
             score(name, ["a", "b"])
-        assert told in str(refused.value)
+        assert error in str(refused.value)
 
 
-def test_wanted_columns_are_given_by_nobody_else(tmp_path):
+def test_wanted_columns_are_parameters_without_another_value(tmp_path):
     name = write(tmp_path, "def reward(completions, prompts, a, b, c=1, *, d, **rest): ...")
     assert load_function(RewardFunction(name=name, arguments={"b": 1})).wanted_columns == ["a", "d"]
 

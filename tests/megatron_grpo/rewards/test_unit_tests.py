@@ -66,11 +66,11 @@ PRINTS = "import os; os.write(1, b'3'); os._exit(0)"
         (PRINTS, {**CALLS, "inputs": [[1, 2]], "outputs": [3]}),
     ],
 )
-def test_a_program_that_ends_early_or_changes_what_judges_it_passes_nothing(program, tests):
+def test_a_program_that_ends_early_or_changes_its_tests_passes_nothing(program, tests):
     assert scores([program], tests) == [0]
 
 
-def test_it_scores_in_a_process_of_the_pool():
+def test_unit_tests_score_in_a_process_of_the_pool():
     arguments = {"timeout": 60}
     function = RewardFunction(name="unit_tests", arguments=arguments)
     rows = [

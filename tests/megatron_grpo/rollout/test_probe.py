@@ -36,10 +36,10 @@ def experience(logprobs: list[torch.Tensor], gap: float) -> Experience:
     samples = []
     for i, (sequence, exact) in enumerate(zip(random_sequences(LENGTHS), logprobs, strict=True)):
         signs = torch.tensor([1.0, -1.0]).repeat(len(exact))[: len(exact)]
-        told = exact + gap * signs if i == LONGEST else exact
+        shifted = exact + gap * signs if i == LONGEST else exact
         prompt, completion = sequence.tokens.tensor_split([sequence.num_prompt_tokens])
         prompt = Prompt(index=i, token_ids=tuple(prompt.tolist()), text="", row={})
-        tokens = {"completion_ids": completion.tolist(), "logprobs": told.tolist()}
+        tokens = {"completion_ids": completion.tolist(), "logprobs": shifted.tolist()}
         samples.append(sample_of("", {}, prompt=prompt, **tokens))
     nothing = torch.zeros(len(samples), dtype=torch.float64)
     return Experience(samples, [], nothing, nothing.long(), nothing)
@@ -112,7 +112,7 @@ def test_probe_logprobs_quantises_weights_as_engines(tmp_path):
 
 
 @pytest.mark.slow
-def test_run_refuses_an_engine_that_turns_heads_otherwise(tied_model, tmp_path):
+def test_run_refuses_an_engine_with_another_rope(tied_model, tmp_path):
     """Its weights are right to the bit, and its log-probabilities are wrong."""
     other = served_model(tmp_path / "model", "qwen3", tied=True)
     config = json.loads((other / "config.json").read_text())

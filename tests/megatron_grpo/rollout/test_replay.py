@@ -108,7 +108,7 @@ CHOSEN = ("rollout.engine=sglang", "rollout.vllm={}", "rollout.indexer_replay=tr
 
 
 @pytest.mark.parametrize(
-    ("generations", "overrides", "told"),
+    ("generations", "overrides", "error"),
     [
         ((), (), "has no generations: run it with train.save_generations=true first"),
         ((0,), (), "has 1 generations, and 2 steps need 2: set train.num_steps to at most 1"),
@@ -116,12 +116,12 @@ CHOSEN = ("rollout.engine=sglang", "rollout.vllm={}", "rollout.indexer_replay=tr
         ((0,), CHOSEN, "'rollout.indexer_replay': True}: set them as they were"),
     ],
 )
-def test_check_replay_refuses_too_few_and_other_sizes(config, generations, overrides, told) -> None:
+def test_check_replay_refuses_too_few_or_other_sizes(config, generations, overrides, error) -> None:
     write(config(), *generations)
     source = f"train.replay={config().train.run_dir}"
     with pytest.raises(ValueError) as refused:
         check_replay(config(source, *overrides))
-    assert told in str(refused.value)
+    assert error in str(refused.value)
 
 
 def test_check_replay_takes_enough_generations(config) -> None:

@@ -220,7 +220,7 @@ def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollou
         yield services
 
 
-def test_a_run_that_was_killed_is_the_one_that_was_not(services, tmp_path):
+def test_a_killed_run_equals_the_undisturbed_one(services, tmp_path):
     """Kills before the first checkpoint, after it, one step after another, and right at one."""
     (folder := tmp_path / "whole").mkdir()
     whole = Process(services, folder)

@@ -180,7 +180,7 @@ def test_groups_are_scored_while_others_are_at_the_engines(services):
         assert batch.experience.totals.tolist() == [sample.sample_index for sample in samples]
 
 
-def test_finish_of_a_generation_that_is_there_waits_0_seconds(services):
+def test_finish_of_a_ready_generation_waits_0_seconds(services):
     timer = PhaseTimer(lambda phase: None)
     services.engine.holds = False
     with running(services) as runner:
@@ -199,7 +199,7 @@ def test_finish_of_a_generation_that_is_there_waits_0_seconds(services):
     ids=["synchronous", "beside the training"],
 )
 @pytest.mark.parametrize(
-    ("error", "is_preempted", "told"),
+    ("error", "is_preempted", "expected"),
     [
         # All ranks save first.
         *((kind, False, RolloutAborted) for kind in (RewardError, TimeoutError, InstancesLost)),
@@ -208,21 +208,19 @@ def test_finish_of_a_generation_that_is_there_waits_0_seconds(services):
         (InstancesLost, True, Preempted),
     ],
 )
-def test_finish_tells_the_failure_of_a_generation_for_what_it_is(
-    services, error, is_preempted, told
-):
+def test_finish_raises_the_failure_of_a_generation(services, error, is_preempted, expected):
     services.engine.version = 1
     services.engine.holds = False
     services.score.error = error("by fire")
     prefix = {RolloutAborted: "^generation 3 failed: by fire$", Preempted: None}
     with running(services, TrainerState(step=1), is_preempted) as runner:
         runner.begin(3, policy_version=1)
-        with pytest.raises(told, match=prefix.get(told, "^'?by fire'?$")):
+        with pytest.raises(expected, match=prefix.get(expected, "^'?by fire'?$")):
             runner.finish(3, TIMER)
 
 
 @with_options(OVER_SAMPLED)
-def test_finish_tells_a_failure_though_weights_were_pushed_since(services):
+def test_finish_raises_a_failure_though_weights_were_pushed_since(services):
     services.score.error = RewardError("by fire")
     services.engine.holds = False
     with running(services) as runner:
@@ -248,7 +246,7 @@ def test_groups_with_too_few_scores_stay_in_the_checkpoint_with_which_the_run_en
     assert not any(isinstance(group, ScoredGroup) for group in groups_of(samples).values())
 
 
-def test_a_checkpoint_right_after_a_push_has_what_was_sampled_before_it(services):
+def test_a_checkpoint_right_after_a_push_has_tokens_sampled_before_it(services):
     with running(services) as runner:
         scheduler = RolloutScheduler(services.cfg, runner, lambda step: None)
         scheduler.after_push(0)
@@ -280,7 +278,7 @@ def test_groups_that_were_scored_when_a_run_was_saved_are_not_scored_again(servi
     assert services.score.num_scored == SIZE  # by both runs
 
 
-def test_a_generation_of_which_a_checkpoint_has_all_samples_is_only_scored(services):
+def test_a_generation_with_all_samples_in_a_checkpoint_is_only_scored(services):
     services.engine.holds = False
     with running(services) as runner:
         runner.resume(0)
@@ -360,7 +358,7 @@ def use_images(services: RolloutServices, read, first: int) -> None:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="a thread for each core")
 @with_options(OVER_SAMPLED)
-def test_images_of_prompts_that_are_asked_for_together_are_read_at_the_same_time(services):
+def test_images_of_prompts_requested_together_are_read_concurrently(services):
     image = random_images([(4, 4)], [1], 8, torch.Generator())
     two = Barrier(2, timeout=30)
 
@@ -375,7 +373,7 @@ def test_images_of_prompts_that_are_asked_for_together_are_read_at_the_same_time
 
 
 @with_options(OVER_SAMPLED, "grpo.dynamic_sample=true")
-def test_an_unreadable_image_of_a_group_that_replaces_a_rejected_one_is_told(services):
+def test_an_unreadable_image_of_a_replacing_group_is_reported(services):
     def read():
         raise OSError("gone")
 

@@ -69,7 +69,7 @@ def test_server_ends_the_job_at_an_unknown_message(server):
     assert "rank 1 on " in receive(ranks[0], "end")["end"]["text"]
 
 
-def test_server_tells_a_late_rank_of_the_signal(server):
+def test_server_sends_the_signal_to_a_late_rank(server):
     first = connect(server.address, 0, timeout=30)
     first.sendall(encode_line(preempt=True))
     assert receive(first, "preempt") == {"preempt": True}
@@ -80,7 +80,7 @@ def test_server_tells_a_late_rank_of_the_signal(server):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["never ends", "fails"])
-def test_verdict_is_told_where_the_stacks_cannot_be_written(make, server, tmp_path):
+def test_verdict_is_sent_where_the_stacks_cannot_be_written(make, server, tmp_path):
     """The ranks may hang in that very file system."""
     make(tmp_path / "stacks.txt")
     ranks = [connect(server.address, rank, timeout=30) for rank in (0, 1)]

@@ -127,7 +127,7 @@ def test_every_worker_holds_what_vllm_would_have_loaded(tmp_path, engines, other
         "nemotron_h",  # the same, and one parameter has another value
     ],
 )
-def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others, family):
+def test_workers_hold_vllms_weights_where_ranks_share_experts(tmp_path, engines, others, family):
     folder = uneven_model(tmp_path / "model", family)
     case = Case(folder, others[family], [TP2, EXPERT_PARALLEL, DATA_PARALLEL])
     check_pushes(EP2, [case], engines, "auto")
@@ -145,7 +145,7 @@ def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others, fam
         pytest.param("qwen3_5_moe", marks=pytest.mark.slow),  # a text tower
     ],
 )
-def test_so_does_a_layer_to_draft_with_that_is_trained(tmp_path, engines, family):
+def test_workers_hold_a_trained_layer_for_drafts(tmp_path, engines, family):
     if family.startswith("qwen3_5"):
         pytest.importorskip("torchvision", reason="vLLM has it in a file with a model of images")
     make = tiny_multimodal if family in MULTIMODAL else servable_model
@@ -161,7 +161,7 @@ def test_so_does_a_layer_to_draft_with_that_is_trained(tmp_path, engines, family
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", PATCH_SIZES)
-def test_so_does_a_vision_tower_that_is_trained(tmp_path, engines, family):
+def test_workers_hold_a_trained_vision_tower(tmp_path, engines, family):
     pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     folder, others = (tiny_vision_model(tmp_path / str(n), family, seed=n) for n in (0, 1))
     case = Case(folder, others, [TP1, TP2], also="vision")
@@ -172,7 +172,7 @@ def test_so_does_a_vision_tower_that_is_trained(tmp_path, engines, family):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dims", [*DENSE_LAYOUTS, EP2], ids=layout_name)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_so_it_does_for_any_family_and_number_of_heads(tmp_path, engines, family, dims):
+def test_workers_hold_vllms_weights_of_any_family_and_heads(tmp_path, engines, family, dims):
     if dims.expert > 1 and family not in MIXTURES:
         pytest.skip("it has no experts")
     cases = []

@@ -73,7 +73,7 @@ EP2 = ParallelDims(data=2, expert=2)
     ],
     ids=lambda each: layout_name(each) if isinstance(each, ParallelDims) else str(each),
 )
-def test_so_does_one_of_experts_and_latents(
+def test_a_push_of_experts_and_latents_leaves_what_vllm_loads(
     tmp_path, engines, family, quantization, dims, expert_parallel
 ):
     size, workers = engines
@@ -93,6 +93,6 @@ def test_so_does_one_of_experts_and_latents(
 def test_a_flipped_bit_or_a_wrong_scale_ends_a_push_with_the_name(engines, model, fault, name):
     size, workers = engines
     case = Case(model, EngineDims(tensor=size), "int8")
-    [told] = run_ranks(1, failing_push, ParallelDims(), case, workers, fault, timeout=300)
-    assert "differ from what was pushed: model." in told
-    assert name in told
+    [message] = run_ranks(1, failing_push, ParallelDims(), case, workers, fault, timeout=300)
+    assert "differ from what was pushed: model." in message
+    assert name in message
