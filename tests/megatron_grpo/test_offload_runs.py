@@ -13,7 +13,7 @@ SLEEPS = "rollout.enable_sleep_mode=true"
 ALL_LEAVES = ("train.offload=all", "train.offload_communicators=true")
 
 
-def tell_and_die() -> None:
+def print_and_die() -> None:
     """Die, and print which parts have no memory at this moment."""
     (residency,) = (each for each in gc.get_objects() if isinstance(each, Residency) and each.rooms)
     gone = {room.part for room in residency.rooms if not room.values.untyped_storage().nbytes()}
@@ -30,12 +30,12 @@ LOOKS = ("megatron_grpo.policy.residency", "parts_away")
 OPTIMIZER = "gradients optimizer reference"
 ALL = f"{OPTIMIZER} weights"
 MOVES = {
-    "the optimizer is copied": (InCall(tell_and_die, 1, *LOOKS, nth=18), "", "step_2"),
-    "weights are copied": (InCall(tell_and_die, 1, *LOOKS, nth=20), OPTIMIZER, "step_2"),
-    "the optimizer has left": (InCall(tell_and_die, 1, *WAITS, nth=7), OPTIMIZER, "step_2"),
-    "weights have left": (InCall(tell_and_die, 1, *WAITS, nth=8), ALL, "step_2"),
-    "all is away": (InPhase(tell_and_die, 1, "save", nth=4), ALL, "step_2"),
-    "all comes back": (InPhase(tell_and_die, 1, "sleep", nth=3), ALL, "step_2"),
+    "the optimizer is copied": (InCall(print_and_die, 1, *LOOKS, nth=18), "", "step_2"),
+    "weights are copied": (InCall(print_and_die, 1, *LOOKS, nth=20), OPTIMIZER, "step_2"),
+    "the optimizer has left": (InCall(print_and_die, 1, *WAITS, nth=7), OPTIMIZER, "step_2"),
+    "weights have left": (InCall(print_and_die, 1, *WAITS, nth=8), ALL, "step_2"),
+    "all is away": (InPhase(print_and_die, 1, "save", nth=4), ALL, "step_2"),
+    "all comes back": (InPhase(print_and_die, 1, "sleep", nth=3), ALL, "step_2"),
 }
 """Where rank 1 dies, the parts without memory then, and the newest checkpoint."""
 LESS = {"all is away": "[gradients, weights]"}

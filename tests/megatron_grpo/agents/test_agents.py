@@ -83,8 +83,8 @@ def check_exact(samples, made, model):
     for number, sample in enumerate(samples):
         record = made.record[number]
         recorded = [
-            ((*asked, *ids[: i + 1]), round(logprobs[i], 5))
-            for asked, ids, logprobs in record
+            ((*prompt, *ids[: i + 1]), round(logprobs[i], 5))
+            for prompt, ids, logprobs in record
             for i in range(len(ids))
         ]
         assert Counter(trained_on(sample)) == Counter(recorded)
@@ -149,22 +149,22 @@ def test_agents_mask_a_failed_one_and_leave_no_process(
 
 
 def test_endpoint_gives_all_clients_the_same_turns(engine, tied_model, tmp_path):
-    asked = [{"role": "user", "content": "one"}]
+    messages = [{"role": "user", "content": "one"}]
     with waiting_agents(engine, tied_model, tmp_path) as (url, key, made):
         anthropic = Anthropic(base_url=url, api_key=key, max_retries=0)
         openai = OpenAI(base_url=f"{url}/{key}/v1", api_key="none", max_retries=0)
-        first = anthropic.messages.create(model="any", max_tokens=5, messages=asked)
-        counted = anthropic.messages.count_tokens(model="any", messages=asked)
+        first = anthropic.messages.create(model="any", max_tokens=5, messages=messages)
+        counted = anthropic.messages.count_tokens(model="any", messages=messages)
         assert counted.input_tokens == first.usage.input_tokens
         text = "".join(block.text for block in first.content)
         assert first.usage.output_tokens == len(made.record[0][0][1]) <= 5
-        asked += [{"role": "assistant", "content": first.content}]
-        asked += [{"role": "user", "content": [{"type": "text", "text": "two"}]}]
-        with anthropic.messages.stream(model="any", max_tokens=9, messages=asked) as stream:
+        messages += [{"role": "assistant", "content": first.content}]
+        messages += [{"role": "user", "content": [{"type": "text", "text": "two"}]}]
+        with anthropic.messages.stream(model="any", max_tokens=9, messages=messages) as stream:
             streamed = "".join(stream.text_stream)
             usage = stream.get_final_message().usage
         # Sampled turns count with the tokens that were sampled.
-        counted = anthropic.messages.count_tokens(model="any", messages=asked)
+        counted = anthropic.messages.count_tokens(model="any", messages=messages)
         assert counted.input_tokens == usage.input_tokens == len(made.record[0][1][0])
         chunks = openai.chat.completions.create(
             model="any",
@@ -202,7 +202,7 @@ USER = {"role": "user", "content": "x"}
 CHAT, COMPLETIONS, ANTHROPIC = "chat/completions", "completions", "messages"
 
 
-def of_part(kind):
+def part_of(kind):
     """A request's body: one message with one part of this kind."""
     return {"messages": [USER | {"content": [{"type": kind}]}]}
 
@@ -212,7 +212,7 @@ def of_part(kind):
     [
         (CHAT, {}, "messages must be a list"),
         (CHAT, {"messages": [{"content": "x"}]}, "object with a role"),
-        (CHAT, of_part("image_url"), "parts of type text"),
+        (CHAT, part_of("image_url"), "parts of type text"),
         (CHAT, {"logit_bias": {"1": 5}}, "logit_bias is not supported"),
         (CHAT, {"n": -1}, "n and max_tokens must be at least 1"),
         (CHAT, {"max_tokens": 0}, "n and max_tokens must be at least 1"),
@@ -225,7 +225,7 @@ def of_part(kind):
         *((path, NESTED, "nested too deep") for path in (CHAT, COMPLETIONS, ANTHROPIC)),
         (ANTHROPIC, {"messages": "x"}, "messages must be a list of objects, not 'x'"),
         (ANTHROPIC, {"messages": [], "tools": ["abc"]}, "tools must be a list of objects"),
-        (ANTHROPIC, of_part("redacted_thinking"), "only the model that wrote it can read it; leav"),
+        (ANTHROPIC, part_of("redacted_thinking"), "only the model that wrote it can read it; leav"),
         (
             CHAT,
             {"messages": [USER], "tool_choice": "required"},
@@ -263,15 +263,15 @@ def test_endpoint_replaces_half_of_a_surrogate_pair(waiting, path, body):
     headers = {"Authorization": f"Bearer {key}"}
     answer = httpx.post(f"{url}/v1/{path}", content=content, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
-    asked = made.sessions[0].template.tokenizer.decode(made.record[0][-1][0])
-    assert "a?" in asked
+    prompt = made.sessions[0].template.tokenizer.decode(made.record[0][-1][0])
+    assert "a?" in prompt
 
 
 def test_parse_finds_calls_by_the_engines_parser(engine, tied_model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     tool = {"name": "add", "parameters": {"type": "object", "properties": {}}}
-    asked = {"messages": [{"role": "user", "content": "one"}]}
+    body = {"messages": [{"role": "user", "content": "one"}]}
     tools = {"tools": [{"type": "function", "function": tool}]}
     with running_agents(engine, tied_model, tmp_path, function="wait", parser="hermes") as agents:
 
@@ -281,16 +281,16 @@ def test_parse_finds_calls_by_the_engines_parser(engine, tied_model, tmp_path):
             parsed = agents._parse(turn, request, engine.servers.base_urls[0])
             return agents._client.loop.call(parsed)
 
-        found, plain = message_of(f"I add.{call}", asked | tools), message_of("I cannot.", asked)
-        empty = message_of("", asked | tools)
+        found, plain = message_of(f"I add.{call}", body | tools), message_of("I cannot.", body)
+        empty = message_of("", body | tools)
         broken = [
-            message_of(call.replace('{"a": 1, "b": 2}', arguments), asked | tools)
+            message_of(call.replace('{"a": 1, "b": 2}', arguments), body | tools)
             for arguments in ("[1, 2]", '{"a": "\\ud83d"}')
         ]
         with pytest.raises(
             BadRequest, match=r"the turn cannot be parsed: .*answered .* with 4\d\d"
         ):
-            message_of("I add.", asked | {"tools": [{"type": "function", "function": {}}]})
+            message_of("I add.", body | {"tools": [{"type": "function", "function": {}}]})
     assert plain == {"role": "assistant", "content": "I cannot."}
     assert empty == {"role": "assistant", "content": ""}
     arguments = [each["tool_calls"][0]["function"]["arguments"] for each in broken]

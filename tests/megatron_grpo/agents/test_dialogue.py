@@ -53,11 +53,11 @@ class Recorded(Completions):
         )
 
     @property
-    def asked(self) -> list[list[dict]]:
+    def requests(self) -> list[list[dict]]:
         return [
-            asked
+            requests
             for group in self.groups
-            for _, asked in sorted(vars(group).get("asked", {}).items())
+            for _, requests in sorted(vars(group).get("requests", {}).items())
         ]
 
     @property
@@ -72,8 +72,8 @@ def record(monkeypatch):
 
     def noted(self, dialogue, url):
         request = request_of(self, dialogue, url)
-        asked = self.__dict__.setdefault("asked", {})
-        asked.setdefault(dialogue.sample_index, []).append(request.body)
+        requests = self.__dict__.setdefault("requests", {})
+        requests.setdefault(dialogue.sample_index, []).append(request.body)
         return request
 
     monkeypatch.setattr(DialogueGroup, "_request", noted)
@@ -125,15 +125,15 @@ def test_dialogue_asks_for_each_turn_with_all_tokens_so_far(engine, tmp_path):
     tokenizer = character_tokenizer(250)
     assert any(len(s.step_rewards) == 3 for s in samples)
     for number, sample in enumerate(samples):
-        asked = [tuple(request["token_ids"]) for request in generation.asked[number]]
+        inputs = [tuple(request["token_ids"]) for request in generation.requests[number]]
         whole = (*sample.prompt.token_ids, *sample.completion_ids)
-        assert asked[0] == (*sample.prompt.token_ids,)
+        assert inputs[0] == (*sample.prompt.token_ids,)
         parts = spans(sample)
         assert [is_sampled for is_sampled, _ in parts] == [
             i % 2 == 0 for i in range(2 * len(sample.step_rewards) - 1)
         ]
         ends = [token for token, _ in sample.step_rewards]
-        for turn, request in enumerate(asked):
+        for turn, request in enumerate(inputs):
             assert whole[: len(request)] == request
             said = tokenizer.decode(parts[2 * turn][1][:-1], skip_special_tokens=True)
             assert sample.step_rewards[turn][1] == len(said)
@@ -142,7 +142,7 @@ def test_dialogue_asks_for_each_turn_with_all_tokens_so_far(engine, tmp_path):
                 len(sample.prompt.token_ids) + ends[turn]
                 == len(request) + len(parts[2 * turn][1]) - 1
             )
-            if turn + 1 < len(asked):
+            if turn + 1 < len(inputs):
                 observed = f"\n<start>user\n{turn + 1}: {said}<eos>\n<start>assistant\n"
                 assert tokenizer.decode(parts[2 * turn + 1][1]) == observed
                 assert observed in sample.text
@@ -165,9 +165,9 @@ def test_push_waits_for_no_environment(live_engine, tied_model, other_model, tmp
         environment_pool(tmp_path, "Slow") as environments,
         routing(live_engine.client(), decode) as router,
     ):
-        asked = generation_of(live_engine, environments, prompts_with(2), **settings)
+        generation = generation_of(live_engine, environments, prompts_with(2), **settings)
         router.resume(live_engine.version)
-        answered, were_waiting = router.submit(asked), False
+        answered, were_waiting = router.submit(generation), False
         for folder in itertools.cycle((other_model, tied_model)):
             live_engine.pause_after(100, answered.done)
             router.abort()
@@ -178,9 +178,9 @@ def test_push_waits_for_no_environment(live_engine, tied_model, other_model, tmp
                 break
         answered.result()
     assert were_waiting
-    assert max(len(sample.step_rewards) for sample in asked.samples()) > 1
+    assert max(len(sample.step_rewards) for sample in generation.samples()) > 1
     has_cut_turn = False
-    for sample in asked.samples():
+    for sample in generation.samples():
         mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
         version = torch.tensor([v for v, count in sample.spans for _ in range(count)])
         assert sample.policy_version == version[0] and (version.diff() >= 0).all()
@@ -219,9 +219,9 @@ def test_dialogue_has_the_routes_of_all_its_turns(tmp_path):
         assert all(s.routes is None for s in samples[6:])
         for number, sample in enumerate(samples[:6]):
             tokens = (*sample.prompt.token_ids, *sample.completion_ids)
-            asked = [request["sampling_params"] for request in generation.asked[number]]
+            sent = [request["sampling_params"] for request in generation.requests[number]]
             ends = [token for token, _ in sample.step_rewards]
-            starts = [params["routed_experts_prompt_start"] for params in asked]
+            starts = [params["routed_experts_prompt_start"] for params in sent]
             # A turn's routes begin at the last token of the turn before, which was not read yet.
             assert starts == [0, *(len(sample.prompt.token_ids) + end for end in ends[:-1])]
             prompt = replace(sample.prompt, token_ids=tokens[:-1])

@@ -40,8 +40,8 @@ class Agent:
 
     def ask(self, task):
         body = {"messages": task["messages"]}
-        asked = self._http.post(f"{task['url']}/{task['key']}/v1/chat/completions", json=body)
-        return asked.json()["choices"][0]["message"]["content"]
+        response = self._http.post(f"{task['url']}/{task['key']}/v1/chat/completions", json=body)
+        return response.json()["choices"][0]["message"]["content"]
 
     def end(self, task, **result):
         return self.post(task, json.dumps(result))

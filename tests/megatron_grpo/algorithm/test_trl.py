@@ -155,7 +155,7 @@ def trl_trainer(case, folder, options):
     return trainer
 
 
-def of_trl(case, folder, options):
+def trl_values(case, folder, options):
     """Advantages, loss and its gradient by the bigram table, by TRL's code."""
     torch.set_default_dtype(torch.float64)
     try:
@@ -169,7 +169,7 @@ def of_trl(case, folder, options):
     return batch["advantages"], loss.detach(), gradient
 
 
-def of_ours(case, options, one_rank):
+def our_values(case, options, one_rank):
     """Advantages, loss and its gradient by the bigram table, by our code."""
     cfg = GRPOConfig(generation_batch_size=8, num_generations=NUM_GENERATIONS, **options)
     scores, weights = torch.tensor(SCORES).double(), torch.tensor(WEIGHTS).double()
@@ -260,8 +260,8 @@ MODES = [
 
 
 def assert_equal(case, folder, of_ours_options, of_trl_options, one_rank):
-    advantages, loss, gradient = of_ours(case, of_ours_options, one_rank)
-    expected_advantages, expected_loss, expected_gradient = of_trl(case, folder, of_trl_options)
+    advantages, loss, gradient = our_values(case, of_ours_options, one_rank)
+    expected_advantages, expected_loss, expected_gradient = trl_values(case, folder, of_trl_options)
     torch.testing.assert_close(advantages, expected_advantages, rtol=1e-12, atol=1e-12)
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-10, abs=1e-13)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-13)

@@ -515,7 +515,7 @@ def load_past_damage(policy: Policy, groups: Groups, model: Path, run: Path) -> 
         )
     dist.barrier()
     assert checkpoints_of(run, policy, model, PAIR).load().step == 1
-    assert schedule_of(policy) == schedule, "it was left as half of the newest had set it"
+    assert schedule_of(policy) == schedule, "a failed load has left its schedule"
     return said
 
 

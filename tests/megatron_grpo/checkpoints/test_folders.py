@@ -1,4 +1,4 @@
-"""Which checkpoint is used, whatever a killed process has left in the folder."""
+"""The checkpoint in use, whatever a killed process has left in the folder."""
 
 import os
 import shutil
@@ -162,7 +162,7 @@ def test_killed_between_any_two_system_calls_a_complete_checkpoint_is_there(
     newest = candidates(tmp_path)[0]
     made_as = (step_folder(tmp_path, newest) / "made_as").read_text()
     is_published = made_as == partial.name
-    assert is_published == has_its_name, "what is complete counts"
+    assert is_published == has_its_name, "complete means published"
     assert is_published or (newest == before and made_as == f"step_{before}")
     assert is_published or number < 40 - 1, "it was not killed"
     assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.replaced"))

@@ -1,4 +1,4 @@
-"""What engines draft with, and the metrics of drafts."""
+"""Drafts of engines, and their metrics."""
 
 from pathlib import Path
 

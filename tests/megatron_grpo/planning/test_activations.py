@@ -72,7 +72,7 @@ class Run:
         )
 
 
-def of_blocks(megatron: Sequence[str] = (), **dims: int) -> Run:
+def one_module(megatron: Sequence[str] = (), **dims: int) -> Run:
     """Layers of one module each, one of each kind."""
     return Run("nemotron_h", ParallelDims(**dims), megatron, model={"num_hidden_layers": 4})
 
@@ -107,11 +107,11 @@ RUNS = {
     "linear over tensor": Run("qwen3_next", ParallelDims(tensor=2)),
     "linear over context": Run("qwen3_next", ParallelDims(context=2)),
     "linear recomputed": Run("qwen3_next", megatron=FULL),
-    "a module in each layer": of_blocks(),
-    "a module in each layer over tensor": of_blocks(tensor=2),
-    "a module in each layer over context": of_blocks(context=2),
-    "a module in each layer recomputed": of_blocks(FULL),
-    "a module in each layer, MLPs recomputed": of_blocks(recomputed("mlp")),
+    "a module in each layer": one_module(),
+    "a module in each layer over tensor": one_module(tensor=2),
+    "a module in each layer over context": one_module(context=2),
+    "a module in each layer recomputed": one_module(FULL),
+    "a module in each layer, MLPs recomputed": one_module(recomputed("mlp")),
     "attention between linear recomputed": Run("qwen3_5_text", megatron=recomputed("core_attn")),
     "offloaded": Run("qwen3_moe", ParallelDims(tensor=2), offloaded(EVERY_MODULE)),
     "linear, norms offloaded": Run("qwen3_next", megatron=offloaded("attn_norm, mlp_norm")),
@@ -244,7 +244,7 @@ def test_a_gpus_tile_of_logits_is_planned_with_layers_of_torch_too(tmp_path):
     on_gpu, on_cpu = (
         head_bytes(cfg, shape, backward=False, device=device) for device in ("cuda", "cpu")
     )
-    # By rows of 4,096 elements, and never narrower than 512; in three float32 copies.
+    # Tiles of about 8,192 columns on a GPU and 512 on a CPU; three float32 copies.
     wider = even_columns(128_256, 8192) - even_columns(128_256, 512)
     assert on_gpu - on_cpu == 3 * 4 * TOKENS * wider
 

@@ -62,7 +62,7 @@ def figures(printed):
     return figures
 
 
-def of_shape(cfg, *more) -> Job:
+def shaped_job(cfg, *more) -> Job:
     return Job(cfg, read_shape(cfg.model.path), CARD, [4096], *more)
 
 
@@ -226,7 +226,7 @@ def test_plan_refuses_what_does_not_fit_with_a_layout_that_does(cfg, printed, ca
         printed(*NEMO_RL)
     assert "GB too much" in capsys.readouterr().out
     suggested = cfg(*shlex.split(str(refused.value).partition("that fits: ")[2]))
-    assert plan_job(of_shape(suggested)).fits
+    assert plan_job(shaped_job(suggested)).fits
 
 
 def test_plan_of_a_state_on_the_hosts_while_engines_are_awake(printed, capsys):
@@ -346,10 +346,10 @@ def test_plan_refuses_generations_ahead_on_shared_gpus_that_could_be_divided(cfg
     job = cfg(*ahead, layout, "rollout.num_engines=2")
     assert min_gpus(job, CARD, None) == 16
     with pytest.raises(ValueError, match=r"8 ranks would share 15 GPUs with engines of 8"):
-        plan_job(of_shape(job, 15))
+        plan_job(shaped_job(job, 15))
     one = cfg(*ahead, UNKNOWN, "rollout.num_engines=1")  # so that nothing is simulated
     with pytest.raises(ValueError, match=r"share 5 GPUs"):
-        suggest(of_shape(one, 5))
+        suggest(shaped_job(one, 5))
 
 
 def test_shares_gpus_refuses_too_few_for_the_engines(cfg):
@@ -375,7 +375,7 @@ def test_plan_of_a_replay_has_no_engines(cfg, printed, figures):
     assert "\nengines: none (train.replay)\n" in printed(*job)
     few = cfg(*replay, *(f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline")))
     assert min_gpus(few, CARD, None) == few.dims.world_size == 2
-    [first, *_] = suggest(of_shape(cfg(*job), 64))
+    [first, *_] = suggest(shaped_job(cfg(*job), 64))
     assert first.cfg.dims.world_size == 64
     assert not any("num_engines" in word for word in first.overrides)
 
@@ -391,7 +391,7 @@ def test_plan_gives_a_reward_model_gpus_of_its_own(cfg, tmp_path):
     assert (shares_gpus(job, CARD, 8), shares_gpus(job, CARD, 7)) == (False, True)
     with pytest.raises(ValueError, match=r"need 2, and reward models 2, but .* use --gpus 6"):
         shares_gpus(job, CARD, 5)
-    whole = replace(of_shape(job), card=replace(CARD, memory=10**12))
+    whole = replace(shaped_job(job), card=replace(CARD, memory=10**12))
     table = job_table(whole, "h100", plan_job(whole))
     assert "     0.02 GB  weights in its files\n" in table
     assert "           2  GPUs of rank 0's node, its own" in table
@@ -405,16 +405,16 @@ def test_plan_counts_a_reward_model_that_shares_gpus(printed, figures, monkeypat
     function = f"reward.functions=[{{name: reward_model, arguments: {{{model}}}}}]"
     options = (*OFFLOADS, "train.offload=all", "rollout.vllm.gpu_memory_utilization=0.7")
     options += ("eval.data=null",)
-    alone, beside = (figures(*options, *more) for more in ([], [function]))
-    assert beside["num_gpus"] == alone["num_gpus"] == 64
-    (first, *others), (changed, *same) = alone["stages"], beside["stages"]
+    alone, shared = (figures(*options, *more) for more in ([], [function]))
+    assert shared["num_gpus"] == alone["num_gpus"] == 64
+    (first, *others), (changed, *same) = alone["stages"], shared["stages"]
     assert same == others  # ranks 0 and 1 are of the first stage
     assert changed["phases"] == first["phases"] | {"generate": 0.8 * CARD.memory}
     assert changed["away"] == first["away"]
     context = 600 * 10**6 + 500 * 10**6  # of CUDA and NCCL
     assert changed["engine"] - first["engine"] == context
-    assert beside["host"]["total"] - alone["host"]["total"] == 2 * 20_000_000
-    assert beside["host"]["scoring_seconds"] == 10_000_000 / CARD.host_rate
+    assert shared["host"]["total"] - alone["host"]["total"] == 2 * 20_000_000
+    assert shared["host"]["scoring_seconds"] == 10_000_000 / CARD.host_rate
     table = printed(*options, function)
     assert "           2  GPUs of rank 0's node, shared with ranks\n" in table
     assert "\nreward models, each way " in table

@@ -85,7 +85,7 @@ def test_engine_that_gpus_do_not_hold_is_refused_with_the_fewest_that_do(
 
 
 def test_engine_that_no_number_of_gpus_holds_is_refused_with_larger_ones(engine_of):
-    # A 32nd of it, with one of 8 key-value heads; GPUs of 0.64 GB leave it a twelfth of that.
+    # 32 GPUs each have a 32nd of the weights and one of 8 key-value heads.
     error = r"as at most 32 GPUs can split.*\(--gpu\) of more than 1 GB"
     with pytest.raises(ValueError, match=error):
         engine_of(LLAMA, card=replace(CARD, memory=500 * 10**6))

@@ -1,4 +1,4 @@
-"""What FP8 changes in a plan, compared with hand calculations; see `test_golden_plans.py`, too."""
+"""FP8 in a plan, compared with hand calculations; see `test_golden_plans.py`, too."""
 
 import pytest
 

@@ -69,7 +69,7 @@ def measure(rank: int, cfg: Config, lengths: Lengths) -> Taken:
 def planned_and_measured(
     folder: Path, dims: ParallelDims, *overrides: str
 ) -> tuple[list[Taken], list[Taken]]:
-    """By rank, one per stage: planned, and measured."""
+    """(planned, measured) by rank, one rank per stage."""
     cfg = tiny_config(
         folder,
         dims,

@@ -349,7 +349,7 @@ IN_FOUR = ["grpo.steps_per_generation=4", "grpo.generation_batch_size=64"]
         ([SUMS], 4096, lambda sums, weights, forward: sums),
         ([SUMS, WEIGHTS], 4096, lambda sums, weights, forward: sums),  # each step pushes
         ([SUMS, WEIGHTS, *IN_FOUR], 4096, lambda sums, weights, forward: sums + 3 / 4 * weights),
-        # Those of 128 tokens do not.
+        # Microbatches of 128 tokens do not.
         ([SUMS], 128, lambda sums, weights, forward: 2 * forward),
         ([SUMS, WEIGHTS, *IN_FOUR], 128, lambda sums, weights, forward: (2 + 3 / 4) * forward),
     ],

@@ -388,7 +388,7 @@ def marked(marks: Iterable[pytest.MarkDecorator], those: Iterable[Row]) -> list[
 @pytest.fixture(scope="module")
 def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     given = [getattr(item, "callspec", None) for item in request.session.items]
-    asked = [each.params["row"] for each in given if each and "row" in each.params]
+    chosen = [each.params["row"] for each in given if each and "row" in each.params]
 
     def make(name: str) -> Path:
         folder = make_model(name, tmp_path_factory.mktemp("model") / "model")
@@ -397,7 +397,7 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             renamed(folder, "kimi_k2")
         return folder
 
-    found = Worlds(make, asked)
+    found = Worlds(make, chosen)
     return found
 
 

@@ -64,7 +64,7 @@ def trained_weights(rank: int, folder: Path, dims: ParallelDims) -> tuple[list[f
 
 
 def weights_by_torch(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """The same by transformers and torch's own AdamW, in one process."""
+    """Norms and weights of the same steps by transformers and torch's AdamW, in one process."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     weights = dict(model.named_parameters())
     matrices = [p for p in weights.values() if p.dim() > 1]

@@ -127,7 +127,7 @@ def test_a_checkpoint_loads_at_any_layout_and_in_any_kind_of_optimizer(mixture, 
         again = tmp_path / str(number)
         ranks = run_ranks(dims.world_size, load_and_save, mixture, dims, other, run, again)
         loaded, then = wholes(ranks)
-        # Where a weight was rounded to even, down from half-way: see `SplitFloats.copy_`.
+        # Weights that were rounded to even, down from half-way: see `SplitFloats.copy_`.
         assert_same(loaded, saved, last_bits=int(number > 0))
         if number == 0:
             assert_same(then, after)

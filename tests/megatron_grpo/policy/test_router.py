@@ -172,10 +172,10 @@ def bfloat16_samples(family: str, folder: Path) -> list[Sample]:
                 request.take(decode_choice(answer), "http://a", str)
 
     async def sample() -> list[Sample]:
-        asked = Completions(random_prompts(NUM_SAMPLES // 4), params)
-        await asked.begin(Answering())
-        await asyncio.gather(*asked.sampling)
-        return asked.samples()
+        completions = Completions(random_prompts(NUM_SAMPLES // 4), params)
+        await completions.begin(Answering())
+        await asyncio.gather(*completions.sampling)
+        return completions.samples()
 
     return asyncio.run(sample())
 

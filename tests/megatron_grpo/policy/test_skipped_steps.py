@@ -37,7 +37,7 @@ NAN, INFINITY = math.nan, math.inf
 
 @dataclass(frozen=True)
 class Plant:
-    """Where one number goes wrong: in a rank's gradient of a parameter, or in its advantages."""
+    """A planted number: in a rank's gradient of a parameter, or in its advantages."""
 
     rank: int
     value: float

@@ -136,7 +136,7 @@ def test_the_curve_of_kl_begins_at_zero_unless_a_value_is_below(first) -> None:
             {"train": [8, 9], "wait_rollout": [8.5, 9], "generate": [8.5, 14]},
         ),
     ],
-    ids=["a missing phase is zero", "beside the steps"],
+    ids=["a missing phase is zero", "during the steps"],
 )
 def test_phases_are_stacked_up_to_their_sum(first, second, tops) -> None:
     panel = axis()

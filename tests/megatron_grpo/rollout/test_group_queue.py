@@ -1,4 +1,4 @@
-"""Which groups a generation takes, in any order of events."""
+"""The groups that a generation takes, in any order of events."""
 
 from collections.abc import Callable
 from itertools import chain, pairwise

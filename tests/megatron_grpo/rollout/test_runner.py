@@ -196,7 +196,7 @@ def test_finish_of_a_ready_generation_waits_0_seconds(services):
     "services",
     [SYNCHRONOUS, ("rollout.in_flight_updates=false", "rollout.max_staleness=1")],
     indirect=True,
-    ids=["synchronous", "beside the training"],
+    ids=["synchronous", "during the training"],
 )
 @pytest.mark.parametrize(
     ("error", "is_preempted", "expected"),

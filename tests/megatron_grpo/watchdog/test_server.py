@@ -1,4 +1,4 @@
-"""What clients of rank 0's server can do to it, ranks or not."""
+"""Clients of rank 0's server, ranks or not."""
 
 import json
 import os

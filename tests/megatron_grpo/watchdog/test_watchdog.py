@@ -188,7 +188,7 @@ def test_hanging_rank_is_named_with_where_it_is(ranks, way, seconds):
         assert world.exit_codes(60) == [1, 1, 1, 1]
     output = "\n".join(printed(world))
     assert output.startswith("megatron-grpo: no rank has made progress for ")
-    # One that uses the CPU may compute.
+    # A rank that uses the CPU may compute.
     assert f"for {seconds} s (train.hang_timeout)" in output
     assert "stragglers, 1 of 4 ranks:\nrank 2 on " in output
     assert "phase train of step 2" in output and f"in {way.__name__}" in output
