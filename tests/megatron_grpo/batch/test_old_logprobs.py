@@ -125,7 +125,7 @@ def test_the_first_forward_gives_old_logprobs_and_gradient_of_a_pass_bit_for_bit
 def kept_after_skipped_steps(
     rank: int, folder: Path, dims: ParallelDims
 ) -> list[list[Tensor | None]]:
-    """Old log-probabilities kept by a good forward, then after one and two skipped steps."""
+    """Old log-probabilities of a good forward, and after one and two skipped steps."""
     policy, groups = start_policy(rank, folder, dims, *RECIPE)
     cfg = tiny_config(folder, dims, *RECIPE)
     batches = packed(cfg, groups)
@@ -142,7 +142,7 @@ def kept_after_skipped_steps(
 @pytest.mark.parametrize(
     "dims", [ParallelDims(pipeline=2, virtual_pipeline=2), ParallelDims(context=2)], ids=layout_name
 )
-def test_skipped_steps_keep_the_old_logprobs_of_a_good_forward(
+def test_skipped_steps_leave_old_logprobs_of_a_pass_not_their_own(
     tmp_path: Path, dims: ParallelDims
 ) -> None:
     folder = tiny_model(tmp_path, "llama", num_hidden_layers=4)
