@@ -82,7 +82,7 @@ def test_the_tables_of_faults_name_existing_tests():
     }
     all_names = [name for names in tests.values() for name in names]
     tables = re.findall(
-        r"^\|[^|]*\|[^|]*\|([^|]*)\|", (ROOT / "docs/faults.md").read_text(), re.MULTILINE
+        r"^\|[^|\n]*\|[^|\n]*\|([^|\n]*)\|", (ROOT / "docs/faults.md").read_text(), re.MULTILINE
     )
     named = re.findall(r"`([^`]+)`", "".join(tables))
     assert len(named) > 150

@@ -77,7 +77,7 @@ def sync(async_runs: Runs) -> Path:
 
 
 def versions(run_dir: Path) -> list[int]:
-    """Policy version of the samples of each step, which is the same for all of them."""
+    """Policy version of each step's samples, which all have the same."""
     found: dict[int, set[int]] = {}
     for row in read_json_lines(run_dir / "completions.jsonl"):
         found.setdefault(row["step"], set()).add(row["policy_version"])
@@ -86,7 +86,7 @@ def versions(run_dir: Path) -> list[int]:
 
 
 def assert_same(run_dir: Path, whole: Path) -> None:
-    """The same samples, and the same model in the end."""
+    """Assert the same samples, and the same model in the end."""
     assert read_completions(run_dir) == read_completions(whole)
     name = "hf/model.safetensors"
     assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), name
@@ -101,7 +101,7 @@ def test_async_generations_are_one_generation_old(whole):
         assert record["time/generate"] > 0 and "time/score" in record  # in their own threads
     for record in records[:-1]:  # behind the last step nothing is generated
         assert 0 < record["time/wait_rollout"] < record["time/step"]
-    # The correction has something to correct from the third on: the second is of step 0 as well.
+    # Steps 1 and 2 are sampled by version 0; step 2 trains after an update, so a gap appears.
     assert records[0]["rollout/logprob_gap_mean"] < 1e-5
     assert min(record["rollout/logprob_gap_mean"] for record in records[1:]) > 1e-4
 
@@ -127,7 +127,7 @@ def test_async_generations_are_made_during_the_training(whole):
 
 
 def assert_alone(found: list[dict[str, Any]]) -> None:
-    """No weights are pushed and nothing is evaluated while engines generate."""
+    """Assert that no weights are pushed and nothing is evaluated while engines generate."""
     made = [e for e in found if e["name"] == "generate" and e["tid"] == 1]
     others = [e for e in found if e["name"] in ("push", "eval_generate")]
     assert made and others
@@ -161,7 +161,7 @@ def test_async_engines_keep_weights_inside_a_generation(cut):
     assert [r["rollout/staleness_mean"] for r in records] == [0, 0, 1, 1, 1, 1]
 
 
-def test_async_engines_are_at_one_thing_only(cut):
+def test_async_engines_generate_neither_in_pushes_nor_in_evaluations(cut):
     found = read_timeline(cut)
     assert_alone(found)
     pushes = {e["args"]["step"] for e in found if e["name"] == "push"}
@@ -190,7 +190,7 @@ def test_replay_has_the_same_bits_and_no_engines(async_runs, name, options, requ
     assert not [*replayed.glob("logs/engine_*")]
 
 
-# Optimizer steps between checkpoints, in which step the run is killed, what it goes on from.
+# Optimizer steps between checkpoints, the step of the kill, the checkpoint that is resumed.
 KILLS = {
     "in the last step of a generation": (1, 4, 2),
     "in the first step of one": (1, 5, 2),
@@ -208,13 +208,13 @@ KILLS = {
     ],
 )
 def test_async_run_killed_goes_on_bit_for_bit(async_runs, cut, interval, step, saved):
-    """The next generation is in the checkpoint, or can be asked for from the weights that are."""
+    """The next generation is in the checkpoint, or its weights are there to make it again."""
     name = f"killed_{step}"
     arguments = [*ASYNC, *CUT, f"train.save_interval={interval}"]
     with async_runs.start(name, *arguments, sabotage=InPhase(die, 1, "train", step)) as job:
         job.end(60)
     checkpoints = async_runs.folder / name / "checkpoints"
-    if saved < step - 1:  # one that may be there by now, or not
+    if saved < step - 1:  # the newest may be there by now, or not
         shutil.rmtree(checkpoints / f"step_{step - 1}", ignore_errors=True)
     assert [each.name for each in checkpoints.glob("step_?")] == [f"step_{saved}"] * bool(saved)
     async_runs.finish(name, *arguments)
@@ -229,7 +229,7 @@ def test_async_run_preempted_gives_up_what_it_generates(async_runs):
         job.wait_for(lambda: len(steps_of(run_dir)) >= 2, 60)
         hold.touch()
         job.wait_for(hold.with_name("holding").exists, 60)
-        time.sleep(1.0)  # in which the ranks come to wait for what is held
+        time.sleep(1.0)  # until the ranks wait for what is held
         job.signal(signal.SIGTERM, 1)
         ended = job.end(60)
     hold.unlink()
@@ -243,7 +243,7 @@ def test_async_run_preempted_gives_up_what_it_generates(async_runs):
 
 
 @pytest.mark.slow
-def test_rewards_that_fail_beside_the_training_lose_no_step(async_runs):
+def test_rewards_that_fail_during_the_training_lose_no_step(async_runs):
     run_dir, fail = async_runs.folder / "failed", async_runs.folder / "fail"
     with async_runs.start("failed", *ASYNC) as job:
         job.wait_for(lambda: len(steps_of(run_dir)) == 2, 60)
@@ -267,18 +267,18 @@ def kill_an_engine() -> None:
 
 OWN = "rollout.startup_timeout=120"
 DIES = InCall(kill_an_engine, 0, "megatron_grpo.rollout.runner", "features_of", 3)
-"""In the event loop, as the groups of the third generation are opened."""
+"""In the event loop, while groups of the third generation are opened."""
 
 
 @pytest.mark.slow
-def test_engine_that_dies_beside_the_training_comes_back(async_runs, whole):
-    """The thread that restarts the engine ends; the engine must not end with it."""
+def test_engine_that_dies_during_the_training_comes_back(async_runs, whole):
+    """The thread that requests its restart ends, and must not take it along."""
     own = OWN, "rollout.num_engines=2"
     ended = async_runs.finish("dies", *ASYNC, *own, engine=None, sabotage=DIES)
     assert ended.output.count("is lost: ended with signal SIGKILL") == 1
     assert versions(async_runs.folder / "dies") == versions(whole)
     names = "step", "prompt_index", "sample_index"
-    ours, theirs = (  # of engines of another kind
+    ours, theirs = (  # from engines of another kind
         [tuple(row[name] for name in names) for row in read_completions(run_dir)]
         for run_dir in (async_runs.folder / "dies", whole)
     )

@@ -1,4 +1,4 @@
-"""What takes long shows how far it is."""
+"""Bars of slow phases."""
 
 import io
 

@@ -197,8 +197,8 @@ def test_serve_refuses_what_it_cannot_start(tied_model, token, options, message)
 
 @contextmanager
 def served(tied_model: Path, log: Path, **rollout: Any) -> Iterator[str]:
-    """The address of a ready engine, which is told to end at last: then it leaves no process
-    behind, and no file but vLLM's sockets."""
+    """The address of a ready engine; at its end no process is left, and no file but vLLM's
+    sockets."""
     given, mark = [f"rollout.{key}={value}" for key, value in rollout.items()], uuid.uuid4().hex
     with (
         reserve_port() as reserved,

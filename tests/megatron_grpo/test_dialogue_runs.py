@@ -1,4 +1,4 @@
-"""Whole runs whose completions are dialogues, or in part, with a real engine."""
+"""Whole runs with dialogues, alone or among other completions, on a real engine."""
 
 import signal
 from pathlib import Path
@@ -42,13 +42,13 @@ pytestmark = pytest.mark.engines
 KINDS = {"plain": 2, "game": 1, "agent": 1}
 """Files of eight prompts each, and their weights in the data of several sources."""
 LABELS = {"plain": "share_of_digits", "game": "environment", "agent": "agent"}
-"""What their rewards are called."""
+"""Names of their rewards."""
 IN_HALVES = "grpo.steps_per_generation=2"
 
 
 @pytest.fixture(scope="module")
 def arguments(tied_model: Path, tmp_path_factory) -> list[str]:
-    """Arguments of a run with several sources; its environment wants a fourth turn in vain."""
+    """Arguments of a run of several sources; its environment asks in vain for a fourth turn."""
     folder = tmp_path_factory.mktemp("talkative")
     model, file = talkative(folder / "model", tied_model), folder / "mine.py"
     file.write_text(FILE)
@@ -76,7 +76,7 @@ def arguments(tied_model: Path, tmp_path_factory) -> list[str]:
 
 @pytest.fixture
 def game(arguments: list[str]) -> list[str]:
-    """Arguments of a run whose completions are all dialogues with the environment."""
+    """Arguments of a run with dialogues only."""
     model, folder = arguments[0], Path(arguments[0].partition("=")[2]).parent
     return [
         model,
@@ -91,8 +91,8 @@ def game(arguments: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tour(live_engine, arguments: list[str], tmp_path_factory) -> Path:
-    """A run of two ranks that was resumed amid its only generation, of 8 prompts; the engine, which
-    it was given, outlives it."""
+    """A run of two ranks, resumed amid its only generation of 8 prompts; its engine, which is
+    given, outlives it."""
     run_dir = tmp_path_factory.mktemp("tour") / "run"
     options = [*arguments, IN_HALVES, "grpo.generation_batch_size=32"]
     for num_steps in (1, 2):
@@ -148,8 +148,8 @@ def test_evaluations_play_dialogues(tour):
 
 @pytest.mark.long
 def test_failed_dialogues_are_masked_up_to_a_limit(live_engine, game, tmp_path):
-    """They fail before their first turn, so that there is not a token of them. Rewards are those
-    of turns, and of a function at the end."""
+    """They fail before their first turn, without a token. Rewards are of turns, and of a function
+    at the end."""
     fails = [
         *game,
         "environment.arguments={num_turns: 4, fails_at: '3'}",

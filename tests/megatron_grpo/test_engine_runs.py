@@ -40,7 +40,7 @@ def test_adapters_learn_with_either_kind_of_push(tied_model, live_engine, tmp_pa
     curve = learn(run_dir, tied_model, *adapters, "train.num_steps=40")
     assert curve[0] < CHANCE
     assert sum(curve[-5:]) / 5 > LEARNT
-    # The engine of this one starts anew, with the model alone, and gets adapters that are not zero.
+    # This run's engine starts anew with the model alone, and gets adapters that are not zero.
     learn(run_dir, tied_model, *adapters, "train.num_steps=42", "lora.sync=adapter")
     merged = [*adapters, "train.num_steps=44", "lora.sync=merged"]
     curve = learn(run_dir, tied_model, *merged, engine=live_engine)
@@ -58,7 +58,7 @@ INT8 = [
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_int8_engines_learn_and_their_weights_are_exported(tied_model, tmp_path):
-    """They sleep between generations."""
+    """Engines sleep between generations."""
     options = ["train.num_steps=40", "train.export_quantization=int8"]
     options += ["rollout.enable_sleep_mode=true", "train.offload=optimizer"]
     with kernels_for(tied_model, "int8"):
@@ -76,7 +76,7 @@ def test_int8_weights_are_pushed_in_flight(tied_model, tmp_path):
         "rollout.max_staleness=2",
         "rollout.in_flight_updates=true",
         "rollout.max_completion_length=160",
-        "optimizer.lr=1e-7",  # so that the difference is that of quantisation
+        "optimizer.lr=1e-7",  # the difference is then quantisation's
         "train.num_steps=12",
     ]
     with kernels_for(tied_model, "int8"):
@@ -87,7 +87,7 @@ def test_int8_weights_are_pushed_in_flight(tied_model, tmp_path):
 
 
 def decided_model(folder: Path) -> Path:
-    """A model whose samples follow from the last tokens more than that of random weights."""
+    """A model whose samples depend more on the last tokens than random weights make them."""
     served_model(folder, "glm4_moe", tied=False)
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"] *= 50
@@ -126,7 +126,7 @@ def test_trained_layer_drafts_more_that_engines_take(tmp_path):
 
 
 def rewarded(policy: Path, folder: Path, model: str) -> list[str]:
-    """Arguments of a run that is rewarded by a model with these arguments."""
+    """Arguments of a run with a reward model."""
     data = folder / "data.jsonl"
     data.write_text("".join(f'{{"prompt": "{i} + 1", "answer": "{i + 1}"}}\n' for i in range(8)))
     function = f"{{name: reward_model, weight: 2.0, arguments: {model}}}"

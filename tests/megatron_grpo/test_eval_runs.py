@@ -34,9 +34,9 @@ SAMPLING = [
     "eval.pass_threshold=0.1",
 ]
 EVALUATED = [*SAMPLING, "eval.interval=1"]
-"""Also amid each generation of two steps."""
+"""An evaluation after each step, also amid a generation of two steps."""
 SETS = ["eval.data=null", "eval.sets.a.data={}", "eval.sets.b.data={}"]
-"""After `SAMPLING`: two sets that are sampled so."""
+"""Follow `SAMPLING`: two sets with its options."""
 
 
 def evaluations(run_dir: Path) -> dict[int, dict[str, Any]]:
@@ -50,7 +50,7 @@ def evaluations(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 def num_operations(engine: TestEngine) -> Counter[str]:
-    """How often vLLM was put to sleep, and was woken."""
+    """How often vLLM was put to sleep, and woken."""
     headers = bearer(engine.servers.token)
     page = httpx.get(f"{engine.servers.base_urls[0]}/metrics", headers=headers).text
     name = "vllm:sleep_mode_operation_duration_seconds_count"
@@ -60,8 +60,8 @@ def num_operations(engine: TestEngine) -> Counter[str]:
 
 @pytest.fixture(scope="module")
 def tour(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Counter[str]]:
-    """A run that is evaluated, whose engine sleeps while all state of the ranks takes its place;
-    with the operations of the engine."""
+    """An evaluated run whose engine sleeps while all state of the ranks takes its place, and the
+    engine's sleep operations."""
     run_dir, before = tmp_path_factory.mktemp("evaluated") / "run", num_operations(runs.engine)
     leaves = "train.offload=all", "train.offload_communicators=true"
     ended = runs.finish(run_dir, *EVALUATED, "rollout.enable_sleep_mode=true", *leaves)
@@ -75,7 +75,7 @@ def evaluated(tour: tuple[Path, Counter[str]]) -> Path:
 
 
 def without_evaluation_before(run_dir: Path, folder: Path) -> Path:
-    """A copy of what `assert_same_run` compares, without the record of step 0."""
+    """A copy of the files that `assert_same_run` compares, without the record of step 0."""
     (folder / "hf").mkdir(parents=True)
     for name in ("hf/model.safetensors", "completions.jsonl", "config.yaml"):
         (folder / name).write_bytes((run_dir / name).read_bytes())
@@ -91,8 +91,8 @@ def test_evaluations_sleep_and_offload_change_no_bit_of_a_run(evaluated, undistu
 
 
 def test_engines_sleep_whenever_ranks_train(tour):
-    """Before the ranks build the model, before they compute the probe, and before each step, as the
-    evaluation before it needs them. As many pushes wake the weights, and then the cache."""
+    """Before the ranks build the model, before the probe, and before each step, since the
+    evaluation before it uses engines. As many pushes wake the weights, and then the cache."""
     run_dir, operations = tour
     assert operations == {"sleep": 2 + NUM_STEPS, "wake": 2 * (2 + NUM_STEPS)}
     falls_asleep = [record["step"] for record in read_metrics(run_dir) if "time/sleep" in record]
@@ -116,10 +116,10 @@ def test_evaluation_is_in_the_record_of_its_step(evaluated):
 
 
 @pytest.mark.slow
-def test_run_told_to_end_in_an_evaluation_makes_it_later(runs, evaluated, tmp_path):
-    """In that of step 2: in metrics.jsonl it then stands in the record of step 2, once."""
+def test_run_stopped_in_an_evaluation_makes_it_later(runs, evaluated, tmp_path):
+    """The evaluation of step 2: metrics.jsonl has it once, in the record of step 2."""
     run_dir = tmp_path / "run"
-    # Each of the two before it takes 3 rounds of generating and scoring, and is logged.
+    # Each of the two before takes 3 rounds of generating and scoring, and is logged.
     sabotage = InPhase(preempt, 0, "eval", nth=15)
     runs.finish(run_dir, *EVALUATED, sabotage=sabotage, code=75)
     assert [record["step"] for record in read_metrics(run_dir)] == [0, 1, 2]
@@ -136,7 +136,7 @@ def test_run_told_to_end_in_an_evaluation_makes_it_later(runs, evaluated, tmp_pa
 
 @pytest.mark.long
 @pytest.mark.parametrize(("interval", "num_steps", "step", "code"), [(1, 1, 1, 0), (3, 6, 3, 75)])
-def test_run_that_makes_an_evaluation_never_says_so(
+def test_run_names_an_evaluation_that_it_never_makes(
     runs, tmp_path, interval, num_steps, step, code
 ):
     """After the last step, or amid a generation, whose other step is then trained and saved."""
@@ -149,7 +149,7 @@ def test_run_that_makes_an_evaluation_never_says_so(
 
 @pytest.mark.slow
 def test_extended_run_can_be_evaluated_on_two_sets(runs, undisturbed, tmp_path):
-    """`eval` is no part of what is learnt: a run may get it, or lose it, when it is resumed."""
+    """`eval` does not change what is learnt: a resumed run may gain or lose it."""
     sets = [*SETS, "eval.sets.b.num_generations=4", "eval.sets.b.max_prompts=3"]
     run_dir = tmp_path / "run"
     runs.finish(run_dir, "train.num_steps=2")
@@ -183,13 +183,13 @@ def evaluate(*arguments: str, timeout: float = 300) -> Finished:
 
 @pytest.fixture(scope="module")
 def arguments(runs: Runs) -> list[str]:
-    """Arguments of an evaluation: those of the runs, without their engine."""
+    """Arguments of the runs, without their engine."""
     return [*runs.arguments[:2], *SAMPLING]
 
 
 @pytest.mark.slow
-def test_eval_command_gets_what_the_last_evaluation_got(evaluated, arguments, tmp_path):
-    """By vLLM with weights that it has loaded itself, in the place of pushed ones."""
+def test_eval_command_equals_the_last_evaluation(evaluated, arguments, tmp_path):
+    """The same numbers by vLLM with weights that it has loaded, not received by a push."""
     ended = evaluate(
         *arguments, f"model.path={evaluated / 'hf'}", f"train.run_dir={tmp_path / 'run'}"
     )
@@ -203,7 +203,7 @@ def test_eval_command_gets_what_the_last_evaluation_got(evaluated, arguments, tm
 
 
 def check_last(evaluated: Path, found: dict[str, Any], out: Path) -> None:
-    """An evaluation that is written to `out` has found what the last of the run has."""
+    """Assert that an evaluation written to `out` equals the run's last."""
     metrics = {k: v for k, v in found.items() if k.startswith("eval/")}
     assert metrics == evaluations(evaluated)[NUM_STEPS]
     rows = read_json_lines(evaluated / "eval_completions.jsonl")[-NUM_PROMPTS * NUM_SAMPLES :]
@@ -213,9 +213,7 @@ def check_last(evaluated: Path, found: dict[str, Any], out: Path) -> None:
 
 
 @pytest.mark.slow
-def test_evaluation_of_a_dead_engine_is_started_again_and_asked(
-    evaluated, arguments, tmp_path, capfd
-):
+def test_evaluation_starts_a_dead_engine_again(evaluated, arguments, tmp_path, capfd):
     cfg = load_config(TINY_CONFIG, [*arguments, f"model.path={evaluated / 'hf'}"])
     with closing(FolderEvaluation(cfg, tmp_path)) as evaluation:
         engine = evaluation.servers.processes[evaluation.servers.base_urls[0]]

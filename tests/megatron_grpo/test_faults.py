@@ -1,7 +1,7 @@
 """Faults in jobs of four ranks: reported, ended in time without remains, and resumed bit for bit.
 
-Each test breaks a run at its second step, sees that it ends as it should, starts the same command
-again and compares the result with a run that nothing has disturbed.
+Each test breaks a run at its second step, asserts how it ends, starts the same command again and
+compares the result with an undisturbed run.
 """
 
 import os
@@ -111,9 +111,9 @@ def test_a_rank_that_ends_is_named_and_the_job_gone(sabotage, cause, runs, undis
         ended = job.end(DEATH_SECONDS)
     assert all(code != 0 for rank, code in enumerate(ended.exit_codes) if rank != sabotage.rank)
     assert ended.survivors == []
-    told = [output for output in ended.outputs if cause in output]
-    assert told, ended.output
-    if sabotage.rank != 0:  # rank 0 has the terminal: it tells, and once
+    reports = [output for output in ended.outputs if cause in output]
+    assert reports, ended.output
+    if sabotage.rank != 0:  # rank 0 has the terminal: it reports, and once
         assert ended.outputs[0].count("megatron-grpo: ") == 1, ended.outputs[0]
     assert_resumes(runs, tmp_path / "run", undisturbed)
 
@@ -134,7 +134,7 @@ def test_a_rank_that_hangs_is_named_and_the_job_ends(sabotage, runs, undisturbed
         for process in others:
             process.join(30 + HANG_SECONDS)
             assert process.exitcode not in (None, 0), job.output
-        job.signal(signal.SIGKILL, sabotage.rank)  # as its launcher does; it cannot itself
+        job.signal(signal.SIGKILL, sabotage.rank)  # as its launcher does; a stopped rank cannot
         ended = job.end(DEATH_SECONDS)
     assert f"rank {sabotage.rank}" in ended.output
     assert ended.survivors == []
@@ -157,7 +157,7 @@ def test_a_slow_file_system_is_no_hang(slow, runs, tmp_path):
 
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
-# Signals one after another, the ranks that get them, and what is under way.
+# Signals one after another, the ranks that get them, and the phase.
 PREEMPTIONS = {
     "SIGTERM to rank 0 in generation": ([TERM], (0,), InPhase(slowly, 0, "generate")),
     "SIGTERM to another rank in generation": ([TERM], (2,), InPhase(slowly, 0, "generate")),
@@ -192,8 +192,8 @@ def test_job_preempted_in_its_first_step_saves_nothing(runs, tmp_path):
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-# A step in which there is time to write what the step before has begun to save; where the step
-# then hangs; and what counts by then.
+# The slow phase in which the last save gets written, the phase in which the run hangs, and the
+# checkpoint that counts by then.
 POLLS = {
     "in the generation": (InPhase(slowly, 0, "generate"), InPhase(sleep, 1, "logprobs"), 2),
     "in the update": (InPhase(slowly, 0, "train", 3), InPhase(sleep, 1, "save", 3), 2),
@@ -234,7 +234,7 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-# What is done to the newest checkpoint, and what is named for it.
+# Damage to the newest checkpoint, and the fault in the message.
 DAMAGES = {
     "a bit of the weights": (lambda step: flip(weights_file(step)), ".distcp is damaged"),
     "the end of the weights": (lambda step: truncate(weights_file(step)), ".distcp has"),
@@ -293,7 +293,7 @@ def test_run_with_other_prompts_is_refused(runs, tmp_path):
     runs.finish(run_dir, f"data.path={data}", "train.num_steps=2")
 
 
-# What the reward function does as long as a file is there, and what is said of it.
+# Body of the reward function while a file exists, and the message.
 REWARD_FAULTS = {
     "raises": ("raise RuntimeError('planted')", "planted"),
     "hangs": ("time.sleep(1000)", "no result after 3.0 s"),
@@ -360,7 +360,7 @@ def test_a_job_that_scores_for_long_is_preempted_all_the_same(runs, tmp_path):
 
 @pytest.fixture
 def way_to_the_engine(runs: Runs) -> Iterator[Proxy]:
-    """A proxy to the only engine, whose address runs get."""
+    """A proxy to the only engine; runs get its address."""
     proxy = Proxy(runs.engine.servers.base_urls[0])
     yield proxy
     proxy.cut()

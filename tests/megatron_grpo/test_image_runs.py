@@ -49,7 +49,7 @@ RUNS = {
     "ranks, in flight": ("qwen3_vl", RANKS, IN_FLIGHT),
     "experts": ("qwen3_vl_moe", ("pipeline", "data"), ["parallel.expert_parallel_size=2"]),
     "shared": ("qwen2_5_vl", (), ["grpo.shared_prompts=true", HALVES, "grpo.beta=0.1"]),
-    # The reference has a tower of its own, as it was read.
+    # The reference keeps a tower of its own, as loaded.
     "trained": ("qwen2_5_vl", RANKS, [TRAINED, HALVES, "grpo.beta=0.1"]),
 }
 
@@ -62,7 +62,7 @@ def test_image_runs_agree_and_change_what_is_trained(tmp_path, family, axes, opt
     num_rows = 12 if TRAINED in options else None
     learn(run_dir, model, *evaluated, *options, axes=axes, num_rows=num_rows)
     steps = read_metrics(run_dir)
-    assert steps[1]["probe/logprob_gap_max"] < 1e-4  # behind an evaluation before the first
+    assert steps[1]["probe/logprob_gap_max"] < 1e-4  # after the evaluation before the first step
     assert any("eval/mean@1" in step for step in steps)
     if TRAINED in options:
         assert all(step["rollout/logprob_gap_max"] < 1e-4 for step in steps if step["step"])
@@ -86,7 +86,7 @@ def test_image_runs_push_adapters_of_the_text_tower(tmp_path, family, axes, opti
     adapters = ["lora.r=4", "optimizer.lr=1e-2", "grpo.beta=0.1"]
     learn(tmp_path / "run", model, *adapters, *options, axes=axes)
     steps = read_metrics(tmp_path / "run")
-    assert steps[-1]["kl"] > 1e-3  # from the model without adapters
+    assert steps[-1]["kl"] > 1e-3  # against the model without adapters
     assert all(step["rollout/logprob_gap_max"] < 1e-4 for step in steps)
 
 

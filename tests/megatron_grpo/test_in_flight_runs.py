@@ -1,4 +1,4 @@
-"""Whole runs whose weights are pushed while completions are in progress."""
+"""Whole runs that push weights while completions are in progress."""
 
 import random
 import signal
@@ -123,7 +123,7 @@ def test_completions_go_on_when_the_only_engine_is_lost(in_flight_runs):
     check_run(run_dir)
 
 
-# 300 steps among engines that die, join and leave.
+# 300 steps, with engines that die, join and leave.
 
 MANY_STEPS, OLDEST = 300, 4
 SLOW_REWARD = """
@@ -145,7 +145,7 @@ class Commotion:
         self.events: Counter[str] = Counter()
 
     def go_on(self) -> None:
-        """One event; which one follows from those before it."""
+        """A random event."""
         deed = self._random.choice([self._cut_own, self._cut_other, self._join_or_leave])
         self.events[deed()] += 1
 

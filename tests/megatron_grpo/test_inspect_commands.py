@@ -43,9 +43,9 @@ def show(*arguments: str) -> Result:
         (["--prompt", "1", "--best", "1"], [3]),
     ],
 )
-def test_show_prints_the_completions_of_a_step_that_were_asked_for(run_dir, options, numbers):
-    for step, asked in ((2, []), (1, ["--step", "1"])):
-        lines = show(str(run_dir), *asked, *options).output.splitlines()
+def test_show_prints_the_requested_completions_of_a_step(run_dir, options, numbers):
+    for step, choice in ((2, []), (1, ["--step", "1"])):
+        lines = show(str(run_dir), *choice, *options).output.splitlines()
         shown = [line.split("│")[2].strip() for line in lines if "What?" in line]
         assert shown == [f"step {step} number {number}" for number in numbers]
 

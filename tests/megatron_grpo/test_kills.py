@@ -58,7 +58,7 @@ ADAPTERS = (
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kills_change_no_adapters(runs, tmp_path):
-    """Nor their copy, which the reference computes with."""
+    """Adapters stay, and so does the reference's copy of them."""
     undisturbed = tmp_path / "undisturbed"
     runs.finish(undisturbed, *ADAPTERS)
     kill_and_compare(15, runs, tmp_path, undisturbed, *ADAPTERS)
@@ -104,10 +104,10 @@ def is_complete(
     *,
     kill: bool,
 ) -> bool:
-    """Start the run; kill one of its ranks, or all, unless it ends before. Whether it did.
+    """Kill one rank or all at a random moment, and return whether the run ended before.
 
-    All before they have met: see `Job.have_met`. With `run_dir`, mostly in the second after one of
-    the first steps.
+    All are killed before they have met: see `Job.have_met`. With `run_dir`, mostly in the second
+    after one of the first steps.
     """
     num_steps = moments.randrange(5) if run_dir else 0
     life = moments.uniform(0.5, 1.5 if num_steps else LONGEST_LIFE) if kill else 120

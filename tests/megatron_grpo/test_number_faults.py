@@ -14,7 +14,7 @@ pytestmark = pytest.mark.fault
 
 @pytest.mark.long
 def test_a_step_without_a_finite_gradient_is_skipped_named_and_logged(runs, tmp_path):
-    """The one before a restart and the one behind it are two in a row."""
+    """The step before a restart and the step after it are two in a row."""
     run_dir = tmp_path / "run"
     for num_steps, spoilt in ((2, 2), (4, 1)):  # the second and the third step of the run
         sabotage = SpoilGradient(3, steps=(spoilt,))

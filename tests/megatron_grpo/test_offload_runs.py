@@ -1,4 +1,4 @@
-"""Whole runs whose training state leaves its device while the engine generates."""
+"""Whole runs whose state leaves the device while the engine generates."""
 
 import gc
 import signal
@@ -13,8 +13,8 @@ SLEEPS = "rollout.enable_sleep_mode=true"
 ALL_LEAVES = ("train.offload=all", "train.offload_communicators=true")
 
 
-def tell_and_die() -> None:
-    """Die, and print before which of the parts that move have no memory."""
+def print_and_die() -> None:
+    """Die, and print which parts have no memory at this moment."""
     (residency,) = (each for each in gc.get_objects() if isinstance(each, Residency) and each.rooms)
     gone = {room.part for room in residency.rooms if not room.values.untyped_storage().nbytes()}
     print("gone:", *sorted(gone), flush=True)
@@ -24,22 +24,22 @@ def tell_and_die() -> None:
 WAITS = ("megatron_grpo.policy.residency", "wait_for_all")
 LOOKS = ("megatron_grpo.policy.residency", "parts_away")
 # Rank 1 dies after the fourth step, between two generations, when the second is saved; or after the
-# second. Ranks wait for each other twice in a push: when the optimizer has left, and when weights
-# have; three pushes come before. Rank 1 looks up what leaves in each phase, and when it starts to
-# copy ahead: sixteen times before the fourth step has ended.
+# second step. In a push ranks wait for each other twice: when the optimizer has left, and when
+# weights have; three pushes come before. Rank 1 looks up the parts to move in each phase, and when
+# it starts to copy ahead: sixteen times before the fourth step has ended.
 OPTIMIZER = "gradients optimizer reference"
 ALL = f"{OPTIMIZER} weights"
 MOVES = {
-    "the optimizer is copied": (InCall(tell_and_die, 1, *LOOKS, nth=18), "", "step_2"),
-    "weights are copied": (InCall(tell_and_die, 1, *LOOKS, nth=20), OPTIMIZER, "step_2"),
-    "the optimizer has left": (InCall(tell_and_die, 1, *WAITS, nth=7), OPTIMIZER, "step_2"),
-    "weights have left": (InCall(tell_and_die, 1, *WAITS, nth=8), ALL, "step_2"),
-    "all is away": (InPhase(tell_and_die, 1, "save", nth=4), ALL, "step_2"),
-    "all comes back": (InPhase(tell_and_die, 1, "sleep", nth=3), ALL, "step_2"),
+    "the optimizer is copied": (InCall(print_and_die, 1, *LOOKS, nth=18), "", "step_2"),
+    "weights are copied": (InCall(print_and_die, 1, *LOOKS, nth=20), OPTIMIZER, "step_2"),
+    "the optimizer has left": (InCall(print_and_die, 1, *WAITS, nth=7), OPTIMIZER, "step_2"),
+    "weights have left": (InCall(print_and_die, 1, *WAITS, nth=8), ALL, "step_2"),
+    "all is away": (InPhase(print_and_die, 1, "save", nth=4), ALL, "step_2"),
+    "all comes back": (InPhase(print_and_die, 1, "sleep", nth=3), ALL, "step_2"),
 }
-"""(place where rank 1 dies, parts without memory there, newest checkpoint)."""
+"""Where rank 1 dies, the parts without memory then, and the newest checkpoint."""
 LESS = {"all is away": "[gradients, weights]"}
-"""Parts that leave in the resumed run; by default the optimizer."""
+"""`train.offload` of the resumed run; else the optimizer."""
 
 
 @pytest.mark.slow
@@ -50,8 +50,8 @@ def test_run_killed_while_its_state_moves_goes_on(runs, undisturbed, tmp_path, m
     with runs.start(run_dir, SLEEPS, *ALL_LEAVES, sabotage=sabotage) as job:
         ended = job.end(90)
     assert ended.exit_codes[1] == -signal.SIGKILL and ended.survivors == []
-    told = ended.outputs[1].partition("gone: ")[2].partition("\n")[0]
-    assert told == gone
+    parts = ended.outputs[1].partition("gone: ")[2].partition("\n")[0]
+    assert parts == gone
     assert (run_dir / "checkpoints" / "LATEST").read_text() == f"{newest}\n"
     less = LESS.get(move, "optimizer")
     runs.finish(run_dir, SLEEPS, f"train.offload={less}")

@@ -1,4 +1,4 @@
-"""Checks before any rank starts: what they let pass, and the words in which they refuse."""
+"""Checks before any rank starts: what passes, and the text of refusals."""
 
 import http.server
 import json
@@ -100,7 +100,7 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture
 def on_gpus(monkeypatch) -> Callable[..., None]:
-    """For checks: engines would run on an H100, or GPUs of another capability."""
+    """Checks see engines on an H100, or on GPUs of another capability."""
     monkeypatch.setattr(support, "num_gpus", lambda: 1)
 
     def with_capability(*capability: int) -> None:
@@ -118,8 +118,8 @@ def refusal(cfg: Config, token: str | None = TOKEN, kind: type[Exception] = Valu
     return str(refused.value)
 
 
-def told_by(check: Callable[..., object], *arguments: Any) -> str:
-    """Why a check refuses; empty if it does not."""
+def refusal_of(check: Callable[..., object], *arguments: Any) -> str:
+    """The message with which a check refuses; empty if it passes."""
     try:
         check(*arguments)
     except ValueError as error:
@@ -145,7 +145,7 @@ REFUSED = [
     ("grpo.steps_per_generation=3", "16", "3", "2 or 4"),
     ("grpo.generation_batch_size=84", "needs 21 different prompts", "has 20"),
     ("EPOCHS + optimizer.lr_warmup_steps=30", "_steps 30 must be below train.num_steps 30"),
-    # Parts of the mesh that the model or each other do not allow.
+    # Axes of the mesh that the model or another axis does not allow.
     ("parallel.tensor_parallel_size=3", "tensor(3)", "num_attention_heads(4)", "[1, 2, 4]"),
     ("parallel.expert_parallel_size=2", "expert(2)", "qwen3 has none", "set 1"),
     ("rollout.router_replay=true", *NO_MIXTURE),
@@ -177,7 +177,7 @@ REFUSED = [
         "demo/rewards.py has no function 'exct'",
     ),
     (f"reward.functions=[{OVERLONG}]", "length 60", "below soft_max_length 50", "such as 10"),
-    # What a kind of model does not have.
+    # Features that a kind of model lacks.
     ("SGLANG + rollout.indexer_replay=true", "and this model has no indexers: leave it out"),
     ("tower: HALF + train.export_quantization=int8", "_quantization int8 is not supported for"),
     ("tower: HALF + rollout.quantization=int8", "rollout.quantization is int8, and model.path"),
@@ -228,7 +228,7 @@ def test_check_attention_of_sglang_knows_windows(tmp_path):
         (apart, "takes its embedding for the head, and they are not tied"),
         (olmo, "one base of RoPE for layers with windows and without"),
     ):
-        assert reason in told_by(check_attention, "sglang", shape)
+        assert reason in refusal_of(check_attention, "sglang", shape)
     check_attention("sglang", replace(olmo, window_rope_theta=olmo.rope_theta))
 
 
@@ -237,7 +237,7 @@ def test_check_attention_knows_linear_attention(config, on_gpus, tmp_path):
     for engine in ("vllm", "sglang"):
         check_attention(engine, shape)
     reason = "as SGLang has full attention in one layer of so many"
-    assert reason in told_by(check_attention, "sglang", replace(shape, linear_layers=(1,)))
+    assert reason in refusal_of(check_attention, "sglang", replace(shape, linear_layers=(1,)))
     check_kernels(config(*SGLANG).rollout, shape, "bfloat16")
 
 
@@ -245,18 +245,18 @@ def test_check_attention_knows_indexers(config, tmp_path):
     shape = read_shape(tiny_model(tmp_path / "sparse", "glm_moe_dsa"))
     few = read_shape(servable_model(tmp_path / "served", "glm_moe_dsa"))
     for each, field in ((shape, "head_dim 128, and it is 12"), (few, "topk 2048, and it is 5")):
-        assert f"indexers with index_{field}: use" in told_by(check_attention, "sglang", each)
+        assert f"indexers with index_{field}: use" in refusal_of(check_attention, "sglang", each)
     served = replace(few, indexer=replace(few.indexer, topk=2048))
     rollout = config(*SGLANG).rollout
     check_served(rollout, served)
     for argument in ("decode_attention_backend", "enable_deterministic_inference"):
         given = rollout.model_copy(update={"sglang": {argument: "fa3"}})
         reason = f"{argument} fa3 is not supported for the sparse"
-        assert reason in told_by(check_served, given, served)
+        assert reason in refusal_of(check_served, given, served)
         check_served(given, replace(served, indexer=None))
     reason = "fp8 is not supported for glm_moe_dsa, which has sparse"
-    assert reason in told_by(quantized_model, "fp8", shape, "BF16")
-    drafts = told_by(check_drafts, config(DRAFTS), shape)
+    assert reason in refusal_of(quantized_model, "fp8", shape, "BF16")
+    drafts = refusal_of(check_drafts, config(DRAFTS), shape)
     assert "speculative_config " in drafts and " sparse attention: leave" in drafts
 
 
@@ -273,7 +273,7 @@ def test_check_kernels_has_sparse_attention_from_hopper_on(
 ):
     rollout = config(f"rollout.engine={engine}", "rollout.vllm={}").rollout
     on_gpus(*capability)
-    found = told_by(check_kernels, rollout, read_shape(path_of("sparse")), dtype)
+    found = refusal_of(check_kernels, rollout, read_shape(path_of("sparse")), dtype)
     assert reason in found and bool(reason) == bool(found)
 
 
@@ -285,13 +285,13 @@ def test_check_kernels_has_8_bit_weights_of_sglang_from_8_9_on(config, model, tm
     check_kernels(rollout, read_shape(folder), "bfloat16")
     on_gpus(8, 0)
     reason = "capability 8.9 or more, not 8.0, for which SGLang"
-    assert reason in told_by(check_kernels, rollout, read_shape(folder), "bfloat16")
+    assert reason in refusal_of(check_kernels, rollout, read_shape(folder), "bfloat16")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="engines would run on GPUs")
 def test_check_kernels_refuses_what_engines_on_cpus_cannot_do(config, tmp_path, monkeypatch):
-    told = "without a GPU serves dense models alone, without quantisation, and not experts (a nemo"
-    assert told in refusal(config(model="mamba"))
+    error = "without a GPU serves dense models alone, without quantisation, and not experts (a nemo"
+    assert error in refusal(config(model="mamba"))
     other_heads = tiny_model(tmp_path / "model", "qwen3", head_dim=48)
     message = refusal(config(f"model.path={other_heads}"))
     assert "heads of size 32, 64, 80," in message and "not 48" in message
@@ -300,9 +300,9 @@ def test_check_kernels_refuses_what_engines_on_cpus_cannot_do(config, tmp_path, 
         elsewhere = rollout.model_copy(update={"base_urls": ("http://127.0.0.1:1",)})
         for family, kind in {"qwen3_moe": "experts", "qwen3_5_text": "linear attention"}.items():
             shape = read_shape(servable_model(tmp_path / f"{engine}_{family}", family))
-            told = told_by(check_kernels, rollout, shape, "bfloat16")
-            assert f"{engine} without a GPU serves dense " in told
-            assert f"not {kind} (a {family}), of which" in told
+            error = refusal_of(check_kernels, rollout, shape, "bfloat16")
+            assert f"{engine} without a GPU serves dense " in error
+            assert f"not {kind} (a {family}), of which" in error
             check_kernels(elsewhere, shape, "bfloat16")
     quantized = config("rollout.quantization=int8", HALF)
     assert "and not rollout.quantization int8, of which" in refusal(quantized)
@@ -310,31 +310,31 @@ def test_check_kernels_refuses_what_engines_on_cpus_cannot_do(config, tmp_path, 
     assert "needs AVX2" in refusal(config())
 
 
-def test_check_card_of_vllm_knows_routers_beside_mamba(config, path_of):
+def test_check_card_of_vllm_knows_routers_with_mamba(config, path_of):
     shape, rollout = read_shape(path_of("mamba")), config().rollout
     for dtype, capability in (("bfloat16", (9, 0)), ("bfloat16", (10, 3)), ("float32", (8, 0))):
         check_card(rollout, shape, dtype, capability)
     check_card(rollout, replace(shape, moe=None), "bfloat16", (8, 9))
     for capability in ((8, 9), (12, 0)):
-        told = told_by(check_card, rollout, shape, "bfloat16", capability)
-        assert "in float32 on GPUs " in told and " bfloat16: use GPUs of 9.0 or" in told
+        error = refusal_of(check_card, rollout, shape, "bfloat16", capability)
+        assert "in float32 on GPUs " in error and " bfloat16: use GPUs of 9.0 or" in error
 
 
 def test_check_served_refuses_groups_of_families_that_were_not_tried(config):
     rollout = config(*SGLANG, "rollout.data_parallel_size=2").rollout
     reason = "sglang is not supported for a mixtral: set it to 1, or"
-    assert reason in told_by(check_served, rollout, MIXTRAL_8X7B)
+    assert reason in refusal_of(check_served, rollout, MIXTRAL_8X7B)
     check_served(rollout, QWEN3_30B)
     check_served(rollout.model_copy(update={"data_parallel_size": 1}), MIXTRAL_8X7B)
     whole = rollout.model_copy(update={"sglang": {"ep_size": 2}})
     stacked = replace(QWEN3_30B, moe=replace(QWEN3_30B.moe, stacks="alternating"))
     reason = "ep_size 2: SGLang cannot load whole experts of a"
-    assert reason in told_by(check_served, whole, stacked)
+    assert reason in refusal_of(check_served, whole, stacked)
 
 
 def test_check_lora_refuses_a_nemotron_h(path_of):
     reason = "lora.r 2 is not supported for a nemotron_h"
-    assert reason in told_by(check_lora, LoraConfig(r=2), read_shape(path_of("mamba")), 1)
+    assert reason in refusal_of(check_lora, LoraConfig(r=2), read_shape(path_of("mamba")), 1)
 
 
 EXAMINED = """
@@ -349,13 +349,13 @@ print([name for name in ("megatron.core", "wandb") if name in sys.modules])
 sys.stdout.flush()
 os._exit(0)  # as by exec, when the ranks start: nothing is tidied at exit
 """
-# Whatever this CPU could do: without units for bfloat16.
+# A CPU without units for bfloat16, whatever this one has.
 EMULATES_BFLOAT16 = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 SLOW_BFLOAT16 = "many times as long as with model.dtype=float32"
 
 
 @pytest.mark.long
-def test_preflight_loads_no_wandb_leaves_no_files_and_tells_of_slow_bfloat16(config, tmp_path):
+def test_preflight_loads_no_wandb_leaves_no_files_and_warns_of_slow_bfloat16(config, tmp_path):
     files = [tmp_path / f"{dtype}.yaml" for dtype in ("float32", "bfloat16")]
     for file in files:
         file.write_text(dump_config(config(f"model.dtype={file.stem}")))
@@ -387,18 +387,18 @@ def solution(completions, **row): return [row["solution"] for _ in completions]
 def test_preflight_calls_the_rewards(config, tmp_path, capfd):
     file = tmp_path / "mine.py"
     file.write_text(BROKEN_REWARDS)
-    for name, told in {
+    for name, reason in {
         "number": "returned float instead of a list, for 3 completions",
         "text": "returned the score 'good': each must be a number",
         "first": "returned 1 scores for 3 completions",
     }.items():
         message = refusal(config(f"reward.functions=[{{name: '{file}:{name}'}}]"))
-        assert f"reward function {name} on prompt 0 (" in message and told in message
+        assert f"reward function {name} on prompt 0 (" in message and reason in message
     capfd.readouterr()
-    # It may fail on a completion that is made up.
+    # A reward may fail on a completion that is made up.
     checked = preflight(config(f"reward.functions=[{{name: '{file}:solution'}}]"), None)
-    told = capfd.readouterr().err
-    assert "KeyError: 'solution'" in told and "made-up completions" in told
+    output = capfd.readouterr().err
+    assert "KeyError: 'solution'" in output and "made-up completions" in output
     assert "solution nan: 'The answer is 42.'" in checked.prompt
     assert "3 of 3 trial completions have NO SCORE" in checked.tried
     right = preflight(config("reward.functions=[exact]"), None)
@@ -413,11 +413,11 @@ def test_preflight_lists_answers_that_the_reward_cannot_read(config, tmp_path):
     rows = [{"prompt": f"question {i}", "answer": "####" if i % 4 == 1 else "1"} for i in range(20)]
     data = write_rows(tmp_path / "unread.jsonl", rows)
     mathematics = f"data.path={data}", "reward.functions=[math_answer]"
-    told = f"{data} line 2: no answer that math_answer can read: '####'"
-    assert told in refusal(config(*mathematics))
+    error = f"{data} line 2: no answer that math_answer can read: '####'"
+    assert error in refusal(config(*mathematics))
     preflight(config(*mathematics, "data.on_invalid=skip"), None)
     preflight(config(f"data.path={data}"), None)
-    assert told in refusal(config("eval.reward.functions=[math_answer]", f"eval.data.path={data}"))
+    assert error in refusal(config("eval.reward.functions=[math_answer]", f"eval.data.path={data}"))
 
 
 @pytest.mark.parametrize("setting", ["NCCL_CUMEM_ENABLE=0", "NCCL_DISABLE_MEM_MANAGER=1"])
@@ -454,7 +454,7 @@ def without_a_weight(folder: Path) -> None:
 
 
 def without_a_tokenizer(folder: Path) -> None:
-    """Else transformers would make one without words out of nothing."""
+    """Remove the tokenizer: transformers would make one without words out of nothing."""
     for file in folder.glob("*tokenizer*"):
         file.unlink()
 
@@ -465,7 +465,7 @@ def with_a_link(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "error"),
     [
         (rmtree, "copy is not a folder"),
         (lambda folder: (folder / "config.json").unlink(), "config.json does not exist"),
@@ -475,9 +475,9 @@ def with_a_link(folder: Path) -> None:
     ],
     ids=["no folder", "no config", "no weight", "no tokenizer", "a link"],
 )
-def test_preflight_refuses_a_model_that_is_not_whole(damage, told, config, model, tmp_path):
+def test_preflight_refuses_a_model_that_is_not_whole(damage, error, config, model, tmp_path):
     damage(folder := copytree(model, tmp_path / "copy"))
-    assert told in refusal(config(f"model.path={folder}"))
+    assert error in refusal(config(f"model.path={folder}"))
 
 
 def test_preflight_refuses_an_adapter_that_is_not_finite(config, model, tmp_path):
@@ -494,8 +494,8 @@ def test_preflight_refuses_an_adapter_that_is_not_finite(config, model, tmp_path
     preflight(cfg, TOKEN)
     values[b_name(modules[1])][3, 1] = torch.inf
     save_file(values, folder / "adapter_model.safetensors")
-    told = f"{b_name(modules[1])} has values that are not finite (infinite), in {folder}"
-    assert told in refusal(cfg)
+    error = f"{b_name(modules[1])} has values that are not finite (infinite), in {folder}"
+    assert error in refusal(cfg)
 
 
 def test_preflight_refuses_the_tokenizer_of_another_model(config, model, tmp_path):
@@ -533,8 +533,8 @@ def test_preflight_refuses_turns_that_end_with_another_token(config, model, tmp_
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text().replace("<eos>", "<start>"))
     path = f"model.path={folder}"
-    told = "turn with the token <start> (3), and a completion ends with <eos> (1), so it would not"
-    assert told in (refused := refusal(config(path)))
+    error = "turn with the token <start> (3), and a completion ends with <eos> (1), so it would not"
+    assert error in (refused := refusal(config(path)))
     assert "set rollout.stop_token_ids=[3], or data.apply_chat_template=false" in refused
     held_out = ("data.apply_chat_template=false", "eval.data.apply_chat_template=true")
     assert refusal(config(path, *held_out)).startswith("eval: the chat template ends")
@@ -605,7 +605,7 @@ def test_preflight_takes_an_environment_for_the_reward(config, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "error"),
     [
         ("nowhere.py:Echo", "file of an environment nowhere.py does not exist"),
         ("MINE:Rigid", "missing a required argument: 'size'"),
@@ -613,16 +613,16 @@ def test_preflight_takes_an_environment_for_the_reward(config, tmp_path):
         ("MINE:Halved", "has no method step"),
     ],
 )
-def test_preflight_refuses_an_environment(config, tmp_path, name, told):
+def test_preflight_refuses_an_environment(config, tmp_path, name, error):
     name = name.replace("MINE", str(write_environments(tmp_path)))
-    assert told in refusal(config(f"environment.name={name}"))
+    assert error in refusal(config(f"environment.name={name}"))
 
 
 def test_preflight_starts_an_agent(config):
     agent = ["data.max_prompt_length=40", "agent.command=python nowhere.py"]
-    told = refusal(config(*agent, "rollout.max_completion_length=20"))
-    assert told.startswith("agent.command python nowhere.py cannot act on row 0: ")
-    assert "nowhere.py': [Errno 2]" in told
+    message = refusal(config(*agent, "rollout.max_completion_length=20"))
+    assert message.startswith("agent.command python nowhere.py cannot act on row 0: ")
+    assert "nowhere.py': [Errno 2]" in message
 
 
 @pytest.mark.long
@@ -632,17 +632,17 @@ def test_preflight_checks_each_source_with_its_own_rows(config, tmp_path):
     rows = [row | ({"size": 1} if row["kind"] == "a" else {}) for row in rows]
     data, exact = write_rows(tmp_path / "kinds.jsonl", rows), "{reward: {functions: [exact]}}"
     sources = [f"data.path={data}", "sources.column=kind", f"sources.by_name.b={exact}"]
-    _, told, _ = preflight(
+    _, message, _ = preflight(
         config(*sources, f"sources.by_name.a.environment.name={mine}:Echo"), None
     )
-    assert "optimizer steps on rows of b, a" in told
+    assert "optimizer steps on rows of b, a" in message
     curious = f"sources.by_name.a.environment.name={mine}:Curious"
-    told = refusal(config(*sources, curious))
-    assert "requires 'colour': 10 of 10 rows have no such column" in told
-    told = refusal(config(*sources, f"sources.by_name.a={exact}", f"sources.by_name.c={exact}"))
+    message = refusal(config(*sources, curious))
+    assert "requires 'colour': 10 of 10 rows have no such column" in message
+    message = refusal(config(*sources, f"sources.by_name.a={exact}", f"sources.by_name.c={exact}"))
     assert (
         "sources.by_name.c: no row of data.path has this value in the column kind, only a, b"
-        in told
+        in message
     )
     assert "kind not in sources.by_name (b): 'a'" in refusal(config(*sources))
 
@@ -651,7 +651,7 @@ def test_preflight_checks_each_source_with_its_own_rows(config, tmp_path):
 
 
 def started_run(run_dir: Path, cfg: Config) -> Path:
-    """The checkpoint of a run with one, as far as preflight looks."""
+    """The checkpoint of a new run, with the files that preflight reads."""
     checkpoint = run_dir / "checkpoints" / "step_1"
     (checkpoint / "hf_config").mkdir(parents=True)
     (checkpoint.parent / "LATEST").write_text("step_1\n")
@@ -695,7 +695,7 @@ def test_check_same_run_allows_what_is_not_learnt(changes, config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "error"),
     [
         ("grpo.beta=0.1", "grpo.beta: 0.04 before, 0.1 now"),
         ("model.megatron.moe_aux_loss_coeff=0.1", "moe_aux_loss_coeff: not set before, 0.1 now"),
@@ -703,24 +703,24 @@ def test_check_same_run_allows_what_is_not_learnt(changes, config, tmp_path):
         ("train.init_from=other", "train.init_from: "),
     ],
 )
-def test_check_same_run_refuses_key_by_key(change, told, config, tmp_path):
+def test_check_same_run_refuses_key_by_key(change, error, config, tmp_path):
     started_run(tmp_path / "run", config())
-    refused = told_by(check_same_run, config(change, "optimizer.lr=1e-4", "train.num_steps=9"))
-    assert told in refused and "optimizer.lr: 0.001 before, 0.0001 now" in refused
+    refused = refusal_of(check_same_run, config(change, "optimizer.lr=1e-4", "train.num_steps=9"))
+    assert error in refused and "optimizer.lr: 0.001 before, 0.0001 now" in refused
     assert "num_steps" not in refused
     assert f"another train.run_dir with train.init_from={tmp_path / 'run'}" in refused
     rmtree(tmp_path / "run" / "checkpoints")
     check_same_run(config(change))
 
 
-def test_check_same_run_lets_a_date_be_left_out_or_told(config, tmp_path):
+def test_check_same_run_lets_a_date_be_left_out_or_given(config, tmp_path):
     date = "data.date=2024-05-06"
     started_run(tmp_path / "old", config())
     check_same_run(config(date, f"train.run_dir={tmp_path / 'old'}"))
     started_run(tmp_path / "run", config(date))
     check_same_run(config())
     reason = "data.date: 2024-05-06 before, 2024-05-07 now"
-    assert reason in told_by(check_same_run, config("data.date=2024-05-07"))
+    assert reason in refusal_of(check_same_run, config("data.date=2024-05-07"))
 
 
 def test_check_same_run_keeps_records_whose_checkpoints_are_gone(config, tmp_path):
@@ -733,7 +733,7 @@ def test_check_same_run_keeps_records_whose_checkpoints_are_gone(config, tmp_pat
     rmtree(run / "checkpoints")
     with pytest.raises(ValueError, match=r"run holds the records of 11 steps.* every 5 .*gone"):
         check_same_run(again)
-    # The first checkpoint may still have been in the making when a run died in its tenth step.
+    # A run that died in its tenth step may not have finished its first checkpoint.
     (run / "metrics.jsonl").write_text("".join(records[:11]) + '{"step": 11')
     check_same_run(again)
 
@@ -744,8 +744,8 @@ def test_check_same_run_allows_a_model_and_data_that_have_moved(config, model, t
     paths = f"model.path={moved}", f"data.path={tmp_path / 'rows.jsonl'}.moved"
     check_same_run(config(*paths))
     make_another_model(moved / "config.json")
-    told = r"moved is another model than .*step_1/hf_config.*\n.* 10000.0, 500000.0"
-    with pytest.raises(ValueError, match=told):
+    error = r"moved is another model than .*step_1/hf_config.*\n.* 10000.0, 500000.0"
+    with pytest.raises(ValueError, match=error):
         check_same_run(config(*paths))
 
 
@@ -754,7 +754,7 @@ def test_check_same_run_names_the_file_of_the_run_itself(config, tmp_path):
     saved = tmp_path / "run" / "config.yaml"
     saved.write_text(saved.read_text().replace("kl_horizon: 10000", "kl_horizon: 0"))
     reason = "run/config.yaml: config key grpo.kl_horizon = 0"
-    assert reason in told_by(check_same_run, config())
+    assert reason in refusal_of(check_same_run, config())
 
 
 def test_check_same_run_allows_an_earlier_versions_missing_keys(config, tmp_path):
@@ -768,7 +768,7 @@ def test_check_same_run_allows_an_earlier_versions_missing_keys(config, tmp_path
         check_same_run(config(mine))
 
 
-def test_check_same_run_allows_a_sources_patience(config, tmp_path):
+def test_check_same_run_allows_another_timeout_of_a_source(config, tmp_path):
     sources = ["sources.column=kind", "sources.by_name={a.b/c: {reward: {functions: [exact]}}}"]
     started_run(tmp_path / "run", config(*sources))
     own = "sources.by_name={a.b/c: {reward: {functions: [OTHER], timeout: 5}}}"
@@ -779,12 +779,12 @@ def test_check_same_run_allows_a_sources_patience(config, tmp_path):
 
 def test_check_start_needs_a_checkpoint_of_the_same_model(config, tmp_path):
     other = tmp_path / "other"
-    told = refusal(config(f"train.init_from={other}"))
-    assert f"train.init_from {other} has no checkpoint: give the run_dir" in told
+    message = refusal(config(f"train.init_from={other}"))
+    assert f"train.init_from {other} has no checkpoint: give the run_dir" in message
     checkpoint = started_run(other, config(f"train.run_dir={other}"))
-    told = refusal(config(f"train.init_from={checkpoint}"))
-    assert f"{checkpoint} cannot be used: it has no manifest.json" in told
-    assert told.endswith("the only one of its run, or leave it out to start from model.path")
+    message = refusal(config(f"train.init_from={checkpoint}"))
+    assert f"{checkpoint} cannot be used: it has no manifest.json" in message
+    assert message.endswith("the only one of its run, or leave it out to start from model.path")
     finish(checkpoint)
     for start in (other, checkpoint):
         preflight(config(f"train.init_from={start}", "grpo.beta=0.1", "optimizer.lr=0.1"), None)
@@ -811,7 +811,7 @@ def test_check_start_needs_a_run_that_trains_the_same_layers(config, tmp_path, b
     reason = (
         f"{numbers[0]}: set that, or replace train.init_from by model.path=<export of that run>"
     )
-    assert reason in told_by(check_start, config(*new, f"model.path={model}", numbers[1]))
+    assert reason in refusal_of(check_start, config(*new, f"model.path={model}", numbers[1]))
 
 
 def test_check_start_needs_the_state_of_the_same_optimizer(config, tmp_path):
@@ -825,7 +825,7 @@ def test_check_start_needs_the_state_of_the_same_optimizer(config, tmp_path):
     saved.write_text("optimizer: {key_of_old: 1}\n")  # from before there were two optimizers
     check_start(config(*new))
     reason = "is of a run with optimizer.optimizer=adam: set that"
-    assert reason in told_by(check_start, config(*new, muon))
+    assert reason in refusal_of(check_start, config(*new, muon))
     saved.write_text("optimizer: {optimizer: muon}\n")
     check_start(config(*new, muon))
 
@@ -842,7 +842,7 @@ def test_check_start_needs_the_state_of_the_same_optimizer(config, tmp_path):
 def test_check_same_run_names_what_adapters_may_start_from(before, now, start, config, tmp_path):
     merged = "lora.sync=merged"
     checkpoint = started_run(tmp_path / "run", config(merged, *before))
-    refused = told_by(check_same_run, config(merged, "grpo.beta=0.1", *now))
+    refused = refusal_of(check_same_run, config(merged, "grpo.beta=0.1", *now))
     assert f"run in another train.run_dir with {start}" in refused
     finish(checkpoint)
     if before and not now:
@@ -868,27 +868,27 @@ except ValueError as error:
 
 
 @pytest.fixture
-def told_on_a_gpu(config, tmp_path):
-    """Why a bfloat16 run is refused by a process that believes to have a GPU."""
+def refusal_on_a_gpu(config, tmp_path):
+    """The message with which a process that believes to have a GPU refuses a bfloat16 run."""
     (tmp_path / "config.yaml").write_text(dump_config(config(HALF)))
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
 
-    def told(*overrides: str) -> str:
+    def refusal_by(*overrides: str) -> str:
         return subprocess.check_output(
             [sys.executable, "-W", "ignore", "-c", ON_A_GPU, tmp_path / "config.yaml", *overrides],
             env=os.environ | {"PYTHONPATH": path},
             text=True,
         )
 
-    return told
+    return refusal_by
 
 
 @pytest.mark.slow
-def test_preflight_on_a_gpu_takes_torchs_layers_only_if_asked(told_on_a_gpu):
-    told = told_on_a_gpu()
-    assert "Transformer Engine does not work here (No module named 'transformer_engine')" in told
-    assert "model.megatron.transformer_impl=local" in told
-    assert told_on_a_gpu("model.megatron.transformer_impl=local") == ""
+def test_preflight_on_a_gpu_takes_torchs_layers_only_if_configured(refusal_on_a_gpu):
+    message = refusal_on_a_gpu()
+    assert "Transformer Engine does not work here (No module named 'transformer_engine')" in message
+    assert "model.megatron.transformer_impl=local" in message
+    assert refusal_on_a_gpu("model.megatron.transformer_impl=local") == ""
 
 
 @pytest.mark.long
@@ -904,7 +904,7 @@ def test_preflight_on_a_gpu_takes_torchs_layers_only_if_asked(told_on_a_gpu):
     ],
     ids=["a package is missing", "its packages do not fit each other"],
 )
-def test_preflight_tells_why_transformer_engine_is_broken(told_on_a_gpu, tmp_path, pytorch, reason):
+def test_preflight_says_why_transformer_engine_fails(refusal_on_a_gpu, tmp_path, pytorch, reason):
     write_transformer_engine(tmp_path, pytorch)
-    told = told_on_a_gpu()
-    assert reason in told and "requirements/gpu.sh" in told
+    message = refusal_on_a_gpu()
+    assert reason in message and "requirements/gpu.sh" in message

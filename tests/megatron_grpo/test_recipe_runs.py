@@ -28,7 +28,7 @@ TARGET, HORIZON = 0.01, 100
 RECIPE = [
     "grpo.steps_per_generation=2",
     "grpo.num_iterations=2",
-    "grpo.advantage_estimator=rloo",  # and so the divergence is a part of the reward
+    "grpo.advantage_estimator=rloo",  # the divergence becomes part of the reward
     "grpo.importance_sampling_level=sequence",
     "grpo.top_entropy_quantile=0.5",
     "grpo.entropy_coef=0.01",
@@ -84,7 +84,7 @@ def test_metrics_say_what_each_option_did(whole):
         assert record["rollout/ratio_mean"] == pytest.approx(1, abs=1e-3)
         assert record["rollout/logprob_gap_mean"] < 1e-4  # the temperature is that of the engine
     assert records[0]["rollout/stale_gap_mean"] < 1e-4 < records[3]["rollout/stale_gap_mean"]
-    # In the second pass what the first has made less likely is left out, and nothing else.
+    # The second pass leaves out exactly what the first has made less likely.
     assert records[0]["off_policy_mask_ratio"] == records[4]["off_policy_mask_ratio"] == 0
     scored = [row for row in rows[:8] if row["rewards"]["mostly"] is not None]
     negative = [row for row in scored if row["advantage"] < 0]
@@ -94,7 +94,7 @@ def test_metrics_say_what_each_option_did(whole):
 
 
 def test_advantages_subtract_the_divergence_by_its_weight(whole):
-    """Of the second generation: the policy had moved by then."""
+    """In the second generation, as the policy had moved by then."""
     cfg = load_config(whole / "config.yaml")
     shape, tokenizer = read_shape(cfg.model.path), load_tokenizer(cfg.model.path)
     prompts = load_stream(cfg, shape, tokenizer).prompts

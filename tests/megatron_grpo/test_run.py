@@ -1,4 +1,4 @@
-"""What a rank learns from rank 0 before the ranks form groups."""
+"""Values that ranks get from rank 0 before they form groups."""
 
 import torch.distributed as dist
 

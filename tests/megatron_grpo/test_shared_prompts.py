@@ -19,7 +19,7 @@ from parallel.alignment import Alignment
 from parallel.microbatches import CostModel
 
 GROUPS = {23: 4, 1: 2, 2: 2, 40: 4}
-"""Completions by the length of their prompt; the first token is all of one, and another saves
+"""Completions by length of prompt. The prompt of one token has nothing to share; another saves
 nothing once aligned."""
 SHARED = "grpo.shared_prompts=true"
 RECIPES: dict[str, dict[str, Any]] = {
@@ -30,7 +30,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "epsilon_high": 0.04,
         "importance_sampling_level": "sequence",
         "use_bias_correction_kl": True,
-        # The first tokens of a prompt's completions have equal entropies: no threshold is there.
+        # The first tokens of a prompt's completions have equal entropies: no threshold lies there.
         "top_entropy_quantile": 0.4,
         "entropy_coef": 0.3,
     },
@@ -57,7 +57,7 @@ CASES = [
     pytest.param("qwen3", ParallelDims(tensor=2, pipeline=2), marks=pytest.mark.slow),
     ("qwen3_moe", ParallelDims()),
     ("qwen3_moe", ParallelDims(expert=2, data=2)),
-    # Latents: heads of values have another size than those of queries and keys.
+    # Latents: values have another head size than queries and keys.
     ("deepseek_v3", ParallelDims(tensor=2)),
     ("deepseek_v3", ParallelDims(context=2)),
     # Windows shorter than a prompt, which layers see the end of, and two RoPEs.
@@ -119,7 +119,7 @@ def test_tokens_of_shared_prompts_are_packed_once_within_the_budget(
 
 
 def branched(sample: Sample) -> Sample:
-    """Branch the completion: one branch leaves the root, another leaves that branch."""
+    """The completion with branches: from its first tokens, and from those branches."""
     first, length = len(sample.prompt.token_ids), len(sample.completion_ids)
     if length < 6:
         return sample
@@ -144,7 +144,7 @@ def branched(sample: Sample) -> Sample:
     ],
     ids=str,
 )
-def test_what_branches_share_is_computed_once_without_a_change(
+def test_shared_parts_of_branches_are_computed_once_without_a_change(
     cases: dict[str, Case], family: str, dims: ParallelDims
 ) -> None:
     case = cases[family]

@@ -42,7 +42,7 @@ def full_run(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     return run_dir
 
 
-def test_run_directory_holds_what_is_promised(full_run):
+def test_run_directory_holds_the_documented_files(full_run):
     for name in ("config.yaml", "completions.jsonl", "curves.png", "logs", "checkpoints/LATEST"):
         assert (full_run / name).exists(), name
     first, *others = read_metrics(full_run)
@@ -139,7 +139,7 @@ def test_process_groups_wait_longer_than_the_watchdog(tied_model):
 
 
 def timeouts_of_groups(model: Path) -> list[timedelta]:
-    """Timeouts of a rank's process groups and of the default group."""
+    """Time-outs of a rank's groups, and of the group of all ranks."""
     cfg = tiny_config(model, ParallelDims(), "rollout.startup_timeout=1", "reward.timeout=1")
     with process_groups(cfg, RankPlace(0, 0, 1, num_hosts=1), dist.HashStore()) as groups:
         found = [group for group in vars(groups).values() if isinstance(group, dist.ProcessGroup)]

@@ -62,9 +62,9 @@ def last_line(output: str) -> str:
     return output.splitlines()[-1]
 
 
-# What its ranks do is in test_faults.py, and the whole of it under Slurm in tests/slurm.
+# test_faults.py tests the ranks, and tests/slurm a whole job of Slurm.
 @pytest.mark.slow
-def test_run_told_to_stop_saves_and_resumes(arguments, tmp_path):
+def test_stopped_run_saves_and_resumes(arguments, tmp_path):
     run_dir = tmp_path / "run"
     with training(arguments, run_dir) as (run, _):
         run.send_signal(signal.SIGTERM)
@@ -99,14 +99,14 @@ FROM_THE_START = "megatron-grpo: interrupted: run the same command to begin from
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("number", "code", "told"),
+    ("number", "code", "expected"),
     [
         (signal.SIGTERM, 75, ""),
         pytest.param(signal.SIGUSR1, 75, "", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 130, FROM_THE_START, marks=pytest.mark.slow),
     ],
 )
-def test_run_told_to_stop_while_it_is_checked(number, code, told, arguments, tmp_path):
+def test_run_is_stopped_while_it_is_checked(number, code, expected, arguments, tmp_path):
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "import pathlib, time\n"
@@ -118,11 +118,11 @@ def test_run_told_to_stop_while_it_is_checked(number, code, told, arguments, tmp
     assert wait_until((tmp_path / "loading").exists, 60)
     run.send_signal(number)
     output, _ = run.communicate(timeout=20)
-    assert (run.returncode, output) == (code, told)
+    assert (run.returncode, output) == (code, expected)
 
 
 @pytest.mark.slow
-def test_the_end_of_rank_0_is_told_once_by_the_launcher(arguments, tmp_path):
+def test_the_end_of_rank_0_is_reported_once_by_the_launcher(arguments, tmp_path):
     with training(arguments, tmp_path / "run") as (run, mark):
         rank_process(mark, 0).kill()
         output, _ = run.communicate(timeout=60)

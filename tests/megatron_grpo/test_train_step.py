@@ -77,7 +77,7 @@ SLOW_LAYOUTS = [
     ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
     ParallelDims(tensor=2, context=2, pipeline=2),
 ]
-"""What goes wrong along these axes does so along those of other layouts, or in the other model."""
+"""Faults along these axes also show at other layouts, or in the other model."""
 # The sums over ranks know of no family either: another has its own in every kind of layout.
 CASES = [
     *(
@@ -100,10 +100,10 @@ def cases(tmp_path_factory: Any) -> dict[str, Case]:
 
 
 def _every_second(names: Iterable[str], parity: int) -> list[Run]:
-    """Each recipe at one of the budgets, at both over parities 0 and 1.
+    """Each recipe at one of the budgets; over the parities 0 and 1 at both.
 
     Layouts differ in parity. So every recipe meets every layout, every layout both budgets, and
-    every recipe both budgets at layouts that split samples over ranks and at those that do not.
+    every recipe both budgets, at layouts that split samples over ranks and at others.
     """
     return [(name, BUDGETS[(number + parity) % 2]) for number, name in enumerate(names)]
 
@@ -124,7 +124,7 @@ def test_loss_and_every_gradient_equal_the_float64_oracle(
     assert_logged(ranks, case)
 
 
-def test_so_they_do_where_every_tensor_rank_has_all_tokens(cases: dict[str, Case]) -> None:
+def test_oracle_is_met_where_tensor_ranks_have_all_tokens(cases: dict[str, Case]) -> None:
     case, dims = cases["qwen3 untied"], ParallelDims(tensor=2, context=2)
     runs = [("grpo", BUDGETS[0]), ("dapo", BUDGETS[1])]
     ranks = on_ranks(case, dims, case.experience(), runs, "parallel.sequence_parallel=false")
@@ -145,7 +145,7 @@ def test_so_they_do_where_every_tensor_rank_has_all_tokens(cases: dict[str, Case
     ],
     ids=case_name,
 )
-def test_so_they_do_where_fewer_ranks_split_shorter_sequences(
+def test_oracle_is_met_where_fewer_ranks_split_short_sequences(
     cases: dict[str, Case], dims: ParallelDims, step: int
 ) -> None:
     case = cases["llama tied"]
@@ -188,7 +188,7 @@ def test_when_all_samples_failed_loss_and_gradient_are_zero(
 def stale_gaps(
     rank: int, folder: Path, experience: OffPolicy, configs: list[Config]
 ) -> list[float]:
-    """How far the old policy is said to be from the present one, with each config."""
+    """Reported gaps between the old and the current policy, by config."""
     setup_device(rank)
     groups = init_groups(ParallelDims())
     policy = build_policy(configs[0], read_shape(folder), groups)
@@ -201,7 +201,7 @@ def stale_gaps(
     return gaps
 
 
-def test_where_the_engine_stands_for_the_old_policy_no_sample_is_called_stale(
+def test_no_sample_is_stale_where_the_engine_stands_for_the_old_policy(
     cases: dict[str, Case],
 ) -> None:
     case = cases["llama tied"]
@@ -222,7 +222,7 @@ def two_steps(rank: int, train: TrainConfig) -> list[str]:
     return [phase for phase in phases if phase]
 
 
-def test_a_step_is_profiled_on_the_ranks_asked_for_and_files_may_take_their_time(
+def test_a_step_is_profiled_on_the_configured_ranks_and_files_may_take_time(
     tmp_path: Path,
 ) -> None:
     train = TrainConfig(run_dir=tmp_path, num_steps=2, profile_steps=[2], profile_ranks=[1])

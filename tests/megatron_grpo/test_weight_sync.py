@@ -92,12 +92,12 @@ def test_rendezvous_address_is_loopback_where_it_will_do():
     )
     assert rendezvous_address([], 1, {}) == "127.0.0.1"
     assert rendezvous_address([], 2, environ) == "127.0.0.9"
-    # The address from which this host reaches the engine's: here its own, as it is the same host.
+    # The address from which this host reaches the engine: a loopback one, on the same host.
     assert rendezvous_address(["http://127.0.0.7:1"], 1, environ).startswith("127.")
 
 
 class Recorded(Residency):
-    """The residency of a rank all of whose state leaves; writes down the phases."""
+    """Residency of a rank that moves all state; records the phases."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__("all", (), torch.device("cpu"))
@@ -109,7 +109,7 @@ class Recorded(Residency):
 
 
 class RecordedEngines:
-    """An engine that fails as it takes its cache back, once."""
+    """An engine that fails once, as it takes its cache back."""
 
     def __init__(self, events: list[str]) -> None:
         self._events, self._fails = events, True
@@ -165,7 +165,7 @@ def address_of_meeting(rank: int, folder: Path) -> str:
 
 
 class Servers:
-    """Servers of two engines that the run started; none listens. `ends` has how an engine ended."""
+    """Two engines of the run at which nothing listens; the second has ended."""
 
     token, are_ours = "0123456789abcdef", True
     base_urls = ("http://127.0.0.1:9", "http://127.0.0.1:10")
@@ -188,9 +188,9 @@ class Servers:
 
 
 def events_of_assembling(rank: int, folder: Path, loss: str) -> list[str]:
-    """What a rank does, with all of its state on the GPU, before it knows the engines of a push.
+    """Events on a rank, with all its state on the GPU, before it knows the engines of a push.
 
-    `loss` is how an engine was lost, or empty; rank 0 also tells which were started again.
+    `loss` is how an engine was lost, or empty; rank 0 also records restarts.
     """
     dims, events = ParallelDims(data=2), list[str]()
     policy, groups = start_policy(rank, folder, dims)
@@ -217,7 +217,7 @@ def events_of_assembling(rank: int, folder: Path, loss: str) -> list[str]:
 
 @pytest.mark.parametrize("loss", ["", "died", "failed in a push"])
 def test_weight_sync_makes_room_for_an_engine(tied_model, loss):
-    """It may be beside them, and vLLM ends at once if its share of the GPU is not free."""
+    """The engine may share the GPU, and vLLM ends at once if its share is not free."""
     first, second = run_ranks(2, events_of_assembling, tied_model, loss)
     room = ["ranks: generate", "memory"] if loss else []
     assert first == [*room, *([Servers.base_urls[1]] if loss else [])]

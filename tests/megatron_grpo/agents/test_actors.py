@@ -80,7 +80,7 @@ def tried(*settings: str) -> None:
 
 
 SOCKS = "socks5://127.0.0.1:9"
-"""The client that a function is given needs a package for it, and is not to use it."""
+"""A SOCKS proxy: HTTP clients would need another package for it, and must not use it."""
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,7 @@ SOCKS = "socks5://127.0.0.1:9"
         ("command={} {}", {"all_proxy": DEAD, "no_proxy": ".corp"}),
     ],
 )
-def test_an_agent_reaches_the_endpoint_whatever_proxy_there_is(
-    agent, proxies, tmp_path, monkeypatch
-):
+def test_an_agent_reaches_the_endpoint_whatever_proxy_is_set(agent, proxies, tmp_path, monkeypatch):
     set_proxies(monkeypatch, **proxies)
     (file := tmp_path / "agent.py").write_text(COMMAND if "command" in agent else FUNCTIONS)
     names = [sys.executable, file] if "command" in agent else [file]
@@ -105,7 +103,7 @@ TOOLS = ["agent.weight=0", "rollout.tool_call_parser=hermes"]
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "error"),
     [
         (["agent.command=python nowhere.py"], "exit code 2; (.|\n)*nowhere.py"),
         (["agent.command=sh -c 'exit 127'"], "row 0: it ended with exit code 127"),
@@ -119,20 +117,18 @@ TOOLS = ["agent.weight=0", "rollout.tool_call_parser=hermes"]
     ],
 )
 def test_an_agent_that_cannot_start_is_refused_with_the_reason(
-    settings, told, tmp_path, monkeypatch
+    settings, error, tmp_path, monkeypatch
 ):
-    set_proxies(monkeypatch, http_proxy=DEAD)  # which is not the reason
+    set_proxies(monkeypatch, http_proxy=DEAD)  # must not be named as the cause
     (tmp_path / "agent.py").write_text(FUNCTIONS)
     (tmp_path / "broken.py").write_text('import json\njson.loads("")\n')
     (tmp_path / "plain").write_text("#!/bin/sh\n")
-    with pytest.raises(ValueError, match=told) as raised:
+    with pytest.raises(ValueError, match=error) as raised:
         tried(*(setting.replace("FOLDER", str(tmp_path)) for setting in settings))
     assert "NO_PROXY" not in str(raised.value)
 
 
-def test_what_has_not_asked_in_time_is_refused_if_it_is_no_program_of_the_user(
-    tmp_path, monkeypatch
-):
+def test_a_late_agent_passes_but_a_late_mcp_server_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_grpo.agents.agents.TRIAL_SECONDS", 0.5)
     (file := tmp_path / "agent.py").write_text(FUNCTIONS)
     tried(f"agent.function={file}:wait")
@@ -145,11 +141,11 @@ def test_the_process_that_agents_are_forked_from_imports_nothing_heavy_and_has_o
 
 
 @pytest.mark.parametrize("has_server", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_agent_is_forked_when_all_that_it_needs_is_imported(has_server, tmp_path):
+def test_an_agent_is_forked_after_its_imports(has_server, tmp_path):
     (server := tmp_path / "mcp_numbers.py").write_text(MCP_SERVER)
     servers = [f"{sys.executable} {server}"] * has_server
-    told = subprocess.check_output([sys.executable, "-c", FIRST_REQUEST, *servers], text=True)
-    imported, has_client = json.loads(told.splitlines()[-1])
+    output = subprocess.check_output([sys.executable, "-c", FIRST_REQUEST, *servers], text=True)
+    imported, has_client = json.loads(output.splitlines()[-1])
     assert imported == [] or (has_server and imported == ["anyio._core._subprocesses"])
     assert has_client, "with a server of tools, each agent would import its client"
 
@@ -158,11 +154,11 @@ def test_run_command_gives_a_program_its_row_and_reads_the_reward_in_its_last_li
     assert run_command([sys.executable, "-c", TALKATIVE], {"A": "1"}, {"b": 5}) == 15
     assert run_command([sys.executable, "-c", "pass"], {}, {"b": "x" * 200_000}) is None
     fails = "import sys; print('why', file=sys.stderr); sys.exit(3)"
-    for code, told in (
+    for code, error in (
         (fails, "exit code 3; .*\nwhy"),
         ("print('no reward')", "no reward in JSON: 'no reward'"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=error):
             run_command([sys.executable, "-c", code], {}, {})
 
 

@@ -1,4 +1,4 @@
-"""Whole runs whose completions are made by agents, with a real vLLM engine."""
+"""Whole runs with completions by agents, on a real vLLM engine."""
 
 import sys
 from pathlib import Path
@@ -74,6 +74,6 @@ def test_a_run_with_a_program_trains_on_its_branches_and_evaluates_it(live_engin
     for record in records:
         assert record["grad_norm"] > 0
         assert (record["num_turns/mean"], record["agent/branches_mean"]) == (3, 2)
-        # The engine's log-probabilities are of the very tokens that are trained on.
+        # The engine's log-probabilities belong to the tokens that are trained on.
         assert record["rollout/logprob_gap_max"] < 1e-4
         assert record["reward"] == record["reward/agent/mean"]

@@ -1,4 +1,4 @@
-"""Agents with real clients at a real engine: what is trained on is what was sampled."""
+"""Agents with real clients at a real engine: the sampled tokens are those that are trained on."""
 
 import json
 import math
@@ -59,7 +59,7 @@ def engine(live_engine, tied_model):
 
 @pytest.fixture(scope="module")
 def waiting(live_engine, tied_model, tmp_path_factory):
-    """The address and the key of a session whose agent does nothing."""
+    """(address, key) of a session whose agent does nothing."""
     live_engine.push(tied_model)
     folder = tmp_path_factory.mktemp("waiting")
     with waiting_agents(live_engine, tied_model, folder) as waiting:
@@ -67,7 +67,7 @@ def waiting(live_engine, tied_model, tmp_path_factory):
 
 
 def trained_on(sample):
-    """Each token that a sample is trained on with all before it, and its log-probability."""
+    """Each trained token with all tokens before it, and its log-probability."""
     found = []
     for each in as_plain(sample):
         tokens = [*each.prompt.token_ids, *each.completion_ids]
@@ -79,15 +79,15 @@ def trained_on(sample):
 
 
 def check_exact(samples, made, model):
-    """Every sampled token is trained on once, after the very tokens that the engine had."""
+    """Assert that each sampled token is trained on once, in the context that the engine had."""
     for number, sample in enumerate(samples):
         record = made.record[number]
-        told = [
-            ((*asked, *ids[: i + 1]), round(logprobs[i], 5))
-            for asked, ids, logprobs in record
+        recorded = [
+            ((*prompt, *ids[: i + 1]), round(logprobs[i], 5))
+            for prompt, ids, logprobs in record
             for i in range(len(ids))
         ]
-        assert Counter(trained_on(sample)) == Counter(told)
+        assert Counter(trained_on(sample)) == Counter(recorded)
         assert sum(count for _, count in sample.spans) == len(sample.completion_ids)
         assert len(sample.step_rewards) == len(record)
         for each in as_plain(sample):
@@ -104,7 +104,7 @@ def check_exact(samples, made, model):
         ("complete", 3, None, 1.0, {""}),
     ],
 )
-def test_agents_have_every_sampled_token_trained_on_once(
+def test_every_sampled_token_of_agents_is_trained_on_once(
     engine, tied_model, tmp_path, function, num_turns, num_sequences, reward, roles
 ):
     with running_agents(engine, tied_model, tmp_path, function=function) as agents:
@@ -115,7 +115,7 @@ def test_agents_have_every_sampled_token_trained_on_once(
     for number, sample in enumerate(samples):
         assert len(sample.step_rewards) == num_turns
         assert (sample.finish_reason, sample.dialogue_reward) == ("stop", reward)
-        # An answer without a text is no message by which its branch would be known again.
+        # A message without text gives a branch nothing to be recognised by.
         if num_sequences and all(len(ids) > 1 for _, ids, _ in made.record[number]):
             assert len(sample.sequences) == num_sequences
         assert len(sample.heard) == num_turns
@@ -135,7 +135,7 @@ def test_agents_have_every_sampled_token_trained_on_once(
         ("hang", {"timeout": 8}, "no answer after 8 s (agent.timeout): killed"),
     ],
 )
-def test_agents_mask_one_that_fails_and_leave_nothing(
+def test_agents_mask_a_failed_one_and_leave_no_process(
     engine, tied_model, tmp_path, function, settings, failure
 ):
     with running_agents(engine, tied_model, tmp_path, function=function, **settings) as agents:
@@ -149,22 +149,22 @@ def test_agents_mask_one_that_fails_and_leave_nothing(
 
 
 def test_endpoint_gives_all_clients_the_same_turns(engine, tied_model, tmp_path):
-    asked = [{"role": "user", "content": "one"}]
+    messages = [{"role": "user", "content": "one"}]
     with waiting_agents(engine, tied_model, tmp_path) as (url, key, made):
         anthropic = Anthropic(base_url=url, api_key=key, max_retries=0)
         openai = OpenAI(base_url=f"{url}/{key}/v1", api_key="none", max_retries=0)
-        first = anthropic.messages.create(model="any", max_tokens=5, messages=asked)
-        counted = anthropic.messages.count_tokens(model="any", messages=asked)
+        first = anthropic.messages.create(model="any", max_tokens=5, messages=messages)
+        counted = anthropic.messages.count_tokens(model="any", messages=messages)
         assert counted.input_tokens == first.usage.input_tokens
         text = "".join(block.text for block in first.content)
         assert first.usage.output_tokens == len(made.record[0][0][1]) <= 5
-        asked += [{"role": "assistant", "content": first.content}]
-        asked += [{"role": "user", "content": [{"type": "text", "text": "two"}]}]
-        with anthropic.messages.stream(model="any", max_tokens=9, messages=asked) as stream:
+        messages += [{"role": "assistant", "content": first.content}]
+        messages += [{"role": "user", "content": [{"type": "text", "text": "two"}]}]
+        with anthropic.messages.stream(model="any", max_tokens=9, messages=messages) as stream:
             streamed = "".join(stream.text_stream)
             usage = stream.get_final_message().usage
-        # What is taken as it was sampled counts as it was sampled.
-        counted = anthropic.messages.count_tokens(model="any", messages=asked)
+        # Sampled turns count with the tokens that were sampled.
+        counted = anthropic.messages.count_tokens(model="any", messages=messages)
         assert counted.input_tokens == usage.input_tokens == len(made.record[0][1][0])
         chunks = openai.chat.completions.create(
             model="any",
@@ -192,8 +192,8 @@ def test_endpoint_gives_all_clients_the_same_turns(engine, tied_model, tmp_path)
     assert len(record) == 4
     for (before, ids, _), (after, _, _) in pairwise(record[:3]):
         assert after[: len(before) + len(ids)] == [*before, *ids]
-    told = sorted(told for _, _, told in record[2:])
-    assert told == sorted(logprobs.values())
+    recorded = sorted(logprob for _, _, logprob in record[2:])
+    assert recorded == sorted(logprobs.values())
     session = made.sessions[0]
     assert [len(branch.ends) for branch in session.tree.branches] == [3, 1]
 
@@ -202,8 +202,8 @@ USER = {"role": "user", "content": "x"}
 CHAT, COMPLETIONS, ANTHROPIC = "chat/completions", "completions", "messages"
 
 
-def of_part(kind):
-    """A body with a message whose only part is of this kind."""
+def part_of(kind):
+    """A request's body: one message with one part of this kind."""
     return {"messages": [USER | {"content": [{"type": kind}]}]}
 
 
@@ -212,7 +212,7 @@ def of_part(kind):
     [
         (CHAT, {}, "messages must be a list"),
         (CHAT, {"messages": [{"content": "x"}]}, "object with a role"),
-        (CHAT, of_part("image_url"), "parts of type text"),
+        (CHAT, part_of("image_url"), "parts of type text"),
         (CHAT, {"logit_bias": {"1": 5}}, "logit_bias is not supported"),
         (CHAT, {"n": -1}, "n and max_tokens must be at least 1"),
         (CHAT, {"max_tokens": 0}, "n and max_tokens must be at least 1"),
@@ -225,7 +225,7 @@ def of_part(kind):
         *((path, NESTED, "nested too deep") for path in (CHAT, COMPLETIONS, ANTHROPIC)),
         (ANTHROPIC, {"messages": "x"}, "messages must be a list of objects, not 'x'"),
         (ANTHROPIC, {"messages": [], "tools": ["abc"]}, "tools must be a list of objects"),
-        (ANTHROPIC, of_part("redacted_thinking"), "only the model that wrote it can read it; leav"),
+        (ANTHROPIC, part_of("redacted_thinking"), "only the model that wrote it can read it; leav"),
         (
             CHAT,
             {"messages": [USER], "tool_choice": "required"},
@@ -263,15 +263,15 @@ def test_endpoint_replaces_half_of_a_surrogate_pair(waiting, path, body):
     headers = {"Authorization": f"Bearer {key}"}
     answer = httpx.post(f"{url}/v1/{path}", content=content, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
-    asked = made.sessions[0].template.tokenizer.decode(made.record[0][-1][0])
-    assert "a?" in asked
+    prompt = made.sessions[0].template.tokenizer.decode(made.record[0][-1][0])
+    assert "a?" in prompt
 
 
 def test_parse_finds_calls_by_the_engines_parser(engine, tied_model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     tool = {"name": "add", "parameters": {"type": "object", "properties": {}}}
-    asked = {"messages": [{"role": "user", "content": "one"}]}
+    body = {"messages": [{"role": "user", "content": "one"}]}
     tools = {"tools": [{"type": "function", "function": tool}]}
     with running_agents(engine, tied_model, tmp_path, function="wait", parser="hermes") as agents:
 
@@ -281,25 +281,25 @@ def test_parse_finds_calls_by_the_engines_parser(engine, tied_model, tmp_path):
             parsed = agents._parse(turn, request, engine.servers.base_urls[0])
             return agents._client.loop.call(parsed)
 
-        found, plain = message_of(f"I add.{call}", asked | tools), message_of("I cannot.", asked)
-        empty = message_of("", asked | tools)
+        found, plain = message_of(f"I add.{call}", body | tools), message_of("I cannot.", body)
+        empty = message_of("", body | tools)
         broken = [
-            message_of(call.replace('{"a": 1, "b": 2}', arguments), asked | tools)
+            message_of(call.replace('{"a": 1, "b": 2}', arguments), body | tools)
             for arguments in ("[1, 2]", '{"a": "\\ud83d"}')
         ]
         with pytest.raises(
             BadRequest, match=r"the turn cannot be parsed: .*answered .* with 4\d\d"
         ):
-            message_of("I add.", asked | {"tools": [{"type": "function", "function": {}}]})
+            message_of("I add.", body | {"tools": [{"type": "function", "function": {}}]})
     assert plain == {"role": "assistant", "content": "I cannot."}
     assert empty == {"role": "assistant", "content": ""}
-    told = [each["tool_calls"][0]["function"]["arguments"] for each in broken]
-    assert [*map(json.loads, told)] == [[1, 2], {"a": "?"}]
+    arguments = [each["tool_calls"][0]["function"]["arguments"] for each in broken]
+    assert [*map(json.loads, arguments)] == [[1, 2], {"a": "?"}]
     assert (found["role"], found["content"].strip()) == ("assistant", "I add.")
-    [told] = found["tool_calls"]
-    assert (told["type"], told["function"]["name"]) == ("function", "add")
-    assert json.loads(told["function"]["arguments"]) == {"a": 1, "b": 2}
-    assert told["id"]
+    [parsed] = found["tool_calls"]
+    assert (parsed["type"], parsed["function"]["name"]) == ("function", "add")
+    assert json.loads(parsed["function"]["arguments"]) == {"a": 1, "b": 2}
+    assert parsed["id"]
 
 
 def test_pushes_in_flight_cut_turns_of_agents(engine, tied_model, other_model, tmp_path):
@@ -324,14 +324,14 @@ def test_pushes_in_flight_cut_turns_of_agents(engine, tied_model, other_model, t
     assert made.failures == []
     assert max(len(sample.spans) for sample in samples) > 1
     for sample in samples:
-        told = torch.tensor(sample.logprobs)
+        logprobs = torch.tensor(sample.logprobs)
         wanted = {
             version: reference_logprobs(folder, sample) for version, folder in weights.items()
         }
         versions = [version for version, count in sample.spans for _ in range(count)]
-        assert (len(versions), sample.num_sampled) == (len(told), 240)
+        assert (len(versions), sample.num_sampled) == (len(logprobs), 240)
         for i, (version, is_sampled) in enumerate(zip(versions, sample.loss_mask, strict=True)):
-            assert not is_sampled or abs(told[i] - wanted[version][i]) < 1e-3
+            assert not is_sampled or abs(logprobs[i] - wanted[version][i]) < 1e-3
 
 
 def test_endpoint_drops_a_turn_that_nobody_waits_for(engine, tied_model, tmp_path):
@@ -349,7 +349,7 @@ def test_endpoint_drops_a_turn_that_nobody_waits_for(engine, tied_model, tmp_pat
 
 
 class Ending(Session):
-    """A session that is not over before its sample is complete."""
+    """A session that asserts that its sample is complete before it is over."""
 
     def __setattr__(self, name, value):
         assert name not in ("reward", "metrics", "failure", "finish_reason") or not self.is_over
@@ -358,7 +358,7 @@ class Ending(Session):
     is_over = False
 
 
-def test_session_that_is_over_has_its_reward():
+def test_session_has_its_reward_before_it_is_over():
     cfg = AgentConfig(command="unused", weight=1)
     group = SimpleNamespace(prompt=random_prompts(1)[0], params=sampling_params())
     session = Ending(group, 0, None, None, cfg, 9)

@@ -1,4 +1,4 @@
-"""Messages of agents against the templates of real families: what was sampled keeps its tokens."""
+"""Messages of agents in real families' templates: sampled turns keep their tokens."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ CALLS = {
 """How families write a call: from an object, from a text, or from either."""
 GOOD = ('{"a": 1, "b": 2}', "", '{"text": "\\ud83d"}')
 BROKEN = ('{"a": 1, "b": ', "[1, 2]", '"{}"', "null", "{'a': 1}", " ", "[" * 100_000)
-BROKEN += ('{"a": NaN}', '{"a": 1e999}')  # numbers that JSON has not
+BROKEN += ('{"a": NaN}', '{"a": 1e999}')  # not JSON
 ASKED = [{"role": "user", "content": "1+2?"}]
 RESULT = {"role": "tool", "tool_call_id": "1", "content": "Error"}
 
@@ -53,7 +53,7 @@ def call_of(arguments):
 
 
 def turn_after(template, history, message, text):
-    """A turn of the model, whose message an engine's parser has made of its text."""
+    """A model's turn: `message` is the engine's parse of `text`."""
     given = messages_of(history)
     check_calls(given, [])
     prompt = template.render(given, None, is_prompt=True)
@@ -65,7 +65,7 @@ def turn_after(template, history, message, text):
 
 @pytest.mark.parametrize("family", CALLS)
 @pytest.mark.parametrize("arguments", [*GOOD, *BROKEN], ids=lambda text: text[:12])
-def test_find_goes_on_from_a_call_whatever_its_arguments_are(family, arguments):
+def test_find_continues_a_call_with_any_arguments(family, arguments):
     template = template_of(CALLS[family])
     message = call_of(arguments)
     turn = turn_after(template, ASKED, message, f"<call>add {arguments}")
@@ -100,7 +100,7 @@ def test_check_calls_refuses_arguments_that_are_no_object_unless_the_model_wrote
     template = template_of(CALLS["hermes"])
     made = [turn_after(template, ASKED, call_of(arguments), "x")]
     given = messages_of([*ASKED, call_of(arguments), RESULT])
-    check_calls(given, made)  # also in a history that is otherwise another
+    check_calls(given, made)  # also in another history
     for turns in ([], [turn_after(template, ASKED, call_of("{]"), "x")]):
         with pytest.raises(
             BadRequest, match="arguments of a call of add must be an object in JSON"
@@ -115,7 +115,7 @@ def test_messages_of_a_call_without_arguments_have_an_object_without_fields(give
 
 
 @pytest.mark.parametrize("text", ["", " \n"])
-def test_find_goes_on_from_a_turn_without_a_text(text):
+def test_find_continues_a_turn_without_text(text):
     template = template_of(CALLS["hermes"])
     turn = turn_after(template, ASKED, {"role": "assistant", "content": text}, text)
     for content in (text, None, []):

@@ -36,12 +36,12 @@ from megatron_grpo.launch.process import Preempted
 
 pytestmark = [pytest.mark.engines, pytest.mark.fault]
 
-END_IDS = (EOS_ID, *range(20, 60))  # of 250: a turn is some six tokens long
+END_IDS = (EOS_ID, *range(20, 60))  # 41 of 250 tokens end a turn: it has some six
 SETTINGS = {"num_generations": 3, "max_completion_length": 150, "stop_token_ids": END_IDS}
 
 
 class Recorded(Completions):
-    """Dialogues; remembers what engines were asked, by sample."""
+    """Dialogues that keep the requests to engines, by sample."""
 
     def __init__(self, prompts, params, environments, max_turns):
         super().__init__(
@@ -53,11 +53,11 @@ class Recorded(Completions):
         )
 
     @property
-    def asked(self) -> list[list[dict]]:
+    def requests(self) -> list[list[dict]]:
         return [
-            asked
+            requests
             for group in self.groups
-            for _, asked in sorted(vars(group).get("asked", {}).items())
+            for _, requests in sorted(vars(group).get("requests", {}).items())
         ]
 
     @property
@@ -72,8 +72,8 @@ def record(monkeypatch):
 
     def noted(self, dialogue, url):
         request = request_of(self, dialogue, url)
-        asked = self.__dict__.setdefault("asked", {})
-        asked.setdefault(dialogue.sample_index, []).append(request.body)
+        requests = self.__dict__.setdefault("requests", {})
+        requests.setdefault(dialogue.sample_index, []).append(request.body)
         return request
 
     monkeypatch.setattr(DialogueGroup, "_request", noted)
@@ -97,7 +97,7 @@ def generation_of(engine, environments, prompts: list[Prompt], max_turns=3, **se
 
 
 def converse(engine, folder: Path, name: str, prompts: list[Prompt], pool=None, **settings):
-    """The samples of dialogues with environments of the class `name`, and their generation."""
+    """Samples of dialogues with environments of class `name`, and their generation."""
     with environment_pool(folder, name, **(pool or {})) as environments:
         generation = generation_of(engine, environments, prompts, **settings)
         return generate(engine.client(), generation), generation
@@ -110,7 +110,7 @@ def reference(reference_engine, tied_model):
 
 
 def spans(sample: Sample) -> list[tuple[bool, tuple[int, ...]]]:
-    """The runs of sampled and of observed tokens."""
+    """Runs of sampled and of observed tokens: (is_sampled, tokens)."""
     tokens = zip(sample.loss_mask, sample.completion_ids, strict=True)
     runs = itertools.groupby(tokens, key=lambda each: bool(each[0]))
     return [(is_sampled, tuple(token for _, token in run)) for is_sampled, run in runs]
@@ -125,15 +125,15 @@ def test_dialogue_asks_for_each_turn_with_all_tokens_so_far(engine, tmp_path):
     tokenizer = character_tokenizer(250)
     assert any(len(s.step_rewards) == 3 for s in samples)
     for number, sample in enumerate(samples):
-        asked = [tuple(request["token_ids"]) for request in generation.asked[number]]
+        inputs = [tuple(request["token_ids"]) for request in generation.requests[number]]
         whole = (*sample.prompt.token_ids, *sample.completion_ids)
-        assert asked[0] == (*sample.prompt.token_ids,)
+        assert inputs[0] == (*sample.prompt.token_ids,)
         parts = spans(sample)
         assert [is_sampled for is_sampled, _ in parts] == [
             i % 2 == 0 for i in range(2 * len(sample.step_rewards) - 1)
         ]
         ends = [token for token, _ in sample.step_rewards]
-        for turn, request in enumerate(asked):
+        for turn, request in enumerate(inputs):
             assert whole[: len(request)] == request
             said = tokenizer.decode(parts[2 * turn][1][:-1], skip_special_tokens=True)
             assert sample.step_rewards[turn][1] == len(said)
@@ -142,7 +142,7 @@ def test_dialogue_asks_for_each_turn_with_all_tokens_so_far(engine, tmp_path):
                 len(sample.prompt.token_ids) + ends[turn]
                 == len(request) + len(parts[2 * turn][1]) - 1
             )
-            if turn + 1 < len(asked):
+            if turn + 1 < len(inputs):
                 observed = f"\n<start>user\n{turn + 1}: {said}<eos>\n<start>assistant\n"
                 assert tokenizer.decode(parts[2 * turn + 1][1]) == observed
                 assert observed in sample.text
@@ -165,9 +165,9 @@ def test_push_waits_for_no_environment(live_engine, tied_model, other_model, tmp
         environment_pool(tmp_path, "Slow") as environments,
         routing(live_engine.client(), decode) as router,
     ):
-        asked = generation_of(live_engine, environments, prompts_with(2), **settings)
+        generation = generation_of(live_engine, environments, prompts_with(2), **settings)
         router.resume(live_engine.version)
-        answered, were_waiting = router.submit(asked), False
+        answered, were_waiting = router.submit(generation), False
         for folder in itertools.cycle((other_model, tied_model)):
             live_engine.pause_after(100, answered.done)
             router.abort()
@@ -178,9 +178,9 @@ def test_push_waits_for_no_environment(live_engine, tied_model, other_model, tmp
                 break
         answered.result()
     assert were_waiting
-    assert max(len(sample.step_rewards) for sample in asked.samples()) > 1
+    assert max(len(sample.step_rewards) for sample in generation.samples()) > 1
     has_cut_turn = False
-    for sample in asked.samples():
+    for sample in generation.samples():
         mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
         version = torch.tensor([v for v, count in sample.spans for _ in range(count)])
         assert sample.policy_version == version[0] and (version.diff() >= 0).all()
@@ -193,7 +193,7 @@ def test_push_waits_for_no_environment(live_engine, tied_model, other_model, tmp
 
 
 @pytest.mark.long
-def test_dialogues_are_the_same_next_time(reference, tmp_path):
+def test_dialogues_repeat_to_the_bit(reference, tmp_path):
     prompts = prompts_with(4)
 
     def samples_of(engine, **settings):
@@ -215,21 +215,21 @@ def test_dialogue_has_the_routes_of_all_its_turns(tmp_path):
         engine.push(folder)
 
         samples, generation = converse(engine, tmp_path, "Echo", prompts, router_replay=True)
-        assert {s.finish_reason for s in samples[6:]} == {"failed"}  # before the engine was asked
+        assert {s.finish_reason for s in samples[6:]} == {"failed"}  # before the first request
         assert all(s.routes is None for s in samples[6:])
         for number, sample in enumerate(samples[:6]):
             tokens = (*sample.prompt.token_ids, *sample.completion_ids)
-            asked = [request["sampling_params"] for request in generation.asked[number]]
+            sent = [request["sampling_params"] for request in generation.requests[number]]
             ends = [token for token, _ in sample.step_rewards]
-            starts = [params["routed_experts_prompt_start"] for params in asked]
-            # A turn begins with the last token of the one before, which was sampled and not read.
+            starts = [params["routed_experts_prompt_start"] for params in sent]
+            # A turn's routes begin at the last token of the turn before, which was not read yet.
             assert starts == [0, *(len(sample.prompt.token_ids) + end for end in ends[:-1])]
             prompt = replace(sample.prompt, token_ids=tokens[:-1])
             [whole] = engine.generate(
                 [prompt], num_generations=1, max_completion_length=1, router_replay=True
             )
             np.testing.assert_array_equal(sample.routes, whole.routes)
-        # This engine answers with routes to all; an evaluation keeps none.
+        # This engine sends routes with every answer; an evaluation drops them.
         samples, _ = converse(engine, tmp_path, "Echo", prompts[:1])
         assert not any(sample.routes is not None for sample in samples)
 
@@ -238,7 +238,7 @@ def test_step_gets_tokens_finish_reason_and_tokens_left(reference, tmp_path):
     samples, _ = converse(reference, tmp_path, "Attentive", prompts_with(4))
     decode = character_tokenizer(250).decode
     heard = [sample for sample in samples if len(sample.step_rewards) > 1]
-    assert heard  # of the others, what the environment says has no room
+    assert heard  # elsewhere the observation had no room
     for sample in heard:
         end = sample.step_rewards[0][0] + 1
         said = [*sample.completion_ids[:end]]
@@ -264,7 +264,7 @@ def test_dialogue_ends_when_done_at_max_turns_or_without_room(reference, tmp_pat
     samples = ask(max_completion_length=40, max_turns=9)
     assert {s.finish_reason for s in samples} == {"length"}
     for sample in samples:
-        # The last observation is left out, as no turn can follow it.
+        # The last observation is left out when no turn can follow it.
         assert len(sample.completion_ids) <= 40 and sample.loss_mask[-1]
         assert sample.step_rewards[-1][0] == len(sample.completion_ids) - 1
 
@@ -278,7 +278,7 @@ def test_first_observation_is_part_of_the_prompt(reference, tmp_path):
     assert {s.finish_reason for s in samples} == {"failed"}
     assert ", reset: its first observation is " in generation.failures[0]
     assert "tokens too long" in generation.failures[0]
-    # Failed samples are packed, too: they must not keep an observation that does not fit.
+    # The packed prompt must not keep the observation that does not fit.
     assert all(s.prompt.token_ids == too_long[0].token_ids for s in samples)
 
 
@@ -320,7 +320,7 @@ def test_generation_is_cancelled_at_once(reference, tmp_path):
             pytest.raises(Preempted),
         ):
             generate(client, generation)
-        assert time.monotonic() - start < 40  # and not environment.timeout
+        assert time.monotonic() - start < 40  # far below environment.timeout
 
 
 def without_logprobs(samples: Sequence[Sample]) -> list[Sample]:
@@ -355,8 +355,7 @@ def test_dialogue_goes_on_at_another_engine(pair, tmp_path, num_lost):
             assert 0 < taken < sum(len(s.step_rewards) for s in undisturbed)
             pair.push_again()
             samples = generate(pair.client, generation)
-    # The engine computes samples of one prompt together, and those asked for again in other groups:
-    # sums then round differently.
+    # Requests that are sent again are batched with others, so their sums round differently.
     assert without_logprobs(samples) == without_logprobs(undisturbed)
     for again, before in zip(samples, undisturbed, strict=True):
         assert [*again.logprobs] == pytest.approx([*before.logprobs], abs=1e-5)
@@ -372,4 +371,4 @@ def test_engine_that_waits_for_environments_does_not_hang(reference, tmp_path):
     with environment_pool(tmp_path, "Slow", **slow) as environments:
         generation = generation_of(reference, environments, prompts_with(1), max_turns=2)
         samples = generate(reference.client(stall_timeout=1.5), generation)
-    assert max(len(sample.step_rewards) for sample in samples) == 2  # asked again thereafter
+    assert max(len(sample.step_rewards) for sample in samples) == 2  # a turn follows the slow step

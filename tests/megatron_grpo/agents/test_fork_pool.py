@@ -1,4 +1,4 @@
-"""Environments in real processes: many at once, and the handling of those that fail."""
+"""Environments in real processes: many at once, and failing ones."""
 
 import os
 import signal
@@ -36,23 +36,23 @@ def odd(pool, deed: str, turn: int = 1):
 
 @pytest.fixture(scope="module")
 def odd_pool(tmp_path_factory):
-    """One pool of the class Odd for all faults that only concern one instance."""
+    """A pool of class Odd, shared by all faults that affect one instance only."""
     folder = tmp_path_factory.mktemp("odd")
     with environment_pool(folder, "Odd", memory_megabytes=512, timeout=4.0) as pool:
         yield pool
 
 
 def is_alone(pool) -> bool:
-    """Whether no instance is left; only the worker."""
+    """Whether only the worker process is left."""
     return wait_until(lambda: len(processes_of(pool)) == 1, SECONDS)
 
 
 def test_begin_gives_each_instance_its_own_state(tmp_path):
     with environment_pool(tmp_path, "Echo", arguments={"last": 2}) as pool:
-        first, told = begun(pool, first="hello", other=1)
-        assert told == "hello"
-        second, told = begun(pool, prompt="a column")
-        assert told is None
+        first, observation = begun(pool, first="hello", other=1)
+        assert observation == "hello"
+        second, observation = begun(pool, prompt="a column")
+        assert observation is None
         assert first.step("abc").result(SECONDS) == ["1: abc", 3.0, False]
         assert first.step("ąbc\n").result(SECONDS) == ["2: ąbc\n", 4.0, True]
         assert second.step("").result(SECONDS) == ["1: ", 0.0, False]
@@ -76,7 +76,7 @@ def test_step_of_many_runs_at_once(tmp_path):
 def test_step_is_not_late_by_time_in_which_all_stopped(tmp_path):
     with environment_pool(tmp_path, "Slow", arguments={"seconds": 1.0}, timeout=3.0) as pool:
         step = begun(pool)[0].step("x")
-        time.sleep(0.2)  # it has begun
+        time.sleep(0.2)  # the step has begun
         stop_for(4.0, pool._worker.pid)
         assert step.result(SECONDS) == ["1: x", 1.0, False]
 
@@ -93,7 +93,7 @@ def test_begin_seeds_random_numbers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("deed", "told"),
+    ("deed", "error"),
     [
         ("fail", "ZeroDivisionError"),
         ("refuse", r"mine.py\", line \d+, in (.|\n)*ValueError: cannot do this$"),
@@ -108,18 +108,18 @@ def test_begin_seeds_random_numbers(tmp_path):
         ("endless", "2097152 characters: at most 1048576"),
     ],
 )
-def test_step_that_fails_raises_and_others_go_on(odd_pool, deed, told):
+def test_step_that_fails_raises_and_others_go_on(odd_pool, deed, error):
     other, bad = odd(odd_pool, "go_on"), odd(odd_pool, deed)
-    with pytest.raises(InstanceFailed, match=told):
+    with pytest.raises(InstanceFailed, match=error):
         bad.step("x").result(SECONDS)
     assert other.step("x").result(SECONDS) == ["go on", 0.0, False]
     other.end()
     assert is_alone(odd_pool)
 
 
-def test_begin_that_fails_is_told_once(tmp_path, capfd):
+def test_begin_that_fails_is_reported_once(tmp_path, capfd):
     with environment_pool(tmp_path, "Odd") as pool:
-        row = {"deed": "fail", "turn": 0}  # of many at once, some would live to print
+        row = {"deed": "fail", "turn": 0}  # 16 at once: some would live to print
         for call in [pool.new_instance().begin("prompt", row, SEED) for _ in range(16)]:
             with pytest.raises(InstanceFailed, match=r"^Traceback .*\n  File \".*mine.py"):
                 call.result(SECONDS)
@@ -150,7 +150,7 @@ def test_step_after_a_death_fails(odd_pool):
 
 
 def test_step_that_is_not_read_holds_up_no_other(tmp_path):
-    long = "x" * (1 << 21)  # more than the kernel buffers
+    long = "x" * (1 << 21)  # more than a pipe's buffer
     with environment_pool(tmp_path, "Odd") as pool:
         other, stopped = odd(pool, "go_on"), odd(pool, "pid")
         os.kill(int(stopped.step("x").result(SECONDS)[0]), signal.SIGSTOP)
@@ -191,7 +191,7 @@ def test_step_fails_when_the_worker_dies(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "error"),
     [
         ("Missing", "has no class 'Missing'"),
         ("Halved", "has no method step"),
@@ -200,10 +200,10 @@ def test_step_fails_when_the_worker_dies(tmp_path):
         ("Curious", "'colour': 1 of 2 rows have no such column; the first of them has prompt"),
     ],
 )
-def test_wait_ready_refuses_a_class_of_no_use(tmp_path, name, told):
+def test_wait_ready_refuses_an_unusable_class(tmp_path, name, error):
     with (
         environment_pool(tmp_path, name) as pool,
-        pytest.raises(ValueError, match=told),
+        pytest.raises(ValueError, match=error),
     ):
         pool.wait_ready([{"prompt": "a", "colour": "red"}, {"prompt": "b"}])
 

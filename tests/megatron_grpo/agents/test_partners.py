@@ -17,7 +17,7 @@ BOTH = load_config(TINY_CONFIG, [*ONE, "sources.by_name.two={environment: {name:
 
 
 def opened(monkeypatch, cfg, *pools) -> Partners:
-    """Partners whose environments are these."""
+    """Partners with these pools in place of environments."""
     monkeypatch.setattr(partners_module, "Environments", Mock(side_effect=pools))
     return Partners(cfg, None, (), None)
 
@@ -37,14 +37,14 @@ def test_each_source_has_groups_of_its_own_kind(monkeypatch):
     single_turn.assert_called_once_with(prompt, sampling_params(), 5, {"an": "image"})
 
 
-def test_those_that_were_opened_are_closed_when_the_next_cannot_be_opened(monkeypatch):
+def test_opened_pools_are_closed_when_the_next_cannot_be_opened(monkeypatch):
     first = Mock()
     with pytest.raises(ValueError, match="the address is taken"):
         opened(monkeypatch, BOTH, first, ValueError("the address is taken"))
     assert first.close.call_count == 1
 
 
-def test_a_source_that_cannot_begin_is_named_and_all_are_closed_once_by_who_opened_them(
+def test_a_source_that_cannot_begin_is_named_and_pools_are_closed_once(
     monkeypatch,
 ):
     refusing = Mock(wait_ready=Mock(side_effect=ValueError("it requires 'board'")))

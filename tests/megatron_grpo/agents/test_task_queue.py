@@ -29,10 +29,10 @@ class Agent:
     """Takes tasks and ends them, as a harness on another host would."""
 
     def __init__(self, folder):
-        told = json.loads((folder / "agents.json").read_text())
-        self.url = told["url"]
+        file = json.loads((folder / "agents.json").read_text())
+        self.url = file["url"]
         self._http = httpx.Client(
-            headers={"Authorization": f"Bearer {told['token']}"}, timeout=SECONDS, base_url=self.url
+            headers={"Authorization": f"Bearer {file['token']}"}, timeout=SECONDS, base_url=self.url
         )
 
     def take(self):
@@ -40,11 +40,11 @@ class Agent:
 
     def ask(self, task):
         body = {"messages": task["messages"]}
-        asked = self._http.post(f"{task['url']}/{task['key']}/v1/chat/completions", json=body)
-        return asked.json()["choices"][0]["message"]["content"]
+        response = self._http.post(f"{task['url']}/{task['key']}/v1/chat/completions", json=body)
+        return response.json()["choices"][0]["message"]["content"]
 
-    def end(self, task, **told):
-        return self.post(task, json.dumps(told))
+    def end(self, task, **result):
+        return self.post(task, json.dumps(result))
 
     def post(self, task, content):
         return self._http.post(f"/tasks/{task['key']}", content=content)
@@ -52,7 +52,7 @@ class Agent:
 
 @contextmanager
 def outside(engine, model, folder, num_prompts, **settings):
-    """An agent, and the future of the samples that it acts in."""
+    """An agent, and the future of its samples."""
     settings = {"listen": "127.0.0.1:0", **settings}
     with running_agents(engine, model, folder, **settings) as agents:
         made = generation_of(agents, engine, num_prompts, num_generations=1)
@@ -63,7 +63,7 @@ def outside(engine, model, folder, num_prompts, **settings):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The run directory of the config lies in the working directory."""
+    """The working directory, in which the config's run directory lies."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -93,7 +93,7 @@ def test_a_late_agent_is_masked_and_none_at_all_ends_the_run(engine, tied_model,
         assert [sample.finish_reason for sample in samples.result(SECONDS)] == ["failed"]
         assert "it was late" in agent.end(task, reward=1).text
     with outside(engine, tied_model, folder, 2, timeout=2) as (agent, samples):
-        agent.take()  # and is late with it, while another task waits
+        agent.take()  # its result is late; another task waits
         time.sleep(3)
         second = agent.take()
         agent.ask(second)
@@ -109,9 +109,7 @@ def test_a_late_agent_is_masked_and_none_at_all_ends_the_run(engine, tied_model,
     assert time.monotonic() - began < SECONDS / 2
 
 
-def test_an_end_that_is_no_reward_costs_an_adapter_one_task(
-    engine, tied_model, folder, monkeypatch
-):
+def test_an_invalid_reward_costs_an_adapter_one_task(engine, tied_model, folder, monkeypatch):
     rewards = iter([float("nan"), {"not", "in JSON"}, 0.5])
     with (
         ThreadPoolExecutor(1) as thread,
@@ -127,10 +125,10 @@ def test_an_end_that_is_no_reward_costs_an_adapter_one_task(
         thread.submit(asyncio.run, serve(file, act, 1))
         found = samples.result(SECONDS)
     assert [sample.finish_reason == "failed" for sample in found] == [True, True, False]
-    assert "127.0.0.1" in os.environ["no_proxy"].split(",")  # for clients of libraries
+    assert "127.0.0.1" in os.environ["no_proxy"].split(",")  # for libraries' HTTP clients
 
 
-def test_only_who_may_read_the_file_is_given_tasks(engine, tied_model, folder):
+def test_tasks_need_the_token_of_a_private_file(engine, tied_model, folder):
     with outside(engine, tied_model, folder, 1) as (agent, _):
         [file] = folder.rglob("agents.json")
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -140,7 +138,7 @@ def test_only_who_may_read_the_file_is_given_tasks(engine, tied_model, folder):
     assert not file.exists()
 
 
-def test_an_address_that_is_taken_is_named(engine, tied_model, folder):
+def test_a_taken_address_is_named(engine, tied_model, folder):
     with outside(engine, tied_model, folder, 1) as (agent, _):
         address = agent.url.removeprefix("http://")
         with (

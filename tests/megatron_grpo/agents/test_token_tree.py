@@ -69,8 +69,8 @@ deeds = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(tokens.filter(bool), deeds)
-def test_random_agents_have_every_sampled_token_trained_on_once(prompt, deeds):
-    tree, told, ends, count = TokenTree(), Counter(), [], 0.0
+def test_every_sampled_token_of_random_agents_is_trained_on_once(prompt, deeds):
+    tree, expected, ends, count = TokenTree(), Counter(), [], 0.0
     for kind, number, context, sampled in [("append", 0, [], [1, 2]), *deeds]:
         if not ends:
             place, context, before = None, prompt, []
@@ -89,7 +89,7 @@ def test_random_agents_have_every_sampled_token_trained_on_once(prompt, deeds):
             before = tree.tokens(place)
         ends.append(tree.add(place, context, "", choice(sampled, count)))
         for i in range(len(sampled)):
-            told[(*before, *context, *sampled[: i + 1]), count + i] += 1
+            expected[(*before, *context, *sampled[: i + 1]), count + i] += 1
         count += len(sampled)
     found = Counter()
     sample = grown(tree)
@@ -101,7 +101,7 @@ def test_random_agents_have_every_sampled_token_trained_on_once(prompt, deeds):
         for i, (is_sampled, logprob) in enumerate(zip(mask, logprobs, strict=True)):
             if is_sampled:
                 found[tuple(ids[: first + i + 1]), logprob] += 1
-    assert found == told
+    assert found == expected
     assert sum(n for each in tree.branches for _, n in each.spans) == len(sample.completion_ids)
 
 

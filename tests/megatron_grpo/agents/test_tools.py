@@ -122,7 +122,7 @@ ODD = {
     "stop": "Error: ",
     "untold": "Error: Untold: its text cannot be had (SystemExit)",
 }
-"""What the model is told of each kind."""
+"""The message to the model, by kind of return value or error."""
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def file(tmp_path) -> Path:
 
 
 def run_with(names: list, act, servers: Sequence[str] = (), **options):
-    """What `act` returns for these tools, within a minute."""
+    """Return value of `act` with these tools, within a minute."""
 
     async def run():
         async with Tools(
@@ -144,7 +144,7 @@ def run_with(names: list, act, servers: Sequence[str] = (), **options):
     return asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_calls_run_at_once_are_cut_and_tell_their_errors(file):
+def test_calls_run_concurrently_are_cut_and_return_errors(file):
     async def call_all(tools):
         assert [schema["function"]["name"] for schema in tools.schemas] == ["add", "repeat"]
         many = [tools.call("repeat", '{"text": "x", "times": 12}') for _ in range(8)]
@@ -170,15 +170,15 @@ def test_call_replaces_half_of_a_surrogate_pair_on_both_sides_of_a_tool(file):
 
 
 @pytest.mark.parametrize("tool", ["odd", "odd_later"])
-def test_whatever_a_tool_returns_or_raises_the_model_is_told(tool, file):
+def test_the_model_gets_whatever_a_tool_returns_or_raises(tool, file):
     async def call_all(tools):
-        told = {kind: await tools.call(tool, json.dumps({"kind": kind})) for kind in ODD}
+        results = {kind: await tools.call(tool, json.dumps({"kind": kind})) for kind in ODD}
         if tool == "odd":
             assert await tools.call(tool, '{"kind": "awaitable"}') == "slept"
-        return told, tools.metrics[f"tool/{tool}/errors"]
+        return results, tools.metrics[f"tool/{tool}/errors"]
 
-    told, num_errors = run_with([f"{file}:{tool}"], call_all)
-    assert all(told[kind].startswith(text) for kind, text in ODD.items()), told
+    results, num_errors = run_with([f"{file}:{tool}"], call_all)
+    assert all(results[kind].startswith(text) for kind, text in ODD.items()), results
     assert num_errors == len(ODD) - 1
 
 
@@ -194,7 +194,7 @@ def test_a_call_that_is_cancelled_is_over(file):
 
 
 @needs_bubblewrap
-def test_the_tool_python_tells_what_a_program_prints_and_how_it_fails():
+def test_the_tool_python_returns_output_and_errors_of_a_program():
     async def call_all(tools):
         [schema] = tools.schemas
         assert [*schema["function"]["parameters"]["properties"]] == ["code"]
@@ -209,7 +209,7 @@ def test_the_tool_python_tells_what_a_program_prints_and_how_it_fails():
     assert printed == "42"
     assert failed.endswith("ZeroDivisionError: division by zero")
     assert nothing == "The program has printed nothing."
-    assert late == "The program was stopped after 5 seconds."  # what it had in its buffer is lost
+    assert late == "The program was stopped after 5 seconds."  # its buffered output is lost
 
 
 @pytest.fixture
@@ -244,9 +244,9 @@ def test_the_tools_of_an_mcp_server_are_called(kind, request, monkeypatch):
     set_proxies(monkeypatch, http_proxy=DEAD, ALL_PROXY="socks5://127.0.0.1:9")
 
     async def call_all(tools):
-        told = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
-        assert told["double"]["description"] == "Doubles a number."
-        assert [*told["double"]["parameters"]["properties"]] == ["number"]
+        functions = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
+        assert functions["double"]["description"] == "Doubles a number."
+        assert [*functions["double"]["parameters"]["properties"]] == ["number"]
         assert await tools.call("double", '{"number": 21}') == "42"
         assert await tools.call("fail", "{}") == "Error: RuntimeError: Error executing tool fail"
 
@@ -258,24 +258,24 @@ async def no_call(tools):
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "error"),
     [("bare", "use type hints, and a docstring"), ("words", "words is a generator")],
 )
-def test_a_function_that_the_model_cannot_be_told_of_is_refused(function, told, file):
-    with pytest.raises(ValueError, match=told):
+def test_a_function_without_a_schema_is_refused(function, error, file):
+    with pytest.raises(ValueError, match=error):
         run_with([f"{file}:{function}"], no_call)
 
 
 @pytest.mark.parametrize(
-    ("server", "told"),
+    ("server", "error"),
     [
         ("nowhere --x", "FileNotFoundError.*nowhere"),
         ("false", "Connection closed"),
         ("http://127.0.0.1:9/mcp", "ConnectError"),
     ],
 )
-def test_a_server_of_tools_that_is_not_there_is_named_in_one_line(server, told, at_a_command):
-    with pytest.raises(ValueError, match=told) as refused:
+def test_a_missing_mcp_server_is_named_in_one_line(server, error, at_a_command):
+    with pytest.raises(ValueError, match=error) as refused:
         run_with([], no_call, [at_a_command, server])
     assert str(refused.value).startswith(f"agent.mcp_servers: {server!r} cannot be used: ")
     assert "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""Observations as tokens: what follows a turn equals what the chat template would write."""
+"""Observations as tokens: they continue a turn as the chat template would write it."""
 
 import pytest
 
@@ -20,7 +20,7 @@ MISTRAL = (
     "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content }}<eos>{% endif %}{% endfor %}"
 )
-# The thoughts of earlier turns are dropped, tools speak as users.
+# Drops the thoughts of earlier turns; tool messages have the role user.
 QWEN_3 = (
     "{% for m in messages %}<start>{{ 'user' if m.role == 'tool' else m.role }}\n"
     "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}"
@@ -39,7 +39,7 @@ def turns_of(template: str, *overrides: str, end_tokens: tuple = (EOS_ID,)) -> O
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, LLAMA_3, MISTRAL, QWEN_3])
-def test_a_dialogue_continued_by_tokens_is_the_dialogue_that_the_template_writes(template):
+def test_a_dialogue_continued_by_tokens_equals_the_templates_text(template):
     turns = turns_of(template)
     messages = [{"role": "user", "content": "ask"}]
 
@@ -54,7 +54,7 @@ def test_a_dialogue_continued_by_tokens_is_the_dialogue_that_the_template_writes
     observed, text = turns.encode_observation("no\nmore", EOS_ID)
     messages += [{"role": "assistant", "content": "x = 1"}, {"role": "user", "content": "no\nmore"}]
     whole = [*prompt, *said, EOS_ID, *observed]
-    if template is QWEN_3:  # where the template begins a turn with thoughts, these are sampled
+    if template is QWEN_3:  # this template drops the thoughts of earlier turns
         assert rendered()[-len(observed) :] == [*observed]
     else:
         assert rendered() == whole
@@ -65,7 +65,7 @@ THINKS = QWEN_3.replace("<think>\n", "{{ '<think>\n\n</think>\n' if not thinks }
 
 
 @pytest.mark.parametrize(
-    ("template", "override", "told"),
+    ("template", "override", "expected"),
     [
         (
             QWEN_3,
@@ -86,21 +86,21 @@ THINKS = QWEN_3.replace("<think>\n", "{{ '<think>\n\n</think>\n' if not thinks }
     ],
     ids=["a tool", "variables", "other variables", "no template"],
 )
-def test_encode_observation_tells_it_as_the_config_has_it(template, override, told):
+def test_encode_observation_follows_role_and_variables_of_the_config(template, override, expected):
     _, text = turns_of(template, override).encode_observation("42", EOS_ID)
-    assert text == told
+    assert text == expected
 
 
 @pytest.mark.parametrize(
-    ("template", "overrides", "told"),
+    ("template", "overrides", "error"),
     [
         (MISTRAL, ["environment.observation_role=tool"], "refuses an observation .*'tool'.*altern"),
         (CHAT_TEMPLATE.replace("<eos>", ""), [], "does not close the model's turn with a token"),
         ("{{ messages[-1].content }}<eos>", [], "does not show each message of a dialogue once"),
     ],
 )
-def test_from_config_refuses_a_template_that_cannot_be_continued(template, overrides, told):
-    with pytest.raises(ValueError, match=told):
+def test_from_config_refuses_a_template_that_cannot_be_continued(template, overrides, error):
+    with pytest.raises(ValueError, match=error):
         turns_of(template, *overrides)
 
 
@@ -112,7 +112,7 @@ def test_from_config_refuses_a_template_that_cannot_be_continued(template, overr
         (CHAT_TEMPLATE.replace("<eos>", " <unk><eos>"), [2, EOS_ID]),
         (CHAT_TEMPLATE.replace("<eos>", "{{ '<eos>' if loop.last else '<unk>' }}"), [EOS_ID]),
         (CHAT_TEMPLATE.replace("<eos>", ""), []),
-        ("{% for m in messages %}<start>{{ m.role }}{% endfor %}", []),  # without the messages
+        ("{% for m in messages %}<start>{{ m.role }}{% endfor %}", []),  # writes no messages
         ("{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}", []),
     ],
 )

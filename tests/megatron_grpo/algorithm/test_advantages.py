@@ -26,7 +26,7 @@ REWARDS = torch.tensor([0.9, 0.3, -0.1, 0.7])
 ONE_GROUP = torch.zeros(4, dtype=torch.int64)
 
 
-def test_the_worked_example_whose_standard_deviation_is_that_of_the_population():
+def test_the_worked_example_with_the_population_standard_deviation():
     advantages = group_advantages(REWARDS, ONE_GROUP, epsilon=0.0) * (4 / 3) ** 0.5
     assert [f"{a:+.3f}" for a in advantages.tolist()] == ["+1.172", "-0.391", "-1.432", "+0.651"]
     spread = (REWARDS[0] - REWARDS.mean()) / advantages[0]
@@ -36,7 +36,7 @@ def test_the_worked_example_whose_standard_deviation_is_that_of_the_population()
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e8 + 0.1])
 def test_a_group_with_equal_rewards_has_advantage_exactly_zero(scale_rewards, reward):
-    # Seven times 0.1 has a mean that is not 0.1: spread cannot be judged by what is left over.
+    # The float mean of seven times 0.1 is not 0.1: the residue must not count as spread.
     rewards = torch.tensor([reward] * 7 + [0.0, 1.0], dtype=torch.float64)
     advantages = group_advantages(rewards, torch.tensor([0] * 7 + [1] * 2), scale_rewards)
     assert advantages[:7].tolist() == [0.0] * 7
@@ -65,7 +65,7 @@ def test_a_tiny_true_difference_still_counts():
     [
         [[0.9, 0.3, -0.1, 0.7]],
         [[0.0, 1.0, 1.0], [5.0, 7.0, 6.0]],
-        [[1.0], [0.2, 0.9], [0.5, 0.5, 0.5], [0.1, 0.7, 0.4, 0.3, -2.0]],  # of any sizes
+        [[1.0], [0.2, 0.9], [0.5, 0.5, 0.5], [0.1, 0.7, 0.4, 0.3, -2.0]],  # groups of any size
         [[NAN, 1.0, 0.0], [2.0, NAN, NAN], [NAN, NAN], [0.3, 0.6, 0.7]],
     ],
     ids=["one group", "two groups", "unequal groups", "failed rewards"],
@@ -113,7 +113,7 @@ def test_one_completion_for_each_prompt_is_compared_with_the_batch_or_with_nothi
 SCORES = [[[1.0, 10.0], [0.0, 30.0], [1.0, 20.0]], [[0.0, 5.0], [0.0, 7.0]]]
 
 
-def test_rewards_that_are_normalized_each_for_itself_equal_the_oracle():
+def test_separately_normalized_rewards_equal_the_oracle():
     scores = torch.tensor([row for group in SCORES for row in group], dtype=torch.float64)
     advantages = normalized_sum_advantages(
         scores, torch.tensor([1.0, 0.5]), torch.tensor([0, 0, 0, 1, 1])
@@ -122,7 +122,7 @@ def test_rewards_that_are_normalized_each_for_itself_equal_the_oracle():
     assert advantages.tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_completion_of_which_one_score_failed_is_left_out_whole():
+def test_a_completion_with_a_failed_score_is_left_out():
     scores = torch.tensor([row for group in SCORES for row in group], dtype=torch.float64)
     weights, ids = torch.tensor([1.0, 0.5]), torch.tensor([0, 0, 0, 1, 1])
     failed = torch.cat([scores[:2], torch.tensor([[NAN, 4.0]]), scores[2:]])

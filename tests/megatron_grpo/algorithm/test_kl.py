@@ -9,7 +9,7 @@ from megatron_grpo.algorithm.kl import adapted_beta, kl_estimate
 
 @pytest.fixture
 def policies() -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of all tokens: the policy's, with gradient, and the reference's."""
+    """Log-probabilities [8]: the policy's, with gradient, and the reference's."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 8, generator=generator, dtype=torch.float64)
     return torch.log_softmax(logits, -1)[0].requires_grad_(), torch.log_softmax(logits, -1)[1]
@@ -18,16 +18,14 @@ def policies() -> tuple[torch.Tensor, torch.Tensor]:
 def towards_the_reference(gradient: torch.Tensor, policies) -> float:
     """Cosine between the gradient of the loss and that of the true KL."""
     p, q = policies
-    softmax = torch.softmax(p, -1)  # so that a gradient keeps to the probabilities
+    softmax = torch.softmax(p, -1)  # normalised: gradients stay on the simplex
     divergence = (softmax * (torch.log_softmax(p, -1) - q)).sum()
     (exact,) = torch.autograd.grad(divergence, p)
     return torch.cosine_similarity(gradient, exact, dim=0).item()
 
 
 @pytest.mark.parametrize(("estimator", "holds"), [("k1", True), ("k2", False), ("k3", False)])
-def test_taken_from_the_rewards_k1_alone_holds_the_policy_near_the_reference(
-    estimator, holds, policies
-):
+def test_only_k1_in_the_reward_pulls_the_policy_to_the_reference(estimator, holds, policies):
     p, q = policies
     logprobs = torch.log_softmax(p, -1)
     penalty = kl_estimate(logprobs, q, estimator).detach()  # a reward is not differentiated
@@ -47,7 +45,7 @@ def test_in_the_loss_k2_has_the_gradient_of_the_divergence_and_k3_its_direction(
     assert towards_the_reference(gradient, policies) >= least
 
 
-def test_in_the_loss_k1_has_none_unless_the_ratio_is_before_it(policies):
+def test_in_the_loss_k1_has_no_gradient_without_the_ratio(policies):
     p, q = policies
     logprobs = torch.log_softmax(p, -1)
     k1, drawn = kl_estimate(logprobs, q, "k1"), logprobs.exp().detach()
@@ -85,7 +83,7 @@ def test_beta_grows_above_the_target_and_shrinks_below_it_by_a_fifth_at_most(kl,
 
 
 @pytest.mark.parametrize(("kl", "beta"), [(0.02, 0.12), (0.0, 0.08)])
-def test_a_step_of_more_completions_than_the_horizon_changes_it_by_no_more(kl, beta):
+def test_a_step_beyond_the_horizon_changes_beta_by_a_fifth_at_most(kl, beta):
     assert adapted_beta(0.1, measured(kl), 0.01, 300, 100) == pytest.approx(beta)
 
 
@@ -94,5 +92,5 @@ def test_a_step_of_more_completions_than_the_horizon_changes_it_by_no_more(kl, b
     [{}, {"num_response_tokens": 9.0}, {"kl": 0.0, "num_response_tokens": 0.0}],
     ids=["nothing finite", "a divergence that is not", "no token"],
 )
-def test_a_step_that_tells_of_no_divergence_leaves_beta(metrics):
+def test_a_step_without_a_divergence_leaves_beta(metrics):
     assert adapted_beta(0.1, metrics, 0.01, 8, 100) == 0.1

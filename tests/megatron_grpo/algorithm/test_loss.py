@@ -32,16 +32,16 @@ from parallel.sequences import SequenceMeans
 
 LOSS_TYPES = get_args(LossType)
 FITTING = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}
-"""What the config demands of a loss type."""
+"""Options that a loss type requires."""
 
 
 def grpo_config(**options):
-    """The options of the loss; the sizes of the batch have no influence on it."""
+    """Options of the loss; sizes of the batch have no influence on it."""
     return GRPOConfig(generation_batch_size=8, **options)
 
 
 def loss_of(logprobs, batch, cfg, entropy=None, mask=None, beta=None):
-    """`grpo_loss` on one rank; `beta` is that of the config unless given."""
+    """`grpo_loss` on one rank; `beta` defaults to the config's."""
     mask = batch.loss_mask if mask is None else mask
     entropy = torch.zeros_like(logprobs) if entropy is None else entropy
     chosen = chosen_tokens(mask, logprobs, entropy)
@@ -49,7 +49,7 @@ def loss_of(logprobs, batch, cfg, entropy=None, mask=None, beta=None):
 
 
 def one_sequence(old=None, *, advantages, weights=None, ref=None, mask=None, rollout=None):
-    """A packed batch of one sequence that has these values at its tokens; all of them count."""
+    """A packed batch of one sequence with these values per token; all tokens count."""
     n = len(advantages)
     return PackedBatch(
         tokens=torch.zeros(n, dtype=torch.int64),
@@ -68,7 +68,8 @@ def one_sequence(old=None, *, advantages, weights=None, ref=None, mask=None, rol
 
 
 def token_losses(log_ratio, advantage, **options):
-    """Loss of tokens with these log ratios and weight 1, and its gradient to their logprobs."""
+    """Losses of tokens with these log ratios and weight 1, and their gradients by
+    log-probability."""
     old = torch.full((len(log_ratio),), -1.0, dtype=torch.float64)
     logprobs = (old + torch.tensor(log_ratio, dtype=torch.float64)).requires_grad_()
     batch = one_sequence(old, advantages=advantage * torch.ones_like(old))
@@ -81,8 +82,7 @@ def test_the_worked_example_of_ratios_clips_and_their_mean():
     loss, grad = token_losses([0.25, -0.30], -1.432)
     assert [f"{r:.3f}" for r in loss.log_ratio.exp().tolist()] == ["1.284", "0.741"]
     objective = -loss.per_token
-    # The published -1.838 is the product of the rounded ratio and advantage, 1.284 * -1.432 =
-    # -1.8387, cut short.
+    # The published -1.838 truncates a product of rounded factors: 1.284 * -1.432 = -1.8387.
     assert objective[0] == pytest.approx(-1.838, abs=1e-3)
     assert f"{objective[1]:.3f}" == "-1.146"
     assert f"{objective.mean():.3f}" == "-1.492"
@@ -110,8 +110,8 @@ def test_loss_weights_are_finite_when_nothing_counts(loss_type):
         ("gmpo", "token"),
     ],
 )
-def test_a_ratio_beyond_all_numbers_is_clipped_with_a_gradient_of_zero(loss_type, level):
-    """An engine may tell that a token was impossible: 0 times its infinite ratio would be NaN."""
+def test_an_infinite_ratio_is_clipped_with_a_gradient_of_zero(loss_type, level):
+    """An engine may report a token as impossible: 0 times its infinite ratio would be NaN."""
     options = {"loss_type": loss_type, "importance_sampling_level": level}
     for advantage in (1.0, 0.0):
         loss, grad = token_losses([1000.0, 1000.0], advantage, **options)
@@ -126,7 +126,7 @@ def test_clip_metrics_at_advantage_zero_report_nothing(loss_type):
 
 
 @pytest.mark.parametrize("delta", [None, 1.5])
-def test_the_clipped_surrogate_is_the_minimum_of_the_paper_and_so_is_its_gradient(delta):
+def test_the_clipped_surrogate_and_its_gradient_are_the_papers_minimum(delta):
     ratio = torch.linspace(0.05, 3, 60, dtype=torch.float64).repeat(3)
     advantages = torch.tensor([-2.0, 0.0, 0.7], dtype=torch.float64).repeat_interleave(60)
     ours, paper = ratio.clone().requires_grad_(), ratio.clone().requires_grad_()
@@ -154,7 +154,7 @@ def test_a_log_ratio_at_a_bound_of_gmpo_is_not_clipped():
 
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
 @pytest.mark.parametrize("loss_type", ["grpo", "cispo", "sapo"])
-def test_what_stands_off_the_mask_has_no_influence(loss_type, level):
+def test_values_outside_the_mask_have_no_influence(loss_type, level):
     nan, inf = float("nan"), float("inf")
     mask = torch.tensor([True, False, False, True])
     logprobs = torch.tensor([-1.0, 0.0, 0.0, -2.0], requires_grad=True)
@@ -200,7 +200,7 @@ def test_all_masked_is_a_zero_loss_with_a_zero_gradient(loss_type):
     assert logprobs.grad.tolist() == [0, 0, 0]
 
 
-def test_the_penalty_has_the_weight_of_the_step_where_it_is_no_longer_the_configs():
+def test_the_penalty_has_the_adapted_beta_of_the_step():
     new, ref, advantages = torch.tensor([[-0.3, -2.0], [-0.7, -1.1], [1.0, 1.0]]).double()
     batch = one_sequence(ref=ref, advantages=advantages, weights=advantages / 2)
     loss = loss_of(new, batch, grpo_config(beta=0.3), beta=0.07)
@@ -222,7 +222,7 @@ def test_the_penalty_has_the_weight_of_the_step_where_it_is_no_longer_the_config
 def test_vespo_keeps_logarithms_within_the_bounds_of_its_authors(log_ratios, log_weights):
     options = {
         "loss_type": "vespo",
-        # At the usual ones phi is next to nothing at either bound.
+        # With the default values phi is almost 0 at both bounds.
         "vespo_k_pos": 0.1,
         "vespo_lambda_pos": 1e-9,
         "rollout_importance_sampling_mode": "token_truncate",
@@ -261,7 +261,7 @@ RECIPES = [
 
 
 def clips(loss_type):
-    """The clip bounds that apply to tokens, if the loss type has any."""
+    """Clip options of the loss type; {} if it does not clip."""
     if loss_type in ("sapo", "vespo"):
         return {}
     if loss_type == "cispo":
@@ -336,10 +336,10 @@ def packed_batches(options, advantages, rollout, packing):
 
 
 def assert_equals_oracle(options, advantages, expected_advantages, packings, one_rank, off_policy):
-    """Loss and gradient of the bigram model with `options` are the oracle's, however packed."""
+    """Assert that loss and gradient of the bigram model equal the oracle's under each packing."""
     policy, old, reference = BigramModel(1), BigramModel(2 if off_policy else 1), BigramModel(3)
     engine = BigramModel(4)
-    with torch.no_grad():  # an engine that is off by a little from the policy that generated
+    with torch.no_grad():  # the engine differs slightly from the policy that generated
         engine.table.copy_(old.table + 0.1 * engine.table)
     tokens = random_tokens()
     (new, entropies), (olds, _), (refs, _), (rollout, _) = (
@@ -389,7 +389,7 @@ def assert_equals_oracle(options, advantages, expected_advantages, packings, one
         torch.testing.assert_close(policy.table.grad, expected_grad, rtol=1e-10, atol=1e-13)
 
 
-# To a recipe an advantage is a number: every estimator with one, every recipe with one of them.
+# Losses see an advantage as a plain number: each estimator with one loss, and vice versa.
 @pytest.mark.parametrize(
     ("loss_type", "level", "estimator"),
     [
@@ -490,7 +490,7 @@ def test_every_option_of_the_loss_equals_the_padded_oracle(name, off_policy, one
 
 @pytest.mark.parametrize("completion", [[], [0], [0, 0], [7, 0]])
 def test_a_token_that_is_also_the_padding_counts_where_it_was_sampled(completion):
-    # Padding is 0, and here so is the end of a sequence: after it, before it, and all there is.
+    # Token 0 is padding and also sampled here: not at all, alone, twice, and last.
     policy, prompts = BigramModel(1), [[5, 0], [0], [8]]
     completions = [[4, 0], completion, [6]]
     sequences = [
@@ -506,7 +506,7 @@ def test_a_token_that_is_also_the_padding_counts_where_it_was_sampled(completion
     alignment = Alignment(sequence=8, total=8)
     batch = pack(sequences, [0, 1, 2], alignment, dtype=torch.float64)
     logprobs, entropy = policy.of_packed(batch)
-    cfg = grpo_config(loss_type="cispo", epsilon_high=5.0)  # whose loss is -logprob here
+    cfg = grpo_config(loss_type="cispo", epsilon_high=5.0)  # its loss is -logprob here
     loss = loss_of(logprobs, batch, cfg, entropy)
     expected = [
         policy.of_response(sequence.tokens, sequence.num_prompt_tokens)[0].sum().item()

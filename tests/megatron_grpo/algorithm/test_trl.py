@@ -1,8 +1,8 @@
-"""Advantages, loss and gradient are those of TRL's own code, on the same tensors, in float64.
+"""Advantages, loss and gradient equal those of TRL's own code on the same tensors, in float64.
 
-What runs of TRL 1.16.0 is `GRPOTrainer._generate_and_score_completions`, for advantages, old and
-reference log-probabilities and weights of trainer over engine, and `GRPOTrainer._compute_loss`,
-with a real `GRPOConfig` and a real `Accelerator`. What stands in for something else:
+TRL 1.16.0 runs `GRPOTrainer._generate_and_score_completions` for advantages, old and reference
+log-probabilities and weights of trainer over engine, and `GRPOTrainer._compute_loss`, with a real
+`GRPOConfig` and a real `Accelerator`. Stand-ins:
 
 - the trainer is made without its `__init__`, which wants a model of the hub and a data set, and
   gets the attributes that the two methods read;
@@ -55,12 +55,12 @@ class Patched(nn.Module):
 
 
 class Case:
-    """Eight completions of two prompts, and the policies around them."""
+    """Eight completions of two prompts, and the policies that compute them."""
 
     def __init__(self):
         self.policy, self.old, self.reference = (BigramModel(seed) for seed in (1, 2, 3))
         self.engine = BigramModel(4)
-        with torch.no_grad():  # near each other, so that weights lie on both sides of their bounds
+        with torch.no_grad():  # policies are close: weights lie on both sides of their bounds
             self.old.table.copy_(self.policy.table + 0.3 * self.old.table)
             self.engine.table.copy_(self.old.table + 0.1 * self.engine.table)
         generator = torch.Generator().manual_seed(0)
@@ -75,7 +75,7 @@ class Case:
 
 
 def trl_trainer(case, folder, options):
-    # Not at the top: whatever process collects tests would import vLLM with it.
+    # Imported here: at the top, collecting these tests would import vLLM.
     from accelerate import Accelerator
     from trl import GRPOConfig as TRLConfig
     from trl import GRPOTrainer
@@ -87,7 +87,7 @@ def trl_trainer(case, folder, options):
         bf16=False,
         per_device_train_batch_size=len(case.tokens),
         num_generations=NUM_GENERATIONS,
-        num_iterations=2,  # else the old policy is the present one
+        num_iterations=2,  # with 1 the old policy would be the current one
         max_completion_length=MAX_COMPLETION_LENGTH,
         reward_weights=WEIGHTS,
         **options,
@@ -155,8 +155,8 @@ def trl_trainer(case, folder, options):
     return trainer
 
 
-def of_trl(case, folder, options):
-    """Advantages, loss, and its gradient to the table of the policy."""
+def trl_values(case, folder, options):
+    """Advantages, loss and its gradient by the bigram table, by TRL's code."""
     torch.set_default_dtype(torch.float64)
     try:
         trainer = trl_trainer(case, folder, options)
@@ -169,8 +169,8 @@ def of_trl(case, folder, options):
     return batch["advantages"], loss.detach(), gradient
 
 
-def of_ours(case, options, one_rank):
-    """Advantages, loss and gradient by our code."""
+def our_values(case, options, one_rank):
+    """Advantages, loss and its gradient by the bigram table, by our code."""
     cfg = GRPOConfig(generation_batch_size=8, num_generations=NUM_GENERATIONS, **options)
     scores, weights = torch.tensor(SCORES).double(), torch.tensor(WEIGHTS).double()
     ids = torch.arange(8) // NUM_GENERATIONS
@@ -209,10 +209,10 @@ def of_ours(case, options, one_rank):
 
 
 OURS = {"loss_type": "grpo", "use_bias_correction_kl": False}
-"""For both trainers, where a case does not say otherwise."""
+"""Defaults of the cases, for both trainers."""
 CLIPS = {"epsilon": 0.1, "epsilon_high": 0.15}
 CLIPS_OF = {"cispo": {"epsilon_high": 1.15}, "sapo": {}, "vespo": {}}
-"""Where there are others, or none."""
+"""Clip options of the loss types that do not take the usual ones."""
 BOTH = {
     f"{loss_type}, {level}": {
         "loss_type": loss_type,
@@ -260,21 +260,21 @@ MODES = [
 
 
 def assert_equal(case, folder, of_ours_options, of_trl_options, one_rank):
-    advantages, loss, gradient = of_ours(case, of_ours_options, one_rank)
-    expected_advantages, expected_loss, expected_gradient = of_trl(case, folder, of_trl_options)
+    advantages, loss, gradient = our_values(case, of_ours_options, one_rank)
+    expected_advantages, expected_loss, expected_gradient = trl_values(case, folder, of_trl_options)
     torch.testing.assert_close(advantages, expected_advantages, rtol=1e-12, atol=1e-12)
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-10, abs=1e-13)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-13)
     assert gradient.any()
 
 
-def test_options_that_trl_has_by_the_same_name_have_its_defaults_but_for_one():
+def test_options_with_trls_names_have_its_defaults_but_for_one():
     from trl import GRPOConfig as TRLConfig
 
     theirs = {field.name: field.default for field in fields(TRLConfig)}
     ours = GRPOConfig(generation_batch_size=8).model_dump()
     differ = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
-    derived = {name for name in differ if theirs[name] is None}  # in TRL from other options
+    derived = {name for name in differ if theirs[name] is None}  # TRL derives them from others
     assert derived == {"generation_batch_size", "steps_per_generation", "epsilon_high"}
     assert differ - derived == {"use_bias_correction_kl"}  # see docs/coming-from.md
 

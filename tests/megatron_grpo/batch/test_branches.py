@@ -54,11 +54,11 @@ PLAIN, BRANCHED = sample(()), sample(BRANCHES)
 
 
 def sequences() -> dict[int, TokenSequence]:
-    """Sequences of a sample without branches and of a sample with five."""
+    """Sequences of a sample without branches and of one with five."""
     return numbered_sequences([PLAIN, BRANCHED], [whole_of(PLAIN), whole_of(BRANCHED)])
 
 
-def test_each_branch_is_a_sequence_that_knows_which_other_sampled_the_token_before_it():
+def test_a_branch_knows_the_sequence_that_sampled_the_token_before_it():
     found = {n: (each.tokens.tolist(), each.root) for n, each in sequences().items()}
     assert found == {
         0: ([*PROMPT, *COMPLETION], None),
@@ -77,8 +77,8 @@ def test_a_branch_of_too_many_parts_shares_none(num_parts, root):
     assert numbered_sequences([each], [whole_of(each)])[1].root == root
 
 
-def test_branches_are_in_the_group_of_the_sequence_that_they_branch_off():
-    """By place among the sequences: 0, 1, 3, 5, 7 and 9 are at 0 to 5."""
+def test_branches_are_in_the_group_of_their_origin():
+    """Sequences 0, 1, 3, 5, 7 and 9 have the positions 0 to 5."""
     branched = {2: Branched(1, 4, 2), 3: Branched(2, 5, 1), 4: Branched(1, 3, 1)}
     assert prompt_groups(sequences()) == [
         PromptGroup(num_prompt_tokens=2, responses={0: 10, 1: 4}, branches={1: branched}),
@@ -86,9 +86,9 @@ def test_branches_are_in_the_group_of_the_sequence_that_they_branch_off():
     ]
 
 
-def test_a_branch_has_its_own_part_of_all_values_and_the_routes_of_what_it_read():
+def test_a_branch_has_its_own_values_and_the_routes_of_tokens_that_it_read():
     mask, advantages = torch.arange(10) % 2 == 0, torch.arange(10) / 10
-    routes = torch.arange(11).reshape(11, 1, 1)  # not of 12, which the engine has not read
+    routes = torch.arange(11).reshape(11, 1, 1)  # none for token 12: the engine has not read it
     whole = whole_of(BRANCHED, advantage=advantages, response_mask=mask, routes=routes, log_row=100)
     found = cut_out(whole, BRANCHES[2])
     assert (found.tokens.tolist(), found.num_prompt_tokens) == ([1, 2, 3, 4, 7, 9], 5)

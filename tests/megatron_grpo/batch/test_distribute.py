@@ -26,7 +26,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def given(model, tmp_path, monkeypatch) -> list[TokenSequence]:
-    """Two sequences whose prompts have an image each, whose path begins at the working folder."""
+    """Two sequences; each prompt has an image with a path relative to the working folder."""
     picture(60, 90, seed=0).save(tmp_path / "0.png")
     picture(90, 60, seed=1).save(tmp_path / "1.png")
     prompts = prompts_with_images(model, tmp_path, ["0.png", "1.png"])
@@ -52,8 +52,8 @@ def with_relative_path(sources: PromptSources) -> PromptSources:
 def read_on_rank(
     rank: int, dims: ParallelDims, given: list[TokenSequence], folders: list[Path]
 ) -> PromptImages:
-    """What a rank whose working folder is `folders[rank]` has of the image of sequence d, if it is
-    of data rank d."""
+    """The image of sequence d, if this is data rank d, read in the working folder
+    `folders[rank]`."""
     os.chdir(folders[rank])
     setup_device(rank)
     groups, shards = init_groups(dims), None
@@ -72,7 +72,7 @@ def folder_with(path: Path, *files: Path) -> Path:
     return path
 
 
-def test_only_ranks_with_the_tower_read_images_and_only_those_of_their_prompts(given, tmp_path):
+def test_only_ranks_with_the_tower_read_images_and_only_of_their_prompts(given, tmp_path):
     own = [folder_with(tmp_path / f"own{i}", Path(f"{i}.png")) for i in (0, 1)]
     none = folder_with(tmp_path / "none")
     dims = ParallelDims(data=2, pipeline=2)
@@ -86,17 +86,17 @@ def test_only_ranks_with_the_tower_read_images_and_only_those_of_their_prompts(g
 
 
 @pytest.mark.parametrize(
-    ("axis", "changed", "told"),
+    ("axis", "changed", "error"),
     [
         ("data", (90, 90), "OSError: '1.png': it has 9 tokens now, and had 6 when"),
-        # Tensor ranks would go on with other features of the same image.
+        # Tensor ranks would compute with different features of one image.
         ("tensor", (60, 90), "OSError: '0.png': rank 0 read other pixels than rank 1"),
     ],
 )
-def test_a_file_that_another_rank_reads_otherwise_is_named(given, tmp_path, axis, changed, told):
+def test_a_file_that_ranks_read_differently_is_named(given, tmp_path, axis, changed, error):
     file = Path("1.png" if axis == "data" else "0.png")
     whole, other = (folder_with(tmp_path / name, Path("0.png"), file) for name in ("a", "b"))
     picture(*changed, seed=9).save(other / file)
     with pytest.raises(AssertionError, match="rank 1 of 2 failed") as failed:
         run_ranks(2, read_on_rank, ParallelDims(**{axis: 2}), given, [whole, other])
-    assert told in str(failed.value)
+    assert error in str(failed.value)

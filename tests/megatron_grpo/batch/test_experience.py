@@ -19,7 +19,7 @@ from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.microbatches import CostModel
 
-LENGTHS = [3, 5, 2, 4]  # of the completions; two prompts with two each
+LENGTHS = [3, 5, 2, 4]  # of completions: two prompts with two each
 
 
 def config(*overrides: str) -> Config:
@@ -34,7 +34,7 @@ def config(*overrides: str) -> Config:
 
 
 def samples(**changes) -> list[Sample]:
-    """Samples; each of `changes` lists one field for all of them."""
+    """Four samples; each of `changes` has a field's value for each."""
     return [
         Sample(
             **{
@@ -83,7 +83,7 @@ def test_a_sample_without_a_score_has_no_token_in_the_loss():
     assert [all(mask) for mask, _, _ in found] == [True, False, True, True]
     assert not any(found[1][0])
     assert experience.advantages.tolist() == [0, 0, -0.5, 0.5]
-    # It still is one of the batch, over whose sequences the loss is a mean.
+    # A masked sequence still counts in the mean over the batch's sequences.
     assert found[0][1].tolist() == pytest.approx([1 / (4 * 3)] * 3)
 
 
@@ -94,7 +94,7 @@ def test_rewards_are_clipped_before_they_are_compared():
     assert experience.advantages.tolist() == [1, -1, -1, 1]
 
 
-def test_what_is_packed_has_the_bits_that_torch_makes_of_the_samples():
+def test_packed_values_have_the_bits_of_torchs_tensors():
     logprobs = [tuple(-1 / (3 + i + k) for k in range(length)) for i, length in enumerate(LENGTHS)]
     masks = [tuple(k % 2 == 0 for k in range(length)) for length in LENGTHS]
     given, cfg = samples(logprobs=logprobs, loss_mask=masks), config()
@@ -109,7 +109,7 @@ def test_what_is_packed_has_the_bits_that_torch_makes_of_the_samples():
         assert torch.equal(batch.loss_mask[place], torch.tensor(masks[i]))
 
 
-def test_the_overlong_filter_leaves_out_what_met_the_limit():
+def test_the_overlong_filter_leaves_out_truncated_completions():
     reasons = ["stop", "length", "stop", "length"]
     for option, expected in (("true", [True, False, True, False]), ("false", [True] * 4)):
         cfg = config(f"grpo.overlong_filter={option}")
@@ -123,7 +123,7 @@ def test_the_divergence_is_subtracted_before_rewards_are_compared():
     kl = torch.tensor([2.0, 0, 0, 0], dtype=torch.float64)
     less = subtract_kl(experience, kl, 0.25, cfg)
     assert less.advantages.tolist() == [0.25, -0.25, -0.5, 0.5]
-    assert less.totals.tolist() == experience.totals.tolist()  # the reward is what it was
+    assert less.totals.tolist() == experience.totals.tolist()  # rewards stay
 
 
 def test_under_process_supervision_a_token_has_the_steps_that_end_at_it_or_later():
@@ -136,12 +136,12 @@ def test_under_process_supervision_a_token_has_the_steps_that_end_at_it_or_later
         for exact, of in zip([1.0, 0.0, math.nan, 1.0], steps, strict=True)
     ]
     experience = experience_of(samples(step_rewards=steps), rewards, cfg)
-    first = torch.tensor([2.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)  # with the outcomes
+    first = torch.tensor([2.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)  # with the outcome rewards
     a, b, c, d, e = ((first - first.mean()) / (first.std() + 1e-4)).tolist()
     found = [advantages.tolist() for _, _, advantages in packed(experience, cfg)]
     assert found[0] == pytest.approx([a + b + c, a + b + c, b + c])
     assert found[1] == pytest.approx([d + e] * 5, abs=1e-6)
-    assert found[2] == [0, 0]  # it could not be scored
+    assert found[2] == [0, 0]  # not scored
     assert experience.advantages.tolist() == pytest.approx(
         [a + b + c, d + e, 0, found[3][0]], abs=1e-6
     )
@@ -157,8 +157,8 @@ def test_the_scores_of_a_process_reward_model_take_the_place_of_its_reward():
         for exact, low in zip([1.0, 0.0, math.nan, 1.0], lowest, strict=True)
     ]
     experience = experience_of(samples(step_rewards=steps), rewards, cfg)
-    assert experience.totals.tolist()[:2] == [1.0, 1.0]  # twice the lowest, and exact
-    first = torch.tensor([2.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)  # with the outcomes
+    assert experience.totals.tolist()[:2] == [1.0, 1.0]  # twice the lowest step, plus exact
+    first = torch.tensor([2.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)  # with the outcome rewards
     a, b, c, d, e = ((first - first.mean()) / (first.std() + 1e-4)).tolist()
     found = [advantages.tolist() for _, _, advantages in packed(experience, cfg)]
     assert found[0] == pytest.approx([a + b + c, a + b + c, b + c])
@@ -166,7 +166,7 @@ def test_the_scores_of_a_process_reward_model_take_the_place_of_its_reward():
     assert found[2] == [0, 0]
 
 
-def test_rewards_that_are_normalized_first_are_then_added_up_by_weight():
+def test_normalized_rewards_are_summed_by_weight():
     cfg = config(
         "reward.functions=[{name: exact, weight: 1.0}, {name: math_answer, weight: 3.0}]",
         "grpo.multi_objective_aggregation=normalize_then_sum",
@@ -176,19 +176,19 @@ def test_rewards_that_are_normalized_first_are_then_added_up_by_weight():
         for exact, answer in zip([100.0, 0, 0, 100], [0.0, 1, 1, 1], strict=True)
     ]
     advantages = experience_of(samples(), rewards, cfg).advantages
-    # Prompt 0: the larger weight decides, not the larger reward.
+    # In the first prompt the larger weight decides, not the larger reward.
     assert advantages[0] < 0 < advantages[1]
     assert advantages.mean() == pytest.approx(0, abs=1e-12)
 
 
-def test_tokens_take_the_experts_that_the_engine_chose_into_training():
+def test_packed_tokens_have_the_experts_that_the_engine_chose():
     routes = [np.full((1 + length, 2, 3), length, np.uint8) for length in LENGTHS]
-    routes[2] = None  # an environment failed before the engine was asked
+    routes[2] = None  # failed before the first request
     experience = experience_of(samples(routes=routes), scores(1, 0, 0, 1), config())
     [[share]] = split(experience, config())
     [batch] = share.pack(Alignment(), share_prompts=False)
     for i, length in enumerate(LENGTHS):
         of_sequence = batch.routed_experts[batch.sequence_index == i]
-        told = torch.full((1 + length, 2, 3), length) if i != 2 else torch.zeros(0, 2, 3)
-        assert torch.equal(of_sequence[: len(told)].long(), told.long())
-        assert all(len(row.unique()) == 3 for row in of_sequence[len(told) :].flatten(0, 1))
+        chosen = torch.full((1 + length, 2, 3), length) if i != 2 else torch.zeros(0, 2, 3)
+        assert torch.equal(of_sequence[: len(chosen)].long(), chosen.long())
+        assert all(len(row.unique()) == 3 for row in of_sequence[len(chosen) :].flatten(0, 1))

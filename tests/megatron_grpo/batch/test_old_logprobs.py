@@ -44,11 +44,11 @@ RECOMPUTED = (
 SHARED = "grpo.shared_prompts=true"
 
 Step = dict[str, Tensor]
-"""Old log-probabilities after a step, its gradient and losses."""
+"""Old log-probabilities after a step, its gradient and losses, by name."""
 
 
 def packed(cfg: Config, groups: Groups) -> list[PackedBatch]:
-    """Four microbatches, one of them empty; two sequences of one have the same prompt."""
+    """Four microbatches, one of them empty; one has two sequences of the same prompt."""
     sequences = random_sequences(LENGTHS)
     sequences[-1] = replace(sequences[-1], tokens=sequences[-2].tokens.clone())
     alignment = Alignment.for_mesh(groups.dims, groups.dims.tensor > 1)
@@ -68,7 +68,7 @@ def packed(cfg: Config, groups: Groups) -> list[PackedBatch]:
 def step_on(
     policy: Policy, batches: Sequence[PackedBatch], cfg: Config, groups: Groups
 ) -> tuple[Step, Sequence[PackedBatch]]:
-    """What comes of a step on the `batches`, and these with old log-probabilities."""
+    """Results of a step on `batches`, and the batches with old log-probabilities."""
     metrics = accumulate_gradient(policy, batches, cfg, groups, 0.0)
     kept = with_old_logprobs(batches, metrics.logprobs, groups)
     found = {f"loss {number}": loss for number, loss in enumerate(metrics.losses)}
@@ -81,7 +81,7 @@ def step_on(
 
 
 def steps(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> list[Step]:
-    """A step with old log-probabilities of a pass, one without, and one more with what it kept."""
+    """Steps with old log-probabilities of a pass, of its forward, and as that forward kept them."""
     policy, groups = start_policy(rank, folder, dims, *RECIPE, *overrides)
     cfg = tiny_config(folder, dims, *RECIPE, *overrides)
     batches = packed(cfg, groups)
@@ -111,7 +111,7 @@ def steps(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> list[
     ],
     ids=lambda value: layout_name(value) if isinstance(value, ParallelDims) else None,
 )
-def test_its_forward_has_the_values_of_a_pass_and_so_the_gradient_bit_for_bit(
+def test_the_first_forward_gives_old_logprobs_and_gradient_of_a_pass_bit_for_bit(
     tmp_path: Path, family: str, dims: ParallelDims, overrides: list[str]
 ) -> None:
     folder = tiny_model(tmp_path, family, num_hidden_layers=4)
@@ -125,7 +125,7 @@ def test_its_forward_has_the_values_of_a_pass_and_so_the_gradient_bit_for_bit(
 def kept_after_skipped_steps(
     rank: int, folder: Path, dims: ParallelDims
 ) -> list[list[Tensor | None]]:
-    """Old log-probabilities of a good forward, and after one and two steps that were skipped."""
+    """Old log-probabilities of a good forward, and after one and two skipped steps."""
     policy, groups = start_policy(rank, folder, dims, *RECIPE)
     cfg = tiny_config(folder, dims, *RECIPE)
     batches = packed(cfg, groups)
@@ -142,7 +142,7 @@ def kept_after_skipped_steps(
 @pytest.mark.parametrize(
     "dims", [ParallelDims(pipeline=2, virtual_pipeline=2), ParallelDims(context=2)], ids=layout_name
 )
-def test_a_skipped_step_leaves_the_values_of_a_pass_and_not_its_own(
+def test_skipped_steps_leave_old_logprobs_of_a_pass_not_their_own(
     tmp_path: Path, dims: ParallelDims
 ) -> None:
     folder = tiny_model(tmp_path, "llama", num_hidden_layers=4)

@@ -8,7 +8,7 @@ from megatron_grpo.batch.token_values import by_sample
 from megatron_grpo.config.grpo import GRPOConfig
 
 
-def test_a_generation_is_gone_through_in_order_as_often_as_asked_before_the_next():
+def test_all_iterations_of_a_generation_come_before_the_next():
     batches = BatchSchedule(
         num_generations=2, generation_batch_size=12, steps_per_generation=3, num_iterations=2
     )
@@ -33,7 +33,7 @@ def test_one_minibatch_is_the_generation_in_order():
 
 def test_shares_depend_on_seed_and_generation_and_on_nothing_else():
     batches = BatchSchedule(num_generations=4, generation_batch_size=8, steps_per_generation=2)
-    # Written out, so that another Python or machine that dealt otherwise would show.
+    # Literal orders show when another Python or machine shuffles differently.
     first = [[0, 1, 3, 4], [2, 5, 6, 7]]
     kl = torch.arange(8, dtype=torch.float64)
     assert torch.equal(by_sample([kl[places] for places in first], first), kl)
@@ -85,6 +85,6 @@ def test_groups_are_dealt_whole_where_minibatches_hold_them():
     ("updates", "interval", "due"),
     [(1, 3, [3, 6, 9, 12]), (4, 4, [4, 8, 12]), (4, 3, [4, 8, 12]), (2, 5, [6, 10]), (4, 9, [12])],
 )
-def test_a_save_is_due_when_the_generation_ends_that_reaches_a_multiple(updates, interval, due):
+def test_a_save_is_due_at_the_end_of_a_generation_with_a_multiple(updates, interval, due):
     batches = BatchSchedule(num_generations=2, generation_batch_size=4, num_iterations=updates)
     assert [step for step in range(1, 13) if batches.saves_after(step, interval)] == due

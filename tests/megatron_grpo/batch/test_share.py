@@ -1,4 +1,4 @@
-"""Shares: what every data rank packs, sent without what can be computed from it."""
+"""Shares: the sequences that each data rank packs; derived values are not sent."""
 
 import pickle
 from dataclasses import replace
@@ -18,7 +18,7 @@ ALIGNMENT = Alignment(sequence=4, total=8)
 
 
 def sequences(*, process: bool = False, has_routes: bool = False) -> list[TokenSequence]:
-    """Five sequences, the first two of one prompt; of the last, no routes are known."""
+    """Five sequences: the first two have one prompt, the last has no routes."""
     generator = torch.Generator().manual_seed(0)
     prompts = [(11, 12, 13), (11, 12, 13), (14,), (15, 16), (17, 18, 19, 20)]
     made = []
@@ -60,9 +60,7 @@ def assert_equal(batch: PackedBatch, expected: PackedBatch) -> None:
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("process", [False, True])
-def test_a_share_that_was_sent_packs_as_its_sequences_do(
-    process: bool, share_prompts: bool
-) -> None:
+def test_a_sent_share_packs_like_its_sequences(process: bool, share_prompts: bool) -> None:
     given = sequences(process=process, has_routes=process)
     microbatches = [[4, 0, 1], [], [2]]
     share = pickle.loads(pickle.dumps(DataParallelShard.of(given, turns(microbatches))))
@@ -76,11 +74,11 @@ def test_images_are_sent_and_seen_once_for_all_completions_of_a_prompt() -> None
     group = [first, *(with_completion(first, 7, seed=seed) for seed in (1, 2, 3))]
     given = [*group, with_other_pixels(first), sequence_with_images([], 5, seed=9)]
     microbatches = [[0, 5, 1], [2, 4], [3], []]
-    size = 10_000  # of a file
+    size = 10_000  # bytes of an image file
     files = {each.images: each.images and each.images.digest.ljust(size).encode() for each in given}
     unread = [replace(each, images=files[each.images]) for each in given]
     sent = pickle.dumps(DataParallelShard.of(unread, turns(microbatches)))
-    assert 2 * size < len(sent) < 2.5 * size  # of two prompts
+    assert 2 * size < len(sent) < 2.5 * size  # images of two prompts
     received = pickle.loads(sent)
     assert received.sources == [files[given[i].images] for i in (0, 4)]
     read = received.with_images({file: images for images, file in files.items()})
@@ -101,7 +99,7 @@ def test_images_are_sent_and_seen_once_for_all_completions_of_a_prompt() -> None
 
 
 class Tower:
-    """In the place of a vision tower: two bytes of an image for each of its tokens."""
+    """Stands for a vision tower: two bytes of an image for each of its tokens."""
 
     is_trained = False
 

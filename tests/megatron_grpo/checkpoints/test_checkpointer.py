@@ -1,4 +1,4 @@
-"""Checkpoints of real ranks: what is loaded equals what was saved, and only if it is complete."""
+"""Checkpoints of real ranks: a load gives what was saved, and only a complete one counts."""
 
 import io
 import json
@@ -76,7 +76,7 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 
 def save_while_training(rank: int, model: Path, run: Path) -> list[list[torch.Tensor]]:
-    """The state when the save began, and after one more step, which is taken meanwhile."""
+    """The state at the save, and after a step that is taken during the save."""
     policy, groups = start_policy(rank, model, DIMS)
     step(policy, groups)
     step(policy, groups)
@@ -118,7 +118,7 @@ def load_and_train(policy: Policy, groups: Groups, model: Path, run: Path) -> An
 def four_ranks(
     rank: int, model: Path, run: Path, died: Path, evil: Path, runs: Path
 ) -> tuple[Any, dict[str, str]]:
-    """States of a resumed run, and the message of each failure, each in a run of its own."""
+    """States of a resumed run, and the error message of each failure, in a run of its own."""
     policy, groups = start_policy(rank, model, DIMS)
     resumed, said = load_and_train(policy, groups, model, run), {}
     assert checkpoints_of(died, policy, model, DIMS).load().step == 1
@@ -141,8 +141,8 @@ NOT_FINITE = ("decoder", "optimizer.state.exp_avg_sq")
 
 @pytest.fixture(scope="module")
 def four(saved, died, model, tmp_path_factory):
-    """The folder of runs that could not save, a run whose checkpoint would execute code, and the
-    state and messages of each rank."""
+    """(folder of runs that could not save, run with malicious files, each rank's states and
+    messages)."""
     runs, evil = tmp_path_factory.mktemp("failed"), tmp_path_factory.mktemp("evil")
     newest = shutil.copytree(saved[0] / "checkpoints", evil / "checkpoints") / "step_2"
     torch.save({"args": Bomb(evil / "made")}, newest / "common.pt")
@@ -158,14 +158,14 @@ def test_load_is_bit_for_bit_what_was_saved_and_so_is_the_next_step(saved, four)
 
 
 def load_and_save(rank: int, model: Path, run: Path, dims: ParallelDims, again: Path) -> None:
-    shard_file.MAX_CHUNK_BYTES = 1000  # of this process alone: tensors have several chunks
+    shard_file.MAX_CHUNK_BYTES = 1000  # this process only: tensors get several chunks
     policy, _ = start_policy(rank, model, dims)
     state = checkpoints_of(run, policy, model, dims).load()
     save_checkpoint(again, state.step, policy, model, dims)
 
 
 def test_load_at_another_layout_has_the_same_bits(saved, model, tmp_path):
-    """Each of these loads what the one before it has saved."""
+    """Each layout loads the checkpoint of the layout before."""
     run, before = saved
     others = [ParallelDims(data=2), ParallelDims(tensor=4), ParallelDims(context=2, pipeline=2)]
     for dims in others:
@@ -183,7 +183,7 @@ OWN_SCHEDULE = ("optimizer.lr=5e-4", "optimizer.lr_warmup_steps=2", "train.num_s
 
 
 def start_from(rank: int, model: Path, runs: Path, sources: list[Path]) -> list[Any]:
-    """For each source, the state of a new run of other settings at its start, after a step, and
+    """For each source: the state of a new run with other settings at its start, after a step, and
     when it resumes."""
     policy, groups = start_policy(rank, model, DIMS, *OWN_SCHEDULE)
     states = []
@@ -207,7 +207,7 @@ def start_from(rank: int, model: Path, runs: Path, sources: list[Path]) -> list[
 
 
 @pytest.mark.long
-def test_init_from_is_a_run_or_checkpoint_to_start_from_at_step_0(saved, model, tmp_path):
+def test_init_from_starts_at_step_0_from_a_run_or_checkpoint(saved, model, tmp_path):
     run, before = saved
     after = run_ranks(4, start_from, model, tmp_path, [run, run / "checkpoints" / "step_2"])
     for rank, theirs in zip(after, before, strict=True):
@@ -217,7 +217,7 @@ def test_init_from_is_a_run_or_checkpoint_to_start_from_at_step_0(saved, model, 
             assert same(resumed, trained), "init_from is read once"
 
 
-# Two ranks of a policy in all of these.
+# On two data ranks.
 
 PAIR = ParallelDims(data=2)
 
@@ -238,7 +238,7 @@ def two_ranks(rank: int, model: Path, run: Path, damaged: Path, runs: Path) -> d
 
 @pytest.fixture(scope="module")
 def two(saved, model, tmp_path_factory):
-    """The folder of runs, a damaged checkpoint, and what each of two ranks found."""
+    """(folder of runs, a damaged checkpoint, results of the two ranks)."""
     runs = tmp_path_factory.mktemp("two")
     damaged = runs / "step_2"
     (runs / "step_1").mkdir()
@@ -262,7 +262,7 @@ METADATA = {
 
 
 def load_by_megatron(policy: Policy, model: Path, run: Path) -> list[str]:
-    """Names of tensors for which Megatron-Core's own loader returns other values than ours."""
+    """Names of tensors that Megatron-Core's own loader reads differently."""
     from megatron.core import dist_checkpointing
 
     def sharded(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def load_by_megatron(policy: Policy, model: Path, run: Path) -> list[str]:
     return [name for name, values in ours.items() if not torch.equal(values, theirs[name])]
 
 
-def test_load_has_the_values_of_megatron_cores(two):
+def test_load_gives_the_values_of_megatron_cores_loader(two):
     assert [rank["by megatron"] for rank in two[2]] == [[], []]
 
 
@@ -296,7 +296,7 @@ def load_state(rank: int, model: Path, run: Path) -> list[torch.Tensor]:
     return state_of(policy)
 
 
-def test_save_explains_itself_and_has_no_secret(saved):
+def test_save_records_layout_and_versions_and_no_secret(saved):
     folder = saved[0] / "checkpoints" / "step_2"
     record = json.loads((folder / "trainer.json").read_text())
     assert record["layout"]["tensor"] == record["layout"]["pipeline"] == 2
@@ -326,7 +326,7 @@ def save_four_and_keep_three(policy: Policy, model: Path, run: Path) -> list[int
     return lengths
 
 
-def test_save_keeps_as_many_as_the_config_says_with_one_index(two):
+def test_save_keeps_the_configured_number_with_one_index(two):
     folder = two[0] / "indexes" / "checkpoints"
     assert {path.name for path in folder.iterdir()} == {"step_2", "step_3", "step_4", "LATEST"}
     lengths = [rank["indexes"] for rank in two[2]]
@@ -366,7 +366,7 @@ def save_onto_a_full_disk(run: Path, policy: Policy, model: Path, groups: Groups
     save_checkpoint(run, 1, policy, model, DIMS)
     step(policy, groups)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    # The kernel's way to say the same to one process.
+    # A limit on file sizes stands for a full disk, in this process only.
     is_full = file_size_limit(100_000) if groups.rank == 2 else nullcontext()
     with is_full, pytest.raises(OSError) as raised:
         save_checkpoint(run, 2, policy, model, DIMS)
@@ -382,7 +382,7 @@ def test_save_names_what_is_not_finite(four, place):
     assert list((runs / place).rglob("step_*")) == []
 
 
-def test_save_onto_a_disk_that_fills_up_leaves_the_one_before(four):
+def test_save_onto_a_disk_that_fills_up_leaves_the_checkpoint_before(four):
     runs, messages = four[0], [said[FULL_DISK] for said in four[3]]
     assert "cannot be written" in messages[2] and ".distcp" in messages[2]
     assert messages[0] == f"rank 2: {messages[2]}"
@@ -395,7 +395,7 @@ def test_save_without_room_writes_nothing(four):
     assert list((runs / NO_ROOM).rglob("step_*")) == []
 
 
-def test_save_tells_all_ranks_that_rank_0_could_not_publish(four):
+def test_save_fails_on_all_ranks_if_rank_0_cannot_publish(four):
     first, *others = (said[NOT_PUBLISHED] for said in four[3])
     assert "step_1.partial cannot be written: [Errno 1]" in first
     assert others == [f"rank 0: {first}"] * 3
@@ -418,7 +418,7 @@ def die_in_the_save(rank: int, model: Path, run: Path) -> None:
 
 @pytest.fixture(scope="module")
 def died(model, tmp_path_factory):
-    """A run in whose second save a rank died."""
+    """A run in which a rank died during the second save."""
     run = tmp_path_factory.mktemp("died")
     with pytest.raises(AssertionError, match="rank"):
         run_ranks(4, die_in_the_save, model, run)
@@ -426,7 +426,7 @@ def died(model, tmp_path_factory):
     return run
 
 
-def test_save_of_a_rank_that_dies_leaves_the_one_before(died, four):
+def test_save_of_a_rank_that_dies_leaves_the_checkpoint_before(died, four):
     assert not (died / "checkpoints" / "step_2.partial").exists(), "loaded in `four_ranks`"
 
 
@@ -442,12 +442,12 @@ class Bomb:
 
 @pytest.fixture
 def copied(saved, tmp_path):
-    """A copy of the checkpoint in a run directory of its own."""
+    """A copy of the saved checkpoint in a run directory of its own."""
     return shutil.copytree(saved[0] / "checkpoints", tmp_path / "checkpoints") / "step_2"
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
-def test_screen_checkpoint_of_what_would_run_code(copied, tmp_path, name):
+def test_screen_checkpoint_refuses_what_would_run_code(copied, tmp_path, name):
     made = tmp_path / "made"
     screen_checkpoint(copied)
     if name == "common.pt":
@@ -457,12 +457,12 @@ def test_screen_checkpoint_of_what_would_run_code(copied, tmp_path, name):
     with pytest.raises(ValueError, match=rf"{re.escape(name)}.*requires"):
         screen_checkpoint(copied)
     assert not made.exists()
-    if name == ".metadata":  # the reason for all this: what torch would have done
+    if name == ".metadata":  # the danger: torch would run the code
         pickle.loads((copied / name).read_bytes())
         assert made.exists()
 
 
-def test_screen_checkpoint_of_one_among_the_tensors(copied, tmp_path):
+def test_screen_checkpoint_refuses_code_among_the_tensors(copied, tmp_path):
     made = tmp_path / "made"
     file, offset, length = max(read_object_places(copied / ".metadata"), key=lambda at: at[2])
     with (copied / file).open("r+b") as stream:
@@ -490,7 +490,7 @@ def load_nothing(run: Path, policy: Policy, model: Path) -> str:
 
 
 def load_past_damage(policy: Policy, groups: Groups, model: Path, run: Path) -> dict[str, str]:
-    """For every file of the newest checkpoint: the message after one of its bits is flipped."""
+    """For each file of the newest checkpoint: the message after a flipped bit in it."""
     rank, schedule = groups.rank, schedule_of(policy)
     save_checkpoint(run, 1, policy, model, PAIR)
     step(policy, groups)
@@ -508,14 +508,14 @@ def load_past_damage(policy: Policy, groups: Groups, model: Path, run: Path) -> 
         said[str(path.relative_to(newest))] = errors.getvalue()
     dist.barrier()
     assert checkpoints_of(run, policy, model, PAIR).load().step == 2
-    if rank == 0:  # what the manifest says is there, and it is not enough
+    if rank == 0:  # consistent with its manifest, yet incomplete
         os.truncate(newest / "__1_0.distcp", 1000)
         manifest.write_manifest(
             newest, manifest.hash_files(newest, dict(manifest.read_manifest(newest)))
         )
     dist.barrier()
     assert checkpoints_of(run, policy, model, PAIR).load().step == 1
-    assert schedule_of(policy) == schedule, "it was left as half of the newest had set it"
+    assert schedule_of(policy) == schedule, "a failed load has left its schedule"
     return said
 
 
@@ -530,12 +530,12 @@ def test_load_names_a_flipped_bit_in_any_file_and_goes_back(two):
     assert said.keys() >= {"__0_0.distcp", "__1_0.distcp", ".metadata", "common.pt", "trainer.json"}
     assert said.keys() >= {"manifest.json", "random_states.safetensors", "hf_config/config.json"}
     for name, message in said.items():
-        if name != "manifest.json":  # there a bit can be part of any name or number
+        if name != "manifest.json":  # there the bit may change any name or number
             assert f"step_2 is not used: {name} is damaged" in message.replace("rank 1: ", "")
 
 
 def load_without_descriptors(policy: Policy, model: Path, run: Path) -> str:
-    """Load while rank 1 cannot open files, a transient error; returns the error's message."""
+    """The message if rank 1 cannot open files for a while: a transient error."""
     save_checkpoint(run, 1, policy, model, PAIR)
     save_checkpoint(run, 2, policy, model, PAIR)
     checkpoints = checkpoints_of(run, policy, model, PAIR)
@@ -549,7 +549,7 @@ def load_without_descriptors(policy: Policy, model: Path, run: Path) -> str:
     return str(raised.value)
 
 
-def test_load_passes_over_none_that_a_rank_cannot_read_for_now(two):
+def test_load_skips_no_checkpoint_that_a_rank_cannot_read_for_now(two):
     first, second = (rank["descriptors"] for rank in two[2])
     assert first == f"rank 1: {second}"
     assert "step_2 cannot be read: [Errno 24] Too many open files" in second
@@ -561,7 +561,7 @@ def ask_for_steps_done(rank: int, views: list[Path]) -> int:
 
 
 def test_steps_done_ranks_agree_where_views_differ(tmp_path):
-    """As on a network file system, whose attributes each host keeps for a while."""
+    """As on a network file system, where each host caches attributes for a while."""
     new, old = tmp_path / "new", tmp_path / "old"
     (new / "step_20").mkdir(parents=True)
     (old / "step_10").mkdir(parents=True)
@@ -569,7 +569,7 @@ def test_steps_done_ranks_agree_where_views_differ(tmp_path):
 
 
 def test_set_random_state_of_another_kind_of_device():
-    """On a CPU, a row that a GPU has saved: it has the states of more generators."""
+    """On a CPU, load a row that a GPU has saved: it has states of more generators."""
     torch.manual_seed(3)
     row = torch.cat([megatron_state.random_state(), torch.zeros(48, dtype=torch.uint8)])
     torch.manual_seed(4)

@@ -1,4 +1,4 @@
-"""Which checkpoint is used, whatever a killed process has left in the folder."""
+"""The checkpoint in use, whatever a killed process has left in the folder."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ def names(folder: Path) -> set[str]:
         *((bad, [100, 10, 5]) for bad in (None, "", "step_7\n", "../step_5\n", "\0\xff")),
     ],
 )
-def test_the_one_pointed_at_is_tried_first_and_then_those_before_it(tmp_path, pointer, tried):
+def test_the_checkpoint_of_the_pointer_is_tried_first_then_earlier_ones(tmp_path, pointer, tried):
     assert latest_step(tmp_path / "not_there") == 0
     make(tmp_path, "step_5", "step_10", "step_100", "step_7.partial", "step_9.bak", "step_0")
     if pointer is not None:
@@ -72,7 +72,7 @@ def test_a_pointer_without_any_checkpoint_does_not_begin_anew(tmp_path):
         latest_step(tmp_path)
 
 
-def test_a_checkpoint_of_which_nothing_can_be_told_is_not_passed_over(tmp_path):
+def test_a_checkpoint_that_cannot_be_examined_is_not_skipped(tmp_path):
     make(tmp_path, "step_5")
     (tmp_path / "step_9").symlink_to("step_9")  # to itself
     (tmp_path / "LATEST").write_text("step_9\n")
@@ -80,28 +80,26 @@ def test_a_checkpoint_of_which_nothing_can_be_told_is_not_passed_over(tmp_path):
         latest_step(tmp_path)
 
 
-def test_names_are_given_to_what_is_on_the_disk_and_are_there_before_what_relies_on_them(
-    tmp_path, monkeypatch
-):
+def test_files_are_synced_before_their_rename_and_renames_before_deletions(tmp_path, monkeypatch):
     make(tmp_path, "step_5", "step_9.partial")
     make(tmp_path / "step_9.partial", "hf_config")
     calls, fsync, rename, replace = [], os.fsync, os.rename, os.replace
 
-    def told_fsync(descriptor):
+    def recorded_fsync(descriptor):
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         calls.append(f"sync {path.relative_to(tmp_path)}")
         fsync(descriptor)
 
-    def told(name, call):
+    def recorded(name, call):
         def before(source, target):
             calls.append(f"{name} {Path(target).name}")
             call(source, target)
 
         return before
 
-    monkeypatch.setattr(os, "fsync", told_fsync)
-    monkeypatch.setattr(os, "rename", told("name", rename))
-    monkeypatch.setattr(os, "replace", told("name", replace))
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded("name", rename))
+    monkeypatch.setattr(os, "replace", recorded("name", replace))
     publish(tmp_path / "step_9.partial", 9, keep=2)
     assert set(calls[:4]) == {
         "sync step_9.partial/made_as",
@@ -127,7 +125,7 @@ SYSTEM_CALLS = ("rename", "replace", "fsync", "unlink", "rmdir")
 
 
 def killed_at(number: int, patch: pytest.MonkeyPatch) -> None:
-    """Die at call `number` (from 0) of those that change a folder, before it takes effect."""
+    """Die at the `number`-th (from 0) system call that changes a folder, before it takes effect."""
     calls = 0
 
     def counted(call):
@@ -157,21 +155,21 @@ def test_killed_between_any_two_system_calls_a_complete_checkpoint_is_there(
         killed_at(number, patch)
         with suppress(Killed):
             publish(partial, step, keep=1)
-    before = latest_step(tmp_path)  # what is asked before the ranks start
+    before = latest_step(tmp_path)  # read before the ranks start
     has_its_name = partial.name in {f.read_text() for f in tmp_path.glob(f"step_{step}/made_as")}
     kill_starts_after(tmp_path)
     remove_leftovers(tmp_path)
     newest = candidates(tmp_path)[0]
     made_as = (step_folder(tmp_path, newest) / "made_as").read_text()
     is_published = made_as == partial.name
-    assert is_published == has_its_name, "what is complete counts"
+    assert is_published == has_its_name, "complete means published"
     assert is_published or (newest == before and made_as == f"step_{before}")
     assert is_published or number < 40 - 1, "it was not killed"
     assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.replaced"))
 
 
 def kill_starts_after(folder: Path) -> None:
-    """Copies of the folder in which the next start is killed, too, reach the same state."""
+    """Assert that copies whose next start is killed, too, reach the same state."""
     whole = folder.parent / f"{folder.name}_whole"
     shutil.copytree(folder, whole)
     remove_leftovers(whole)
@@ -188,7 +186,7 @@ def kill_starts_after(folder: Path) -> None:
 
 
 def unlink_of_nfs(name: str, *, dir_fd: int | None = None) -> None:
-    """Keep a file that is open somewhere under another name, by which its folder is not empty."""
+    """Like NFS, keep an open file under another name, so that its folder is not empty."""
     if dir_fd is None:
         raise FileNotFoundError(2, "No such file or directory")
     if name.startswith(".nfs"):
@@ -196,7 +194,7 @@ def unlink_of_nfs(name: str, *, dir_fd: int | None = None) -> None:
     os.rename(name, f".nfs{name}", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
 
-def test_a_checkpoint_that_somebody_still_reads_keeps_no_start_or_save_from_its_name(
+def test_starts_and_saves_reuse_the_name_of_a_checkpoint_that_somebody_still_reads(
     tmp_path, monkeypatch
 ):
     make(tmp_path, "step_5", "step_5.replaced", "step_9.partial")

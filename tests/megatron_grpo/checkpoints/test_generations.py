@@ -25,9 +25,9 @@ def prompts() -> list[Prompt]:
 
 
 def generation() -> Experience:
-    """Completions of unequal lengths, in floating-point numbers that have no short decimal form.
+    """Completions of unequal lengths, with floats that have no short decimal form.
 
-    The longer ones are dialogues, in which the second and third token were observed.
+    The longer ones are dialogues, with the second and third token observed.
     """
     generator = torch.Generator().manual_seed(0)
     samples = [
@@ -73,7 +73,7 @@ def test_samples_come_back_bit_for_bit(tmp_path):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int32])  # the latter of chosen tokens
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32])  # experts; tokens chosen by indexers
 def test_the_routes_of_tokens_come_back_and_no_advantages_are_made_up(tmp_path, dtype):
     saved, draw = generation(), np.random.default_rng(0)
     for i, sample in enumerate(saved.samples[:-1]):  # the last failed before an engine read it
@@ -90,7 +90,7 @@ def test_the_routes_of_tokens_come_back_and_no_advantages_are_made_up(tmp_path, 
 
 
 def test_a_large_generation_is_written_without_a_python_object_for_each_token(tmp_path):
-    """They take 0.3 us of CPU time per token, during which no other thread of rank 0 runs."""
+    """Objects cost 0.3 us of CPU time per token, during which no other thread of rank 0 runs."""
     num = 4000
     sample = replace(
         generation().samples[0],

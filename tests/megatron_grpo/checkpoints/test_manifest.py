@@ -1,4 +1,4 @@
-"""A file that differs from what was written is found and named."""
+"""Files that differ from their manifest are found and named."""
 
 import hashlib
 import json
@@ -33,12 +33,12 @@ def folder(tmp_path):
 
 def check(folder):
     manifest = read_manifest(folder)
-    told = [(0, 0)]
-    verify(folder, manifest, manifest, lambda done, total: told.append((done, total)))
-    assert told[-1] == (100_002, 100_002)
+    progress = [(0, 0)]
+    verify(folder, manifest, manifest, lambda done, total: progress.append((done, total)))
+    assert progress[-1] == (100_002, 100_002)
 
 
-def test_it_holds_what_sha256sum_prints(folder):
+def test_a_manifest_has_the_sums_of_sha256sum(folder):
     entry = json.loads((folder / "manifest.json").read_text())["files"]["sub/config"]
     assert entry == {"num_bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
     check(folder)
@@ -50,7 +50,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "spoil", "told"),
+    ("name", "spoil", "error"),
     [
         ("weights", flip, "weights is damaged"),
         ("weights", lambda path: os.truncate(path, 99_000), "weights has 99000 of 100000 bytes"),
@@ -58,14 +58,14 @@ def flip(path: Path) -> None:
         ("manifest.json", Path.unlink, "its save was not finished"),
     ],
 )
-def test_what_differs_is_named(folder, name, spoil, told):
+def test_a_differing_file_is_named(folder, name, spoil, error):
     spoil(folder / name)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=error):
         check(folder)
 
 
-def test_a_file_or_manifest_that_the_disk_does_not_give_is_not_called_damaged(folder):
-    unreadable = Path("/proc/self/mem")  # at its first byte there is no memory: EIO, as of a disk
+def test_an_unreadable_file_or_manifest_is_not_called_damaged(folder):
+    unreadable = Path("/proc/self/mem")  # reading its first byte fails with EIO, as a bad disk does
     listed = {unreadable.name: FileHash(1, "")}
     with pytest.raises(OSError, match=f"Input/output error: '{unreadable}'"):
         verify(unreadable.parent, listed, listed, lambda done, total: None)
@@ -76,14 +76,14 @@ def test_a_file_or_manifest_that_the_disk_does_not_give_is_not_called_damaged(fo
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"files": {"weights": {}}}', '{"files": [1]}', "\0"])
-def test_a_damaged_manifest_is_one(folder, text):
+def test_a_damaged_manifest_is_called_damaged(folder, text):
     (folder / "manifest.json").write_text(text)
     with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
         check(folder)
 
 
 @pytest.mark.parametrize("name", ["../other", "sub/../../other", "/etc/passwd", ".."])
-def test_it_does_not_lead_out_of_the_folder(folder, name):
+def test_a_manifest_does_not_lead_out_of_the_folder(folder, name):
     (folder / "manifest.json").write_text(
         json.dumps({"files": {name: {"num_bytes": 0, "sha256": ""}}})
     )

@@ -49,7 +49,7 @@ def resume(rank: int, model: Path, run: Path) -> list[Step]:
 
 def test_a_run_of_megatron_core_0_16_resumes_at_another_layout(tmp_path):
     sizes = {"hidden_size": 16, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4}
-    # Random weights of another seed: the resumed weights must come from the checkpoint.
+    # Another seed: the right weights can only come from the checkpoint.
     model = tiny_model(tmp_path / "model", "qwen3_moe", tied=True, seed=1, **sizes)
     run = shutil.copytree(SAVED, tmp_path / "run")
     ranks = run_ranks(DIMS.world_size, resume, model, run)

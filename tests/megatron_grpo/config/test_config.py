@@ -25,7 +25,7 @@ IN_FLIGHT = (
 
 
 def refusal(*overrides: str, path: Path = DEMO) -> str:
-    """The message with which the demo's config plus `overrides` is refused."""
+    """The error message of the demo's config with `overrides`."""
     with pytest.raises(ValueError) as refused:
         load_config(path, overrides)
     return str(refused.value)
@@ -69,7 +69,7 @@ def test_overrides_are_yaml_values_and_reach_nested_pass_through_tables():
 
 
 def value(override: str) -> object:
-    """What the key of an override is in the demo's config."""
+    """The value of the override's key in the loaded demo config."""
     found: object = load_config(DEMO, [override])
     for name in override.partition("=")[0].split("."):
         found = found[name] if isinstance(found, dict) else getattr(found, name)
@@ -85,7 +85,7 @@ def value(override: str) -> object:
         *("\x07", "a\r\n\u2028b", "\x85"),
     ],
 )
-def test_a_key_of_a_text_takes_the_text_as_it_stands_and_its_dump_keeps_it(text, tmp_path):
+def test_a_key_of_type_text_takes_its_value_literally_and_so_does_its_dump(text, tmp_path):
     for key in ("data.system_prompt", "data.split", "data.path", "wandb.name"):
         assert value(f"{key}={text}") == text
     assert value(f"train.run_dir={text}") == Path(text)
@@ -133,7 +133,7 @@ def test_defaults_that_follow_other_keys_are_resolved():
     assert load_config(DEMO).parallel.sequence_parallel is False
 
 
-def test_a_held_out_set_follows_the_evaluation_and_then_the_training(tmp_path):
+def test_a_held_out_set_inherits_from_the_evaluation_then_the_training(tmp_path):
     config = load_config(
         DEMO,
         [
@@ -164,7 +164,7 @@ def test_a_held_out_set_follows_the_evaluation_and_then_the_training(tmp_path):
     assert load_config(tmp_path / "config.yaml") == config
 
 
-def test_without_sets_the_evaluation_is_one_and_follows_the_training():
+def test_without_sets_the_evaluation_is_one_and_inherits_from_the_training():
     assert load_config(DEMO).eval.data is None
     config = load_config(DEMO, ["data.path=openai/gsm8k", "eval.data.split=test"])
     data = config.eval.data
@@ -215,13 +215,13 @@ def test_a_set_may_be_called_by_a_number(tmp_path):
     assert {name: each.top_p for name, each in config.eval.named_sets.items()} == {"2024": 0.9}
 
 
-def test_what_one_set_needs_alone_is_no_mistake_of_the_defaults():
+def test_defaults_that_no_set_uses_are_not_checked():
     """`eval.k` is above `eval.num_generations`, which no set uses."""
     overrides = ["eval.k=[8]", "eval.sets.a={data: {}, num_generations: 8}"]
     assert load_config(DEMO, overrides).eval.named_sets["a"].k == (8,)
 
 
-def test_unknown_keys_of_the_file_are_told_all_at_once(tmp_path):
+def test_unknown_keys_of_the_file_are_listed_together(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(DEMO.read_text() + "wandbb:\n  project: x\nseed: 1\n")
     assert "did you mean 'wandb.project'" in refusal(path=path)
@@ -229,7 +229,7 @@ def test_unknown_keys_of_the_file_are_told_all_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "error"),
     [
         ("# nothing yet\n", "is empty: a config needs the sections model, data, train, optimizer"),
         ("- model\n", "holds list, no sections: a config needs the sections model, data, "),
@@ -241,27 +241,27 @@ def test_unknown_keys_of_the_file_are_told_all_at_once(tmp_path):
     ],
     ids=["empty", "a list", "a key given twice", "no YAML", "tabs", "Latin-1", "missing"],
 )
-def test_a_file_that_is_no_config_is_refused_with_the_reason(text, told, tmp_path):
+def test_a_file_that_is_no_config_is_refused_with_the_reason(text, error, tmp_path):
     path = tmp_path / "config.yaml"
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert told in refusal(path=path)
+    assert error in refusal(path=path)
 
 
 def test_a_folder_is_no_config(tmp_path):
     assert "is a folder: give a YAML file" in refusal(path=tmp_path)
 
 
-def test_the_names_of_other_trainers_stand_for_keys_that_are_there():
+def test_keys_of_other_trainers_are_answered_with_existing_keys():
     others = yaml.safe_load(OTHER_NAMES.read_text())
     keys = [re.match(r"[\w.]+\w", meaning)[0] for meaning in others.values()]
-    [told] = refusal("unknown=1", *(f"{key}=1" for key in keys)).splitlines()
-    assert "unknown config key 'unknown'" in told
+    [message] = refusal("unknown=1", *(f"{key}=1" for key in keys)).splitlines()
+    assert "unknown config key 'unknown'" in message
 
 
 SECTIONS = "the sections are model, lora, data, train, "
 IN_ONE_LINE = [
-    # Unknown keys, and what is meant.
+    # Unknown keys, and the suggested one.
     ("optimiser.lr=1", "'optimiser.lr'", "optimizer.lr"),
     ("lr=1", "'lr'", "optimizer.lr"),
     ("eval.data.splt=1", "'eval.data.splt'", "eval.data.split"),
@@ -279,7 +279,7 @@ IN_ONE_LINE = [
     ("train.learning_rate=1", "'train.learning_rate': here it is optimizer.lr"),
     ("actor_rollout_ref.actor.optim.lr=1", "did you mean 'optimizer.lr'?"),
     ("trainer.nnodes=1", "docs/coming-from.md has names of other trainers"),
-    # Wrong values, and what is expected.
+    # Wrong values, and the expected type or range.
     ("optimizer.lr=fast", "optimizer.lr", "'fast'", "valid number"),
     ("train.num_steps=0", "train.num_steps", "0", "greater than 0"),
     ("grpo.loss_type=ppo", "grpo.loss_type", "'ppo'", "' or '".join(get_args(LossType)[-2:])),
@@ -306,7 +306,7 @@ def test_load_config_refuses_in_one_line_with_what_is_expected(override, parts):
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "error"),
     [
         ("rollout.stop=[a #b]", "drops the comment '#b]'"),
         ("rollout.stop=####", "drops the comment '####'"),
@@ -330,9 +330,9 @@ def test_load_config_refuses_in_one_line_with_what_is_expected(override, parts):
         ("data.system_prompt=\udcff", "not in UTF-8"),
     ],
 )
-def test_an_override_that_yaml_would_change_without_a_word_is_refused_in_one_line(override, told):
+def test_an_override_that_yaml_would_silently_change_is_refused_in_one_line(override, error):
     message = refusal(override)
-    assert message.startswith(f"override {override!r}") and told in message
+    assert message.startswith(f"override {override!r}") and error in message
     assert "\n" not in message
 
 
@@ -343,25 +343,25 @@ def test_a_password_in_an_address_is_refused_and_not_repeated():
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "name"),
     [
         ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`, and set model.path="),
         ("models/Qwen3-0.6B", "OWNER/NAME --local-dir models/Qwen3-0.6B`"),
     ],
     ids=["a name on the hub", "a folder"],
 )
-def test_a_model_that_is_not_there_comes_with_the_command_that_fetches_it(
-    path, told, tmp_path, monkeypatch
+def test_a_missing_model_is_named_with_the_command_that_downloads_it(
+    path, name, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     model = load_config(DEMO, [f"model.path={path}"]).model
     with pytest.raises(ValueError, match="is not a folder") as refused:
         model.check_folder()
     assert str(refused.value).startswith(f"model.path {tmp_path / path} ")
-    assert f"hf download {told}" in str(refused.value)
+    assert f"hf download {name}" in str(refused.value)
 
 
-def test_a_plan_needs_the_config_of_a_model_alone(tmp_path):
+def test_a_plan_needs_only_the_config_of_a_model(tmp_path):
     model = load_config(DEMO, [f"model.path={tmp_path}"]).model
     with pytest.raises(ValueError, match=r"only this file.*OWNER/NAME config\.json --local-dir"):
         model.check_folder(only_config=True)
@@ -372,8 +372,8 @@ def test_a_plan_needs_the_config_of_a_model_alone(tmp_path):
 def test_missing_key_is_named_with_its_meaning(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(DEMO.read_text().replace("  lr: 3e-5\n", "  weight_decay: 0.0\n"))
-    told = "config key optimizer.lr is missing. Peak learning rate, at most 1."
-    assert refusal(path=path) == told
+    message = "config key optimizer.lr is missing. Peak learning rate, at most 1."
+    assert refusal(path=path) == message
 
 
 HALF = "model.dtype=bfloat16"
@@ -481,10 +481,10 @@ REFUSED = [
 ]
 
 
-def test_deepep_is_refused_among_a_number_of_ranks_that_it_has_no_settings_for():
+def test_deepep_is_refused_for_a_number_of_ranks_without_settings():
     flex = "model.megatron.moe_token_dispatcher_type=flex"
     ranks = ["parallel.data_parallel_size=12", "parallel.expert_parallel_size=12"]
-    assert "8, 16, 24, 32" in (told := refusal(flex, *ranks)) and "expert_tensor(1) = 12" in told
+    assert "8, 16, 24, 32" in (text := refusal(flex, *ranks)) and "expert_tensor(1) = 12" in text
     load_config(DEMO, [flex, *ranks, "model.megatron.moe_flex_dispatcher_backend=hybridep"])
     load_config(DEMO, [flex, *(key.replace("12", "24") for key in ranks)])
 
@@ -518,14 +518,14 @@ COSINE = "{name: cosine, arguments: {cosine_max_len: 16}}"
         ("[judge, exact]", "exact"),
     ],
 )
-def test_a_shaped_reward_does_not_judge_an_evaluation_unasked(functions, judge):
+def test_a_shaped_reward_judges_an_evaluation_only_if_configured(functions, judge):
     shaped = f"reward.functions={functions}"
     message = refusal(shaped, "eval.data.path=test.jsonl")
     assert f"set eval.reward.functions=[{judge}], or eval.pass_threshold to the lowest" in message
     load_config(DEMO, [shaped])
     load_config(DEMO, [shaped, "eval.data.path=test.jsonl", "eval.pass_threshold=1.0"])
     load_config(DEMO, [shaped, "eval.data.path=test.jsonl", f"eval.reward.functions=[{judge}]"])
-    # The evaluation still has the reward functions of training.
+    # Its functions are still those of training.
     assert message == refusal(shaped, "eval.data.path=test.jsonl", "eval.reward.timeout=120")
     judged = "eval.sets.one={data: {}, pass_threshold: 0.5}"
     message = refusal(shaped, judged, "eval.sets.two.data={}")
@@ -533,12 +533,12 @@ def test_a_shaped_reward_does_not_judge_an_evaluation_unasked(functions, judge):
     load_config(DEMO, [shaped, judged, "eval.sets.two.data={}", "eval.pass_threshold=1.0"])
 
 
-def test_a_function_that_only_looks_on_shapes_no_reward():
+def test_a_function_of_weight_0_shapes_no_reward():
     watched = "reward.functions=[exact, {name: repetition, weight: 0.0}]"
     load_config(DEMO, [watched, "eval.data.path=test.jsonl"])
 
 
-def test_what_transformers_takes_for_itself_is_no_variable_of_a_chat_template():
+def test_arguments_of_transformers_are_no_variables_of_a_chat_template():
     taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     assert taken.keys() - {"self", "kwargs"} <= OWN_TEMPLATE_ARGUMENTS
 
@@ -566,15 +566,15 @@ def test_what_transformers_takes_for_itself_is_no_variable_of_a_chat_template():
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused_with_its_default(overrides, need):
-    told = re.fullmatch(
+    hint = re.fullmatch(
         r"\w+.\w+=\S+ does nothing without (.*): set that, or (\S+)", refusal(*overrides)
     )
-    assert need in told[1]
-    key = told[2].partition("=")[0]
-    load_config(DEMO, [o for o in overrides if not o.startswith(f"{key}=")] + [told[2]])
+    assert need in hint[1]
+    key = hint[2].partition("=")[0]
+    load_config(DEMO, [o for o in overrides if not o.startswith(f"{key}=")] + [hint[2]])
 
 
-def test_what_an_estimator_has_by_default_may_be_idle():
+def test_an_estimators_default_may_be_idle():
     rloo = load_config(DEMO, ["grpo.advantage_estimator=rloo"])
     assert (rloo.grpo.kl_in_reward, rloo.grpo.beta) == (True, 0.0)
     load_config(DEMO, ["grpo.advantage_estimator=rloo", "grpo.kl_in_reward=false"])

@@ -1,6 +1,6 @@
 """The shipped configs of large runs: each must fit its model, its GPUs and its own numbers.
 
-`test_golden_plans.py` has what the planner says of them.
+`test_golden_plans.py` has their plans.
 """
 
 from pathlib import Path
@@ -47,13 +47,13 @@ RUNS = [
 ADAPTED = [("grpo_70b_lora", "Llama-3.3-70B"), ("grpo_70b_lora", "Qwen2.5-72B")]
 """With adapters: ranks are not built, and no weights pushed."""
 ON_H200 = ("grpo_671b_a37b",)
-"""The others are for H100."""
+"""Configs for H200; the others are for H100."""
 OWN_NODES = ("grpo_235b_a22b", "grpo_355b_a32b", "grpo_397b_a17b", "grpo_405b", "grpo_671b_a37b")
-"""Whose engines are on nodes behind those of the trainer."""
+"""Configs with engines on nodes behind those of the trainer."""
 REPRESENTATIVE = ("Llama-3.1-8B", "Llama-3.3-70B", "Qwen3-30B-A3B")
-"""On one node, on several, a mixture: the others differ in sizes alone, and are slow tests."""
+"""One node, several nodes, a mixture: the others differ in size only, and are slow tests."""
 FEW_LAYERS = {"num_hidden_layers": 8}
-"""Layers are alike: two per stage show what all of them would."""
+"""Layers are alike: two per stage suffice."""
 
 
 def card_of(name):
@@ -68,7 +68,7 @@ of_runs_in_minutes = pytest.mark.parametrize(
 
 
 def run_config(name, published, folder, **differing):
-    """The shipped config, with the config.json of a published model and no weights."""
+    """The shipped config with a published model's config.json and no weights."""
     model = write_config(folder, published, **differing)
     return load_config(CONFIGS / f"{name}.yaml", [f"model.path={model}"])
 
@@ -115,7 +115,7 @@ def test_weights_can_be_pushed_and_every_rank_is_built_as_planned(
 ):
     cfg = run_config(name, published, tmp_path, **differing)
     assert "sum" in push_table(cfg)
-    if name not in OWN_NODES:  # all stages of those take minutes: their first rank is built below
+    if name not in OWN_NODES:  # all stages would take minutes: `first_rank` builds one, below
         assert elsewhere(instantiate, cfg).faults == []
 
 
@@ -139,7 +139,7 @@ def test_trainer_and_engine_fit_on_a_gpu(name, published, tmp_path, elsewhere):
         together = max(sum(trainer), first.weight_bytes + engine)
     # The rest is for activations, logits and communication buffers.
     assert together < 0.82 * memory
-    # A comment in the config states the same numbers.
+    # The config's comment states the same figures.
     said = " + ".join(str(round(num_bytes / 1e9)) for num_bytes in trainer)
     text = " ".join((CONFIGS / f"{name}.yaml").read_text().replace("#", "").split())
     assert f"float32 gradients, master weights and moments of a rank: {said} GB" in text

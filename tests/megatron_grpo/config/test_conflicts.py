@@ -72,7 +72,7 @@ EXAMPLES = {
     "parallel.overlap_param_gather": "parallel.data_parallel_size=2 + "
     "parallel.overlap_grad_reduce=true + parallel.overlap_param_gather=true",
 }
-"""What turns each feature of docs/compatibility.md on."""
+"""Overrides that turn on each feature of docs/compatibility.md."""
 OTHERS = {
     "grpo.kl_in_reward: true with grpo.beta": "grpo.beta=0.1 + grpo.kl_in_reward=true",
     "grpo.advantage_estimator other than grpo": "grpo.advantage_estimator=rloo",
@@ -118,7 +118,7 @@ OTHERS = {
     "train.offload of weights": f"{SLEEPS} + train.offload=[weights]",
     "train.offload of the reference by name": f"{SLEEPS} + train.offload=[reference]",
 }
-"""What turns further features of the tables on."""
+"""Overrides that turn on further features of the tables."""
 WITHOUT = {
     "grpo.kl_in_reward: false with grpo.beta": ["grpo.beta=0"],
     "a correction for older weights": ["grpo.rollout_importance_sampling_mode=null"],
@@ -139,7 +139,7 @@ WITHOUT = {
     "rollout.quantization": ["rollout.quantization=none"],
     "train.offload of weights": ["train.offload=none"],
 }
-"""What turns off what a feature needs, where its example or the config has it on."""
+"""Overrides that turn off a required feature, where the example or the config turns it on."""
 MODELS = {
     "data.image_column": "Qwen3-VL-30B-A3B",
     "model.freeze_vision: false": "Qwen3-VL-30B-A3B",
@@ -147,7 +147,7 @@ MODELS = {
     "rollout.indexer_replay": "DeepSeek-V3.2",
     "rollout.router_replay": "Qwen3-30B-A3B",
 }
-"""A model for a feature that not all have; of a pair, that of the first here."""
+"""The model of features that few models have; a pair takes the first that is listed here."""
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def overrides(models, *features: str) -> list[str]:
 
 
 def refusal(models, *features: str) -> str:
-    """Why these features do not go together, by the checks before a run; empty if they do."""
+    """Why the checks before a run refuse these features together; empty if they do not."""
     try:
         cfg = load_config(TINY_CONFIG, overrides(models, *features))
         shape = trained_shape(cfg)
@@ -198,7 +198,7 @@ def test_exactly_the_pairs_of_the_table_are_refused(models):
 
 
 def keys(feature: str) -> list[str]:
-    """What turns a feature on: as listed, or as its name says."""
+    """Overrides that turn a feature on: as listed, or as its name says."""
     if given := EXAMPLES.get(feature) or OTHERS.get(feature):
         return given.split(" + ")
     if " with " in feature:
@@ -209,7 +209,7 @@ def keys(feature: str) -> list[str]:
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """Loads a config of which each section has been checked by itself alone."""
+    """Load a config whose sections have been checked one by one, without checks between them."""
 
     def load(*overrides: str) -> Config:
         with monkeypatch.context() as patch:

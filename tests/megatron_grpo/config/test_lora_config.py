@@ -1,4 +1,4 @@
-"""Which layers `lora` names, and what it refuses."""
+"""The layers that `lora` names, and refusals."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def shapes(tmp_path_factory):
     return {name: read_shape(tiny_model(folder / name, name)) for name in families}
 
 
-def test_all_linear_are_all_but_tables_and_head_and_some_can_be_excluded(shapes):
+def test_all_linear_is_all_but_embedding_and_head_less_the_excluded(shapes):
     found = targets_of(LoraConfig(r=1), shapes["llama"])
     ends = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     assert [name.rpartition(".")[2] for name in found] == ends * 2
@@ -30,13 +30,13 @@ def test_all_linear_are_all_but_tables_and_head_and_some_can_be_excluded(shapes)
     }
 
 
-def test_the_scale_is_peft_s():
+def test_the_scale_is_pefts():
     assert LoraConfig(r=4, lora_alpha=8.0).scale == 2
     assert LoraConfig(r=4, lora_alpha=8.0, use_rslora=True).scale == 4
 
 
 @pytest.mark.parametrize(
-    ("family", "given", "told"),
+    ("family", "given", "error"),
     [
         ("llama", {"target_modules": ("q_prj",)}, "no linear layer q_prj .* did you mean q_proj"),
         (
@@ -66,8 +66,8 @@ def test_the_scale_is_peft_s():
         ("deepseek_v3", {"target_modules": ("o_proj", "gate")}, "mlp.gate, which cannot"),
     ],
 )
-def test_what_cannot_have_an_adapter_is_refused_by_name(shapes, family, given, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_have_an_adapter_is_refused_by_name(shapes, family, given, error):
+    with pytest.raises(ValueError, match=error):
         check_lora(LoraConfig(r=1, **given), shapes[family], 1)
 
 
@@ -79,14 +79,14 @@ def test_each_tensor_rank_needs_rows_of_a_target(shapes):
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "error"),
     [
         ("lora.modules_to_save=[lm_head]", "have adapters or stay as they are"),
         ("lora.sync=full", "lora.sync"),
     ],
 )
-def test_keys_of_peft_that_are_not_here_are_refused(override, told):
-    assert told in refusal("lora.r=2", override)
+def test_unsupported_keys_of_peft_are_refused(override, error):
+    assert error in refusal("lora.r=2", override)
 
 
 def test_what_vllm_does_not_serve_is_refused(shapes):

@@ -1,4 +1,4 @@
-"""Several kinds of rows in one run: what each of them takes from the run, and what is refused."""
+"""Several sources of rows in one run: the keys that each inherits, and refusals."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def refusal(*overrides: str) -> str:
     return str(refused.value)
 
 
-def test_a_source_has_the_keys_of_the_run_but_for_its_own(tmp_path):
+def test_a_source_inherits_the_keys_of_the_run(tmp_path):
     cfg = load()
     math, game = (cfg.by_source[name] for name in ("math", "game"))
     assert [term.label for term in math.reward_terms] == ["exact"]
@@ -56,7 +56,7 @@ def test_a_held_out_set_is_scored_by_its_own_reward_whatever_the_source():
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "error"),
     [
         ("sources.column=null", "sources.column null and sources.by_name (math, game) need each"),
         ("sources.by_name.math.rewards.functions=[exact]", "did you mean 'sources.by_name.math."),
@@ -72,10 +72,10 @@ def test_a_held_out_set_is_scored_by_its_own_reward_whatever_the_source():
         ("sources.by_name.math.reward.functions=[m.py:environment]", "called environment, the"),
     ],
 )
-def test_what_no_source_can_be_is_refused_by_its_name(override, told):
+def test_an_invalid_source_is_refused_by_name(override, error):
     needed = ["rollout.max_staleness=1", "rollout.in_flight_updates=true"]
     correction = "grpo.rollout_importance_sampling_mode=token_truncate"
-    assert told in refusal(*needed, correction, override)
+    assert error in refusal(*needed, correction, override)
 
 
 @pytest.mark.parametrize(

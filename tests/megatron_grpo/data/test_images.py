@@ -92,7 +92,7 @@ def test_features_of_images_are_read_as_they_are_stored(
     file = tmp_path / "rows.parquet"
     saved = datasets.Dataset.from_dict(columns, features)
     saved.to_parquet(file)
-    if is_on_hub:  # which is not within reach
+    if is_on_hub:  # out of reach here
         monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: saved)
     cfg = image_config(model, tmp_path, f"data.path={'some/squares' if is_on_hub else file}")
     prompts = load_prompts(cfg, load_tokenizer(model), 512)
@@ -102,7 +102,7 @@ def test_features_of_images_are_read_as_they_are_stored(
         assert prompts[0].row["parts"] == columns["parts"][0]
 
 
-def test_what_is_no_image_is_refused_row_by_row(model, tmp_path):
+def test_invalid_images_are_refused_row_by_row(model, tmp_path):
     (tmp_path / "text.png").write_text("no image")
     picture(600, 2).save(tmp_path / "thin.png")
     picture(56, 56).save(tmp_path / "good.png")
@@ -125,14 +125,14 @@ def test_what_is_no_image_is_refused_row_by_row(model, tmp_path):
     assert len(rows) == 9
     with pytest.raises(ValueError, match="10 of 10 rows") as refused:
         prompts_with_images(model, tmp_path, [*rows, ["good.png"] * 3])
-    for number, told in enumerate([*rows.values(), "limit_mm_per_prompt.image: 3 of at most 2"]):
+    for number, error in enumerate([*rows.values(), "limit_mm_per_prompt.image: 3 of at most 2"]):
         [line] = [each for each in str(refused.value).splitlines() if f"line {number + 1}:" in each]
-        assert told in line and len(line) < 500
+        assert error in line and len(line) < 500
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "tiff"])
 @pytest.mark.parametrize("orientation", [3, 6])
-def test_images_are_seen_the_right_way_up_and_counted_by_their_heads(
+def test_images_are_turned_by_exif_and_counted_by_their_headers(
     model, tmp_path, monkeypatch, kind, orientation
 ):
     exif = Image.Exif()
@@ -151,7 +151,7 @@ def test_images_are_seen_the_right_way_up_and_counted_by_their_heads(
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_what_is_transparent_is_white(model, tmp_path, mode):
+def test_transparent_pixels_are_white(model, tmp_path, mode):
     seen = Image.new("RGBA", (56, 56), (0, 0, 0, 0))
     seen.paste((255, 0, 0, 255) if mode != "LA" else (76, 76, 76, 255), (0, 0, 28, 56))
     if mode == "P":
@@ -211,7 +211,7 @@ def test_data_that_moves_has_the_same_fingerprint(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "error"),
     [
         (
             "rollout.engine=sglang + rollout.vllm={}",
@@ -224,14 +224,14 @@ def test_data_that_moves_has_the_same_fingerprint(model, tmp_path):
         ("rollout.vllm.limit_mm_per_prompt.video=1", "set it to {image: 1, video: 0}"),
     ],
 )
-def test_engines_that_take_no_images_are_refused(model, tmp_path, override, told):
+def test_engines_that_take_no_images_are_refused(model, tmp_path, override, error):
     with pytest.raises(ValueError, match=r"data\.image_column") as refused:
         check_images(image_config(model, tmp_path, *override.split(" + ")))
-    assert told in str(refused.value)
+    assert error in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("family", "rope", "vision", "told"),
+    ("family", "rope", "vision", "error"),
     [
         ("qwen3_vl", {"mrope_interleaved": False}, {}, "and mrope_interleaved True"),
         ("qwen2_5_vl", {"mrope_interleaved": True}, {}, "and mrope_interleaved False"),
@@ -240,17 +240,17 @@ def test_engines_that_take_no_images_are_refused(model, tmp_path, override, told
         ("qwen3_5", {}, {}, "images are supported for qwen2_5_vl, qwen3_vl, qwen3_vl_moe only"),
     ],
 )
-def test_check_images_refuses_models_of_unknown_ways(tmp_path, family, rope, vision, told):
+def test_check_images_refuses_unsupported_models(tmp_path, family, rope, vision, error):
     folder = tiny_multimodal(tmp_path / "model", family)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["rope_parameters"] |= rope
     config["vision_config"] |= vision
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=error):
         check_images(image_config(folder, tmp_path))
 
 
-def test_what_vllm_needs_for_images_is_refused_if_it_is_missing(monkeypatch):
+def test_a_missing_package_that_vllm_needs_for_images_is_named(monkeypatch):
     pytest.importorskip("vllm")
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(ValueError, match="limit_mm_per_prompt: vLLM needs torchvision"):
@@ -260,19 +260,19 @@ def test_what_vllm_needs_for_images_is_refused_if_it_is_missing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "told"),
+    ("prompt", "error"),
     [
         ("<image>Which?", "'prompt' has <image> in its text: take it out"),
         ([{"role": "system", "content": "Look."}], "'prompt' has no message of the user"),
     ],
 )
-def test_prompts_in_which_images_have_no_place_are_refused(model, tmp_path, prompt, told):
+def test_prompts_without_a_place_for_images_are_refused(model, tmp_path, prompt, error):
     picture(56, 56).save(tmp_path / "0.png")
     row = {"prompt": prompt, "answer": "a", "image": "0.png"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(ValueError, match="1 of 1 rows") as refused:
         load_prompts(image_config(model, tmp_path), load_tokenizer(model), 512)
-    assert told in str(refused.value)
+    assert error in str(refused.value)
 
 
 def test_logs_have_paths_of_images_and_no_contents():
@@ -282,7 +282,7 @@ def test_logs_have_paths_of_images_and_no_contents():
     assert logged_columns(row, "prompt") == {"image": logged}
 
 
-def test_people_are_shown_how_many_tokens_images_have(model, tmp_path):
+def test_printed_prompts_have_the_number_of_image_tokens(model, tmp_path):
     for number, size in enumerate([(60, 90), (56, 56)]):
         picture(*size).save(tmp_path / f"{number}.png")
     [prompt] = prompts_with_images(model, tmp_path, [["0.png", "1.png"]])

@@ -14,12 +14,12 @@ from megatron_grpo.data.messages import message_of_data, text_of
         ([{"type": "refusal", "refusal": "No."}], "No."),
     ],
 )
-def test_each_of_openais_forms_of_a_text_is_a_text(content, text):
+def test_openais_forms_of_a_text_are_texts(content, text):
     assert text_of(content) == text
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "error"),
     [
         (3, "not int"),
         ({"type": "text", "text": "a"}, "not dict"),
@@ -30,12 +30,12 @@ def test_each_of_openais_forms_of_a_text_is_a_text(content, text):
         ([{"type": "image_url", "image_url": {"url": "x"}}], "not a part of type image_url"),
     ],
 )
-def test_any_other_content_is_refused_with_the_reason(content, told):
-    with pytest.raises(ValueError, match=f"a list of parts of type text, {told}$"):
+def test_any_other_content_is_refused_with_the_reason(content, error):
+    with pytest.raises(ValueError, match=f"a list of parts of type text, {error}$"):
         text_of(content)
 
 
-def test_a_content_is_null_beside_calls_of_tools_alone():
+def test_a_content_is_null_only_with_tool_calls():
     calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
     said = {"role": "assistant", "content": None, "tool_calls": calls}
     assert message_of_data(said) == {**said, "content": ""}
@@ -61,5 +61,5 @@ def test_a_content_is_null_beside_calls_of_tools_alone():
 )
 def test_arguments_in_json_text_are_tables_for_the_template(given, arguments):
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": given}}
-    [told] = message_of_data({"role": "assistant", "tool_calls": [call]})["tool_calls"]
-    assert told == {**call, "function": {"name": "f", "arguments": arguments}}
+    [found] = message_of_data({"role": "assistant", "tool_calls": [call]})["tool_calls"]
+    assert found == {**call, "function": {"name": "f", "arguments": arguments}}

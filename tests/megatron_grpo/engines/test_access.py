@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engines
 TOKEN = "0123456789abcdef"
 WITH_TOKEN = [(b"host", b"x"), (b"authorization", f"Bearer {TOKEN}".encode())]
 OTHER = "fedcba9876543210"
-# The routes that the client uses, and others of vLLM's that must not be open.
+# The client's routes, and other routes of vLLM that must not be open.
 STATE_CHANGING = {
     "/pause",
     "/resume",
@@ -43,7 +43,7 @@ STATE_CHANGING = {
 
 @pytest.fixture
 def guard(monkeypatch):
-    """The middleware around an application that keeps the scopes that it is called with."""
+    """The middleware around an application that records the scopes of its calls."""
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     reached = []
 
@@ -56,7 +56,7 @@ def guard(monkeypatch):
 
 
 def ask(guard: TokenGuard, kind: str, **scope) -> list[dict]:
-    """What the middleware itself answers to a request."""
+    """Messages that the middleware itself sends in answer to a request."""
     answers = []
 
     async def send(message):
@@ -127,7 +127,7 @@ def test_token_guard_without_a_token_does_not_start(monkeypatch):
         ("::", "every network"),
         ("::ffff:0.0.0.0", "every network"),
         ("", "is not an IP address"),
-        ("0", "is not an IP address"),  # which the C library takes for 0.0.0.0
+        ("0", "is not an IP address"),  # the C library reads it as 0.0.0.0
         ("localhost", "is not an IP address"),
         ("203.0.113.1", "is not an address of this host"),
     ],
@@ -164,7 +164,7 @@ def routes(engine) -> list[tuple[str, str]]:
         for path, operations in paths.items()
         for method in operations
     ]
-    # Those that the list leaves out.
+    # Routes that the listing leaves out.
     return [*listed, ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/metrics")]
 
 
@@ -188,7 +188,7 @@ def test_every_route_of_an_engine_wants_the_token(engine):
     assert engine.generate(random_prompts(1))  # nothing was paused, dropped or renamed
 
 
-def test_an_engine_listens_on_its_own_address_only_and_tells_its_token_nowhere(engine):
+def test_an_engine_listens_on_its_own_address_only_and_shows_no_token(engine):
     [running] = engine.servers.processes.values()
     server = psutil.Process(running.process.pid)
     listening = {
@@ -224,7 +224,7 @@ with open({path!r}, "a") as file:  # when it is loaded: at preflight, and in the
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given_by_address", [False, True])
-def test_a_run_tells_its_token_to_its_engines_alone(
+def test_a_run_gives_its_token_to_its_engines_only(
     given_by_address, reference_engine, tied_model, tmp_path
 ):
     seen, run_dir, mark = tmp_path / "seen.jsonl", tmp_path / "run", uuid.uuid4().hex
@@ -240,7 +240,7 @@ def test_a_run_tells_its_token_to_its_engines_alone(
         "train.num_steps=1",
         *([f"rollout.base_urls=[{url}]"] if given_by_address else []),
         mark=mark,
-        token=users,  # which a run that starts its own engines does not use
+        token=users,  # unused by a run that starts its own engines
     )
     tokens, lines, deadline = {users}, set(), time.monotonic() + 200
     try:
@@ -266,7 +266,7 @@ def test_a_run_tells_its_token_to_its_engines_alone(
 
 
 def engine_tokens(process: psutil.Process) -> set[str]:
-    """The token that `process` was started with, if it is an engine."""
+    """The token of `process`, if it is an engine."""
     try:
         is_engine = "vllm.entrypoints.openai.api_server" in process.cmdline()
         return {process.environ()[TOKEN_VARIABLE]} if is_engine else set()

@@ -1,4 +1,4 @@
-"""A running vLLM that computes with the adapter that was pushed last."""
+"""A running vLLM computes with the adapter of the last push."""
 
 import re
 from collections.abc import Iterator
@@ -30,11 +30,11 @@ LORA = LoraConfig(r=4, lora_alpha=12.0, target_modules=MODULES)
 OVERRIDES = [f"lora.r={LORA.r}", f"lora.lora_alpha={LORA.lora_alpha}"]
 OVERRIDES.append(f"lora.target_modules=[{','.join(MODULES)}]")
 PROMPTS = random_prompts(4, lengths=(70, 100))
-"""Longer than a block of the prefix cache: one that outlived its adapter would show."""
+"""Longer than a block of the prefix cache: a block that outlives its adapter would show."""
 
 
 def merged(base: Path, folder: Path, seed: int) -> Path:
-    """A model merged with a random adapter that PEFT has saved in the folder above."""
+    """A model merged with a random adapter, which PEFT has saved in the folder above."""
     torch.manual_seed(seed)
     own = {"r": LORA.r, "lora_alpha": LORA.lora_alpha, "target_modules": [*MODULES]}
     config = PeftConfig(**own, init_lora_weights=False)
@@ -45,14 +45,14 @@ def merged(base: Path, folder: Path, seed: int) -> Path:
 
 
 def adapter_of(model: Path) -> dict[str, torch.Tensor]:
-    """The adapter of a merged model, as it is pushed."""
+    """The adapter of a merged model as it is pushed: B is scaled."""
     values = load_file(model.parent / "adapter_model.safetensors")
     return {name: v * LORA.scale if ".lora_B." in name else v for name, v in values.items()}
 
 
 @contextmanager
 def training(base: Path, adapter: Path, logs: Path, size: int = 1) -> Iterator[Trainer]:
-    """A trainer with an engine, which is given by address: only then others can join."""
+    """A trainer with an engine that is given by address, so that others can join."""
     sizes, overrides = {"lora": LORA, "tensor_parallel_size": size}, [*OVERRIDES]
     overrides.append(f"train.run_dir={logs / 'run'}")
     with running_engine("vllm", base, logs, **sizes) as own:
@@ -68,7 +68,7 @@ def training(base: Path, adapter: Path, logs: Path, size: int = 1) -> Iterator[T
 
 @contextmanager
 def joined(ours: Trainer, base: Path, logs: Path) -> Iterator[str]:
-    """The address of a further engine that has joined, with the model in `base`."""
+    """The address of a second engine that has joined, with the model in `base`."""
     model, rollout = ours.cfg.model.model_copy(update={"path": base}), ours.cfg.rollout
     file = ours.cfg.train.run_dir / FOLDER / f"{base.name}.json"
     file.parent.mkdir(exist_ok=True, parents=True)
@@ -107,8 +107,8 @@ def test_push_leaves_out_an_engine_of_another_base(tmp_path, tied_model, other_m
         with joined(ours, other_model, tmp_path) as url:
             ours.push()
             assert [*ours.pool.serving] == [own]
-            told = rf"engine {url} is lost: worker 0: .* differ from what was pushed: model\."
-            assert re.search(told, capfd.readouterr().err)
+            error = rf"engine {url} is lost: worker 0: .* differ from what was pushed: model\."
+            assert re.search(error, capfd.readouterr().err)
         with joined(ours, tied_model, tmp_path) as url:
             ours.push()
             asked = ours.ask(PROMPTS)

@@ -45,7 +45,7 @@ def tokens_left(row, top_p, top_k):
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.4, -1), (0.6, 20)])
-def test_cuts_leave_the_likeliest_tokens_and_their_probabilities_add_up(engine, top_p, top_k):
+def test_top_p_and_top_k_keep_the_likeliest_tokens_and_renormalize(engine, top_p, top_k):
     if engine.rollout.engine == "sglang":
         pytest.skip("SGLang tells log-probabilities of before the cut; training cuts nothing")
     samples = engine.generate(random_prompts(4), temperature=0.8, top_p=top_p, top_k=top_k)
@@ -65,21 +65,19 @@ def test_cuts_leave_the_likeliest_tokens_and_their_probabilities_add_up(engine, 
     assert is_cut and len({tuple(sample.completion_ids) for sample in samples}) > len(samples) / 2
 
 
-def test_a_completion_that_the_engines_context_cuts_is_not_taken_for_one_of_the_limit(
-    live_engine, tied_model
-):
-    """Nor is a longer prompt cut: it is refused. The engine serves on after both."""
+def test_a_completion_cut_by_the_engines_context_is_an_error(live_engine, tied_model):
+    """A longer prompt is refused, not cut. The engine serves on after both."""
     live_engine.push(tied_model)
     [url] = live_engine.servers.base_urls
-    context = read_shape(tied_model).max_position_embeddings  # which vLLM takes where none is given
+    context = read_shape(tied_model).max_position_embeddings  # vLLM's default
     too_long = random_prompts(1, lengths=(context + 1, context + 2))
     with pytest.raises(EngineError, match=rf"{url} answered .* with 400"):
         live_engine.generate([*random_prompts(3), *too_long])
     prompts = random_prompts(1, lengths=(context - 12, context - 11))
-    told = rf"{url} ended a completion after 12 of 16 tokens: .*max_m"
+    error = rf"{url} ended a completion after 12 of 16 tokens: .*max_m"
     if live_engine.rollout.engine == "sglang":
-        told = "answered /inference/v1/generate with 400: .*exceeds the model's maximum context"
-    with pytest.raises(EngineError, match=told):
+        error = "answered /inference/v1/generate with 400: .*exceeds the model's maximum context"
+    with pytest.raises(EngineError, match=error):
         live_engine.generate(prompts)
     assert len(live_engine.generate(prompts, max_completion_length=4)) == 4
 
@@ -121,7 +119,7 @@ def test_end_tokens_are_only_those_given(engine):
     assert any(EOS_ID in s.completion_ids[:-1] for s in samples)
 
 
-def test_every_sample_has_its_own_seed_and_the_same_one_next_time(engine, seeds):
+def test_every_sample_has_its_own_seed_which_repeats(engine, seeds):
     def completions(**overrides):
         return [tuple(s.completion_ids) for s in engine.generate(random_prompts(3), **overrides)]
 
@@ -134,7 +132,7 @@ def test_every_sample_has_its_own_seed_and_the_same_one_next_time(engine, seeds)
 
 @pytest.mark.long
 def test_vllm_repeats_a_generation_to_the_last_bit(live_engine, tied_model, seeds):
-    # More prompt tokens than vLLM takes in one step, so that the order of requests matters too.
+    # More prompt tokens than one step of vLLM takes: the order of requests matters, too.
     prompts = random_prompts(80, lengths=(20, 80))
     live_engine.push(tied_model)
     runs = [live_engine.generate(prompts, num_generations=2) for _ in range(4)]
@@ -177,7 +175,7 @@ def test_an_engine_that_does_not_answer_in_time_is_an_error():
 
 
 def test_vllm_is_a_judge(live_engine, monkeypatch):
-    """With a token, as engines want one; the tiny model may say nothing but a digit."""
+    """With the engine's token; the tiny model is restricted to digits."""
     if live_engine.rollout.engine != "vllm":
         pytest.skip("the list of tokens that a model may say is an extension of vLLM's")
     monkeypatch.setenv("ENGINE_TOKEN", live_engine.servers.token)

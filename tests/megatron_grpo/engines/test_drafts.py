@@ -1,4 +1,4 @@
-"""What engines draft with, and what they tell of it."""
+"""Drafts of engines, and their metrics."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("number", ["0", "-1", "two", "null", "true", "1.5"])
 def test_drafts_need_a_number_of_tokens(number):
-    # Without one vLLM would draft one token.
+    # Without a number vLLM would draft one token.
     for table in (
         MTP.replace(": 1", f": {number}"),
         MTP.replace(", num_speculative_tokens: 1", ""),
@@ -75,7 +75,7 @@ def page(drafts, *accepted, engine="0"):
     return "\n".join(lines)
 
 
-def test_drafts_are_counted_since_the_last_time():
+def test_drafts_are_counted_since_the_last_report():
     meter = SpecDecodeMetrics(None, are_new=True)
     two_ranks = page(6, 4, 0) + "\n" + page(4, 1, 0, engine="1")
     first = {"rollout/acceptance_rate/1": 0.5, "rollout/acceptance_rate/2": 0.0}
@@ -85,7 +85,7 @@ def test_drafts_are_counted_since_the_last_time():
     assert meter.compare({"a": page(2, 1, 1)})["rollout/acceptance_length"] == 2  # a new process
 
 
-def test_what_engines_have_drafted_for_others_is_not_counted():
+def test_drafts_for_other_runs_are_not_counted():
     meter = SpecDecodeMetrics(None, are_new=False)
     assert meter.compare({"a": page(1000, 1000)}) == {}
     assert meter.compare({"a": page(1010, 1001)})["rollout/acceptance_length"] == 1.1

@@ -40,21 +40,21 @@ def encoded(routes: np.ndarray) -> str:
 
 
 PLAIN = {"token_ids": [7, 8, 9], "sampling_params": {"max_tokens": 3}}
-# Two tokens of the prompt are known from before; the last one of the completion was not read.
+# Routes of two prompt tokens are known; the completion's last token was not read.
 ROUTED = PLAIN | {"sampling_params": {"max_tokens": 3, "routed_experts_prompt_start": 2}}
 ROUTES = np.array([[[255, 1]], [[2, 3]], [[4, 5]]])
-# Indexers choose three tokens: the token at position 2 sees just three, whatever the answer says.
+# Indexers choose three tokens; position 2 attends to all three that it sees, whatever was sent.
 INDEXED = PLAIN | {"sampling_params": ROUTED["sampling_params"] | {"index_topk": 3}}
 CHOSEN = np.array([[[1, 9, 9, 9]], [[1, 3, 1, 0]]], np.int16)  # an expert, then the tokens
 
 
 def complete(differing: dict[str, Any], request: dict[str, Any] = PLAIN, is_cut=False) -> Choice:
-    """The completion by weights 7 from an engine that answers with `CHOICE`, or differently."""
+    """The completion by weights 7 from an engine that answers `CHOICE | differing`."""
     engine = engine_of(lambda _: httpx.Response(200, json={"choices": [CHOICE | differing]}))
     return asyncio.run(engine.complete(request, lambda: range(7, 8), lambda: is_cut))
 
 
-def test_complete_alone_may_take_any_time():
+def test_only_complete_may_take_any_time():
     limits = {}
 
     def respond(request: httpx.Request) -> httpx.Response:
@@ -70,7 +70,7 @@ def test_complete_alone_may_take_any_time():
 
 
 @pytest.mark.parametrize("differing", [{}, {"finish_reason": "length", "token_ids": [5] * 3}])
-def test_complete_takes_an_answer_that_is_well(differing):
+def test_complete_takes_a_valid_answer(differing):
     assert complete(differing) == msgspec.convert(CHOICE | differing, Choice)
 
 
@@ -90,12 +90,12 @@ def test_complete_reads_routes_as_vllm_writes_them(request_, routes, kept):
 
 EIGHT = {"version": "8", "start": 1, "end": 2}
 NO_COMPLETION = "did not answer with a completion of vLLM 0.32 or 0.33"
-# vLLM's own word for a number that JSON has not.
+# vLLM sends -9999 in place of -inf, which JSON lacks.
 NOT_FINITE = {"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}}
 
 
 @pytest.mark.parametrize(
-    ("request_", "differing", "told"),
+    ("request_", "differing", "error"),
     [
         (
             PLAIN,
@@ -118,23 +118,23 @@ NOT_FINITE = {"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}
         (INDEXED, CHOSEN - 2, "returned -1 as .* the token at position 3, which sees none but"),
     ],
 )
-def test_complete_refuses_another_answer_than_was_asked_for(request_, differing, told):
+def test_complete_refuses_an_answer_that_does_not_fit_the_request(request_, differing, error):
     if isinstance(differing, np.ndarray):
         differing = {"routed_experts": encoded(differing)}
-    with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{told}") as raised:
+    with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{error}") as raised:
         complete(differing, request_)
-    assert raised.type is (EngineDown if "gave up" in told else EngineError)
+    assert raised.type is (EngineDown if "gave up" in error else EngineError)
 
 
 @pytest.mark.parametrize(("routes", "num_kept"), [(encoded(ROUTES[:2]), 2), (None, 0)])
-def test_complete_begins_anew_what_is_cut_without_routes(routes, num_kept):
+def test_complete_restarts_a_completion_cut_without_routes(routes, num_kept):
     found = complete({"finish_reason": CUT, "routed_experts": routes}, ROUTED, is_cut=True)
     assert found.finish_reason == CUT
     assert found.token_ids == CHOICE["token_ids"][:num_kept]
 
 
 BEGUN = CHOICE | {"finish_reason": None}
-"""A chunk of a stream, the first."""
+"""The first chunk of a stream."""
 HALF_PUSHED = {"weight_versions": [{"version": "none", "start": 2, "end": 4}]}
 
 
@@ -147,7 +147,7 @@ def stream(content: Any, begun: Choice) -> Choice:
 
 
 @pytest.mark.parametrize(
-    ("ended", "kind", "told"),
+    ("ended", "kind", "error"),
     [
         ({"choices": [BEGUN | HALF_PUSHED]}, EngineError, "from weights of version none, but"),
         ({"choices": [BEGUN | {"text": None}]}, EngineError, "did not answer with a completion"),
@@ -158,13 +158,13 @@ def stream(content: Any, begun: Choice) -> Choice:
         ({}, EngineError, "did not answer with a completion"),
     ],
 )
-def test_complete_keeps_what_came_before_a_bad_end(ended, kind, told):
+def test_complete_keeps_tokens_before_a_bad_end(ended, kind, error):
     events = [json.dumps({"choices": [BEGUN]}), json.dumps(ended), "[DONE]"]
     begun = Choice.empty()
-    with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{told}") as raised:
+    with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{error}") as raised:
         stream("".join(f"data: {event}\n\n" for event in events), begun)
     assert raised.type is kind
-    assert begun.token_ids == CHOICE["token_ids"] * (2 if "gave up" in told else 1)
+    assert begun.token_ids == CHOICE["token_ids"] * (2 if "gave up" in error else 1)
     assert begun.finish_reason == "abort"
 
 
@@ -179,7 +179,7 @@ def test_complete_takes_a_stream_that_breaks_after_its_last_chunk():
         raise aiohttp.ClientPayloadError("broken")
 
     assert stream(body(), Choice.empty()).token_ids == CHOICE["token_ids"] * 2
-    assert num_read == 2  # to the end: else its connection is not used again
+    assert num_read == 2  # read to the end, else the connection is not used again
 
 
 def idle(request: httpx.Request) -> httpx.Response:
@@ -198,7 +198,7 @@ def stands() -> float:
     return 0.0
 
 
-GETS_ON = (TimeoutError, None)  # of the test itself
+GETS_ON = (TimeoutError, None)  # the test's own time-out
 
 
 @pytest.mark.parametrize(
@@ -211,13 +211,13 @@ GETS_ON = (TimeoutError, None)  # of the test itself
         (stands, generating, GETS_ON),
     ],
 )
-def test_watch_takes_an_engine_without_progress_for_hung(monkeypatch, progress, answer, outcome):
+def test_watch_calls_an_engine_without_progress_hung(monkeypatch, progress, answer, outcome):
     monkeypatch.setattr(engine_module, "PROBE_INTERVAL", 0.01)
 
     async def watch() -> None:
         async with asyncio.timeout(0.5 if outcome is GETS_ON else 30.0):
             await engine_of(answer, stall=0.1).watch(progress)
 
-    kind, told = outcome
-    with pytest.raises(kind, match=told):
+    kind, error = outcome
+    with pytest.raises(kind, match=error):
         asyncio.run(watch())

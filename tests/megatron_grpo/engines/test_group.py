@@ -1,4 +1,4 @@
-"""How groups turn the answers of engines into samples, and what they keep of them."""
+"""Groups turn the answers of engines into samples."""
 
 import asyncio
 import io
@@ -21,7 +21,7 @@ NUM_GENERATIONS, LENGTH = 2, 5
 
 
 class Requests:
-    """Stands for a router: remembers the requests, which the test answers."""
+    """Stands for a router: keeps the requests; the test answers them."""
 
     def __init__(self) -> None:
         self.all: list[Request] = []
@@ -39,8 +39,7 @@ def params_of(**changes) -> SamplingParams:
 async def answered(
     order: Sequence[int], given: Callable[[int], Choice], **changes
 ) -> tuple[list[Sample], list[Request], set[str]]:
-    """Samples of all prompts whose requests are answered in this order, the requests, and the
-    engines."""
+    """(samples of all prompts, requests, engines), with the requests answered in this order."""
     router, made = Requests(), Completions(PROMPTS, params_of(**changes))
     await made.begin(router)
     await asyncio.sleep(0)
@@ -61,7 +60,7 @@ def choice(number: int) -> Choice:
     )
 
 
-def test_sample_asks_for_each_alone_and_keeps_the_order_of_prompts_whoever_answers_first():
+def test_samples_are_requested_one_by_one_and_keep_the_order_of_prompts():
     samples, requests, engines = asyncio.run(answered((5, 2, 0, 1, 4, 3), choice))
     bodies = [request.rest for request in requests]
     assert [body["priority"] for body in bodies] == [*range(6)]

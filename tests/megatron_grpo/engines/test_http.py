@@ -1,4 +1,4 @@
-"""The trainer's HTTP connections to an engine, whose server does what a test has written down."""
+"""The trainer's HTTP connections to an engine that follows a script."""
 
 import asyncio
 import json
@@ -36,14 +36,14 @@ def answer_of(body: bytes, status: int = 200) -> bytes:
 
 @asynccontextmanager
 async def serving(serve: Serve) -> AsyncIterator[str]:
-    """The address of a server that treats connections so."""
+    """The address of a server that handles connections with `serve`."""
     server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=NUM_REQUESTS)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 def answering(*parts: bytes, then: str = "close") -> Serve:
-    """Reads a request, and sends these parts; then it closes, resets, or keeps the connection."""
+    """Read a request and send these parts; then close, reset or keep the connection."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -100,7 +100,7 @@ def test_all_requests_are_open_at_once_and_idle_connections_are_given_up(monkeyp
             await asyncio.gather(*(engine._request("GET", "/load") for _ in range(NUM_REQUESTS)))
             kept = num_open
             await engine._request("GET", "/load")
-            assert num_open == kept  # over one of those that are open
+            assert num_open == kept  # reuses an open connection
             async with asyncio.timeout(30):
                 while num_open:
                     await asyncio.sleep(0.01)
@@ -136,11 +136,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("serve", "kind", "told"), CASES.values(), ids=CASES)
-def test_a_request_that_fails_says_why(serve, kind, told):
+@pytest.mark.parametrize(("serve", "kind", "error"), CASES.values(), ids=CASES)
+def test_a_request_that_fails_says_why(serve, kind, error):
     async def refused() -> None:
         async with serving(serve) as url:
-            with pytest.raises(kind, match=f"^rollout engine {url} {told}") as raised:
+            with pytest.raises(kind, match=f"^rollout engine {url} {error}") as raised:
                 await ask(url, request_timeout=0.3)
             assert raised.type is kind
 
@@ -156,7 +156,7 @@ def test_an_engine_that_is_not_there_is_down():
     assert not is_healthy(url)
 
 
-def test_an_engine_that_takes_no_connection_is_down_after_the_time_for_connecting():
+def test_an_engine_that_takes_no_connection_is_down_after_the_time_out():
     with closing(socket.create_server(("127.0.0.1", 0), backlog=0)) as full:
         address = full.getsockname()[:2]
         url = f"http://127.0.0.1:{address[1]}"
@@ -167,7 +167,7 @@ def test_an_engine_that_takes_no_connection_is_down_after_the_time_for_connectin
                 run(ask(url, request_timeout=60.0, connect_timeout=0.3))
 
 
-def test_an_engine_that_takes_no_more_of_a_request_is_late():
+def test_an_engine_that_stops_reading_a_request_is_late():
     async def ask_much() -> None:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await asyncio.sleep(1.0)
@@ -180,7 +180,7 @@ def test_an_engine_that_takes_no_more_of_a_request_is_late():
         run(ask_much())
 
 
-def test_a_stream_that_stops_in_the_middle_keeps_what_came_before():
+def test_a_stream_that_stops_in_the_middle_keeps_its_tokens():
     event = b"data: " + json.dumps({"choices": [CHUNK]}).encode() + b"\n\n"
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 9999\r\n\r\n"
     request, begun = {"sampling_params": {"max_tokens": 9}}, Choice.empty()
@@ -208,7 +208,7 @@ def test_a_completion_may_take_any_time():
     assert run(complete()).token_ids == [5]
 
 
-def test_an_engine_is_asked_below_its_address_with_the_token_and_through_no_proxy(monkeypatch):
+def test_requests_go_below_the_address_with_the_token_and_through_no_proxy(monkeypatch):
     set_proxies(monkeypatch, http_proxy=DEAD, all_proxy=DEAD)
     heads = []
 
@@ -230,7 +230,7 @@ def test_an_engine_is_asked_below_its_address_with_the_token_and_through_no_prox
 
 
 @pytest.mark.parametrize(("status", "is_ready"), [(200, True), (307, False), (503, False)])
-def test_an_engine_is_healthy_that_says_so(status, is_ready):
+def test_an_engine_is_healthy_if_it_says_so(status, is_ready):
     async def asked() -> bool:
         async with serving(answering(answer_of(b"", status))) as url:
             return await asyncio.to_thread(is_healthy, url)
@@ -254,7 +254,7 @@ run(ask(sys.argv[1]))
 """
 
 
-def test_time_in_which_the_trainer_was_stopped_is_not_the_engines():
+def test_time_in_which_the_trainer_was_stopped_does_not_count():
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         command = [sys.executable, "-c", STOPPED, url]
@@ -269,5 +269,5 @@ def test_time_in_which_the_trainer_was_stopped_is_not_the_engines():
                     each.recv(1)
                 each.sendall(answer_of(b'{"server_load": 0}'))
                 each.close()
-            told, _ = trainer.communicate(timeout=30)
-    assert (trainer.returncode, told) == (0, "True 0\n")
+            output, _ = trainer.communicate(timeout=30)
+    assert (trainer.returncode, output) == (0, "True 0\n")

@@ -60,8 +60,8 @@ def test_join_and_leave_follow_the_files(tmp_path, tied_model, capfd):
     pool.join_and_leave()
     assert [*pool.serving] == [OWN]
     assert not leaving.exists()
-    told = [f"rollout engine {OTHER} joins", f"rollout engine {OTHER} has left"]
-    assert capfd.readouterr().err.splitlines() == told
+    lines = [f"rollout engine {OTHER} joins", f"rollout engine {OTHER} has left"]
+    assert capfd.readouterr().err.splitlines() == lines
 
 
 def test_join_and_leave_drop_an_engine_without_a_file(tmp_path, tied_model):
@@ -93,9 +93,9 @@ def test_check_engines_asks_a_dead_one_once_per_file(tmp_path, tied_model, capfd
         assert [is_asked() for _ in range(3)] == [True, False, False]
         os.utime(file, ns=(1, 1))
         assert [is_asked() for _ in range(2)] == [True, False]
-    told = [line for line in capfd.readouterr().err.splitlines() if url in line]
+    lines = [line for line in capfd.readouterr().err.splitlines() if url in line]
     again = "does not answer: it is checked again when its file in engines/ has changed"
-    assert told == [f"rollout engine {url} joins", *[f"rollout engine {url} {again}"] * 2]
+    assert lines == [f"rollout engine {url} joins", *[f"rollout engine {url} {again}"] * 2]
 
 
 @pytest.mark.parametrize(
@@ -113,15 +113,15 @@ def test_check_engines_asks_a_dead_one_once_per_file(tmp_path, tied_model, capfd
     ],
     ids=["cut short", "another file", "no address", "another network", "size", "no settings"],
 )
-def test_joined_tells_once_who_cannot_join(content, reason, tmp_path, capfd):
+def test_joined_names_once_an_engine_that_cannot_join(content, reason, tmp_path, capfd):
     if isinstance(content, dict):
         content = json.dumps({"url": OTHER, "settings": SETTINGS} | content)
     (tmp_path / "a.json").write_text(content)
     write(tmp_path / "b.json")
     folder = folder_of(tmp_path)
     assert [*folder.joined()] == [*folder.joined()] == [OTHER]
-    [told] = capfd.readouterr().err.splitlines()
-    assert told.startswith(f"the engine of {tmp_path / 'a.json'} cannot join: ") and reason in told
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"the engine of {tmp_path / 'a.json'} cannot join: ") and reason in line
 
 
 @pytest.mark.parametrize(
@@ -210,12 +210,12 @@ def test_serve_joined_touches_its_file_until_it_is_killed(tmp_path):
         assert not wait_until(lambda: file.stat().st_mtime_ns > 1, seconds=1.5)
 
 
-@pytest.mark.parametrize("end", ["told twice", "run complete", "by itself"])
+@pytest.mark.parametrize("end", ["two signals", "run complete", "by itself"])
 def test_serve_joined_leaves_no_file_when_it_ends(end, tmp_path):
     (folder := tmp_path / "engines").mkdir()
     with serving(folder) as (process, file):
         url = "http://" + file.stem.replace("_", ":")
-        if end == "told twice":  # it does not wait for the run
+        if end == "two signals":  # it does not wait for the run
             process.send_signal(signal.SIGTERM)
             assert wait_until(file.with_suffix(".leaving").exists, seconds=10)
             process.send_signal(signal.SIGTERM)
@@ -225,8 +225,8 @@ def test_serve_joined_leaves_no_file_when_it_ends(end, tmp_path):
             httpx.get(f"{url}/end")
         assert process.wait(30) == (1 if end == "by itself" else 0)
         assert [*folder.iterdir()] == []
-        told = f"rollout engine {url} ended with exit code 3"
-        assert (told in process.stderr.read()) == (end == "by itself")
+        error = f"rollout engine {url} ended with exit code 3"
+        assert (error in process.stderr.read()) == (end == "by itself")
 
 
 @pytest.mark.slow

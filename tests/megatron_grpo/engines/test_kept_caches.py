@@ -21,7 +21,7 @@ KEEPS = {"max_staleness": 2, "in_flight_updates": True, "recompute_kv_cache": Fa
 
 @pytest.fixture(scope="module")
 def folders(tied_model, other_model, tmp_path_factory):
-    """One model with three weights."""
+    """Three sets of weights for one model."""
     third = served_model(tmp_path_factory.mktemp("third"), "qwen3", tied=True, seed=2)
     return [tied_model, other_model, third]
 
@@ -48,7 +48,7 @@ LONG = {"num_generations": 8, "max_completion_length": 400, "stop_token_ids": ()
 
 
 @pytest.mark.long
-def test_kept_keys_are_of_the_weights_that_computed_them(engine, router, folders):
+def test_kept_keys_belong_to_the_weights_that_computed_them(engine, router, folders):
     weights, prompts = {engine.version: folders[0]}, random_prompts(2, lengths=(40, 80))
     asked, answered = [], []
 
@@ -72,7 +72,7 @@ def test_kept_keys_are_of_the_weights_that_computed_them(engine, router, folders
     crossed = [sample for sample in samples if len(sample.spans) == 3]
     checked = crossed[:8] + samples[::8]
     assert all(kept_cache_error(weights, sample) < 1e-3 for sample in checked)
-    assert largest_error_by_version(weights, crossed[0]) > 0.1  # keys of one version are others
+    assert largest_error_by_version(weights, crossed[0]) > 0.1  # keys of other weights differ
 
 
 @pytest.mark.long
@@ -93,7 +93,7 @@ def test_new_prompts_are_served_no_keys_of_older_weights(engine, router, folders
         Prompt(index=0, token_ids=(*prompt.token_ids, *sample.completion_ids), text="", row={})
         for sample in crossed
     ]
-    for number in (1, 2):  # the second finds what is cached behind blocks of the first
+    for number in (1, 2):  # the second request hits blocks that the first has cached
         few = {"num_generations": 1, "max_completion_length": 4}
         again = engine.ask(turns, number, **LONG | few)
         router.submit(again).result(timeout=60)

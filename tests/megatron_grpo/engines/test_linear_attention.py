@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-KEYS, HEADS, SIZE, KERNEL = 2, 4, 8, 4  # heads of keys, those of values, their size
+KEYS, HEADS, SIZE, KERNEL = 2, 4, 8, 4  # key heads, value heads, head size, convolution width
 CHANNELS = (2 * KEYS + HEADS) * SIZE
 
 
-def test_heads_remember_of_drafts_what_is_taken():
+def test_states_of_drafts_are_kept_up_to_the_accepted_token():
     pytest.importorskip("vllm")
     torch.manual_seed(0)
     num_drafted, before, taken, lengths = 2, (5, 2, 4), (0, 1, 2), (1, 3, 2)
@@ -22,7 +22,7 @@ def test_heads_remember_of_drafts_what_is_taken():
     slots = torch.arange(9).view(3, 3) + 1
     expected = [attend([each], runs(torch.tensor([10 + n]))) for n, each in enumerate(texts)]
     first = attend([cut(x, 0, n) for x, n in zip(texts, before, strict=True)], runs(slots[:, 0]))
-    # Of the first drafts some tokens are not those that follow.
+    # Some tokens of the first drafts are rejected.
     drafts = [
         [
             torch.cat(pair)
@@ -39,7 +39,7 @@ def test_heads_remember_of_drafts_what_is_taken():
 
 
 def text(size):
-    """What the projections of so many tokens give."""
+    """Projections of `size` tokens: mixed channels, and two numbers for each head."""
     return torch.randn(size, CHANNELS), torch.randn(size, HEADS), torch.randn(size, HEADS)
 
 
@@ -48,7 +48,7 @@ def cut(inputs, start, end):
 
 
 def runs(slots):
-    """Requests without drafts, which begin, as vLLM describes them."""
+    """Metadata as vLLM's of requests that begin, without drafts."""
     return {
         "num_prefills": len(slots),
         "non_spec_state_indices_tensor": slots,
@@ -57,7 +57,7 @@ def runs(slots):
 
 
 def verified(slots, accepted):
-    """Drafts, and how many tokens were taken of those before, as vLLM describes them."""
+    """Metadata as vLLM's of drafts, with the number of tokens accepted of each one before."""
     return {
         "num_spec_decodes": len(slots),
         "spec_state_indices_tensor": slots,
@@ -66,7 +66,7 @@ def verified(slots, accepted):
 
 
 def heads_of_vllm(num_slots, num_spec):
-    """What computes linear attention of sequences, for a description of requests."""
+    """Linear attention as a function of sequences and vLLM's metadata."""
     from vllm.forward_context import override_forward_context
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
         QwenGatedDeltaNetAttention,

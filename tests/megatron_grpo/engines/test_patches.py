@@ -1,7 +1,7 @@
-"""What our code in the processes of engines replaces, against the source of the installed engines.
+"""Patches of engines, against the source of the installed engines.
 
-Neither is imported: that takes ten seconds. One of these tests fails on the day that an attribute
-is gone, or that the engine has mended what a patch is for.
+Neither is imported: that takes ten seconds. A test fails once an attribute is gone, or once the
+engine has mended the fault that a patch is for.
 """
 
 import ast
@@ -24,7 +24,7 @@ LINKS = {
 
 
 def patches(engine: str) -> list[dict[str, str]]:
-    """The tables of an engine: the texts of each patch."""
+    """An engine's patch tables, as source text."""
     tree = ast.parse((ROOM / engine / "patches.py").read_text())
     tables = [
         each.value
@@ -61,7 +61,7 @@ def source_of(engine: str, target: str) -> str:
 
 
 @pytest.mark.parametrize(("engine", "patch"), ALL, ids=[each["target"] for _, each in ALL])
-def test_an_engine_still_has_what_a_patch_replaces_and_the_line_that_it_is_for(engine, patch):
+def test_an_engine_still_has_the_patched_attribute_and_the_faulty_line(engine, patch):
     assert patch["because_of"] in source_of(engine, patch["target"])
     assert patch["why"]
     assert "upstream" not in patch or LINKS[engine].fullmatch(patch["upstream"])

@@ -1,7 +1,7 @@
 """Engines that die, hang or come back while a trainer continues: with real servers.
 
-The reference engine samples the same whichever engine serves a prompt: a generation that was
-disturbed must equal, sample for sample, one that was not.
+The reference engine samples a prompt alike on every engine: a disturbed generation must equal an
+undisturbed one, sample for sample.
 """
 
 import math
@@ -74,8 +74,8 @@ def test_generate_survives_a_killed_engine(pair, undisturbed, capfd):
     assert [*pair.pool.serving] == [first]
     pair.generate(PROMPTS[:2])  # nobody waits for the other one
     bring_back(pair)
-    told = capfd.readouterr().err.splitlines()
-    assert told == [
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == [
         f"rollout engine {second} is lost: ended with signal SIGKILL; it is being restarted",
         f"rollout engine {second} is back",
     ]
@@ -127,7 +127,7 @@ def test_push_goes_on_without_an_engine_that_dies(pair, undisturbed, monkeypatch
         pytest.raises(NoServingEngine, match="ended with signal SIGKILL"),
     ):
         generate(pair.client, generation)
-    assert generation.num_open > 0  # what was answered counts
+    assert generation.num_open > 0  # answered requests stay answered
     pair.push_again()
     assert tokens_of(generate(pair.client, generation)) == undisturbed
     bring_back(pair)
@@ -147,7 +147,7 @@ def test_pool_leaves_out_an_engine_without_weights(pair, undisturbed, capfd):
 
 
 def test_push_gives_up_an_engine_that_dies_as_it_starts(tied_model, tmp_path, capfd):
-    """And the message says of each engine how it ended, with the error in its log."""
+    """The message says how each engine ended, with the error in its log."""
     rollout = RolloutConfig(max_completion_length=16)
     with closing(EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, None)) as servers:
         [engine] = servers.processes.values()
@@ -159,31 +159,31 @@ def test_push_gives_up_an_engine_that_dies_as_it_starts(tied_model, tmp_path, ca
             pytest.raises(RolloutAborted) as lost,
         ):
             ours.push()
-    told = str(lost.value).splitlines()
+    lines = str(lost.value).splitlines()
     log = tmp_path / "engine_0.log"
-    assert told[1] == f"rollout engine {engine.url} ended with exit code 1; {log} ends with"
-    assert told[2] == "MemoryError: planted"
+    assert lines[1] == f"rollout engine {engine.url} ended with exit code 1; {log} ends with"
+    assert lines[2] == "MemoryError: planted"
     assert log.read_text().count("MemoryError: planted") == MAX_COMEBACKS
     assert f"it came back {MAX_COMEBACKS} times and is given up" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("is_told_to_end", [False, True])
-def test_push_waits_for_an_engine_as_long_as_it_may(is_told_to_end, tied_model, tmp_path):
+@pytest.mark.parametrize("is_asked_to_end", [False, True])
+def test_push_waits_for_an_engine_as_long_as_it_may(is_asked_to_end, tied_model, tmp_path):
     with reserve_port() as unheard:
         url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
-        seconds = 60.0 if is_told_to_end else 0.5
+        seconds = 60.0 if is_asked_to_end else 0.5
         rollout = RolloutConfig(base_urls=(url,), startup_timeout=seconds, max_completion_length=16)
         servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, new_token())
         with trainer(tied_model, servers, rollout) as ours:
-            if is_told_to_end:
+            if is_asked_to_end:
                 with (
                     as_soon_as(lambda: not ours.pool.up, ours.client.cancel),
                     pytest.raises(Preempted),
                 ):
                     ours.push()
             else:
-                told = f"no rollout engine serves .*\n.*{url} did not answer"
-                with pytest.raises(RolloutAborted, match=told):
+                error = f"no rollout engine serves .*\n.*{url} did not answer"
+                with pytest.raises(RolloutAborted, match=error):
                     ours.push()
 
 
@@ -197,7 +197,7 @@ def test_push_waits_for_an_engine_as_long_as_it_may(is_told_to_end, tied_model, 
 def test_push_survives_a_stranger_at_a_lost_address(
     status, reason, reference_engine, tied_model, tmp_path, capfd
 ):
-    """Such as the engine itself, started again with another token, or another server."""
+    """For example the engine itself, started again with another token, or another server."""
     [well] = reference_engine.servers.base_urls
     with reserve_port() as unheard:
         port = unheard.getsockname()[1]
@@ -258,9 +258,9 @@ def test_check_engines_starts_a_late_engine_once_more(startup_timeout, are_ours,
     pool = pool_of(NoServers(are_ours), startup_timeout)
     pool.mark_dead(URL, "died")
     assert not pool.check_engines()
-    told = capfd.readouterr().err.splitlines()
-    assert len(told) == num_losses and all(f"{URL} is lost: " in line for line in told)
-    assert num_losses == 1 or "within 1e-09 s of its start (rollout.startup_timeout)" in told[1]
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == num_losses and all(f"{URL} is lost: " in line for line in lines)
+    assert num_losses == 1 or "within 1e-09 s of its start (rollout.startup_timeout)" in lines[1]
 
 
 @pytest.mark.slow
@@ -286,7 +286,7 @@ def test_push_waits_for_an_engine_given_by_address(tied_model, tmp_path, capfd):
 
 @pytest.fixture(params=["live_engine", pytest.param("reference_engine", marks=pytest.mark.slow)])
 def shared_engine(request):
-    """An engine given by address, as runs one after the other use it."""
+    """An engine given by address, which several runs use in turn."""
     return request.getfixturevalue(request.param)
 
 
@@ -300,11 +300,11 @@ def test_cancel_leaves_an_engine_for_the_next_run(shared_engine, tied_model, see
 
     shared_engine.push(tied_model)
     expected = tokens_of(shared_engine.generate(PROMPTS))
-    before = load()  # not 0 where vLLM still counts requests that were given up
+    before = load()  # vLLM may still count cancelled requests
     with trainer(tied_model, shared_engine.servers, shared_engine.rollout) as ours:
         ours.push()
         generation = ours.ask(random_prompts(50), num_generations=4, max_completion_length=64)
-        # Half of them: all are there for a moment only, which a busy machine may miss.
+        # Half of them: a busy machine may miss the moment at which all are there.
         many = before + 100
         with (
             as_soon_as(lambda: load() >= many, ours.client.cancel),
@@ -318,14 +318,14 @@ def test_cancel_leaves_an_engine_for_the_next_run(shared_engine, tied_model, see
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "error"),
     [
         (psutil.Process.suspend, "made no progress for 3 s"),  # its server answers probes
         (psutil.Process.kill, r"(answered \S+ with 50[03]|cannot be reached)"),
     ],
 )
-def test_pool_kills_a_vllm_whose_core_stops_or_dies(fault, told, tied_model, tmp_path):
-    """And comes back: started again by the run, with the current weights."""
+def test_pool_kills_a_vllm_whose_core_stops_or_dies(fault, error, tied_model, tmp_path):
+    """The run starts it again, with the current weights."""
     with running_engine("vllm", tied_model, tmp_path, stall_timeout=3.0) as engine:
         [url] = engine.servers.base_urls
         with trainer(tied_model, engine.servers, engine.rollout) as ours:
@@ -336,7 +336,7 @@ def test_pool_kills_a_vllm_whose_core_stops_or_dies(fault, told, tied_model, tmp
             [core] = [each for each in server.children() if "EngineCore" in each.name()]
             with (
                 as_soon_as(lambda: generation.engines, partial(fault, core)),
-                pytest.raises(NoServingEngine, match=f"{url} {told}"),
+                pytest.raises(NoServingEngine, match=f"{url} {error}"),
             ):
                 generate(ours.client, generation)
             assert not any(map(is_alive, processes))

@@ -27,19 +27,19 @@ from parallel.weight_transfer.local_channels import LocalChannel
 pytestmark = [pytest.mark.engines, pytest.mark.both_engines]
 
 NO_COMPLETE_WEIGHTS = "holds no complete weights"
-# Later than any version that the tests, which share an engine, have pushed.
+# Above every version that the tests, which share an engine, have pushed.
 LATE = 1000
 
 
 @pytest.fixture
 def models(tied_model, other_model):
-    """Two models with different weights: whichever an engine holds, the other one is new to it."""
+    """Two models with different weights: one is always new to the engine."""
     return [other_model, tied_model]
 
 
 @pytest.fixture(scope="module")
 def pair_engine(engine_kind, tmp_path_factory, tied_model):
-    """Two tensor-parallel workers, who answer one after the other."""
+    """An engine of two tensor-parallel workers."""
     logs = tmp_path_factory.mktemp("pair-logs")
     pair = {**engine_kind, "tensor_parallel_size": 2}
     with running_engine(folder=tied_model, log_dir=logs, **pair) as engine:
@@ -120,7 +120,7 @@ def test_flipped_bits_name_workers_and_parameters_and_nothing_is_served(
 ):
     [url] = pair_engine.servers.base_urls
     arguments = [*overrides(pair_engine), f"rollout.weight_transport={transport}"]
-    # In the first buffer to each of the two workers, at both attempts.
+    # Flips a bit of the first buffer to each of the two workers, at both attempts.
     token = pair_engine.servers.token
     [(error, _)] = run_ranks(1, push_whole, tied_model, token, arguments, 1, 4)
     faults = error.splitlines()[1:]
@@ -136,7 +136,7 @@ def test_flipped_bits_name_workers_and_parameters_and_nothing_is_served(
 
 
 @pytest.mark.slow
-def test_after_a_trainer_that_died_between_the_steps_the_next_one_pushes(pair_engine, models):
+def test_a_trainer_pushes_after_another_died_between_the_steps_of_a_push(pair_engine, models):
     async def begin_only(engine: Engine) -> None:
         await begin_by_hand(engine, "5-dead")
 
@@ -151,7 +151,7 @@ def test_after_a_trainer_that_died_between_the_steps_the_next_one_pushes(pair_en
         check_usable(pair_engine, models)
 
 
-def test_whoever_began_first_of_two_pushes_is_told(live_engine, models):
+def test_the_first_of_two_pushes_is_refused(live_engine, models):
     async def begin_first(engine: Engine) -> None:
         await begin_by_hand(engine, f"{LATE}-first")
 
@@ -167,7 +167,7 @@ def test_whoever_began_first_of_two_pushes_is_told(live_engine, models):
     with pytest.raises(EngineError, match=f"version {version}, but version {LATE} was requested"):
         live_engine.generate(random_prompts(1), policy_version=LATE)
 
-    # The first one's last words, after another has begun, make nothing of it usable.
+    # Late messages of the first trainer must not make its push usable.
     async def begin_second(engine: Engine) -> None:
         await begin_by_hand(engine, "7-second")
 
@@ -180,7 +180,7 @@ def test_whoever_began_first_of_two_pushes_is_told(live_engine, models):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine_name", ["live_engine", "pair_engine"])
-def test_of_pushes_that_race_no_mixture_is_served(request, engine_name, models):
+def test_no_mixture_of_racing_pushes_is_served(request, engine_name, models):
     engine = request.getfixturevalue(engine_name)
     start = threading.Barrier(2)
     errors = []
@@ -191,14 +191,14 @@ def test_of_pushes_that_race_no_mixture_is_served(request, engine_name, models):
             version = 100 + 10 * attempt + which
             arguments = (models[which], engine.servers.token, overrides(engine), version)
             [(error, _)] = run_ranks(1, push_whole, *arguments)
-            with suppress(EngineError):  # the other one was in the way
+            with suppress(EngineError):  # the other push was in the way
                 if not error:
                     samples = engine.generate(random_prompts(2), policy_version=version)
                     errors.append(largest_logprob_error(models[which], samples))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(push_and_generate, range(2)))
-    # Nobody is in the way of whoever begins last.
+    # Nothing disturbs the trainer that begins last.
     assert errors and max(errors) < 1e-4
     check_usable(engine, models)
 
@@ -225,7 +225,7 @@ def test_workers_that_are_out_of_step_are_noticed(pair_engine, tied_model):
     if pair_engine.rollout.engine != "vllm":
         pytest.skip("others ask their workers in another way")
 
-    # Last of this engine: vLLM leaves the second worker's answer to a failed call unread.
+    # Last test of this engine: vLLM leaves the second worker's answer to a failed call unread.
     async def fail_in_both(engine: Engine) -> None:
         with pytest.raises(EngineError, match="no_such_call"):
             await engine.ask_workers("no_such_call")
@@ -264,6 +264,6 @@ def test_an_engine_that_starts_holds_no_version_and_one_killed_in_mid_push_is_na
         start = time.monotonic()
         error = push_error(engine, tied_model, process.kill)
         assert engine.servers.base_urls[0] in error
-        assert time.monotonic() - start < 45  # and not the 60 s for which a channel may stand still
+        assert time.monotonic() - start < 45  # not the channel's time-out of 60 s
         with pytest.raises(EngineError, match="ended with signal SIGKILL"):
             engine.servers.check()

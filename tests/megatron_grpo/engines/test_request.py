@@ -1,4 +1,4 @@
-"""Completions that were cut: what is asked of an engine next, and how the parts are joined."""
+"""Requests for the rest of a completion that was cut, and how its parts are joined."""
 
 import random
 from itertools import pairwise
@@ -15,14 +15,14 @@ STOPS = ("##", "é#", "#\n\n")
 
 
 def decoded(token_ids):
-    """Tokens are pairs of the bytes of a text."""
+    """Text of tokens that each hold two bytes."""
     return bytes(byte for each in token_ids for byte in divmod(each, 256) if byte).decode(
         errors="replace"
     )
 
 
 def sampled(token_ids, is_cut):
-    """What an engine answers that samples these tokens: it ends where a stop string does."""
+    """An engine's answer that samples these tokens: it ends at a stop string."""
     for count in range(1, len(token_ids) + 1):
         ends = [text.find(s) + len(s) for s in STOPS if s in (text := decoded(token_ids[:count]))]
         if ends:
@@ -52,12 +52,12 @@ def test_a_stop_string_ends_a_completion_wherever_it_is_cut():
 
 
 @pytest.mark.parametrize("with_routes", [True, False])
-def test_the_rest_is_asked_for_with_what_was_sampled_as_its_prompt(with_routes):
+def test_the_rest_is_requested_with_the_sampled_tokens_in_its_prompt(with_routes):
     params = {"max_tokens": 10, "seed": 5, "temperature": 0.5}
     routes = {ROUTES_START: 0} if with_routes else {}
     request = {"token_ids": [1, 2, 3], "sampling_params": params | routes, "priority": 7}
     expected = params | {"max_tokens": 8, "seed": seed_after(5, 2)}
-    # The routes of the tokens at 0 to 3 are known; of 9, at 4, not: the engine has not read it.
+    # Routes of the positions 0 to 3 are known; 9, at 4, has not been read by the engine.
     own = {ROUTES_START: 4} if with_routes else {}
     assert rest_of(request, choice_of([8, 9], CUT, "")) == {
         "token_ids": [1, 2, 3, 8, 9],
@@ -77,17 +77,17 @@ def letters(token_ids):
     [
         (b"a#", b"#b", ["##"], 3),
         (b"#", b"#b", ["##"], 2),  # all of the text
-        (b"ab", b"c##", ["##"], 0),  # of the rest alone: the engine has seen that itself
-        (b"a##", b"b", ["##"], 0),  # of what was begun alone
+        (b"ab", b"c##", ["##"], 0),  # within the rest: the engine finds it itself
+        (b"a##", b"b", ["##"], 0),  # within the first part
         (b"a\xc3", b"\xa9b", ["\N{LATIN SMALL LETTER E WITH ACUTE}"], 3),  # a character in halves
         (b"a#", b"b", [], 0),
     ],
 )
-def test_a_stop_string_is_looked_for_where_it_spans_the_cut(begun, rest, stop, num_tokens):
+def test_a_stop_string_that_spans_the_cut_is_found(begun, rest, stop, num_tokens):
     assert num_until_stop([*begun], [*rest], letters, stop) == num_tokens
 
 
-def test_a_stop_string_is_looked_for_no_further_than_it_can_reach():
+def test_the_search_for_a_stop_string_reaches_no_further_than_it_can():
     decoded_lengths = []
 
     def letters_counted(token_ids):
@@ -108,6 +108,6 @@ def test_a_stop_string_is_looked_for_no_further_than_it_can_reach():
         (CUT, [], ""),
     ],
 )
-def test_the_text_of_both_parts_ends_as_that_of_one_would(finish_reason, stop, text):
+def test_the_joined_text_ends_like_an_uncut_one(finish_reason, stop, text):
     begun, rest = choice_of([*b"abc"], CUT, "abc"), choice_of([*b"de"], finish_reason, "de")
     assert joined(begun, rest, letters, stop).text == text

@@ -118,7 +118,7 @@ def test_score_starts_a_server_that_dies_again_once(tmp_path, capfd) -> None:
         assert len(deaths) == 1 and models.processes[models.base_urls[0]].process.pid != deaths[0]
         assert "ended with signal SIGKILL" in capfd.readouterr().err
         assert scores(pool, batch[:3]) == pytest.approx(undisturbed[:3], abs=1e-5)
-        # Neither can it be started again.
+        # It cannot be started again, either.
         (folder / "config.json").unlink()
         os.kill(models.processes[models.base_urls[0]].process.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=rf"reward model {models.base_urls[0]} ended with"):
@@ -126,8 +126,8 @@ def test_score_starts_a_server_that_dies_again_once(tmp_path, capfd) -> None:
 
 
 @pytest.mark.slow
-def test_shared_gpus_have_a_server_sleep_unless_it_scores(tmp_path, capfd) -> None:
-    """A CPU server answers the same requests, and keeps its memory; tests/gpu has the memory."""
+def test_servers_on_shared_gpus_sleep_unless_they_score(tmp_path, capfd) -> None:
+    """A CPU server answers the same requests but keeps its memory, which tests/gpu measures."""
     folder, batch = reward_model_folder(tmp_path / "model"), samples(1)
     expected = [reference_score(folder, read_by_the_model(each, each.text)) for each in batch]
     with served(function(folder, share_gpus=True), tmp_path / "logs") as (models, pool):
@@ -160,14 +160,14 @@ def test_shared_gpus_have_a_server_sleep_unless_it_scores(tmp_path, capfd) -> No
         assert ": no wake_up: ReadTimeout" in capfd.readouterr().err
 
 
-def test_shared_gpus_have_servers_wait_for_engines(tmp_path) -> None:
-    """Two servers that load at once would both count what the other takes as their own."""
+def test_servers_on_shared_gpus_wait_for_engines(tmp_path) -> None:
+    """Two servers that load at once would each count the other's memory as its own."""
     engines = ServerProcesses(("http://127.0.0.1:9",), tmp_path)  # where nothing listens
     rollout = ROLLOUT.model_copy(update={"startup_timeout": 0.1})
     shared, logs = function(tmp_path, share_gpus=True), tmp_path / "logs"
     with pytest.raises(TimeoutError, match=r"rollout engine http://127\.0\.0\.1:9 did not answer"):
         RewardModels([shared], rollout, logs, engines=engines)
-    assert not logs.exists()  # of a server that was started
+    assert not logs.exists()  # no server was started
 
 
 SHARED = {"share_gpus": True}
@@ -224,16 +224,16 @@ def test_check_served_refuses_what_vllm_could_not_serve(tmp_path) -> None:
     assert "set rollout.enable_sleep_mode=true, or leave it out" in refusal(share_gpus=True)
     sleeps = ("rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.8")
     for vllm in ({}, {"gpu_memory_utilization": 0.3}, {"gpu_memory_utilization": 0.0}):
-        told = refusal(*sleeps, share_gpus=True, vllm=vllm)
-        assert "is 0.8: together at most 0.95, such as 0.25 beside 0.7" in told
+        message = refusal(*sleeps, share_gpus=True, vllm=vllm)
+        assert "is 0.8: together at most 0.95, such as 0.25 beside 0.7" in message
     sglang = ("rollout.engine=sglang", "rollout.vllm={}", "rollout.enable_sleep_mode=true")
     table = "rollout.sglang.mem_fraction_static=0.7"  # activations come on top
-    told = refusal(*sglang, table, share_gpus=True, vllm={"gpu_memory_utilization": 0.2})
-    assert "rollout.sglang.mem_fraction_static is 0.7: together at most 0.85" in told
+    message = refusal(*sglang, table, share_gpus=True, vllm={"gpu_memory_utilization": 0.2})
+    assert "rollout.sglang.mem_fraction_static is 0.7: together at most 0.85" in message
     for bytes_of in (["rollout.vllm.kv_cache_memory_bytes=1000"], []):
         own = {"gpu_memory_utilization": 0.1} | ({} if bytes_of else {"kv_cache_memory_bytes": 9})
-        told = refusal(*sleeps, *bytes_of, share_gpus=True, vllm=own)
-        assert "vLLM then does not keep to gpu_memory_utilization" in told
+        message = refusal(*sleeps, *bytes_of, share_gpus=True, vllm=own)
+        assert "vLLM then does not keep to gpu_memory_utilization" in message
     assert "step_tag '<x>' is 3 tokens" in refusal(step_tag="<x>")
     without = character_tokenizer(200)
     without.chat_template = None

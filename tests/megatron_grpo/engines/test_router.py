@@ -91,7 +91,7 @@ def test_router_samples_each_token_by_its_version(live_engine, router, tied_mode
 
 
 FEW = {"vllm": {"max_num_seqs": 1}, "sglang": {"max_running_requests": 1}}
-"""An engine that answers one request at a time is killed before it has answered all."""
+"""Options of an engine that takes one request at a time, so that it is killed before it is done."""
 
 
 @pytest.mark.long
@@ -99,10 +99,10 @@ def test_router_keeps_what_a_killed_engine_has_streamed(
     tied_model, other_model, tmp_path, engine_kind, decode, monkeypatch
 ):
     kept, take, check = {}, Request.take, Engine._check_tokens
-    begun, killed, told = threading.Event(), threading.Event(), set()
+    begun, killed, seen = threading.Event(), threading.Event(), set()
 
     def note(self, choice, url, decode):
-        # Only the killed engine's: a push that finds out about the kill aborts the other engine.
+        # Only the killed engine's: the other one is aborted if a push finds the loss.
         if choice.token_ids and choice.finish_reason == CUT and url == pair.servers.base_urls[0]:
             kept[self.priority] = choice
         take(self, choice, url, decode)
@@ -115,7 +115,7 @@ def test_router_keeps_what_a_killed_engine_has_streamed(
         if choice.finish_reason == CUT and len(choice.weight_versions) == 2:
             os.kill(pair.servers.processes[self.url].process.pid, signal.SIGKILL)
             killed.set()
-        told.update(span.version for span in choice.weight_versions)
+        seen.update(span.version for span in choice.weight_versions)
 
     monkeypatch.setattr(Request, "take", note)
     monkeypatch.setattr(Engine, "_check_tokens", kill_after_a_push)
@@ -136,7 +136,7 @@ def test_router_keeps_what_a_killed_engine_has_streamed(
             weights[pair.push(folder)] = folder
             router.resume(pair.version)
             newest = str(pair.version)
-            assert wait_until(lambda newest=newest: newest in told, 120)
+            assert wait_until(lambda newest=newest: newest in seen, 120)
             if killed.is_set():  # else the request was about to end
                 break
         answered.result(timeout=200)
@@ -145,7 +145,7 @@ def test_router_keeps_what_a_killed_engine_has_streamed(
     assert any(len(part.spans) == 2 for part in kept.values())  # others had just begun
     for number, part in kept.items():
         count = len(part.token_ids)
-        assert count % 32 == 1  # the first token, then all but the last 31 or less
+        assert count % 32 == 1  # the first token, then whole chunks of 32
         assert [*samples[number].completion_ids[:count]] == part.token_ids
         assert [*samples[number].logprobs[:count]] == part.token_logprobs
         if len(part.spans) == 2:  # else the rest is of the same version
@@ -156,7 +156,7 @@ def test_router_keeps_what_a_killed_engine_has_streamed(
 @pytest.mark.long
 def test_router_sees_stops_and_end_tokens_through_pushes(live_engine, router, tied_model, decode):
     tokens, ends, stops = range(20, 40), range(40, 45), []
-    if live_engine.rollout.engine == "vllm":  # SGLang takes 32 at most, too few to be seen
+    if live_engine.rollout.engine == "vllm":  # SGLang takes 32 strings at most, too few to occur
         stops = [decode([a]) + decode([b]) for a in tokens for b in tokens]
 
     def made_through_pushes():
@@ -180,7 +180,7 @@ def test_router_sees_stops_and_end_tokens_through_pushes(live_engine, router, ti
     for sample in samples:
         *before, last = sample.completion_ids
         assert not {*before} & {*ends}
-        # With stop strings, the text of end tokens is told, too.
+        # With stop strings, the text of end tokens is returned, too.
         shown = before if last in ends and not stops else sample.completion_ids
         assert sample.text == decode(shown)
         found = [sample.text.find(stop) for stop in stops if stop in sample.text]
@@ -209,7 +209,7 @@ def scripted(streams=True, **engines):
 
 
 def begin(router, count=1, num_tokens=4, **settings):
-    """Completions that the router asks weights 7 for, and the futures of their end."""
+    """Completions requested of weights 7, and the futures of their end."""
     asked = [generation(number, 7, num_tokens, **settings) for number in range(count)]
     answered = [router.submit(each) for each in asked]
     router.resume(7)
@@ -260,7 +260,7 @@ def test_router_keeps_what_a_lost_engine_streamed(broken, streams):
 
 
 def withdraw(router, group, count):
-    """Give up some requests of a group, as a sample does that is over before they are answered."""
+    """Cancel some requests of a group, as a sample does that ends before they are answered."""
     requests = [*group._requests.values()][:count]
 
     async def cancel():
@@ -271,7 +271,7 @@ def withdraw(router, group, count):
     return requests
 
 
-def test_submit_has_an_engine_give_up_what_is_withdrawn():
+def test_withdrawn_requests_are_given_up_by_their_engine():
     engine = ScriptedEngine()
     with scripted(only=engine) as (_, router):
         [asked], _ = begin(router)
@@ -321,7 +321,7 @@ def test_room_grows_where_nothing_waits(little_room):
     with scripted(one=one, other=other) as (_, router):
         begin(router, count=4)
         assert wait_until(lambda: len(one.asked) == len(other.asked) == 8, seconds=30)
-        for number in itertools.count(2):  # as much again each time
+        for number in itertools.count(2):  # equal progress in each report
             one.told(generated=number, started=8, waiting=0)
             time.sleep(0.1)
             if len(one.asked) == 24:
@@ -369,7 +369,7 @@ def test_resume_deals_anew_to_the_engines_of_the_push():
 def test_open_channels_again_pauses_an_engine():
     with scripted(only=(engine := ScriptedEngine())) as (client, _):
         client.await_engines(lambda workers: None)
-        client.open_channels({}, lambda: False)  # an earlier run may have let it sleep
+        client.open_channels({}, lambda: False)  # an earlier run may have left it asleep
         client.begin_push("8-a")
         client.open_channels({}, lambda: False)
         assert engine.is_paused

@@ -109,7 +109,7 @@ time.sleep(100)
 
 @pytest.mark.parametrize("name", ["short", "long" * 20])
 def test_server_process_leaves_nothing_when_killed(tmp_path, short_folder, monkeypatch, name):
-    """Where the site has a long path for it, its sockets are elsewhere: it could not start."""
+    """With a temporary folder of a long path its sockets lie elsewhere, else it could not start."""
     place, log = Path(short_folder) / name, tmp_path / "log"
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
@@ -129,7 +129,7 @@ def test_server_process_leaves_nothing_when_killed(tmp_path, short_folder, monke
 
 
 @pytest.mark.long
-def test_wait_ready_tells_why_an_engine_cannot_start(tmp_path):
+def test_wait_ready_says_why_an_engine_cannot_start(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": "many"}')
     rollout, model = RolloutConfig(max_completion_length=8), ModelConfig(path=tmp_path)
     with (
@@ -145,13 +145,13 @@ def test_wait_ready_tells_why_an_engine_cannot_start(tmp_path):
 def test_wait_ready_names_an_engine_that_is_late(tied_model, tmp_path):
     rollout = RolloutConfig(max_completion_length=8)
     servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, None)
-    told: set[tuple[int, int]] = set()
+    reports: set[tuple[int, int]] = set()
     with (
         closing(servers),
         pytest.raises(TimeoutError, match=f"{servers.base_urls[0]} .* within 0.2 s"),
     ):
-        servers.wait_ready(0.2, lambda ready, num: told.add((ready, num)))
-    assert told == {(0, 1)}
+        servers.wait_ready(0.2, lambda ready, num: reports.add((ready, num)))
+    assert reports == {(0, 1)}
 
 
 @pytest.mark.long
@@ -168,7 +168,7 @@ def test_serve_loaded_serves_until_a_push(tied_model, tmp_path):
         engine.push(tied_model)
         with pytest.raises(EngineStale, match="a trainer has pushed others"):
             client.serve_loaded()
-        assert engine.generate(prompts)  # and what was pushed is still served
+        assert engine.generate(prompts)  # still serves the pushed weights
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_engine_devices_are_behind_the_trainers():
 
 
 def test_engine_devices_are_shared_where_few_are_left():
-    """As in a job of Slurm; how much of a GPU is theirs must be said."""
+    """As in a job of Slurm; their share of a GPU must then be set."""
     half = {"gpu_memory_utilization": 0.5}
     rollout = RolloutConfig(
         num_engines=2, tensor_parallel_size=2, max_completion_length=8, vllm=half
@@ -212,7 +212,7 @@ def test_engine_devices_are_shared_where_few_are_left():
         engine_devices(rollout, 3, 1, {})
 
 
-def test_engine_environment_has_nothing_of_ranks():
+def test_engine_environment_has_no_variables_of_ranks():
     torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME")
     torchrun += ("MASTER_ADDR", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "TORCH_GLOO_LAZY_INIT")
     trainer = dict.fromkeys((*torchrun, "PYTORCH_CUDA_ALLOC_CONF"), "8")
@@ -223,8 +223,8 @@ def test_engine_environment_has_nothing_of_ranks():
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_engine_command_tells_the_address_of_each_node(tied_model, engine):
-    """By default it takes any address of the host, on whichever network."""
+def test_engine_command_has_the_address_of_each_node(tied_model, engine):
+    """The default is any address of the host, on any network."""
     rollout = RolloutConfig(engine=engine, tensor_parallel_size=2, max_completion_length=8)
     for rank, host in enumerate(("10.0.0.7", "10.0.0.8")):
         node = EngineNode(2, rank, "10.0.0.7", 29501)

@@ -42,18 +42,18 @@ def rollout(**options) -> RolloutConfig:
 
 
 @pytest.mark.parametrize(
-    ("python", "told"),
+    ("python", "error"),
     [
         ("/nowhere/python", "rollout.python /nowhere/python is not a Python interpreter"),
         (sys.executable, "is not installed for .*: run `make setup-sglang`"),
     ],
 )
-def test_an_interpreter_without_sglang_is_named_with_what_to_do(python, told):
-    with pytest.raises(ValueError, match=told):
+def test_an_interpreter_without_sglang_is_named_with_what_to_do(python, error):
+    with pytest.raises(ValueError, match=error):
         check_sglang_arguments(rollout(python=Path(python)))
 
 
-def test_a_command_has_the_runs_settings_and_then_those_that_are_passed_on(tmp_path):
+def test_a_command_has_the_runs_settings_then_the_passed_options(tmp_path):
     model = ModelConfig(path=tiny_model(tmp_path, "qwen3"))
     options = {"tensor_parallel_size": 2, "enable_sleep_mode": True}
     config = rollout(**options, sglang={"mem_fraction_static": 0.5})
@@ -70,7 +70,7 @@ def test_a_command_has_the_runs_settings_and_then_those_that_are_passed_on(tmp_p
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7", "fd00::7"])
-def test_nodes_of_an_engine_have_the_same_settings_but_their_number(tmp_path, address):
+def test_nodes_of_an_engine_differ_in_their_number_only(tmp_path, address):
     model = ModelConfig(path=tiny_model(tmp_path, "qwen3"))
     nodes = [EngineNode(2, rank, address, 29501) for rank in range(2)]
     config = rollout(tensor_parallel_size=16)
@@ -104,14 +104,14 @@ def test_workers_of_all_groups_are_those_of_one_engine(tmp_path):
         ("olmo3", True, '{"rope_theta": 10000.0, "rope_type": "default"}}'),
     ],
 )
-def test_what_a_kind_of_attention_needs_is_passed_on(tmp_path, family, on_gpu, argument):
+def test_options_that_a_kind_of_attention_needs_are_passed(tmp_path, family, on_gpu, argument):
     model = ModelConfig(path=tiny_model(tmp_path, family), dtype="float32")
     command = sglang_command(model, rollout(), "10.0.0.7", 8000, on_gpu)
     assert any(each.endswith(argument) for each in command)
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_tokens_that_indexers_choose_are_told_by_position_if_they_are_replayed(tmp_path, is_on):
+def test_chosen_tokens_are_returned_by_position_if_they_are_replayed(tmp_path, is_on):
     model = ModelConfig(path=tiny_model(tmp_path, "deepseek_v32"))
     config = rollout(indexer_replay=is_on)
     command = sglang_command(model, config, "10.0.0.7", 8000, on_gpu=True)
@@ -121,7 +121,7 @@ def test_tokens_that_indexers_choose_are_told_by_position_if_they_are_replayed(t
 
 
 @pytest.mark.parametrize(("family", "keys"), [("qwen3", 3), ("olmo3", 11)])
-def test_yarns_factor_of_attention_is_told_over_the_one_that_sglang_has(tmp_path, family, keys):
+def test_yarns_attention_factor_is_passed_over_sglangs(tmp_path, family, keys):
     folder = tiny_model(tmp_path, family)
     config = json.loads((folder / "config.json").read_text())
     ropes = {"full_attention": YARN, "sliding_attention": {"rope_theta": 10_000.0}}
@@ -138,19 +138,19 @@ def test_yarns_factor_of_attention_is_told_over_the_one_that_sglang_has(tmp_path
 def test_families_with_layers_in_the_dtype_of_config_json_are_served_in_no_other(tmp_path, family):
     folder = tiny_model(tmp_path, family)
     check_folder_loaded(ModelConfig(path=folder, dtype="float32"), rollout())
-    told = "dtype is float32, .* set model.dtype=float32, or convert the model to bfloat16"
-    with pytest.raises(ValueError, match=told):
+    error = "dtype is float32, .* set model.dtype=float32, or convert the model to bfloat16"
+    with pytest.raises(ValueError, match=error):
         check_folder_loaded(ModelConfig(path=folder, dtype="bfloat16"), rollout())
 
 
-def test_sglang_is_told_of_a_text_tower_by_a_class_that_it_has(tmp_path, monkeypatch):
+def test_sglang_gets_a_text_tower_as_a_class_that_it_has(tmp_path, monkeypatch):
     monkeypatch.setenv(WEIGHTS_VARIABLE, "")
     model = tiny_multimodal(tmp_path / "model", "kimi_k25")
     folder = plain_folder(model, tmp_path / "own")
     assert read_json(folder / "config.json")["architectures"] == ["DeepseekV3ForCausalLM"]
 
 
-def test_sglang_is_given_the_whole_model_if_prompts_have_images(tmp_path):
+def test_sglang_gets_the_whole_model_if_prompts_have_images(tmp_path):
     model = ModelConfig(path=tiny_multimodal(tmp_path / "model", "qwen3_vl"))
     config = rollout(sglang={"limit_mm_data_per_request": {"image": 2}})
     command = sglang_command(model, config, "10.0.0.7", 8000, on_gpu=True)
@@ -161,7 +161,7 @@ def test_sglang_is_given_the_whole_model_if_prompts_have_images(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "part", "change", "told"),
+    ("family", "part", "change", "error"),
     [
         ("qwen3_vl", "text_config", {"rms_norm_eps": 1e-5}, "needs 1e-06 as the rms_norm_eps"),
         ("qwen3_vl_moe", "vision_config", {"deepstack_visual_indexes": [0]}, "needs 3 as the num"),
@@ -170,7 +170,7 @@ def test_sglang_is_given_the_whole_model_if_prompts_have_images(tmp_path):
         ("qwen3_5", "text_config", {}, "lets engines see images, and model.path is a qwen3_5"),
     ],
 )
-def test_towers_that_sglang_computes_otherwise_are_refused(tmp_path, family, part, change, told):
+def test_towers_that_sglang_computes_differently_are_refused(tmp_path, family, part, change, error):
     folder = tiny_multimodal(tmp_path, family)
     config = read_json(folder / "config.json")
     table = {"limit_mm_data_per_request": {"image": 1}}
@@ -180,11 +180,11 @@ def test_towers_that_sglang_computes_otherwise_are_refused(tmp_path, family, par
     config[part] |= change
     (folder / "config.json").write_text(json.dumps(config))
     table |= {} if change else {"rl_on_policy_target": "fsdp"}
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=error):
         check_towers_served(ModelConfig(path=folder), rollout(sglang=table))
 
 
-def test_formats_of_weights_do_not_go_with_a_folder_whose_weights_engines_convert(tmp_path):
+def test_load_formats_are_refused_for_folders_that_engines_convert(tmp_path):
     quantized, plain = mxfp4_copies(tiny_model(tmp_path / "model", "gpt_oss"), tmp_path)
     multimodal = tiny_multimodal(tmp_path / "multimodal", "qwen3_vl")
     chosen = rollout(sglang={"load_format": "runai_streamer"})

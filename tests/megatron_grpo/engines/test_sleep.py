@@ -37,7 +37,7 @@ def test_an_engine_that_sleeps_has_no_weights_until_a_push_wakes_it(
     live_engine.push(tied_model)
     client = live_engine.client(enable_sleep_mode=True)
     client.sleep()
-    client.sleep()  # as good as once
+    client.sleep()  # no effect
     assert is_asleep(live_engine) and [*client.pool.serving] == []
     with pytest.raises(NoServingEngine, match="holds no complete weights"):
         live_engine.generate(random_prompts(1))

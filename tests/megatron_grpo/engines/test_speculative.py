@@ -1,5 +1,5 @@
-"""Engines that draft, with the model's own layer or by repetition, sample as one that does not.
-Their weights change meanwhile."""
+"""Engines that draft, with the model's own layer or by repetition, sample as one without drafts,
+also after pushes."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def model(folder, family, seed):
 @pytest.fixture(
     scope="module",
     params=[
-        # Heads of linear attention remember what was drafted until it is known to be taken.
+        # Linear attention keeps states of drafted tokens until they are accepted.
         ("qwen3_next", MTP),
         ("qwen3_next", None),
         pytest.param(("glm4_moe", NGRAM), marks=pytest.mark.slow),
@@ -62,7 +62,7 @@ def drafting(chosen, models, tmp_path_factory):
 
 
 def surprise(folder, samples):
-    """By how many standard deviations the samples are less likely than samples of the model are.
+    """Standard deviations by which the samples are less likely than the model's own samples.
 
     The expected -log p of a token is the entropy of its distribution.
     """
@@ -83,7 +83,7 @@ def surprise(folder, samples):
 
 @pytest.mark.long
 def test_drafting_samples_the_weights_of_the_last_push(drafting, models):
-    for folder in reversed(models):  # it has started with the first
+    for folder in reversed(models):  # it started with the first
         drafting.push(folder)
         samples = drafting.generate(random_prompts(8), max_completion_length=60, stop_token_ids=())
         assert largest_logprob_error(folder, samples) < 1e-3
@@ -91,7 +91,7 @@ def test_drafting_samples_the_weights_of_the_last_push(drafting, models):
 
 
 @pytest.mark.long
-def test_spec_decode_metrics_tell_shares_by_position(chosen, drafting, models):
+def test_spec_decode_metrics_have_shares_by_position(chosen, drafting, models):
     if not chosen[1]:
         pytest.skip("it does not draft")
     drafting.push(models[0])

@@ -52,7 +52,7 @@ def test_vllm_command_of_further_nodes_has_the_settings_but_no_server():
     assert shared < settings[0] & settings[1]
 
 
-def test_vllm_command_has_values_that_are_passed_through_and_they_win():
+def test_passed_options_win_in_the_vllm_command():
     table = {
         "block_size": 64,
         "enforce_eager": False,
@@ -71,7 +71,7 @@ def test_vllm_command_has_values_that_are_passed_through_and_they_win():
     assert not any("quantization" in flag for flag in flags)
 
 
-def test_an_engine_of_a_quantised_folder_is_built_and_loaded_as_if_it_were_not(tmp_path):
+def test_a_quantised_folder_is_built_and_loaded_as_an_unquantised_one(tmp_path):
     table = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (tmp_path / "config.json").write_text(json.dumps(table))
     model = MODEL.model_copy(update={"path": tmp_path})
@@ -114,7 +114,7 @@ def test_vllm_command_of_cpus_has_other_settings_than_that_of_gpus():
     assert "--enable-sleep-mode" not in command(on_gpu=True)
 
 
-def test_experts_of_tokens_are_asked_for_only_where_vllm_tells_them():
+def test_routes_are_requested_only_where_vllm_returns_them():
     flag = "--enable-return-routed-experts"
     assert flag in command(on_gpu=True, router_replay=True)
     assert flag not in command(on_gpu=True)
@@ -170,7 +170,7 @@ def refusal(name: str) -> str:
     return ""
 
 
-def test_check_engine_arguments_refuses_what_would_be_silently_wrong_or_do_nothing_alone():
+def test_check_engine_arguments_refuses_silently_wrong_or_idle_ones():
     known = engine_argument_names()
     assert {name for name in known if "cannot be set" in refusal(name)} == {*OF_ENGINES.split()}
     for name, key in OF_KEYS.items():
@@ -186,7 +186,7 @@ def installed_vllm() -> Path:
     return Path(folder)
 
 
-def test_the_installed_vllm_examines_models_by_what_engines_on_cpus_replace():
+def test_the_installed_vllm_examines_models_in_the_replaced_function():
     registry = installed_vllm() / "model_executor" / "models" / "registry.py"
     assert "mi = _run_in_subprocess(\n            lambda: " in registry.read_text()
 
@@ -214,6 +214,6 @@ def test_engine_number_is_read_as_vllm_reads_it(value, number):
 
 
 @pytest.mark.parametrize("value", ["4.5K", "4 k", "many", 2e10, "-4"])
-def test_engine_number_refuses_what_is_none_to_vllm(value):
+def test_engine_number_refuses_what_vllm_refuses(value):
     with pytest.raises(ValueError, match=r"rollout\.vllm\.max_model_len .* not a number"):
         engine_number(config({"max_model_len": value}), "max_model_len")

@@ -28,8 +28,8 @@ from helpers.models.towers import tiny_multimodal
 
 
 def check_pushes(engine, *folders) -> None:
-    # The same prompts each time, longer than a block of the prefix cache: a cache that outlived
-    # its weights would show.
+    # The same prompts each time, longer than a block of the prefix cache: a cache that outlived its
+    # weights would show.
     prompts = random_prompts(4, lengths=(70, 100))
     for folder in folders:
         version = engine.push(folder)
@@ -72,7 +72,7 @@ ENGINES = [
     ("glm4_moe_lite", {}, {"tensor_parallel_size": 2}),
     ("qwen3_5_text", {"tied": True}, {"tensor_parallel_size": 2}),
     ("qwen3_5_moe_text", {}, {"tensor_parallel_size": 2}),
-    *((kind, {}, {}) for kind in MULTIMODAL),  # the text towers of these
+    *((kind, {}, {}) for kind in MULTIMODAL),  # their text towers
 ]
 
 
@@ -125,7 +125,7 @@ def test_the_engine_sees_the_images_that_the_trainer_sees(tmp_path, family):
     ],
 )
 def test_a_quantised_mixture_generates_as_its_dequantised_copy(tmp_path, family, scheme, bound):
-    """Products with experts, and decode steps with latents, by weights of 8 bits."""
+    """Products of experts, and decode steps with latents, in weights of 8 bits."""
     folder = mixture_of_blocks(tmp_path / "model", family)
     other = mixture_of_blocks(tmp_path / "other", family, seed=1)
     plain = rounded_copy(other, tmp_path / "plain", scheme)

@@ -55,7 +55,7 @@ def test_pass_at_k_of_many_samples_overflows_nothing(n: int, c: int, k: int) -> 
 
 
 def evaluated(*groups: list[float]) -> Evaluated:
-    """Scores of one function for the samples of each prompt, whose first sample is cut off."""
+    """Scores of one function for each prompt's samples; each first sample is cut off."""
     samples = [
         sample_of(
             f"completion {i}",
@@ -99,7 +99,7 @@ def test_eval_metrics_leave_out_a_failed_score_and_count_it() -> None:
     metrics = eval_metrics(evaluated([1, 0], [nan, 1], [nan, nan]), cfg)
     assert metrics["eval/failed"] == 3
     assert metrics["eval/pass@1"] == pytest.approx((1 / 2 + 1) / 2)
-    assert metrics["eval/pass@2"] == 1.0  # of the first prompt alone
+    assert metrics["eval/pass@2"] == 1.0  # the first prompt alone
     assert metrics["eval/mean@2"] == pytest.approx((1 / 2 + 1) / 2)
     assert metrics["eval/reward/exact/mean"] == pytest.approx(2 / 3)
     assert metrics["eval/num_prompts"] == 3
@@ -138,7 +138,7 @@ def test_due_steps_are_the_first_each_interval_and_the_last(
     assert not due_steps(tiny_config(tied_model, ParallelDims(), "train.num_steps=5"))
 
 
-def test_as_evaluated_has_what_is_not_given_as_in_training(tied_model: Path) -> None:
+def test_as_evaluated_takes_missing_keys_from_training(tied_model: Path) -> None:
     def view(*overrides: str):
         return as_evaluated(tiny_config(tied_model, ParallelDims(), "eval.data={}", *overrides))
 
@@ -151,7 +151,7 @@ def test_as_evaluated_has_what_is_not_given_as_in_training(tied_model: Path) -> 
     assert [f.name for f in view("eval.reward.functions=[exact]").reward.functions] == ["exact"]
 
 
-# By an engine, of the first sums: 1 + 1, 1 + 2, ...
+# On an engine, with the first sums: 1 + 1, 1 + 2, ...
 
 ONE_SET = ["eval.data={}", "eval.max_prompts=5", "eval.num_generations=3", "eval.top_k=50"]
 FEW = "eval.sets.few={data: {}, max_prompts: 3, num_generations: 4}"
@@ -166,7 +166,7 @@ def engine(reference_engine, tied_model):
 
 @pytest.fixture(scope="module")
 def evaluating(engine, tmp_path_factory):
-    """Makes the evaluations of a config: `run` them, and see what they have `shown`."""
+    """Make the evaluations of a config: `run` them; `shown` has their output."""
     path = tmp_path_factory.mktemp("data") / "sums.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in sums()[:8]))
 
@@ -203,7 +203,7 @@ def completions(result: Evaluated) -> list[tuple[int, ...]]:
     return [tuple(sample.completion_ids) for sample in result.samples]
 
 
-def test_run_samples_in_parts_as_it_would_at_once(engine, evaluating) -> None:
+def test_run_samples_in_parts_like_all_at_once(engine, evaluating) -> None:
     with evaluating(*ONE_SET) as parts:
         in_parts, again = (parts.run()[""] for _ in range(2))
     assert parts.shown[:4] == [("", 0, 5), ("", 2, 5), ("", 4, 5), ("", 5, 5)]
@@ -224,7 +224,7 @@ def test_run_samples_in_parts_as_it_would_at_once(engine, evaluating) -> None:
 
 
 def test_run_stops_when_scores_of_all_parts_fail(evaluating, tmp_path) -> None:
-    """Of parts of 6, 6 and 3 completions; half of the 15 may fail, and no part has more."""
+    """The parts have 6, 6 and 3 completions; 7 of 15 may fail, more than a part has."""
     (mine := tmp_path / "mine.py").write_text(
         "def one(completions, answer, **_): return [None if a == '3' else 1.0 for a in answer]\n"
         "def every(completions, **_): return [None] * len(completions)\n"
@@ -232,16 +232,16 @@ def test_run_stops_when_scores_of_all_parts_fail(evaluating, tmp_path) -> None:
     options = [*ONE_SET, "reward.max_failed_fraction=0.5"]
     with evaluating(*options, f"eval.reward.functions=['{mine}:one']") as one:
         assert eval_metrics(one.run()[""], one.cfg.eval)["eval/failed"] == 3
-    told = r"12 of 15 completions .* reward.max_failed_fraction 0.5"
+    error = r"12 of 15 completions .* reward.max_failed_fraction 0.5"
     with (
         evaluating(*options, f"eval.reward.functions=['{mine}:every']") as every,
-        pytest.raises(RewardError, match=told),
+        pytest.raises(RewardError, match=error),
     ):
         every.run()
     assert every.shown[-1] == ("", 2, 5)
 
 
-def test_run_gives_a_set_what_it_gets_alone(evaluating) -> None:
+def test_run_evaluates_a_set_as_if_it_were_alone(evaluating) -> None:
     other = "eval.sets.other={data: {}, max_prompts: 1, reward: {functions: [exact]}}"
     with evaluating(FEW, MANY, other) as three:
         found = three.run()

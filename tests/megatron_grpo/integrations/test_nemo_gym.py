@@ -39,8 +39,8 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def gym_servers(folder: Path, port: int, head_port: int):
-    """The address of Gym's head server; the policy model of its servers asks at `port`."""
-    for server in SERVERS:  # all are installed in one environment, so that none is made for each
+    """The address of Gym's head server; its servers ask the policy model at `port`."""
+    for server in SERVERS:  # one environment has them all, else Gym would make one each
         (folder / server).mkdir(parents=True)
         (folder / server / ".venv").symlink_to(VENV.resolve())
     model = {"--model-type": "vllm_model", "--model": "policy", "--model-api-key": "none"}
@@ -68,7 +68,7 @@ def gym_servers(folder: Path, port: int, head_port: int):
             servers.send_signal(signal.SIGTERM)
 
 
-def test_its_episodes_are_trained_on_token_for_token(tmp_path):
+def test_episodes_of_nemo_gym_are_trained_on_token_for_token(tmp_path):
     dataset = next((VENV / "lib").glob(f"python*/site-packages/{SERVERS[0]}/data/example.jsonl"))
     port, head_port = free_ports(2)
     with gym_servers(tmp_path, port, head_port) as head:

@@ -96,7 +96,7 @@ def is_up(url: str) -> bool:
         return False
 
 
-def test_its_episodes_are_trained_on_token_for_token(tmp_path):
+def test_episodes_of_openenv_are_trained_on_token_for_token(tmp_path):
     # It echoes, and is never done.
     subprocess.run([BIN / "openenv", "init", "echoes"], cwd=tmp_path, check=True)
     with serving(tmp_path, "echoes.server.app:app") as url:
@@ -107,7 +107,7 @@ def test_its_episodes_are_trained_on_token_for_token(tmp_path):
     assert_token_for_token(records)
     for record in records:
         assert record["num_turns/mean"] == TURNS
-        assert 0 < record["reward"] <= TURNS  # of each turn, a tenth of its characters, at most 1
+        assert 0 < record["reward"] <= TURNS  # per turn a tenth of its characters, at most 1
 
 
 def calls(name: str, *arguments: str) -> dict[str, Any]:
@@ -123,32 +123,32 @@ WRONG = "Server error: Invalid message (code: VALIDATION_ERROR)"
 
 
 class ScriptedRun(BaseHTTPRequestHandler):
-    """A run with one task, for which the model says what is in `answers`."""
+    """A run with one task; `answers` are the model's messages."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         run = self.server
         if self.path == "/tasks":
-            told = {"key": "k", "url": run.url, "row": {}, "messages": run.messages}
+            reply = {"key": "k", "url": run.url, "row": {}, "messages": run.messages}
         elif self.path == "/tasks/k":
-            run.end, told = json.loads(body), {}
+            run.end, reply = json.loads(body), {}
             run.file.unlink()
         else:
             run.messages = json.loads(body)["messages"]
             choice = {"index": 0, "message": run.answers.pop(0), "finish_reason": "stop"}
-            told = {"id": "1", "object": "chat.completion", "created": 1, "model": "policy"}
-            told["choices"] = [choice]
+            reply = {"id": "1", "object": "chat.completion", "created": 1, "model": "policy"}
+            reply["choices"] = [choice]
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
-        self.wfile.write(json.dumps(told).encode())
+        self.wfile.write(json.dumps(reply).encode())
 
 
 @pytest.mark.parametrize(
     ("tool", "options", "first", "results", "reward"),
     [
         ("act", [], '{"total": 0}', ['{"total": 3}', WRONG], 0.8),
-        ("act", ["--observe", "note"], "Reach 5.", ["", WRONG], 0.8),  # there is none
+        ("act", ["--observe", "note"], "Reach 5.", ["", WRONG], 0.8),  # no such field
         ("add", [], "Reach 5.", ["3", "3 validation errors for call[add]"], 0.5),
     ],
 )
@@ -173,6 +173,6 @@ def test_an_action_that_is_no_text_is_a_call(tmp_path, tool, options, first, res
         run.shutdown()
     assert run.end == {"reward": pytest.approx(reward)}
     assert run.messages[0]["content"] == first
-    told = [each["content"] for each in run.messages if each["role"] == "tool"]
-    for text, result in zip(told, results, strict=False):
+    observed = [each["content"] for each in run.messages if each["role"] == "tool"]
+    for text, result in zip(observed, results, strict=False):
         assert text.startswith(result)

@@ -36,7 +36,7 @@ __all__ = ["SumTaskset"]
 ENVIRONMENT = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 
 
-def test_its_episodes_are_trained_on_token_for_token(tmp_path):
+def test_episodes_of_verifiers_are_trained_on_token_for_token(tmp_path):
     (tmp_path / "sums_taskset.py").write_text(TASKSET)
     adapter = Adapter(
         PYTHON,

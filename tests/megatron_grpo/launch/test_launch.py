@@ -104,7 +104,7 @@ def test_place_puts_reward_models_behind_the_ranks():
     assert placed.engines == [EnginePlace(["a"], range(4, 6)), EnginePlace(["a"], range(6, 8))]
     placed = place(with_model(job(3, 1, tensor=2), 2), ["a"], 8)
     assert placed.engines == [EnginePlace(["a"], range(6, 8))]
-    # Engines that share GPUs with ranks do not take those of the model either.
+    # Engines that share GPUs with ranks do not take the reward model's, either.
     placed = place(with_model(job(4, 3, tensor=2), 2), ["a"], 8)
     assert [at.gpus.start for at in placed.engines] == [0, 2, 6]
     with pytest.raises(ValueError, match="2 GPUs for reward models behind the 8 ranks of a node"):

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them."""
+"""Processes end with the process that started them."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from helpers.engines.live import wait_until
 from helpers.ranks.processes import is_alive
 from megatron_grpo.launch import parent_death
 
-# Starts a sleeper through the wrapper, tells its pid, and waits.
+# Starts a sleeper through the wrapper, prints its pid, and waits.
 PARENT = """
 import os, subprocess, sys
 wrapped = [sys.executable, *sys.argv[1:2], str(os.getpid()), *sys.argv[2:], "sleep", "60"]

@@ -54,8 +54,8 @@ def test_ctrl_c_ends_a_command_while_it_imports(tmp_path):
     ) as command:
         assert wait_until((tmp_path / "imported").exists, 30)
         command.send_signal(signal.SIGINT)
-        _, told = command.communicate(timeout=30)
-    assert (command.returncode, told) == (130, "megatron-grpo: interrupted\n")
+        _, output = command.communicate(timeout=30)
+    assert (command.returncode, output) == (130, "megatron-grpo: interrupted\n")
 
 
 PROGRAM = """

@@ -96,7 +96,7 @@ def test_run_lock_refuses_locks_others_do_not_see(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
 def test_run_lock_refuses_a_file_system_without_locks(number, tmp_path, monkeypatch):
-    """As Lustre and NFS answer, which no test can mount."""
+    """Errors of Lustre and NFS, which no test can mount."""
 
     def flock(*_):
         raise OSError(number, os.strerror(number))
@@ -138,7 +138,7 @@ def test_the_kernel_writes_spaces_in_octal():
         ("s:/x /x nfs rw,nolock,vers=3,local_lock=all 0 0", "local_lock=all"),
     ],
 )
-def test_options_of_mounts_whose_locks_other_hosts_do_not_see(line, expected):
+def test_local_locks_names_mount_options_with_locks_of_one_host(line, expected):
     assert Mount.holding(Path("/x/runs"), f"{MOUNTS}{line}\n").local_locks == expected
 
 
@@ -177,16 +177,16 @@ def test_invalid_token_is_refused_and_not_shown(token, message):
 
 
 def test_resumable_names_the_file_and_the_step(tmp_path):
-    with pytest.raises(OSError) as told, resumable(tmp_path):
+    with pytest.raises(OSError) as raised, resumable(tmp_path):
         append_rows(Path("/dev/full"), [{"step": 1}] * 9)
-    assert str(told.value) == (
+    assert str(raised.value) == (
         "/dev/full: No space left on device; run the same command to begin from the start"
     )
-    assert told.value.errno is None  # the message is whole, so the watchdog prints no stack
+    assert raised.value.errno is None  # the message is whole, so the watchdog prints no stack
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "LATEST").write_text("step_4\n")
-    told_whole = pytest.raises(OSError, match=r"^step_6: full; run .* to resume from step 4$")
-    with told_whole, resumable(tmp_path):
+    raises_whole = pytest.raises(OSError, match=r"^step_6: full; run .* to resume from step 4$")
+    with raises_whole, resumable(tmp_path):
         raise OSError("step_6: full")
 
 
@@ -207,7 +207,7 @@ def test_resumable_keeps_other_tracebacks(error, tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EROFS, errno.EIO])
-def test_resumable_tells_errors_of_a_disk_alike(number, tmp_path):
-    told = pytest.raises(OSError, match=r"^a\.jsonl: broken; run the same command")
-    with told, resumable(tmp_path):
+def test_resumable_words_errors_of_a_disk_alike(number, tmp_path):
+    raises = pytest.raises(OSError, match=r"^a\.jsonl: broken; run the same command")
+    with raises, resumable(tmp_path):
         raise OSError(number, "broken", "a.jsonl")

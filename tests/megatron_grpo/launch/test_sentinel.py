@@ -1,4 +1,4 @@
-"""The process beside a rank, in processes that make one."""
+"""The sentinel of a rank, in real processes."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
-"""What our torchrun does differently from torch's; the ranks are shell scripts.
+"""How our torchrun differs from torch's; the ranks are shell scripts.
 
-It is forked from a process that has imported torch, but where the start itself is tested.
+It is forked from a process that has imported torch, except where the start itself is tested.
 """
 
 import os
@@ -40,10 +40,10 @@ class Torchrun:
     """A torchrun in a process of its own, with a script as ranks."""
 
     def __init__(self, folder: Path, script: str, options: Sequence[str], **how: Any) -> None:
-        self._told = folder / f"told_{uuid.uuid4().hex}"
+        self._stderr = folder / f"stderr_{uuid.uuid4().hex}"
         arguments = [*options, "--no-python", "sh", "-c", script]
         self._process = CONTEXT.Process(
-            target=_torchrun, args=(folder, self._told, arguments), kwargs=how
+            target=_torchrun, args=(folder, self._stderr, arguments), kwargs=how
         )
         self._process.start()
 
@@ -58,7 +58,7 @@ class Torchrun:
         """Wait for the end; returns the exit code and the text on stderr."""
         self._process.join(timeout)
         assert self._process.exitcode is not None, "it has not ended in time"
-        return self._process.exitcode, self._told.read_text()
+        return self._process.exitcode, self._stderr.read_text()
 
     def kill(self) -> None:
         for child in psutil.Process(self.pid).children() if self._process.is_alive() else []:
@@ -69,7 +69,7 @@ class Torchrun:
 
 def _torchrun(
     folder: Path,
-    told: Path,
+    stderr: Path,
     arguments: Sequence[str],
     *,
     ignored: Sequence[int] = (),
@@ -77,8 +77,8 @@ def _torchrun(
     patience: float = 600,
 ) -> None:
     os.chdir(folder)
-    os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT, 0o600), 2)
-    for number in ENDING:  # in the background, where these tests may be, some are ignored
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT, 0o600), 2)
+    for number in ENDING:  # a background job, as these tests may be, starts with some ignored
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in ignored else default)
     if open_files is not None:
@@ -92,7 +92,7 @@ def _torchrun(
 
 @pytest.fixture
 def start(tmp_path: Path):
-    """Starts torchrun with options and a script as ranks, and finally kills what is left."""
+    """Start torchrun with options and a script as ranks, and kill at last what is left."""
     started = []
 
     def start(script: str, *options: str, **how: Any) -> Torchrun:
@@ -120,7 +120,7 @@ def port():
 
 @pytest.fixture
 def two_hosts(start, port, tmp_path):
-    """Starts a script as a rank on each of two hosts."""
+    """Start a script as a rank on each of two hosts."""
 
     def two_hosts(script: str) -> list[Torchrun]:
         options = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
@@ -171,8 +171,8 @@ def test_code_is_that_of_the_signal_that_ends_the_ranks(two_ranks, tmp_path, num
         (signal.SIGTERM, 75, ""),
     ],
 )
-def test_a_signal_before_there_are_ranks_is_told_by_the_launcher(tmp_path, number, code, line):
-    """It waits until torch is imported: the process that became this one has blocked it."""
+def test_a_signal_before_there_are_ranks_is_reported_by_the_launcher(tmp_path, number, code, line):
+    """The signal is blocked until torch is imported, as by the process that became this one."""
 
     def block() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -189,8 +189,8 @@ def test_a_signal_before_there_are_ranks_is_told_by_the_launcher(tmp_path, numbe
         env=os.environ | {LAUNCHER_VARIABLE: "1"},
     ) as run:
         run.send_signal(number)
-        _, told = run.communicate(timeout=60)
-    assert (run.returncode, told) == (code, line)
+        _, output = run.communicate(timeout=60)
+    assert (run.returncode, output) == (code, line)
     assert not (tmp_path / "started").exists()
 
 
@@ -212,10 +212,10 @@ def test_torchrun_ignores_signals_it_was_started_to_ignore(start, tmp_path):
 
 def test_torchrun_shows_the_log_of_a_failure_elsewhere(two_hosts):
     _, run = two_hosts("[ $RANK = 0 ] && exec sleep 100; echo no such module >&2; exit 1")
-    code, told = run.end(timeout=60)
+    code, output = run.end(timeout=60)
     assert code == 1
-    assert told.startswith(f"rank 1 failed first on {HERE}; ")
-    assert told.endswith("no such module\n")
+    assert output.startswith(f"rank 1 failed first on {HERE}; ")
+    assert output.endswith("no such module\n")
 
 
 VERDICT = "megatron-grpo: rank 0 died in phase train of step 3"
@@ -233,7 +233,7 @@ def test_ranks_of_a_host_end_after_the_launcher_of_the_first_host(two_hosts):
 
 
 REPORTS = {  # exit code, number on its host, and log of each rank; the report, with * for the log
-    "of rank 0 is there": ({0: (2, 0, "told"), 1: (1, 1, "")}, ""),
+    "of rank 0 is there": ({0: (2, 0, "log"), 1: (1, 1, "")}, ""),
     "before the watchdog begins": (
         {1: (1, 1, "no such module"), 0: (-15, 0, "")},
         f"rank 1 failed first on {HERE}; * ends with\nno such module",
@@ -255,8 +255,8 @@ def test_report_of_a_failure(ranks, expected, tmp_path):
         log.parent.mkdir(parents=True)
         log.write_text(text)
         failures[rank] = ProcessFailure(local_rank, 1, code, "")
-    told = torchrun._failure_report(failures, tmp_path)
-    assert told.replace(f"{tmp_path}/job/attempt_0/1/stderr.log", "*") == expected
+    report = torchrun._failure_report(failures, tmp_path)
+    assert report.replace(f"{tmp_path}/job/attempt_0/1/stderr.log", "*") == expected
 
 
 @pytest.mark.parametrize("host", [0, 1])
@@ -264,15 +264,15 @@ def test_hosts_that_do_not_meet_are_named_in_a_line(start, port, tmp_path, host)
     options = ["--nnodes=3", f"--node-rank={host}", "--master-addr=127.0.0.1"]
     options += [f"--master-port={port}", "--nproc-per-node=1", f"--log-dir={tmp_path}"]
     run = start("exit 0", *options, patience=2)
-    code, told = run.end(timeout=60)
+    code, output = run.end(timeout=60)
     assert code == 1
     place = f"127.0.0.1:{port}"
     if host == 0:
-        assert told == (
+        assert output == (
             f"megatron-grpo: 2 of 3 hosts did not connect to {place} on {HERE} within 2 s: host 1, "
             "2, counted from 0; their logs may say why\n"
         )
     else:
-        assert told.splitlines()[-1].startswith(
+        assert output.splitlines()[-1].startswith(
             f"megatron-grpo: host 1 ({HERE}) did not reach the first of the 3 at {place} within 2 s"
         )

@@ -1,4 +1,4 @@
-"""Jobs of published models, of which only the config.json is there."""
+"""Jobs of published models: only their config.json is there."""
 
 from collections.abc import Callable
 from itertools import count
@@ -18,10 +18,10 @@ ONE_RANK = ParallelDims()
 
 @pytest.fixture
 def job_of(tmp_path) -> Callable[..., Job]:
-    """A job by configs/tiny_cpu.yaml in bfloat16, of 16 sequences, with overrides.
+    """A job by configs/tiny_cpu.yaml in bfloat16, of 16 sequences, without a reference; with
+    overrides.
 
-    Without a reference; a microbatch has room for the longest sequence. `differing` are keys of the
-    model's config.json.
+    A microbatch has room for the longest sequence. `differing` are keys of the model's config.json.
     """
     numbers = count()
 

@@ -36,8 +36,7 @@ TOKENS = 512
 LENGTHS = [[(64, 192), (32, 96), (32, 96)]]
 WIDE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
 MASK_BYTES = 4 * sum(length // 4 * length * 5 // 4 for length in map(sum, LENGTHS[0]))
-"""Mask of context rank 1 of 2: its chunks, the second and third quarter of a sequence, see two and
-three quarters."""
+"""On context rank 1 of 2: its chunks, a quarter each, attend to two and three quarters."""
 FULL = ["recompute_granularity: full", "recompute_method: uniform", "recompute_num_layers: 1"]
 
 
@@ -73,7 +72,7 @@ class Run:
         )
 
 
-def of_blocks(megatron: Sequence[str] = (), **dims: int) -> Run:
+def one_module(megatron: Sequence[str] = (), **dims: int) -> Run:
     """Layers of one module each, one of each kind."""
     return Run("nemotron_h", ParallelDims(**dims), megatron, model={"num_hidden_layers": 4})
 
@@ -108,11 +107,11 @@ RUNS = {
     "linear over tensor": Run("qwen3_next", ParallelDims(tensor=2)),
     "linear over context": Run("qwen3_next", ParallelDims(context=2)),
     "linear recomputed": Run("qwen3_next", megatron=FULL),
-    "a module in each layer": of_blocks(),
-    "a module in each layer over tensor": of_blocks(tensor=2),
-    "a module in each layer over context": of_blocks(context=2),
-    "a module in each layer recomputed": of_blocks(FULL),
-    "a module in each layer, MLPs recomputed": of_blocks(recomputed("mlp")),
+    "a module in each layer": one_module(),
+    "a module in each layer over tensor": one_module(tensor=2),
+    "a module in each layer over context": one_module(context=2),
+    "a module in each layer recomputed": one_module(FULL),
+    "a module in each layer, MLPs recomputed": one_module(recomputed("mlp")),
     "attention between linear recomputed": Run("qwen3_5_text", megatron=recomputed("core_attn")),
     "offloaded": Run("qwen3_moe", ParallelDims(tensor=2), offloaded(EVERY_MODULE)),
     "linear, norms offloaded": Run("qwen3_next", megatron=offloaded("attn_norm, mlp_norm")),
@@ -120,14 +119,14 @@ RUNS = {
 
 
 class Saved:
-    """A tensor that autograd keeps, as long as it keeps this."""
+    """Stands for a saved tensor: autograd drops it when the tensor is no longer needed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 def saved_bytes(rank: int, cfg: Config) -> int:
-    """Bytes of all tensors that a microbatch's forward leaves for its backward, except weights."""
+    """Bytes of tensors, weights aside, that a microbatch's forward saves for its backward."""
     setup_device(rank)
     groups = init_groups(cfg.dims)
     model = build_model(cfg, read_shape(cfg.model.path), groups)
@@ -147,7 +146,7 @@ def saved_bytes(rank: int, cfg: Config) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
         states = forward(model.chunks[0], batch, groups)
     storages = [kept.tensor.untyped_storage() for kept in saved]
-    assert states.requires_grad  # and still holds its graph
+    assert states.requires_grad  # keeps the graph alive
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in weights}.values())
 
 
@@ -158,37 +157,37 @@ def test_layers_keep_what_autograd_saves(run, tmp_path):
     measured = max(run_ranks(run.dims.world_size, saved_bytes, cfg))
     of_kinds = [len(kind.layers) * layer_bytes(cfg, kind).kept for kind in layer_kinds(shape)]
     planned = TOKENS / run.dims.context * (sum(of_kinds) + final_norm_bytes(cfg, shape))
-    # What the planner leaves out: token ids, a table of RoPE, masks of torch's attention.
+    # Not in the plan: token ids, a table of RoPE, masks of torch's attention.
     left_out = 8 * TOKENS / run.dims.context
     if run.megatron == FULL:
         left_out += 4 * shape.rotary_dim * max(map(sum, LENGTHS[0]))
     if shape.latent is not None and run.megatron != FULL:
-        # Torch's norms copy latents, which the planner takes for a view with rotated parts of keys.
+        # Torch's norms copy latents; the plan has a view that includes the keys' rotated part.
         of_keys = 2 * shape.num_layers * shape.latent.rotary_dim
         left_out -= of_keys * TOKENS / run.dims.context / run.dims.tensor
     if run.dims.tensor == 2:
-        left_out += TOKENS  # which of the vocabulary's rows are this rank's
-    if run.dims.context == 2 and shape.indexer is None:  # of which masks are made again
+        left_out += TOKENS  # mask of this rank's rows of the vocabulary
+    if run.dims.context == 2 and shape.indexer is None:  # masks are made again
         left_out += shape.num_attending_layers * MASK_BYTES
     if run.dims.context == 2 and shape.linear is not None:
         left_out += (
             2 * 8 * TOKENS
         )  # the order of all tokens that ranks exchange for heads, and back
     if shape.linear is not None and run.megatron != FULL:
-        # Which tokens of a chunk come later, and the convolution's weights in float32.
+        # The causal mask of a chunk, and the convolution's weights in float32.
         weights = shape.linear.num_key_heads * shape.linear.mixed_dim * shape.linear.kernel_size
         copied = 4 * weights / run.dims.tensor / run.dims.context
         left_out += len(shape.linear_layers) * (CHUNK**2 + copied)
-    # And some integers of 8 bytes for each token and context rank, in linear attention.
+    # Linear attention also keeps some int64 per token and context rank.
     assert measured == pytest.approx(planned + left_out, rel=0.002 if shape.linear else 0.001)
 
 
-def test_a_stage_holds_the_activations_of_the_layers_that_it_has(tmp_path):
+def test_a_stage_holds_the_activations_of_its_layers(tmp_path):
     folder = write_config(tmp_path, "GLM-4.5", first_k_dense_replace=30)
     cfg = Run(dims=ParallelDims(pipeline=4)).config(folder)
     shape = read_shape(folder)
     dense, mixture = (layer_bytes(cfg, kind).kept for kind in layer_kinds(shape))
-    between = 2 * shape.hidden_size  # what is received or sent
+    between = 2 * shape.hidden_size  # received or sent
     held = [stage_activations(cfg, shape, stage, 8) / TOKENS for stage in range(4)]
     # Four stages of 23 layers; the first has four microbatches under way, the last one.
     assert held == [
@@ -230,7 +229,7 @@ def test_transformer_engine_keeps_every_heads_keys_and_values_and_whole_latents(
     fused = ["transformer_impl: transformer_engine"]
     cfg = Run(dims=ParallelDims(tensor=2), megatron=fused).config(folder)
     dense, _ = layer_kinds(read_shape(folder))
-    # Of 128 heads, queries and keys of 192 elements, values and output of 128, and a float32.
+    # 128 heads: queries and keys of 192 elements, values and output of 128, and a float32.
     attention = 128 * (2 * (192 + 192 + 128 + 128) + 4)
     # Inputs and outputs of norms, in two bytes, with a float32: hidden states, both latents, and
     # the rotated part of keys, which is computed with one of them.
@@ -239,13 +238,13 @@ def test_transformer_engine_keeps_every_heads_keys_and_values_and_whole_latents(
     assert layer_bytes(cfg, dense).kept == (attention + norms + mlp) / 2
 
 
-def test_a_gpu_has_a_gpus_tile_of_logits_whatever_its_layers_are(tmp_path):
+def test_a_gpus_tile_of_logits_is_planned_with_layers_of_torch_too(tmp_path):
     cfg = Run().config(write_config(tmp_path, "Llama-3.1-8B"))
     shape = read_shape(cfg.model.path)
     on_gpu, on_cpu = (
         head_bytes(cfg, shape, backward=False, device=device) for device in ("cuda", "cpu")
     )
-    # By rows of 4,096 elements, and never narrower than 512; in three float32 copies.
+    # Tiles of about 8,192 columns on a GPU and 512 on a CPU; three float32 copies.
     wider = even_columns(128_256, 8192) - even_columns(128_256, 512)
     assert on_gpu - on_cpu == 3 * 4 * TOKENS * wider
 
@@ -253,7 +252,7 @@ def test_a_gpu_has_a_gpus_tile_of_logits_whatever_its_layers_are(tmp_path):
 def test_a_pipeline_keeps_as_many_microbatches_as_megatron_runs_ahead():
     # 1F1B: the last stage turns each around at once.
     assert [in_flight(stage, 4, 1, 16) for stage in range(4)] == [[4], [3], [2], [1]]
-    assert in_flight(0, 4, 1, 2) == [2]  # no more than there are
+    assert in_flight(0, 4, 1, 2) == [2]  # at most all
     # Interleaved: on stage 0 of 2, 2 * 1 + 2 forwards and one more, in turns of 2 per chunk.
     assert in_flight(0, 2, 2, 8) == [3, 2]
     assert in_flight(1, 2, 2, 8) == [2, 1]

@@ -1,4 +1,4 @@
-"""What a plan counts of a run with adapters."""
+"""Plans of runs with adapters."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_plan_of_405b_with_adapters_fits_on_four_nodes(tmp_path):
 OF_ALL = ("lora.r=3", "grpo.beta=0.1", "model.dtype=bfloat16")
 BUILT = [
     ("llama", {"num_key_value_heads": 1}, ParallelDims(tensor=4, data=2), []),
-    # Fused layers with adapters in part, a tied embedding, and stages that are not equally high.
+    # Adapters on parts of fused layers, a tied embedding, and stages of unequal height.
     (
         "qwen3",
         {"tied": True, "num_hidden_layers": 3},
@@ -110,7 +110,7 @@ def targets_without_the_last(*arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "replacement", "told"),
+    ("name", "replacement", "expected"),
     [
         (
             "adapter_sender",
@@ -121,12 +121,12 @@ def targets_without_the_last(*arguments: Any) -> Any:
         ("local_targets", targets_without_the_last, "rank 1: gradients take "),
     ],
 )
-def test_adapters_of_another_shape_or_in_other_layers_are_told(
-    elsewhere, tmp_path, name, replacement, told
+def test_adapters_of_another_shape_or_in_other_layers_are_reported(
+    elsewhere, tmp_path, name, replacement, expected
 ):
     cfg = tiny_config(tiny_model(tmp_path, "llama"), ParallelDims(tensor=2), *OF_ALL)
     faults = elsewhere(faults_with, name, replacement, cfg)
-    assert any(fault.startswith(told) for fault in faults)
+    assert any(fault.startswith(expected) for fault in faults)
 
 
 ASLEEP = ("rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.5")

@@ -1,4 +1,4 @@
-"""Advice of a plan is accepted as overrides, and what it says fits does."""
+"""Advice of a plan is accepted as overrides, and fits where it says so."""
 
 import re
 import shlex
@@ -49,10 +49,8 @@ def hints(message: str) -> Iterator[Hint]:
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
-    """The message with which a plan, or suggestions, of a config are refused; "" if they are not.
-
-    Nodes have `host_memory`.
-    """
+    """The error message of a plan or of suggestions, empty if accepted; nodes have
+    `host_memory`."""
 
     def run(name, model, *overrides, num_gpus=None, host_memory=2 * 10**12, show=print_plan):
         card = replace(CARDS["h100"], host_memory=host_memory)

@@ -26,7 +26,7 @@ DEFAULTS = {"gpu": "h100", "num_gpus": None, "lengths_file": None, "as_json": Fa
 SMALL_BATCH = "grpo.generation_batch_size=512"
 """Packing it for every layout takes a third of the time."""
 NEMO_RL = ("parallel.tensor_parallel_size=4", "parallel.data_parallel_size=4")
-"""Its layout for 70B: beside an engine that keeps its memory, too much."""
+"""NeMo-RL's layout for 70B: too much next to an engine that keeps its memory."""
 OFFLOADS = (*NEMO_RL, "rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.8")
 ROOM = "train.max_tokens_per_microbatch=16384"
 SHARED, UNKNOWN = "grpo.shared_prompts=true", "data.max_prompt_length=null"
@@ -45,7 +45,7 @@ def cfg(tmp_path):
 
 @pytest.fixture
 def printed(cfg, capsys):
-    """What `plan` prints for the 70B run."""
+    """Output of `plan` for the 70B run."""
 
     def printed(*overrides, show=print_plan, **options):
         show(cfg(*overrides), **DEFAULTS | options)
@@ -62,7 +62,7 @@ def figures(printed):
     return figures
 
 
-def of_shape(cfg, *more) -> Job:
+def shaped_job(cfg, *more) -> Job:
     return Job(cfg, read_shape(cfg.model.path), CARD, [4096], *more)
 
 
@@ -108,7 +108,7 @@ def test_print_plan_has_asynchrony_only_of_engines_on_gpus_of_their_own(printed,
     synchronous, ahead = plan["asynchrony"][:2]
     updates = 4 * plan["step"]["estimate_seconds"]
     assert synchronous["trainer_busy"] * synchronous["seconds"] == pytest.approx(updates)
-    # As long as the longest, completions of one length take what the bound says, and a prompt more.
+    # Equal lengths: the simulation has the bound's time, and that of a prompt.
     generate = synchronous["seconds"] - updates - plan["push"]["seconds"]
     assert generate == pytest.approx(plan["rollout"]["seconds"], rel=0.1)
     assert ahead["seconds"] < synchronous["seconds"]
@@ -119,7 +119,7 @@ def test_plan_counts_the_computed_tokens_of_shared_prompts(figures):
     assert off["fits"] and off["is_shared"] and off["num_gpus"] == 64
     assert off["push"]["seconds"] == pytest.approx(0.353, abs=0.001)
     assert off["workload"]["computed_tokens"] == 512 * 4096
-    # Five completions of 3,072 fit with one prompt, and the last three of a group of eight.
+    # Five completions of 3,072 fit with one prompt, then the last three of a group of eight.
     assert on["workload"]["computed_tokens"] == 64 * (2 * 1023 + 8 * 3073)
     assert on["step"]["flops"] < off["step"]["flops"] / 1.2
     (sent, sent_unshared) = (each["step"]["links"][0]["num_bytes"] for each in (on, off))
@@ -203,7 +203,7 @@ def test_plan_with_prints_both_plans_as_json(figures, compared):
         ("parallel", "parallel"),
     ],
 )
-def test_plan_with_names_what_is_refused(compared, change, message):
+def test_plan_with_names_a_refused_override(compared, change, message):
     with pytest.raises(ValueError, match=f"^--with {change}: .*{message}"):
         compared(change)
 
@@ -226,7 +226,7 @@ def test_plan_refuses_what_does_not_fit_with_a_layout_that_does(cfg, printed, ca
         printed(*NEMO_RL)
     assert "GB too much" in capsys.readouterr().out
     suggested = cfg(*shlex.split(str(refused.value).partition("that fits: ")[2]))
-    assert plan_job(of_shape(suggested)).fits
+    assert plan_job(shaped_job(suggested)).fits
 
 
 def test_plan_of_a_state_on_the_hosts_while_engines_are_awake(printed, capsys):
@@ -242,7 +242,7 @@ def test_plan_of_a_state_on_the_hosts_while_engines_are_awake(printed, capsys):
     names = ["log-probabilities", "train", "push", "generate"]
     assert [line.split()[0] for line in phases[:4]] == names
     assert phases[3].endswith("weights, optimizer on the host; gradients freed")
-    # 14 bytes per parameter of the outer stages, of which four data ranks share 12; at 64 GB/s.
+    # 14 bytes per parameter of the outer stages, 12 of them over four data ranks; at 64 GB/s.
     leaving, back = "to the host 22.7 GB 0.35 s 0.14 s the push", "back 22.7 GB 0.35 s 0.21 s"
     assert " ".join(phases[6].split()) == leaving
     assert " ".join(phases[7].split()).startswith(back)
@@ -258,7 +258,7 @@ def test_plan_of_a_state_on_the_hosts_while_engines_are_awake(printed, capsys):
         ("reference", "reference on the host", "reference on the host", (0.0, 0.0, 0.0)),
     ],
 )
-def test_plan_of_a_part_that_leaves_alone(printed, part, in_push, in_generation, copies):
+def test_plan_of_offloading_a_single_part(printed, part, in_push, in_generation, copies):
     small = ("rollout.vllm.gpu_memory_utilization=0.3", "grpo.beta=0.01", SMALL_BATCH)
     found = printed(*OFFLOADS, *small, f"train.offload=[{part}]")
     _, *phases = found.partition(f"train.offload [{part}]: GB of")[2].splitlines()[:5]
@@ -268,7 +268,7 @@ def test_plan_of_a_part_that_leaves_alone(printed, part, in_push, in_generation,
     if copies is None:
         assert not any(row.startswith("copies per generation") for row in rows)
         return
-    gigabytes, seconds, hidden = copies  # a reference that never changes has been copied
+    gigabytes, seconds, hidden = copies  # the reference never changes: its copy is kept
     assert f"to the host {gigabytes} GB {seconds:.2f} s {hidden:.2f} s the push" in rows
     assert "back 9.1 GB 0.14 s 0.00 s log-probability passes" in rows
 
@@ -332,7 +332,7 @@ def with_sizes(cfg, ranks, engines, tensor):
         (8, 3, 16, FULL, 56),
     ],
 )
-def test_min_gpus_are_those_on_which_a_job_can_be_placed(
+def test_min_gpus_is_the_fewest_on_which_a_job_can_be_placed(
     cfg, ranks, engines, tensor, engine, num_gpus
 ):
     job = with_sizes(cfg, ranks, engines, tensor)
@@ -346,10 +346,10 @@ def test_plan_refuses_generations_ahead_on_shared_gpus_that_could_be_divided(cfg
     job = cfg(*ahead, layout, "rollout.num_engines=2")
     assert min_gpus(job, CARD, None) == 16
     with pytest.raises(ValueError, match=r"8 ranks would share 15 GPUs with engines of 8"):
-        plan_job(of_shape(job, 15))
+        plan_job(shaped_job(job, 15))
     one = cfg(*ahead, UNKNOWN, "rollout.num_engines=1")  # so that nothing is simulated
     with pytest.raises(ValueError, match=r"share 5 GPUs"):
-        suggest(of_shape(one, 5))
+        suggest(shaped_job(one, 5))
 
 
 def test_shares_gpus_refuses_too_few_for_the_engines(cfg):
@@ -362,7 +362,7 @@ def test_shares_gpus_refuses_too_few_for_the_engines(cfg):
 
 @pytest.mark.long
 def test_plan_of_a_replay_has_no_engines(cfg, printed, figures):
-    """Their size, which does not fill nodes here, does not matter either."""
+    """An engine size that does not fill nodes does not matter, either."""
     replay = ("train.replay=runs/other", "eval.data=null", "rollout.tensor_parallel_size=12")
     replay += (SMALL_BATCH,)
     job = *replay, "rollout.enable_sleep_mode=true", "train.offload=all", "rollout.num_engines=100"
@@ -375,7 +375,7 @@ def test_plan_of_a_replay_has_no_engines(cfg, printed, figures):
     assert "\nengines: none (train.replay)\n" in printed(*job)
     few = cfg(*replay, *(f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline")))
     assert min_gpus(few, CARD, None) == few.dims.world_size == 2
-    [first, *_] = suggest(of_shape(cfg(*job), 64))
+    [first, *_] = suggest(shaped_job(cfg(*job), 64))
     assert first.cfg.dims.world_size == 64
     assert not any("num_engines" in word for word in first.overrides)
 
@@ -391,7 +391,7 @@ def test_plan_gives_a_reward_model_gpus_of_its_own(cfg, tmp_path):
     assert (shares_gpus(job, CARD, 8), shares_gpus(job, CARD, 7)) == (False, True)
     with pytest.raises(ValueError, match=r"need 2, and reward models 2, but .* use --gpus 6"):
         shares_gpus(job, CARD, 5)
-    whole = replace(of_shape(job), card=replace(CARD, memory=10**12))
+    whole = replace(shaped_job(job), card=replace(CARD, memory=10**12))
     table = job_table(whole, "h100", plan_job(whole))
     assert "     0.02 GB  weights in its files\n" in table
     assert "           2  GPUs of rank 0's node, its own" in table
@@ -405,16 +405,16 @@ def test_plan_counts_a_reward_model_that_shares_gpus(printed, figures, monkeypat
     function = f"reward.functions=[{{name: reward_model, arguments: {{{model}}}}}]"
     options = (*OFFLOADS, "train.offload=all", "rollout.vllm.gpu_memory_utilization=0.7")
     options += ("eval.data=null",)
-    alone, beside = (figures(*options, *more) for more in ([], [function]))
-    assert beside["num_gpus"] == alone["num_gpus"] == 64
-    (first, *others), (changed, *same) = alone["stages"], beside["stages"]
+    alone, shared = (figures(*options, *more) for more in ([], [function]))
+    assert shared["num_gpus"] == alone["num_gpus"] == 64
+    (first, *others), (changed, *same) = alone["stages"], shared["stages"]
     assert same == others  # ranks 0 and 1 are of the first stage
     assert changed["phases"] == first["phases"] | {"generate": 0.8 * CARD.memory}
     assert changed["away"] == first["away"]
     context = 600 * 10**6 + 500 * 10**6  # of CUDA and NCCL
     assert changed["engine"] - first["engine"] == context
-    assert beside["host"]["total"] - alone["host"]["total"] == 2 * 20_000_000
-    assert beside["host"]["scoring_seconds"] == 10_000_000 / CARD.host_rate
+    assert shared["host"]["total"] - alone["host"]["total"] == 2 * 20_000_000
+    assert shared["host"]["scoring_seconds"] == 10_000_000 / CARD.host_rate
     table = printed(*options, function)
     assert "           2  GPUs of rank 0's node, shared with ranks\n" in table
     assert "\nreward models, each way " in table

@@ -46,7 +46,7 @@ def test_engine_has_a_given_cache_or_the_rest_of_its_share(engine_of):
     # Half of what an H100 of "80 GB" has; CUDA context, NCCL and buffers of the push come on top.
     assert engine.weights + engine.cache == 42.5e9
     assert engine.total == 42.5e9 + 1.1e9 + 0.512e9
-    assert engine.weights == pytest.approx(8_030_261_248, rel=1e-3)  # half of it, in two bytes
+    assert engine.weights == pytest.approx(8_030_261_248, rel=1e-3)  # in two bytes, by half
     # 32 layers, 4 of 8 heads of 128, keys and values of two bytes, or of one.
     assert engine.cached_tokens == engine.cache // (32 * 4 * 128 * 2 * 2)
     twice = engine_of(LLAMA, half, "vllm.kv_cache_dtype=fp8_e4m3", tensor=2).cached_tokens
@@ -85,9 +85,9 @@ def test_engine_that_gpus_do_not_hold_is_refused_with_the_fewest_that_do(
 
 
 def test_engine_that_no_number_of_gpus_holds_is_refused_with_larger_ones(engine_of):
-    # A 32nd of it, with one of 8 key-value heads; GPUs of 0.64 GB leave it a twelfth of that.
-    told = r"as at most 32 GPUs can split.*\(--gpu\) of more than 1 GB"
-    with pytest.raises(ValueError, match=told):
+    # 32 GPUs each have a 32nd of the weights and one of 8 key-value heads.
+    error = r"as at most 32 GPUs can split.*\(--gpu\) of more than 1 GB"
+    with pytest.raises(ValueError, match=error):
         engine_of(LLAMA, card=replace(CARD, memory=500 * 10**6))
 
 
@@ -111,7 +111,7 @@ def test_engine_has_a_tower_that_is_trained_by_a_push(tmp_path, family):
 
 
 def cache_and_weights(model, folder, dims):
-    """Bytes that this worker would cache of a token, and those of all its parameters."""
+    """Bytes that this worker caches per token, and bytes of all its parameters."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
     layers = [module for module in model.modules() if isinstance(module, MLAAttention)]
@@ -125,8 +125,8 @@ def cache_and_weights(model, folder, dims):
 
 @pytest.mark.long
 def test_engine_of_vllm_caches_latents_whole_in_every_worker(tmp_path):
-    # To attend to latents, vLLM has two parts of the projection that makes keys and values of them
-    # as parameters. Being views, they need no memory of their own.
+    # To attend to latents, vLLM registers two parts of the projection from latents to keys and
+    # values as parameters: views, which need no memory.
     folder = servable_model(tmp_path, "deepseek_v3")
     [workers] = read_in_workers([(folder, EngineDims(tensor=2))], cache_and_weights, "bfloat16")
     two = "rollout.tensor_parallel_size=2"
@@ -161,7 +161,7 @@ def test_quantized_engine_has_half_of_the_weights_and_more_tokens(quantized_engi
     assert half.cached_tokens > 1.1 * whole.cached_tokens
 
 
-def test_quantized_engine_has_what_is_left_out_in_16_bits(quantized_engine):
+def test_quantized_engine_has_excluded_modules_in_16_bits(quantized_engine):
     half = quantized_engine("Llama-3.3-70B", "fp8").weights
     for left_out, layers in ((r"re:.*\.down_proj", 80), (r"re:model\.layers\.7\..*\.down_proj", 1)):
         ignored = f"rollout.quantization_ignore=['{left_out}']"
@@ -191,14 +191,14 @@ def test_quantized_engine_has_latents_projections_twice(quantized_engine):
         ("Qwen3-235B-A22B", "fp8", "235b_a22b", 0),
         ("DeepSeek-V3", "none", "671b_a37b", 512 * 128 * (128 + 128)),
         ("DeepSeek-V3", "fp8", "671b_a37b", 512 * 128 * (128 + 128)),
-        # SGLang has two matrices of an indexer where vLLM fuses them into one.
+        # SGLang has two matrices for indexers, vLLM has one.
         ("DeepSeek-V3.2", "none", "671b_a37b", 512 * 128 * (128 + 128)),
     ],
 )
-def test_quantized_engine_of_sglang_is_one_of_vllm(
+def test_quantized_engine_of_sglang_equals_that_of_vllm(
     quantized_engine, published, quantization, config, copied
 ):
-    """Except that SGLang always copies the up-projection of latents."""
+    """Except that SGLang always copies the projection of latents to keys and values."""
     of_vllm, of_sglang = (
         quantized_engine(
             published,

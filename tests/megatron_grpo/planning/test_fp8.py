@@ -1,4 +1,4 @@
-"""What FP8 changes in a plan, compared with hand calculations; see `test_golden_plans.py`, too."""
+"""FP8 in a plan, compared with hand calculations; see `test_golden_plans.py`, too."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from parallel import ParallelDims
 ONE_RANK, H100 = ParallelDims(), CARDS["h100"]
 LLAMA, QWEN, V3 = "Llama-3.1-8B", "Qwen3-235B-A22B", "DeepSeek-V3"
 IN_BLOCKS = 1 + 4 / 128
-"""Bytes of a number and its part of a scale, of 128 numbers of a token."""
+"""Bytes of a number with its part of the scale for 128 numbers of a token."""
 LESS = 2 - IN_BLOCKS
 
 
@@ -35,7 +35,7 @@ def last_layer(job):
 
 
 def test_layer_bytes_of_dense_layers_by_hand(in_fp8):
-    """Not that of the product after attention, which attention keeps anyway."""
+    """Without the input of the projection after attention, which attention keeps anyway."""
     norms = 2 * (2 * 4096 + IN_BLOCKS * 4096 + 4)
     attention = 2 * (4096 + 2 * 1024 + 4096) + 4 * 32
     mlp = 2 * 2 * 14336 + IN_BLOCKS * 14336
@@ -47,8 +47,8 @@ def test_layer_bytes_of_dense_layers_by_hand(in_fp8):
 @pytest.mark.parametrize(
     ("name", "in_8_bits"),
     [
-        (QWEN, 4096 + 8 * (4096 + 1536)),  # of experts both inputs; their router keeps its own
-        # Projections from latents, experts, and the shared expert of what the router keeps.
+        (QWEN, 4096 + 8 * (4096 + 1536)),  # both inputs of experts; their router keeps its own
+        # Projections of latents, experts, and the shared expert, whose input the router keeps.
         (V3, 1536 + 512 + 8 * (7168 + 2048) + 2048),
     ],
 )

@@ -64,7 +64,7 @@ ODD = [
     ("mixtral", {}, {"data": 4, "expert": 2, "expert_tensor": 2}),
     # A text tower whose weight files stack experts.
     ("qwen3_vl_moe", {}, {"tensor": 2, "data": 2, "expert": 2, "pipeline": 2}),
-    # Dense layers first: the first chunk has only such a one, the second one of each kind.
+    # Dense layers first: the first chunk has a dense layer only, the second one of each kind.
     (
         "glm4_moe",
         {"num_hidden_layers": 5, "first_k_dense_replace": 2},
@@ -139,8 +139,8 @@ def test_build_ranks_with_the_bytes_of_real_ones_and_of_the_plan(elsewhere, tmp_
 LINEAR, ATTENDING = "linear_attention", "full_attention"
 LAYER_TYPES = [LINEAR, ATTENDING, LINEAR, LINEAR] * 2
 IN_BUCKETS = [
-    # Numbers of ranks that do not divide the parameters, so that the ends of buckets are padded.
-    # The embedding is tied over two stages, and the second does not divide its gradients.
+    # Numbers of ranks that do not divide the parameters, so that buckets are padded at their ends.
+    # An embedding tied over two stages: on the second they do not divide the gradients, either.
     ("SmolLM2-135M", {}, {"data": 7, "pipeline": 2}),
     # Larger buckets for more data ranks; context ranks do not count.
     ("SmolLM2-135M", {}, {"data": 61, "context": 2}),
@@ -172,7 +172,7 @@ def test_distinct_ranks_leave_out_copies_alone():
 
 
 def neighbours_layout(shape, dims, at, **options):
-    """The layout of the tensor rank next to the right one: all shapes are right."""
+    """The layout of the neighbouring tensor rank: all shapes are right."""
     return megatron_layout(shape, dims, replace(at, tensor=dims.tensor - 1 - at.tensor), **options)
 
 
@@ -187,7 +187,7 @@ def instantiate_with(layout_function, cfg) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("layout_function", "told"),
+    ("layout_function", "expected"),
     [
         (
             neighbours_layout,
@@ -203,13 +203,13 @@ def instantiate_with(layout_function, cfg) -> list[str]:
     ],
     ids=["place", "shape"],
 )
-def test_instantiate_tells_parameters_of_another_place_or_shape(
-    elsewhere, layout_function, told, tmp_path
+def test_instantiate_reports_parameters_of_another_place_or_shape(
+    elsewhere, layout_function, expected, tmp_path
 ):
     cfg = config(tiny_model(tmp_path, "qwen3"), tensor=2)
     faults = elsewhere(instantiate_with, layout_function, cfg)
-    assert told in faults
-    assert not any("layernorm" in fault for fault in faults)  # what is not split is right
+    assert expected in faults
+    assert not any("layernorm" in fault for fault in faults)  # unsplit parameters are right
 
 
 def instantiate_without_the_last_rank(cfg) -> list[str]:
@@ -220,7 +220,7 @@ def instantiate_without_the_last_rank(cfg) -> list[str]:
         return instantiate(cfg).faults
 
 
-def test_instantiate_tells_what_no_rank_holds(elsewhere, tmp_path):
+def test_instantiate_reports_parts_that_no_rank_holds(elsewhere, tmp_path):
     cfg = config(tiny_model(tmp_path, "qwen3"), tensor=2)
     (fault,) = elsewhere(instantiate_without_the_last_rank, cfg)
     assert "model.layers.1.mlp.down_proj.weight: 3072 of 6144 elements are in no piece" in fault

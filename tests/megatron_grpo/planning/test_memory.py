@@ -44,8 +44,8 @@ class Taken:
 
 
 def measure(rank: int, cfg: Config, lengths: Lengths) -> Taken:
-    """What this rank's process takes to train on its microbatches."""
-    # Every tensor by itself, and given back at once: nothing of what is freed is still resident.
+    """Memory that this rank's process takes to train on its microbatches."""
+    # Each tensor gets its own mapping, so that freed memory leaves the resident size at once.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     setup_device(rank)
     groups, shape = init_groups(cfg.dims), read_shape(cfg.model.path)
@@ -58,9 +58,9 @@ def measure(rank: int, cfg: Config, lengths: Lengths) -> Taken:
     for parameter in policy.parameters().values():
         parameter.data.uniform_(-0.02, 0.02)
     batches = pack_all(lengths, cfg.dims)
-    # The first touches the gradients' memory: a microbatch of any length does.
+    # The first microbatch touches the gradients' memory, whatever its length.
     accumulate(policy, groups, pack_all([[(4, 4)]], cfg.dims))
-    Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = resident("VmRSS")
     accumulate(policy, groups, batches)
     return Taken(before - empty, resident("VmHWM") - before)
@@ -69,7 +69,7 @@ def measure(rank: int, cfg: Config, lengths: Lengths) -> Taken:
 def planned_and_measured(
     folder: Path, dims: ParallelDims, *overrides: str
 ) -> tuple[list[Taken], list[Taken]]:
-    """Planned and measured bytes of every rank, one rank per stage."""
+    """(planned, measured) by rank, one rank per stage."""
     cfg = tiny_config(
         folder,
         dims,
@@ -99,7 +99,7 @@ def test_stages_memory_has_the_activations_that_a_process_takes(tmp_path):
 
 @pytest.mark.slow
 def test_stages_memory_of_adapters_is_as_much_less_as_is_measured(tmp_path):
-    """What a process takes beside the model's state is the same in both, some 50 MB."""
+    """The process's other memory, some 50 MB, is the same in both."""
     folder, dims = write_config(tmp_path, "SmolLM2-135M", num_hidden_layers=10), ParallelDims()
     planned, measured = planned_and_measured(folder, dims)
     for_adapters, of_adapters = planned_and_measured(folder, dims, "lora.r=16")
@@ -115,7 +115,7 @@ def test_stages_memory_of_adapters_is_as_much_less_as_is_measured(tmp_path):
 
 @pytest.fixture
 def stage_of(job_of):
-    """The only stage of Llama-3.1-8B on 8 ranks, beside an engine with half of the memory."""
+    """The only stage of Llama-3.1-8B on 8 ranks, next to an engine with half of the memory."""
 
     def stage_of(*overrides):
         half = "rollout.vllm.gpu_memory_utilization=0.5"

@@ -9,7 +9,7 @@ from megatron_grpo.planning.engine_memory import engine_bytes
 from megatron_grpo.planning.rollout_time import rollout_time
 
 FEWER = {"DeepSeek-V3": {"num_hidden_layers": 9}}
-"""What is proportional to the number of layers needs no 61 of them."""
+"""Fewer layers than 61 suffice for what is proportional to their number."""
 GROUPS = "grpo={num_generations: 4, generation_batch_size: 16, beta: 0.0}"
 
 
@@ -31,7 +31,7 @@ def test_rollout_time_reads_weights_for_each_token_and_all_caches(time_of):
     time, shape = time_of("Llama-3.1-8B", [600, 1100], "rollout.num_engines=2")
     # An engine has 8 of 16 completions: half of 500 tokens, half of 1,000.
     assert (time.completions, time.tokens, time.passes) == (16, 8 * 500 + 8 * 1000, 1000)
-    embedding = shape.vocab_size * shape.hidden_size  # looked up
+    embedding = shape.vocab_size * shape.hidden_size  # no product
     weights = 2 * (8_030_261_248 - embedding)
     token = 2 * 2 * 32 * 8 * 128
     read = 4 * (100 * 500 + 500**2 / 2) + 4 * (100 * 1000 + 1000**2 / 2)
@@ -73,8 +73,8 @@ def test_rollout_time_shares_experts_and_completions_of_groups(time_of):
     shared, _ = time_of("DeepSeek-V3", [600, 1100], *groups)
     assert shared.compute_seconds == split.compute_seconds
     tokens = 8 * 500 + 8 * 1000 + 4 * 100
-    # A node has two of eight groups of experts, and a token chooses four: of 70 choices, 15 none of
-    # the two.
+    # A node has two of eight groups of experts, a token chooses four: of 70 choices, 15 have
+    # neither.
     num_bytes = tokens / 4 * (9 - 3) * 2 * 2 * 7168 * 3 * (1 - 15 / 70)
     assert shared.network_seconds == pytest.approx(num_bytes / (8 * 50e9))
     # Prompts of 100 tokens, and their completions: latents of 576 elements in each layer.
@@ -118,15 +118,15 @@ def test_rollout_time_sends_tokens_to_nodes_with_their_experts(engine, sums, tim
     "limit", ["max_num_seqs: 4", "kv_cache_memory_bytes: 286261248"], ids=["requests", "cache"]
 )
 def test_rollout_time_has_more_passes_where_not_all_run_at_once(limit, time_of):
-    # 16 completions of 1,000 tokens: four at once; or as many as fit into a cache of 2,184 tokens
-    # (131,072 bytes each), with a quarter of the prompt and on average half of the completion.
+    # 16 completions of 1,000 tokens: four at once, or as many as 2,184 tokens of 131,072 bytes
+    # hold; a completion has a quarter of its prompt and on average half of itself.
     time, _ = time_of("Llama-3.1-8B", [1100], f"rollout.vllm={{{limit}}}")
     assert time.passes == {"m": 4000, "k": -(-16 * (25 + 500) * 1000 // 2184)}[limit[0]]
 
 
 def test_rollout_time_counts_memories_of_linear_attention_as_cached(time_of):
-    # 8 of 32 layers cache keys and values, 4 heads of 256. Each memory takes the place of some of
-    # the cache's 20,000 tokens.
+    # 8 of 32 layers have 4 heads of keys and values of 256. The cache of 20,000 tokens also holds
+    # the states of linear attention.
     token, memory = 8 * 2 * 4 * 256 * 2, 24 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
     limit = f"rollout.vllm.kv_cache_memory_bytes={20_000 * token}"
     few, _ = time_of("Qwen3.5-9B", [1100], limit)

@@ -33,7 +33,7 @@ def loop(**given) -> Loop:
 
 
 def heavy_tail(**given) -> Loop:
-    """Few long completions take most of the time; the trainer is as busy as the engines."""
+    """Few completions take most of the time; the trainer is as busy as the engines."""
     source = random.Random(0)
     lengths = [min(1024, 1 + int(source.lognormvariate(3.5, 1.2))) for _ in range(1000)]
     rates = {"pass_seconds": lambda running: 0.002 + 0.0002 * running, "train_seconds": 0.8}
@@ -54,7 +54,7 @@ def test_equal_completions_take_the_sum_or_the_maximum_of_both_sides(train):
     assert (drained.staleness_mean, drained.staleness_max) == (pytest.approx(1), 1)
 
 
-def test_seconds_of_a_pass_are_those_of_what_runs():
+def test_seconds_of_a_pass_depend_on_the_running_requests():
     # One completion of 100 tokens and one of 300: 100 passes of both, then 200 of one.
     engine = Engine(loop(pass_seconds=lambda running: 0.01 * running))
     engine.request(5.0, 0, [100, 300])
@@ -69,11 +69,11 @@ def test_ranks_that_train_slow_an_engine_down_and_requests_hold_up_one_that_comp
     engine.run(0.95, trains=True)  # the start, and 50 passes
     engine.request(0.95, 1, [20, 20])
     assert engine.finish(0) == pytest.approx(0.95 + 2 * 0.1 + 0.5)
-    # Training takes 0.4 s and halves the engine's speed: a fifth of the 1 s of passes is done.
+    # Training takes 0.4 s at half the speed: it leaves 0.8 of a second's passes undone.
     assert simulate(loop(slowdown=2.0), AHEAD).seconds == pytest.approx(0.4 + 0.8 + 0.1)
 
 
-def test_what_an_engine_does_not_hold_at_once_waits():
+def test_requests_beyond_an_engines_room_wait():
     assert simulate(loop(at_once=1, pass_seconds=constant), SYNCHRONOUS).seconds == pytest.approx(
         4 * 1.0 + 0.5
     )
@@ -81,7 +81,7 @@ def test_what_an_engine_does_not_hold_at_once_waits():
 
 
 @pytest.mark.parametrize("recomputes", [True, False])
-def test_a_push_in_flight_computes_anew_what_was_sampled_unless_it_is_kept(recomputes):
+def test_a_push_in_flight_recomputes_sampled_tokens_unless_caches_are_kept(recomputes):
     costs = {"token_seconds": 0.001, "prompt_seconds": 0.2, "start_seconds": 0.3}
     engine = Engine(loop(pass_seconds=constant, recomputes=recomputes, **costs))
     engine.request(0.0, 0, [100, 100])
@@ -104,7 +104,7 @@ def test_every_completion_ends_once_and_no_token_is_older_than_the_bound(mode, a
     assert forecast == simulate(job, mode, 20)
 
 
-def test_tokens_are_as_old_as_the_pushes_between_say():
+def test_tokens_are_as_old_as_the_number_of_pushes_between():
     # Training takes no time, and a push comes after each second.
     engine = Engine(loop(pass_seconds=constant))
     engine.request(0.0, 3, [300])

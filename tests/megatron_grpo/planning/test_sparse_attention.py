@@ -1,4 +1,4 @@
-"""What the planner counts for sparse attention while it computes, and what torch holds."""
+"""Memory of sparse attention while it computes: planned, and held by torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +50,7 @@ def config(folder: Path, dims: ParallelDims, *overrides: str) -> Config:
 
 
 class Peaks:
-    """The most bytes that were held at a time in functions, beyond those that were before."""
+    """Peak bytes within functions, beyond those before the call."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
@@ -117,7 +117,7 @@ def test_no_block_of_queries_sees_more_keys_than_are_planned(tmp_path):
         cfg = config(folder, ParallelDims(context=size), *lengths)
         bound = SparseAttention(read_shape(folder)).num_keys(cfg, block)
         seen = []
-        # A short one before two long ones: where blocks begin differs.
+        # A short sequence before two long ones shifts where blocks begin.
         for short in range(2 * size, longest, 2 * size):
             cu_seqlens = torch.tensor([0, short, short + longest, short + 2 * longest])
             for rank in range(size):
@@ -126,7 +126,7 @@ def test_no_block_of_queries_sees_more_keys_than_are_planned(tmp_path):
         assert 0.8 * bound <= max(seen) <= bound
 
 
-def test_what_replayed_choices_take_is_told(tmp_path):
+def test_choice_lines_have_the_bytes_of_replayed_choices(tmp_path):
     folder, dims = write_config(tmp_path, "DeepSeek-V3.2"), ParallelDims(context=2, pipeline=4)
     replay = ["rollout.indexer_replay=true", "rollout.max_completion_length=32736"]
     replay += ["rollout.engine=sglang", "rollout.vllm={}", "rollout.data_parallel_size=16"]
@@ -147,7 +147,7 @@ def test_what_replayed_choices_take_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("num_completion_tokens", [1024, 1025])
-def test_only_sequences_of_more_tokens_than_are_chosen_need_it(tmp_path, num_completion_tokens):
+def test_only_sequences_longer_than_index_topk_need_working_memory(tmp_path, num_completion_tokens):
     folder = write_config(tmp_path, "DeepSeek-V3.2")
     lengths = ["data.max_prompt_length=1024", "rollout.max_completion_length="]
     cfg = config(folder, ParallelDims(), lengths[0], f"{lengths[1]}{num_completion_tokens}")

@@ -22,7 +22,7 @@ OF_LLAMA = 8_030_261_248
 
 @pytest.fixture
 def state_of(job_of):
-    """What the first rank of a job has."""
+    """State of the first rank of a job."""
 
     def state_of(name, *overrides, **sizes):
         job = job_of(name, *overrides, dims=ParallelDims(**sizes))
@@ -53,7 +53,7 @@ FOLLOWS, REFRESH = "grpo.sync_ref_model=true", "grpo.ref_model_mixup_alpha=1.0"
     ("overrides", "per_weight"),
     [
         ([], 2),
-        ([FOLLOWS], 2 + 4),  # its float32 mixture is beside it
+        ([FOLLOWS], 2 + 4),  # and its float32 mixture
         ([FOLLOWS, REFRESH], 2),
         ([FOLLOWS, "model.dtype=float32"], 4),
     ],
@@ -125,7 +125,7 @@ def test_state_bytes_of_muon_keep_one_moment_and_send_parts_of_split_matrices(st
     one, two = (state_of(LLAMA, "optimizer.optimizer=muon", tensor=n) for n in (1, 2))
     assert (one.optimizer, one.exchanged) == (12 * OF_LLAMA - 4 * matrices, 0)
     assert two.exchanged == 4 * matrices // 2 // 2
-    # Gate and up are two matrices for Muon, though Megatron-Core fuses them.
+    # Megatron-Core fuses gate and up; Muon takes them as two matrices.
     assert one.update == two.update == 2 * 4 * MAX_EXCHANGED + 16 * 4096 * 14336
 
 
@@ -136,7 +136,7 @@ MODELS = [
     ("deepseek_v3", ParallelDims(data=2, expert=2)),
 ]
 OF_OTHERS = ("float32", "half on the host")
-"""Kinds that the last two models are tried with: a kind knows of no layers, so others are slow."""
+"""Kinds for the last two models: a kind knows of no layers, so the others are slow tests."""
 CASES = [
     pytest.param(
         kind,
@@ -160,6 +160,6 @@ def test_state_bytes_are_those_of_real_ranks(tmp_path, kind, family, dims):
         return
     for (on_gpu, on_host, gradients), state in zip(kept, planned, strict=True):
         assert gradients == state.gradients
-        # Each is at most as planned, which is within one parameter: here, an embedding.
+        # The plan is at most a parameter above: here, an embedding.
         assert on_gpu <= state.optimizer and on_host <= state.host
         assert on_gpu > 0.5 * state.optimizer and on_host > 0.4 * state.host

@@ -110,9 +110,9 @@ def test_stage_flops_count_recomputation_and_other_passes(flops, job_of):
         (["grpo.num_iterations=2"], 0),
         ([split], 3 / 4 * forward),
         ([split, "grpo.num_iterations=3"], 1 / 4 * forward),
-        ([split, "grpo.old_logprobs=rollout"], 0),  # the engines' own
+        ([split, "grpo.old_logprobs=rollout"], 0),  # the engines' log-probabilities
         (["grpo.top_entropy_quantile=0.2"], forward),
-        (["grpo.beta=0.04", "grpo.advantage_estimator=rloo"], 2 * forward),  # in the reward
+        (["grpo.beta=0.04", "grpo.advantage_estimator=rloo"], 2 * forward),  # KL in the reward
     ):
         assert flops(LLAMA, *overrides) == [plain + more], overrides
 
@@ -128,7 +128,7 @@ EXPERT, ROUTER, DENSE = 3 * 4096 * 1408, 128 * 4096, 3 * 4096 * 10944
     [
         (LLAMA, "core_attn", 32 * ATTENDING),
         (LLAMA, "mlp, core_attn", 32 * (ATTENDING + 2 * 3 * 4096 * 14336 * 1000)),
-        (LLAMA, "moe, shared_experts", 0),  # it has none
+        (LLAMA, "moe, shared_experts", 0),  # no such module
         (AIR, "mlp", 2 * DENSE * 1000),  # in the first layer only
         (AIR, "shared_experts", 45 * 2 * EXPERT * 1000),
         (AIR, "moe", 45 * 2 * (9 * EXPERT + ROUTER) * 1000),
@@ -166,7 +166,7 @@ def test_stage_flops_recompute_the_first_layers_of_each_chunk(flops, traffic, jo
 @pytest.mark.parametrize(
     ("name", "pipeline", "last", "stage", "layers", "has_head"),
     [
-        ("Llama-3.3-70B", 8, None, -1, 10, True),  # as many layers as the others, and the head
+        ("Llama-3.3-70B", 8, None, -1, 10, True),  # as many layers, and the head
         ("Llama-3.3-70B", 8, 9, 1, 11, False),
         ("Llama-3.1-405B", 16, None, 1, 8, False),  # one layer more than the last stage
     ],
@@ -203,7 +203,7 @@ def test_muon_computes_each_matrix_once_on_a_rank_of_its_stage(plan, job_of):
     assert muon.compute_seconds - adam.compute_seconds == pytest.approx(seconds)
     more = (muon.estimate - muon.waits) - (adam.estimate - adam.waits)
     assert more == pytest.approx(seconds / 0.5)
-    # One layer on eight ranks: three ranks have one MLP matrix each.
+    # Eight ranks of a single layer: three have a matrix of the MLP each.
     alone = job_of(LLAMA, MUON, dims=ParallelDims(tensor=8, pipeline=32))
     of_mlp = of_matrix(4096, 14336)
     assert planned_optimizer(alone.cfg).flops(alone.shape, alone.cfg.dims) == (
@@ -289,13 +289,13 @@ def test_links_of_a_mixture_by_hand(expert, expert_tensor, traffic, job_of):
     # 16 sequences over 4 copies; a row has 2048 elements of 2 bytes.
     rows = 16 * 1024 / 4 * 2048 * 2 * 48
     assert links["tensor"] == pytest.approx(3 / 4 * rows * 5)  # around the attention alone
-    # A quarter of them, to 8 experts each and back, and so the gradients; and what has arrived, to
-    # the other ranks of its expert.
+    # A quarter of the rows goes to 8 experts each and back, and so do gradients; what has arrived
+    # goes to the other ranks of its expert.
     arriving = rows / 4 * 8
     dispatched = arriving * (expert - 1) / expert + arriving * (expert_tensor - 1)
     assert links["expert"] == pytest.approx(4 * dispatched)
     of_experts = 48 * 128 * 3 * 2048 * 768 / (expert * expert_tensor)
-    copies = 16 / (expert * expert_tensor)  # of the same experts; of all else there are 4
+    copies = 16 / (expert * expert_tensor)  # of an expert; there are 4 of all else
     job = job_of("Qwen3-30B-A3B", dims=dims)
     others = state_bytes(job.cfg, job.shape, 0).weights / 2 - of_experts
     shares = 3 / 4 * others + (copies - 1) / copies * of_experts
@@ -349,7 +349,7 @@ IN_FOUR = ["grpo.steps_per_generation=4", "grpo.generation_batch_size=64"]
         ([SUMS], 4096, lambda sums, weights, forward: sums),
         ([SUMS, WEIGHTS], 4096, lambda sums, weights, forward: sums),  # each step pushes
         ([SUMS, WEIGHTS, *IN_FOUR], 4096, lambda sums, weights, forward: sums + 3 / 4 * weights),
-        # Those of 128 tokens do not.
+        # Microbatches of 128 tokens do not.
         ([SUMS], 128, lambda sums, weights, forward: 2 * forward),
         ([SUMS, WEIGHTS, *IN_FOUR], 128, lambda sums, weights, forward: (2 + 3 / 4) * forward),
     ],
@@ -411,8 +411,8 @@ def test_tokens_travel_to_experts_while_the_shared_expert_computes(link):
     shared = 3 * 45 * 2 * 3 * 4096 * 1408 * 16 * 1024 / 8
     assert plain.hidden_seconds == 0
     assert overlapped.hidden_seconds == pytest.approx(shared / CARD.flops / 0.3, rel=1e-3)
-    # By flex, one for each GPU. Of 128 experts a token has 8; so it has none of 16 with the chance
-    # of 112 / 128 and so on.
+    # By flex, one copy for each GPU. A token has 8 of 128 experts: none of 16 with the chance of
+    # 112 / 128 and so on.
     missed = prod((112 - n) / (128 - n) for n in range(8))
     assert flex.num_bytes / plain.num_bytes == pytest.approx(1 - missed)
 
@@ -428,7 +428,7 @@ def choices(moe: MoeShape) -> Iterator[list[int]]:
 
 
 def sent(moe: MoeShape, expert: int, expert_tensor: int, per_node: int, flex: bool) -> list[float]:
-    """Copies of a token to other nodes, and within nodes, in the mean over choices and senders."""
+    """Mean copies of a token to other nodes and within nodes, over choices and senders."""
     ranks, counts = expert * expert_tensor, []
     for sender, chosen in product(range(ranks), choices(moe)):
         node, index = divmod(sender, per_node)

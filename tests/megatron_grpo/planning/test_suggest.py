@@ -66,7 +66,7 @@ def test_suggest_has_published_layouts_and_none_faster_than_its_first(model, num
 
 
 @pytest.mark.long
-def test_suggestion_behind_the_config_plans_as_it_says(job):
+def test_overrides_of_a_suggestion_give_the_suggested_plan(job):
     first = suggest(job("70b", "Llama-3.3-70B", 64))[0]
     again = job("70b", "Llama-3.3-70B", 64, *first.as_json()["overrides"])
     plan = plan_job(again)
@@ -148,7 +148,7 @@ def test_overrides_of_a_suggestion_have_the_layout_that_was_planned(given, job):
     [
         (4, 4096, SYNCHRONOUS, r"take 4 of 4 GPUs.*--gpus 5"),
         (8, 4096, "rollout.tensor_parallel_size=8", r"size 8 leaves none of 8.*--gpus 9"),
-        # What no layout can mend:
+        # Mistakes that no layout can mend:
         (8, 9000, "train.seed=1", r"9000 tokens.*max_tokens_per_microbatch = \d+: set it to 9000"),
         (8, 4096, "grpo.num_generations=7", r"generation_batch_size \d+ is not a multiple of"),
     ],

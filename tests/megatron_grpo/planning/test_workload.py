@@ -10,7 +10,7 @@ SHARED = "grpo.shared_prompts=true"
 
 @pytest.fixture
 def work_of(job_of):
-    """The workload of Llama-3.1-8B with so much room in a microbatch."""
+    """The workload of Llama-3.1-8B with microbatches of `room` tokens."""
 
     def work_of(room, lengths, *overrides, **dims):
         most = f"train.max_tokens_per_microbatch={room}"
@@ -43,7 +43,7 @@ def test_workload_pads_what_alignment_forces(work_of):
 def test_workload_counts_a_shared_prompt_for_each_part_of_a_group_that_fits(work_of):
     lengths, known = [2048 + 1024] * 32, "data.max_prompt_length=2048"
     groups = SHARED, "grpo.generation_batch_size=32", "grpo.num_generations=16"
-    # All of the prompt but its last token, and that with each completion.
+    # The prompt once but for its last token, which each completion has.
     whole, halves = (work_of(room, lengths, *groups, known) for room in (20_000, 11_000))
     assert whole.filled == whole.computed.tokens == 2 * (2047 + 16 * 1025)
     assert halves.filled == halves.computed.tokens == 2 * (2 * 2047 + 16 * 1025)
@@ -59,7 +59,7 @@ def test_workload_counts_a_shared_prompt_for_each_part_of_a_group_that_fits(work
 def test_workload_shortens_the_prompt_of_a_short_sequences_own_group_only(work_of):
     groups = SHARED, "grpo.num_generations=4", "data.max_prompt_length=100"
     work = work_of(1024, [3, *[120] * 15], *groups, context=2)
-    # What is not shared, as alignment to four tokens would cost more, counts for each.
+    # Tokens that alignment to four makes too costly to share count for each completion.
     assert work.computed.tokens == 3 + 3 * 120 + 3 * (99 + 4 * 21)
 
 

@@ -42,8 +42,7 @@ BFLOAT16 = ["model.dtype=bfloat16", "model.megatron.transformer_impl=local"]
 def gradients(
     rank: int, folder: Path, dims: ParallelDims, overrides: list[str]
 ) -> dict[int, list[Tensor]]:
-    """Gradients after schedules of different lengths, each preceded by a forward without
-    gradients."""
+    """Gradients by number of microbatches, each schedule after one without gradients."""
     policy, groups = start_policy(rank, folder, dims, *overrides)
     share = pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data]
     seen = {}
@@ -65,7 +64,7 @@ def gradients(
 )
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_gradients_are_the_same_bit_for_bit(family, dims, tmp_path):
-    """Without mlp_norm, as Megatron's mark adds up gradients of its input in another order."""
+    """Without mlp_norm: Megatron's mark adds up gradients of its input in another order."""
     folder = tiny_model(tmp_path, family, num_hidden_layers=4)
     plain, offloaded = (
         run_ranks(dims.world_size, gradients, folder, dims, overrides, timeout=120)
@@ -78,19 +77,19 @@ def test_gradients_are_the_same_bit_for_bit(family, dims, tmp_path):
 
 
 def moved(rank: int, folder: Path) -> tuple[int, int, list[bool]]:
-    """Bytes on the host after a forward, tokens, and which modules' are on the device, too."""
+    """Host bytes after a forward, number of tokens, and by module: is it on the device, too?"""
     policy, groups = start_policy(rank, folder, ParallelDims(), *offload(MODULES), *BFLOAT16)
     [batch] = pack_all(LENGTHS[:1], groups.dims)
     batch = batch.on_rank(groups.dims, groups.coordinates)
     states = forward(policy.chunks[0], batch, groups)
-    assert states.requires_grad  # and still holds its graph
+    assert states.requires_grad  # keeps the graph alive
     left = PipelineOffloadManager.get_instance().cur_forward_chunk().groups
     blocks = {block for group in left for block in group.blocks}
     on_device = [all(block.values is not None for block in group.blocks) for group in left]
     return sum(len(block.host) for block in blocks), len(batch.tokens), on_device
 
 
-def test_what_the_plan_says_is_on_the_host_and_of_the_newest_layer_on_the_device_too(tmp_path):
+def test_planned_bytes_are_on_the_host_and_the_newest_layers_also_on_the_device(tmp_path):
     folder = tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=3)
     [(num_bytes, tokens, on_device)] = run_ranks(1, moved, folder)
     cfg = tiny_config(folder, ParallelDims(), *offload(MODULES), *BFLOAT16)

@@ -25,7 +25,7 @@ CASES = {
 
 
 def export_and_spoil(rank: int, folder: Path, dims: ParallelDims, out: Path) -> list[str]:
-    """Export a complete policy, one with a NaN on rank 1, and one that lacks a piece on rank 1."""
+    """Export a complete policy, one with a NaN on rank 1, and one that lacks a part on rank 1."""
     policy, groups = start_policy(rank, folder, dims)
     cfg = tiny_config(folder, dims)
     export_model(out / "whole", policy, cfg, groups)
@@ -50,21 +50,21 @@ def export_and_spoil(rank: int, folder: Path, dims: ParallelDims, out: Path) -> 
 
 @pytest.mark.parametrize("family", CASES)
 def test_a_model_is_exported_whole_and_finite_or_not_at_all(family: str, tmp_path: Path) -> None:
-    """Whether its parameters have copies, its experts a layout of their own, or it has a layer for
-    multi-token prediction, which is not trained."""
+    """With copies of parameters, a layout of experts, or an untrained layer for multi-token
+    prediction."""
     folder, out, dims = tmp_path / "model", tmp_path / "out", CASES[family]
     tiny_model(folder, family, tied=family == "qwen3")
     if family == "glm4_moe":
         add_mtp_layer(folder)
     out.mkdir()
-    told = run_ranks(dims.world_size, export_and_spoil, folder, dims, out)
+    by_rank = run_ranks(dims.world_size, export_and_spoil, folder, dims, out)
     assert [path.name for path in sorted(out.iterdir())] == ["short.partial", "whole"]
     theirs, ours = (load_file(at / "model.safetensors") for at in (folder, out / "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs | ours)
-    assert all("is not finite: nothing is exported" in errors[0] for errors in told)
-    assert told[0][0].startswith("rank 1: ")
-    assert [len(errors) for errors in told] == [2] + [1] * (dims.world_size - 1)
-    assert "elements were written" in told[0][1]
+    assert all("is not finite: nothing is exported" in errors[0] for errors in by_rank)
+    assert by_rank[0][0].startswith("rank 1: ")
+    assert [len(errors) for errors in by_rank] == [2] + [1] * (dims.world_size - 1)
+    assert "elements were written" in by_rank[0][1]
 
 
 def export_on_rank(rank: int, folder: Path, out: Path, *overrides: str) -> None:
@@ -104,6 +104,6 @@ def test_the_last_export_of_a_run_that_is_extended_stays_if_it_is_on_the_interva
     every = () if interval is None else (f"train.export_interval={interval}",)
     longer = tiny_config(tmp_path, ONE, options[0], "train.num_steps=9", *every)
     keep_export(longer, step)
-    keep_export(longer, step)  # a start that was killed is repeated
+    keep_export(longer, step)  # a killed start is repeated
     assert {path.name for path in tmp_path.glob("hf*")} == exports
     assert (tmp_path / max(exports - {"hf_step_2"}) / "made_as").read_text() == "hf"

@@ -13,9 +13,9 @@ from parallel import ParallelDims
 
 
 def passes(rank: int, folder: Path, dims: ParallelDims) -> list[list[tuple[int, int]]]:
-    """Products by pass and layer: (with, without) quantising the weight.
+    """By pass and layer: products that quantised the weight, and products that did not.
 
-    Layers have the two attributes of Transformer Engine's, which runs on GPUs alone.
+    Layers have the two attributes of Transformer Engine's, which runs on GPUs only.
     """
     policy, groups = start_policy(rank, folder, dims)
     layers = []

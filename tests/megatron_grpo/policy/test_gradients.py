@@ -36,13 +36,13 @@ from parallel.packing import PackedBatch
 STEPS = [
     "optimizer.lr=1e-3",
     "optimizer.weight_decay=0.1",
-    # As large as elements of a clipped gradient: steps of Adam do not depend on its scale else.
+    # As large as a clipped gradient's elements: else Adam's steps do not depend on its scale.
     "optimizer.adam_eps=1e-3",
 ]
 
 
 def is_whole(policy: Policy) -> bool:
-    """Whether this rank has all new weights, and not only its shard of them."""
+    """Whether this rank has all new weights, not only its shard."""
     names = {name: values.detach().clone() for name, values in own_weights(policy).items()}
     return all(torch.equal(names[name], values) for name, values in policy.parameters().items())
 
@@ -56,9 +56,9 @@ def own_weights(policy: Policy) -> dict[str, Tensor]:
 
 
 def fault(policy: Policy, groups: Groups, share: Sequence[PackedBatch]) -> str:
-    """Name of the tensor whose gradient a step reports as not finite; nothing is updated.
+    """The tensor that a step names for a gradient that is not finite; nothing is updated.
 
-    How many of its values a rank has contributed itself depends on where shards lie.
+    The message's count is left out: it depends on the shards' boundaries.
     """
     bad = [replace(batch, loss_weights=batch.loss_weights * torch.nan) for batch in share]
     accumulate(policy, groups, bad)
@@ -78,8 +78,7 @@ def take_steps(
     saved: Path,
     *overrides: str,
 ) -> Steps:
-    """Results of steps with different numbers of microbatches, whether the weights were whole after
-    each step, and the weights."""
+    """Values seen in steps, whether weights were whole after some of these, and the weights."""
     with in_buckets(size):
         policy, groups = start_policy(rank, folder, dims, *STEPS, *overrides)
     share = own_share(pack_all(LENGTHS * 2, dims), groups)
@@ -89,7 +88,7 @@ def take_steps(
     checkpoints = checkpoints_of(saved, policy, folder, dims)  # as a run has them: before any step
     whole = []
     for step, num_microbatches in enumerate((len(share), dims.pipeline, len(share))):
-        # The forward of training, or one without gradient, is the first to see new weights.
+        # A forward of training or one without gradient is the first to read new weights.
         if step != 1:
             seen += [values for values, _ in compute_logprobs(policy, share, 1.0, groups)]
         if step == 2:
@@ -97,7 +96,7 @@ def take_steps(
         accumulate(policy, groups, share[:num_microbatches])
         seen.append(gradient_norm(policy.optimizer))
         apply_gradient(policy.optimizer, seen[-1])
-        if step == 1:  # else nothing but a forward, or at last the save, is first to read weights
+        if step == 1:  # in the other steps a forward or the save is first to read weights
             whole.append(is_whole(policy))
     checkpoints.save(TrainerState(step=3), {})
     checkpoints.wait()
@@ -142,5 +141,5 @@ def test_overlap_changes_no_step_no_skipped_step_and_no_resume(family, at, tmp_p
     buckets = run(OVERLAP, None, "buckets", SMALL)
     assert_same(buckets, plain, 1e-5)
     assert not any(any(whole) for _, whole, _ in buckets)
-    # Shards lie elsewhere in the files of both kinds.
+    # The shards' boundaries differ between the two files.
     assert_same(run(OVERLAP, "plain", "on", SMALL), run([], "buckets", "off", SMALL), 1e-5)

@@ -1,7 +1,7 @@
-"""Within a microbatch the host never waits for a GPU, but where Megatron-Core's own layers do.
+"""Within a microbatch the host never waits for a GPU, except in Megatron-Core's own layers.
 
-Whoever waits cannot queue the next microbatch, and the GPU idles in between. Counted on a CPU, by
-the operations that would wait; tests/gpu/test_gpu_waits.py asks a GPU.
+A host that waits cannot queue the next microbatch, and the GPU idles in between. A CPU counts the
+operations that would wait; tests/gpu/test_gpu_waits.py asks a GPU.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ RECIPE = (
     "grpo.off_policy_mask_threshold=0.02",
     "grpo.entropy_coef=0.1",
 )
-# Layers of torch, of which GPUs have Transformer Engine's.
+# Waits in torch's layers, in place of which GPUs have Transformer Engine's.
 ROPE = "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
 ATTENTION = {"tolist in parallel/attention.py:packed_attention", f"tolist in {ROPE}"}
 EXPERTS = {
@@ -44,7 +44,7 @@ EXPERTS = {
     "tolist in parallel/cpu_device.py:as_list",
     "_local_scalar_dense in megatron/core/tensor_parallel/mappings.py:forward",
 }
-# On a GPU, too, tensors of the host.
+# Tensors that are on the host on a GPU, too.
 OF_THE_HOST = {
     "lift_fresh in megatron/core/pipeline_parallel/schedules.py:forward_step_calc_loss",
     "lift_fresh in megatron/core/tensor_parallel/layers.py:forward",
@@ -53,7 +53,7 @@ OF_THE_HOST = {
 
 
 def waits_of_a_step(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> Counter[str]:
-    """Where the host waits in a log-probability pass, and in all of a step but the update."""
+    """Places where the host waits in a log-probability pass and in a step without its update."""
     policy, groups = start_policy(rank, folder, dims, *RECIPE, *overrides)
     cfg = tiny_config(folder, dims, *RECIPE, *overrides)
     packed = pack_all(LENGTHS, dims, share_prompts=cfg.grpo.shared_prompts)
@@ -99,7 +99,7 @@ def test_nothing_but_layers_of_torch_waits(
     )
     for waits in run_ranks(dims.world_size, waits_of_a_step, folder, dims, *overrides):
         assert set(waits) <= allowed, waits
-        assert set(waits) >= ATTENTION  # so waits are seen
+        assert set(waits) >= ATTENTION  # waits are counted
 
 
 def test_the_mask_of_shared_prompts_is_made_without_waiting() -> None:

@@ -99,7 +99,7 @@ def resume(rank: int, folder: Path, dims: ParallelDims, run: Path) -> list[Boxes
 
 
 def wholes(ranks: list[list[Boxes]]) -> list[dict[str, Tensor]]:
-    """The adapters of each of the states that every rank returned its parts of."""
+    """Whole adapters of each state, from every rank's parts."""
     return [whole(list(each)) for each in zip(*ranks, strict=True)]
 
 
@@ -124,7 +124,7 @@ def test_checkpoint_resumes_with_the_same_bits_and_over_layouts(llama, tmp_path)
 
 
 def die_in_the_save(rank: int, folder: Path, dims: ParallelDims, run: Path) -> None:
-    """A step after what `train` has saved, one rank is killed as it has written its file."""
+    """One rank is killed once it has written its file, a step after the save of `train`."""
     policy, groups = start_policy(rank, folder, dims, *GIVEN)
     assert checkpoints_of(run, policy, folder, dims).load().step == 2
     take_step(policy, groups)
@@ -159,13 +159,13 @@ def start(rank: int, folder: Path, dims: ParallelDims, path: Path) -> Boxes:
 
 @pytest.fixture(scope="module")
 def trained(llama, tmp_path_factory) -> Path:
-    """A folder of PEFT's, exported by a run."""
+    """A PEFT folder that a run has exported."""
     run = tmp_path_factory.mktemp("run")
     run_ranks(1, train, llama, ONE, run)
     return run / "hf"
 
 
-def test_starting_adapter_is_the_folder_of_another_run_at_any_layout(llama, trained):
+def test_starting_adapter_loads_another_runs_folder_at_any_layout(llama, trained):
     found = whole(run_ranks(4, start, llama, layout("tp2 pp2"), trained))
     stored = load_file(trained / "adapter_model.safetensors")
     assert_equal_tensors(found, stored)
@@ -173,7 +173,7 @@ def test_starting_adapter_is_the_folder_of_another_run_at_any_layout(llama, trai
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "error"),
     [
         ({"r": 4}, "of rank 3, but lora.r is 4: set lora.r=3"),
         ({"lora_alpha": 9.0}, "lora.lora_alpha 9 gives 3: set lora.lora_alpha=6"),
@@ -188,23 +188,23 @@ def test_starting_adapter_is_the_folder_of_another_run_at_any_layout(llama, trai
     ],
     ids=["r", "lora_alpha", "exclude_modules", "target_modules"],
 )
-def test_starting_adapter_of_other_options_is_refused(llama, trained, given, told):
+def test_starting_adapter_of_other_options_is_refused(llama, trained, given, error):
     lora = LoraConfig(**{"r": 3, "lora_alpha": 6.0, "adapter_path": trained} | given)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=error):
         starting_adapter(lora, read_shape(llama))
 
 
 def test_starting_adapter_advises_nothing_that_options_cannot_say(llama, tmp_path):
     shape = read_shape(llama)
-    module = "model.layers.0.self_attn.q_proj"  # and no other layer, as its config says
+    module = "model.layers.0.self_attn.q_proj"  # no other layer, as its config says
     tensors = adapter_tensors([module], 3, hf_tensors(shape))
     values = {name: torch.ones(size) for name, size in tensors.items()}
     save_file(values, tmp_path / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": [module]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     lora = LoraConfig(r=3, lora_alpha=6.0, adapter_path=tmp_path, target_modules=("q_proj",))
-    told = r"such as model\.layers\.1\.self_attn\.q_proj: no lora.target_modules .* merge the ad"
-    with pytest.raises(ValueError, match=told):
+    error = r"such as model\.layers\.1\.self_attn\.q_proj: no lora.target_modules .* merge the ad"
+    with pytest.raises(ValueError, match=error):
         starting_adapter(lora, shape)
 
 
@@ -265,7 +265,7 @@ def compare_in_float64(rank: int, folder: Path, *overrides: str) -> dict[str, fl
             change = change.index_add(0, torch.tensor(part.rows), product)
         expected = x @ (weight + adapter.scale * change).T
         found, apart = module(x)
-        if module.bias is not None and apart is None:  # else whoever calls the layer adds it
+        if module.bias is not None and apart is None:  # elsewhere the caller adds it
             expected = expected + module.bias
         seed = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
         ours = torch.autograd.grad(found, (adapter.a, adapter.b, x), seed)
@@ -292,8 +292,8 @@ def broken(rank: int, folder: Path) -> str:
 
 
 def test_name_nonfinite_names_an_adapter(llama):
-    (told,) = run_ranks(1, broken, llama)
-    assert "the gradient of base_model.model.model.layers.1.mlp.up_proj.lora_B.weight" in told
+    (message,) = run_ranks(1, broken, llama)
+    assert "the gradient of base_model.model.model.layers.1.mlp.up_proj.lora_B.weight" in message
 
 
 # Inputs: shared prompts, layers with a norm, a base in FP8.
@@ -336,7 +336,7 @@ def test_shared_prompts_change_neither_loss_nor_gradients_of_adapters(tmp_path):
 
 
 def logprobs_of_fused(rank: int, folder: Path) -> list[dict[int, Tensor]]:
-    """Before and after norms move into the layers behind them, as in Transformer Engine."""
+    """Log-probabilities before and after norms are fused into layers, as in Transformer Engine."""
     policy, groups = start_policy(rank, folder, ONE, *options("gemma3_text"))
     set_b(policy)
     batches = pack_all(LENGTHS, ONE)
@@ -351,7 +351,7 @@ def logprobs_of_fused(rank: int, folder: Path) -> list[dict[int, Tensor]]:
 
 
 def test_adapters_of_layers_with_a_norm_multiply_what_it_returns(tmp_path):
-    """Its weights are 1 + those that are stored."""
+    """A stored norm weight w multiplies by 1 + w."""
     folder = tiny_model(tmp_path, "gemma3_text")
     ((apart, fused),) = run_ranks(1, logprobs_of_fused, folder)
     assert all(torch.equal(fused[index], logprobs) for index, logprobs in apart.items())
@@ -368,7 +368,7 @@ def numbers(rank: int, folder: Path) -> tuple[str, dict[int, Tensor], Boxes]:
 
 @pytest.mark.long
 def test_base_in_fp8_is_its_dequantised_copy(tmp_path):
-    """Tensor ranks cut inside of its blocks."""
+    """Tensor ranks cut inside FP8 blocks."""
     form = FORMATS["DeepSeek"]
     quantized = quantized_copy(tiny_model(tmp_path / "model", "llama"), tmp_path / "fp8", form)
     plain = dequantized_copy(quantized, tmp_path / "plain", form)
@@ -425,7 +425,7 @@ def test_reference_computes_with_the_mixture_of_every_second_step(llama, alpha):
 
 
 def state(policy: Policy, reference: Reference) -> list[Boxes]:
-    """Adapters of both."""
+    """Adapters of the policy and of the reference."""
     return [adapters_of(policy), boxes_of(policy.adapters, reference.averaged_weights)]
 
 
@@ -437,7 +437,7 @@ def two_steps(policy: Policy, reference: Reference, groups: Groups, first: int) 
 
 
 def save(rank: int, folder: Path, dims: ParallelDims, run: Path) -> list[Boxes]:
-    """State of both when they are saved, and two steps later."""
+    """Adapters of both at the save, and two steps later."""
     policy, reference, groups = start_both(rank, folder, dims, *HALF)
     averaged = reference.averaged_weights.values()
     assert {each.dtype for each in averaged} == {torch.float32}

@@ -58,7 +58,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# As DeepSeek's models have it; `mscale_all_dim` scales the scores.
+# As in DeepSeek's models; `mscale_all_dim` scales the scores.
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -130,7 +130,7 @@ MIXTURES = {
     # Linear attention, before the last layer; a gate of attention, and one of the shared expert.
     "qwen3_next": {"full_attention_interval": 4, "num_key_value_heads": 1},
 }
-ONE_LAYOUT = {  # a router's weights know of no layout, and DeepSeek's layers are split as Kimi's
+ONE_LAYOUT = {  # routers do not depend on the layout; DeepSeek's layers are split as Kimi's
     # The weights of a token's experts do not sum to 1.
     PLAIN_WEIGHTS: {"norm_topk_prob": False, "num_experts_per_tok": 3},
     # One group of experts, and YaRN whose ramp has no width.
@@ -170,7 +170,7 @@ FIELDS = (
 
 
 def make_model(name: str, folder: Path) -> Path:
-    """A model of the table; its family is the first word."""
+    """A model of the table; its name begins with its family."""
     family, _, kind = name.partition(", ")
     if family in TOWERS:
         if kind == "images":
@@ -208,7 +208,7 @@ def rows(
 WIDE = "tp4"  # more ranks than key-value heads
 UNEVEN = "pp2 last1"
 ALL = "tp2 pp2 vpp2 cp2"
-EXPERTS = "tp2 etp1 ep2"  # twice as many copies of experts as of the rest
+EXPERTS = "tp2 etp1 ep2"  # twice as many copies of experts as of other parameters
 CONTEXT = "cp2 ep2"
 CHUNKS = "pp2 vpp2 dp2 ep2"
 SPLIT = "tp2 dp2 ep2"  # tensor ranks split experts
@@ -218,7 +218,7 @@ OWN_ATTENTION = [
     *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "gpt_oss", "minimax_m2", "nemotron_h"),
     *("qwen3_next", "qwen3_5_moe_text"),
 ]
-"""Models whose attention, or what they have for it, is not that of qwen3_moe: contexts split it."""
+"""Models with parts of attention that qwen3_moe lacks: contexts split them."""
 UNLIKE_LAYERS = ["deepseek_v3", "glm4_moe", "gpt_oss", "nemotron_h", "qwen3_next"]
 """Models whose layers differ from each other: a pipeline must give each its own."""
 SELECTIVE = "recompute_granularity=selective"
@@ -271,7 +271,7 @@ MOST = [
     *exact(TOWERS, TEXT),
     *exact(VISION, IMAGES),
     *exact(VISION, TRAINED),
-    # Layers of the others are split as those of these.
+    # In other models layers are split as in these.
     *rows(["olmo2", "qwen3_5_text"], [WIDE]),
     *rows(["llama", "gemma3_text", "mistral", "qwen2", "olmo3", "qwen3"], [UNEVEN]),
     *rows(["qwen3_5_text"], [UNEVEN]),
@@ -298,7 +298,7 @@ MOST = [
     *rows(["llama"], ["pp2 dp2 last1", ALL], *FULL, kind=ADAPTED),
     Row("phi3", "tp2", kind=ADAPTED),  # one adapter of queries, keys and values together
     Row("qwen3_moe", "dp2 ep2", kind=ADAPTED),
-    # Latents; indexers, which have no adapter; biases, beside which adapters are.
+    # Latents; indexers, which have no adapter; biases next to adapters.
     *rows(["deepseek_v3", "deepseek_v32", "gpt_oss"], [EXPERTS], kind=ADAPTED),
     Row("qwen3_5_text", "tp2 cp2", kind=ADAPTED),  # linear attention
     *with_mtp([name for name in WITH_MTP if name != "qwen3_5_text"], EXPERTS),
@@ -362,7 +362,7 @@ SLOW = [
     *rows([*VISION, IMAGE_MIXTURE], ["dp2"], *OVERLAP, kind=TRAINED),
     *rows(VISION, ["tp2 cp2"], *OVERLAP, *FULL, kind=TRAINED),
     *rows(VISION, ["cp2"], DYNAMIC, kind=TRAINED),
-    # Of others the layers to which features are added would not be in the first chunk.
+    # Elsewhere layers that take features would lie outside the first chunk.
     Row("qwen2_5_vl, images", "pp2 vpp2", kind=TRAINED),
     *rows(["qwen3_vl, images"], ["pp2 vpp2"], *FULL, kind=IMAGES),
     *rows(["qwen3_vl, images"], ["pp2 vpp2"], *options(SELECTIVE), kind=IMAGES),
@@ -388,16 +388,16 @@ def marked(marks: Iterable[pytest.MarkDecorator], those: Iterable[Row]) -> list[
 @pytest.fixture(scope="module")
 def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     given = [getattr(item, "callspec", None) for item in request.session.items]
-    asked = [each.params["row"] for each in given if each and "row" in each.params]
+    chosen = [each.params["row"] for each in given if each and "row" in each.params]
 
     def make(name: str) -> Path:
         folder = make_model(name, tmp_path_factory.mktemp("model") / "model")
-        if name == KIMI:  # of which transformers knows no class
+        if name == KIMI:  # transformers has no class for it
             found.oracles[name, ""] = OracleCase.of(folder)
             renamed(folder, "kimi_k2")
         return folder
 
-    found = Worlds(make, asked)
+    found = Worlds(make, chosen)
     return found
 
 
@@ -416,7 +416,7 @@ def test_policy_equals_the_oracle(worlds: Worlds, row: Row) -> None:
     ids=str,
 )
 def test_quantized_policy_equals_modelopt(worlds: Worlds, row: Row) -> None:
-    """Its quantizers in a model of transformers, in one process."""
+    """ModelOpt's quantizers in a model of transformers, in one process."""
     folder = worlds.folder(row.model)
     model = modelopt_model(folder, row.kind.name)
     OracleCase.of(folder, model=model).check(worlds.ranks(row))
@@ -455,7 +455,7 @@ def test_bfloat16_weights_have_nearly_the_gradient_of_float32(worlds):
         whole(run_ranks(2, gradients, folder, dtype)) for dtype in ("float32", "bfloat16")
     )
     for name, gradient in rounded.items():
-        assert gradient.dtype == torch.float32  # it adds up in that over microbatches
+        assert gradient.dtype == torch.float32  # summed in float32 over microbatches
         error = float((gradient - exact[name]).norm() / exact[name].norm())
         # Measured: 0.8% to 2.1% by rounding; 22% and more where a microbatch is missing.
         assert 0 < error < 0.04, name

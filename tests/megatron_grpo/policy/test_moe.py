@@ -1,6 +1,6 @@
-"""Mixtures of experts: losses of routers, what is not trained, and checkpoints of all layers.
+"""Mixtures of experts: losses of routers, untrained parameters, and checkpoints of all layers.
 
-Their log-probabilities and gradients are rows of test_model.py.
+Rows of test_model.py have log-probabilities and gradients.
 """
 
 from dataclasses import dataclass, field, replace
@@ -86,8 +86,8 @@ def router_losses(model: AutoModelForCausalLM, lengths: Lengths) -> tuple[Tensor
 def losses_on_rank(
     rank: int, folder: Path, dims: ParallelDims, *overrides: str
 ) -> tuple[Numbers, dict[str, float]]:
-    """Numbers of a policy, and what a step then reports about routers, after one on other tokens
-    that left the weights alone."""
+    """A policy's numbers, and router metrics of a step on the same tokens: the step before it, on
+    others, has a learning rate of 0."""
     sizes = "grpo.generation_batch_size=8", "grpo.num_generations=2"
     overrides = (*overrides, *sizes, "grpo.beta=0", "optimizer.lr_warmup_steps=1")
     policy, groups = start_policy(rank, folder, dims, *overrides)
@@ -97,8 +97,8 @@ def losses_on_rank(
     cfg, skipped = tiny_config(folder, dims, *overrides), SkippedSteps(1)
     for each in (others, batches):
         report = train_step(policy, each, cfg, groups, skipped, 0.0)
-    told = {name: value for name, value in report.metrics.items() if name.startswith("moe/")}
-    return numbers, told
+    metrics = {name: value for name, value in report.metrics.items() if name.startswith("moe/")}
+    return numbers, metrics
 
 
 def options(*names: str) -> list[str]:
@@ -128,8 +128,8 @@ def test_router_losses_are_weighted_by_tokens_and_reported(mixture, at, recomput
     ranks = run_ranks(dims.world_size, losses_on_rank, mixture, dims, *given)
     check_gradients([numbers for numbers, _ in ranks], expected)
     for _, found in ranks:
-        told = [found["moe/load_balancing_loss"], found["moe/z_loss"]]
-        assert told == pytest.approx(means, rel=1e-6)
+        reported = [found["moe/load_balancing_loss"], found["moe/z_loss"]]
+        assert reported == pytest.approx(means, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_router_losses_that_are_off_are_not_reported(mixture, overrides, names):
 def kept_in_a_step(
     rank: int, folder: Path, dims: ParallelDims, *overrides: str
 ) -> tuple[set[str], set[str]]:
-    """The parameters of this rank that a step leaves as they are, and all."""
+    """Parameters of this rank that a step leaves unchanged, and all its parameters."""
     policy, groups = start_policy(rank, folder, dims, "optimizer.weight_decay=0.1", *overrides)
     before = {name: values.detach().clone() for name, values in policy.parameters().items()}
     take_step(policy, groups)
@@ -188,14 +188,14 @@ def load_and_save(
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a checkpoint is saved and loaded, and what is in it."""
+    """Layouts at which a checkpoint is saved and loaded, and its contents."""
 
     saved_at: str
     loaded_at: str
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shape of each parameter of Transformer Engine's layers, by Megatron-Core's name."""
+    """Shapes of layers by Megatron-Core's names for Transformer Engine."""
     fixed: dict[str, str] = field(default_factory=dict)
-    """Parameters without training and moments, with their names in the weight files."""
+    """Untrained parameters, which have no moments, and their names in the weight files."""
     overrides: tuple[str, ...] = ()
 
 

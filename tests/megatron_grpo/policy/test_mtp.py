@@ -67,7 +67,7 @@ DYNAMIC = "parallel.dynamic_context_parallel=true"
 
 @pytest.fixture(scope="module")
 def trained(folders):
-    """What ranks train without and with the layer, once for each model and layout."""
+    """Training without and with the layer, once for each model and layout."""
 
     @cache
     def trained(family, at, *overrides):
@@ -121,7 +121,7 @@ RUN = (*ON, "optimizer.lr=1e-3", "optimizer.lr_warmup_steps=0")
 
 
 def start(rank, folder, dims, run_dir):
-    """A policy, and what it takes to step, with the checkpoints of its run."""
+    """(policy, config, groups, checkpoints) of a run."""
     setup_device(rank)
     groups = init_groups(dims)
     cfg = config(folder, dims, {}, BUDGETS[0], *RUN, f"train.run_dir={run_dir}")
@@ -130,7 +130,7 @@ def start(rank, folder, dims, run_dir):
 
 
 def train_and_save(rank, folder, dims, case, run_dir):
-    """The state after two steps, which is saved and exported, and after a third one."""
+    """The state after two steps, saved and exported, and after a third."""
     policy, cfg, groups, checkpoints = start(rank, folder, dims, run_dir)
     batches = batches_of(policy, case, cfg, groups)
     states = []
@@ -154,8 +154,7 @@ def resume(rank, folder, dims, case, run_dir):
 
 
 def trained_and_exported(folder, tmp_path):
-    """The state of a run as it is saved, its checkpoint, and the weights of exports before and
-    after it."""
+    """(saved state, checkpoint, source weights, exported weights) of a run."""
     run_dir = tmp_path / "run"
     case = Case(folder, {}).experience()
     first, other = layout("tp2 etp1 ep2"), layout("pp2")
@@ -193,7 +192,7 @@ def test_mtp_is_in_checkpoints_and_exports_as_it_is_trained(folders, tmp_path):
     }
     kept = {name for name in layer if torch.equal(exported[name], source[name])}
     assert {name.removeprefix("model.layers.4.") for name in kept} >= {
-        "embed_tokens.weight",  # engines have those of the model in their place
+        "embed_tokens.weight",  # engines take the model's own
         "shared_head.head.weight",
         "mlp.gate.e_score_correction_bias",
     }
@@ -203,7 +202,7 @@ def test_mtp_is_in_checkpoints_and_exports_as_it_is_trained(folders, tmp_path):
     )
 
 
-def test_mtp_of_a_multimodal_model_is_in_them_too(tmp_path):
+def test_mtp_of_a_multimodal_model_is_in_checkpoints_and_exports(tmp_path):
     folder = add_mtp_layer(tiny_multimodal(tmp_path / "model", "qwen3_5_moe"))
     saved, _, source, exported = trained_and_exported(folder, tmp_path)
     assert read_shape(tmp_path / "run" / "hf").can_train_mtp
@@ -213,26 +212,25 @@ def test_mtp_of_a_multimodal_model_is_in_them_too(tmp_path):
 
 
 def train_with_nan(rank, folder, case, run_dir):
-    """Metrics of a step with NaN in the layer, the parameters that moved, and the text on
-    stderr."""
+    """Metrics of a step with NaN in the layer, the tensors that it moved, and its output."""
     policy, cfg, groups, _ = start(rank, folder, ParallelDims(), run_dir)
     with torch.no_grad():
         policy.mtp.module.module.eh_proj.weight[0, 0] = torch.nan
     before = {name: p.detach().nan_to_num() for name, p in policy.parameters().items()}
     batches = batches_of(policy, case, cfg, groups)
-    with redirect_stderr(io.StringIO()) as told:
+    with redirect_stderr(io.StringIO()) as output:
         metrics = train_step(policy, batches, cfg, groups, SkippedSteps(1), 0.0).metrics
     after = {name: p.detach().nan_to_num() for name, p in policy.parameters().items()}
     moved = {name for name in after if not torch.equal(after[name], before[name])}
-    return metrics, moved, told.getvalue()
+    return metrics, moved, output.getvalue()
 
 
 def test_mtp_step_that_is_not_finite_is_skipped_alone(folders, tmp_path):
     case = Case(folders["glm4_moe"], {}).experience()
     folder, run_dir = folders["glm4_moe"], tmp_path / "run"
-    ((metrics, moved, told),) = run_ranks(1, train_with_nan, folder, case, run_dir)
+    ((metrics, moved, output),) = run_ranks(1, train_with_nan, folder, case, run_dir)
     line = "mtp: optimizer step skipped: its loss is nan, the norm of its gradient nan\n"
-    assert line in told  # torch may warn, too
+    assert line in output  # torch may warn, too
     assert (metrics["mtp/skipped_steps"], metrics["skipped_steps"]) == (1, 0)
     assert not {"mtp/loss", "mtp/grad_norm"} & metrics.keys()
     assert moved

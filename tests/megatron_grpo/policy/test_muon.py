@@ -51,7 +51,7 @@ def trained_boxes(policy: Policy) -> Boxes:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """What the quintics make of the singular values of a matrix, in float64."""
+    """The matrix with its singular values mapped by the quintics, in float64."""
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     values = values / values.norm()
     for a, b, c in QUINTIC:
@@ -81,7 +81,7 @@ def weights_after(
     start: Path | None,
     dtype: torch.dtype,
 ) -> Boxes:
-    """This rank's boxes of trained weights after `steps`, which it saves in the model's folder."""
+    """This rank's boxes of trained weights after `steps`; also saved in the model's folder."""
     kind = () if dtype == torch.float32 else BFLOAT16
     policy, _ = start_policy(rank, folder, dims, *MUON, "optimizer.max_grad_norm=1e6", *kind)
     if start:
@@ -102,7 +102,7 @@ def weights_after(
 
 
 def updated(name: str, weight: Tensor, steps: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The same, of a whole tensor, before it is rounded to `dtype`."""
+    """A whole tensor after the same steps, before it is rounded to `dtype`."""
     weight = weight.to(dtype).float()
     gradients = [gradient_of(name, tuple(weight.shape), s).to(dtype).float() for s in steps]
     if weight.dim() != 2 or name in EMBEDDINGS:
@@ -129,7 +129,7 @@ def assert_whole_updates(
     start: Path | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """To the bit, matrices are moved as whole ones are by Muon, and the others by AdamW."""
+    """Assert that Muon updates whole matrices, and AdamW the other tensors, bit for bit."""
     shape = read_shape(folder)
     weights = unstacked(load_file(folder / "model.safetensors"), shape)
     own_steps = steps[-1:] if start else steps
@@ -180,7 +180,7 @@ def weights_trained(rank: int, folder: Path, dims: ParallelDims) -> Boxes:
 
 
 def weights_by_oracle(folder: Path) -> dict[str, Tensor]:
-    """The same steps with transformers in float64, with singular values instead of products."""
+    """Weights after the same steps in float64 by transformers and by singular values."""
     model = load_oracle(folder)
     weights = dict(model.named_parameters())
     matrices = {n: p for n, p in weights.items() if p.dim() == 2 and n not in EMBEDDINGS}

@@ -25,7 +25,7 @@ OVERRIDES = (
 
 
 def largest_tensors(rank: int, folder: Path, dims: ParallelDims) -> tuple[int, int]:
-    """Elements of the largest tensor of the pass, and of the step."""
+    """Elements of the largest tensor in a log-probability pass, and in a step."""
     cfg = tiny_config(folder, dims, *OVERRIDES)
     policy, groups = start_policy(rank, folder, dims, *OVERRIDES)
     batches = with_entropy_weights(pack_all(LENGTHS, dims), groups)

@@ -33,7 +33,7 @@ from parallel import ParallelDims
 NUM_STEPS = 3
 LR, BETA1, BETA2, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, 0.8, 0.9, 0.1, 1.0
 EPSILON = 1e-3
-"""As large as elements of a clipped gradient: steps of Adam do not depend on its scale else."""
+"""As large as a clipped gradient's elements: else Adam's steps do not depend on its scale."""
 ADAMW = [
     f"optimizer.lr={LR}",
     f"optimizer.adam_beta1={BETA1}",
@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 
 
 def trained_weights(rank: int, folder: Path, dims: ParallelDims) -> tuple[list[float], Boxes]:
-    """Gradient norms of the steps, and what this rank owns of the weights after them."""
+    """Gradient norms of the steps, and this rank's part of the weights after them."""
     policy, groups = start_policy(rank, folder, dims, *ADAMW)
     share, norms = own_share(pack_all(LENGTHS, dims), groups), []
     for _ in range(NUM_STEPS):
@@ -64,7 +64,7 @@ def trained_weights(rank: int, folder: Path, dims: ParallelDims) -> tuple[list[f
 
 
 def weights_by_torch(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """The same steps with transformers and torch's own AdamW, in one process."""
+    """Norms and weights of the same steps by transformers and torch's AdamW, in one process."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     weights = dict(model.named_parameters())
     matrices = [p for p in weights.values() if p.dim() > 1]
@@ -108,7 +108,7 @@ def test_apply_gradient_equals_torch_adamw_on_transformers(folder, dims):
 
 
 def first_step(rank: int, folder: Path, dims: ParallelDims, limit: float) -> float:
-    """The norm of the first gradient, whose clipped elements must be each optimizer's moments."""
+    """The first gradient's norm; asserts that all optimizers' moments are its clipped elements."""
     limited = f"optimizer.max_grad_norm={limit}"
     policy, groups = start_policy(rank, folder, dims, *ADAMW, limited)
     accumulate(policy, groups, own_share(pack_all(LENGTHS, dims), groups))

@@ -91,8 +91,8 @@ def test_master_weights_are_updated_as_by_default(folder, dims):
     plain = changes(folder, dims, "float32")
     for kind in ("precise", "host", "half on the host"):
         assert error(kind, plain) < 1e-5, kind
-    # Theirs are clipped in bfloat16, which rounds each of them by at most 2^-9 of itself; moments,
-    # in each update, as well.
+    # Gradients are clipped in bfloat16, which rounds each by at most 2^-9 of itself; moments, in
+    # each update, too.
     short = changes(folder, dims, "short gradients")
     for kind in ("precise, short gradients", "half on the host, short gradients"):
         assert error(kind, short) < 2**-9, kind
@@ -111,10 +111,8 @@ EXPERTS = ParallelDims(data=2, expert=2)
         pytest.param("short gradients", marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_comes_back_at_any_layout_and_in_any_kind_of_optimizer(
-    mixture, tmp_path, kind
-):
-    """Each of these loads what the one before it has saved."""
+def test_a_checkpoint_loads_at_any_layout_and_in_any_kind_of_optimizer(mixture, tmp_path, kind):
+    """Each layout and kind loads the checkpoint of the one before."""
     run = tmp_path / "run"
     saved, after = wholes(run_ranks(2, train_and_save, mixture, EXPERTS, kind, run))
     others = [
@@ -129,7 +127,7 @@ def test_a_checkpoint_comes_back_at_any_layout_and_in_any_kind_of_optimizer(
         again = tmp_path / str(number)
         ranks = run_ranks(dims.world_size, load_and_save, mixture, dims, other, run, again)
         loaded, then = wholes(ranks)
-        # Where a weight was rounded to even, down from half-way: see `SplitFloats.copy_`.
+        # Weights that were rounded to even, down from half-way: see `SplitFloats.copy_`.
         assert_same(loaded, saved, last_bits=int(number > 0))
         if number == 0:
             assert_same(then, after)
@@ -163,7 +161,7 @@ def test_without_a_gpu_what_needs_one_is_refused_by_name(key, monkeypatch):
 
 
 @pytest.mark.parametrize("key", NEEDS_A_GPU)
-def test_without_transformer_engine_so_is_what_needs_it(key, monkeypatch):
+def test_without_transformer_engine_what_needs_it_is_refused(key, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("megatron_grpo.policy.optimizer.find_spec", lambda name: None)
     cfg = OptimizerConfig.model_validate({"lr": 1e-6, key: True})

@@ -53,8 +53,8 @@ def test_the_order_of_tokens_is_made_once_for_all_layers_of_a_microbatch(tmp_pat
             assert torch.equal(again[name], values), name
 
 
-def test_attention_is_told_few_different_longest_lengths():
-    """Transformer Engine and cuDNN prepare anew for each longest length."""
+def test_attention_gets_few_different_longest_lengths():
+    """Transformer Engine and cuDNN prepare anew for each length."""
     for size, expected in ((1, {512, 1024}), (3, {1536})):
         dims, coordinates = (
             ParallelDims(context=size),
@@ -67,8 +67,8 @@ def test_attention_is_told_few_different_longest_lengths():
         ]
         assert {each.max_seqlen_q for each in params} == expected
         assert {each.max_seqlen_kv for each in params} == expected
-        assert {each.pad_between_seqs for each in params} == {False}  # or it would look every time
-        # Not the number of tokens: Megatron would take each row of the table for one token's.
+        assert {each.pad_between_seqs for each in params} == {False}  # else layers look every time
+        # If there were as many rows as tokens, Megatron would take each row for a token's own.
         assert [each.rope_length for each in params] == [batch.max_seqlen for batch in batches]
 
 

@@ -1,5 +1,5 @@
-"""Quantised policies: each worker of an engine gets its scales once; exports; and training that
-rounds, whose numbers are rows of test_model.py."""
+"""Quantised policies: each worker of an engine gets its scales once; exports; and resumption of
+rounding training. Rows of test_model.py have its numbers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_every_scale_reaches_each_worker_once(dims, engine):
     workers = quantized_engine_layouts(plain, SHAPE, engine, MODEL)
     senders = [sender(dims, rank) for rank in range(dims.world_size)]
     assert check_push(senders, workers)
-    for each in senders:  # those who would send are those who hold
+    for each in senders:  # the senders of a scale are its holders
         held = {piece.tensor for piece in each.layout.pieces}
         for name, size in MODEL.matrices.items():
             assert size and (MODEL.scale_name(name) in held) == (name in held), name
@@ -87,7 +87,7 @@ def test_ranks_export_the_nvfp4_of_compressed_tensors(tmp_path):
 
 
 def weights_in_run(rank: int, run: Path, folder: Path, dims: ParallelDims) -> tuple[Boxes, Boxes]:
-    """The weights after the first step, which may be loaded, and those it then computes with."""
+    """Weights after a first step, or as loaded, and the weights that the forward then uses."""
     setup_device(rank)
     groups = init_groups(dims)
     policy = aware_policy("int8", tiny_config(folder, dims, *Quantized.overrides), groups)

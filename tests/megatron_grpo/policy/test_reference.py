@@ -42,7 +42,7 @@ HALF = "grpo.ref_model_mixup_alpha=0.5"
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
 def folders(request, tmp_path_factory) -> list[Path]:
-    """The model that a run begins with, and what the policy is after each of its steps."""
+    """The model that a run starts from, and the policy after each of its steps."""
     at = tmp_path_factory.mktemp(request.param)
     tied = request.param == "qwen3"
     return [
@@ -53,7 +53,7 @@ def folders(request, tmp_path_factory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> list[Path]:
-    """A model to begin with, and another for a policy to become."""
+    """A model to start from, and another for the policy to become."""
     at = tmp_path_factory.mktemp("two")
     return [tiny_model(at / str(seed), "qwen3", seed=seed) for seed in range(2)]
 
@@ -75,7 +75,7 @@ def weights_of(model: Model) -> dict[str, Tensor]:
     return {name: values.detach().clone() for name, values in model.parameters().items()}
 
 
-# What it is.
+# The mixture
 
 
 def boxes_after_steps(rank: int, folders: list[Path], dims: ParallelDims) -> Boxes:
@@ -92,7 +92,7 @@ def boxes_after_steps(rank: int, folders: list[Path], dims: ParallelDims) -> Box
     ids=str,
 )
 def test_reference_is_the_same_mixture_at_every_layout(folders, dims):
-    """Every second of four steps, at which the policy is the model of another seed."""
+    """Mixed at every second of four steps; at each the policy is the model of another seed."""
     expected: dict[str, Tensor] = {}
     for step, folder in enumerate(folders):
         for name, policy in load_file(folder / "model.safetensors").items():
@@ -118,7 +118,7 @@ def follow_in_small_parts(rank: int, two: list[Path]) -> list[dict[str, Tensor]]
 
 
 def test_reference_keeps_a_small_alpha_in_bfloat16(two):
-    """To bfloat16 alone a hundredth of two hundredths is nothing, however often it is added."""
+    """In bfloat16 alone, a hundredth of two hundredths would round to nothing at each addition."""
     ((begin, policy, reference),) = run_ranks(1, follow_in_small_parts, two)
     for name, got in reference.items():
         assert got.dtype == torch.bfloat16
@@ -158,13 +158,13 @@ def test_reference_is_a_copy_and_a_frozen_one_stays(two, dtype):
     assert run_ranks(1, refresh, two, dtype) == [[True] * 4]
 
 
-# In checkpoints.
+# Checkpoints
 
 MIXED = ("model.dtype=bfloat16", *MOVES, "grpo.ref_model_mixup_alpha=0.3")
 
 
 def save_moved(rank: int, two: list[Path], run: Path, dims: ParallelDims) -> int:
-    """The reported number of bytes that belong to this rank."""
+    """The reported bytes of this rank's part."""
     policy, groups = start_policy(rank, two[0], dims, *MIXED)
     reference = build_reference(tiny_config(two[0], dims, *MIXED), policy.shape, groups)
     accumulate(policy, groups, own_share(pack_all(LENGTHS, dims), groups))
@@ -184,7 +184,7 @@ def save(run: Path, policy: Policy, reference: Reference, folder: Path, dims: Pa
 def load_and_save(
     rank: int, two: list[Path], run: Path, dims: ParallelDims, again: Path
 ) -> tuple[bool, bool]:
-    """Whether the reference is the rounding of what was loaded, and is still mixed into."""
+    """Whether the reference is the rounded loaded mixture, and whether steps still change it."""
     policy, reference = start_both(rank, two[0], dims, *MIXED)
     checkpoints_of(run, policy, two[0], dims, *MIXED, reference=reference).load()
     loaded = weights_of(reference)
@@ -206,11 +206,11 @@ def tensors_in(run: Path) -> dict[str, Tensor]:
 
 
 def test_reference_comes_back_at_another_layout_bit_for_bit(two, tmp_path):
-    """With the policy in bfloat16, whose float32 masters and moments other ranks cut elsewhere."""
+    """The policy is in bfloat16; other ranks cut its float32 masters and moments elsewhere."""
     dims, other = ParallelDims(tensor=2, data=2), ParallelDims(pipeline=2, context=2)
-    told = run_ranks(4, save_moved, two, tmp_path / "run", dims)
+    sizes = run_ranks(4, save_moved, two, tmp_path / "run", dims)
     everything = read_checkpoint(tmp_path / "run" / "checkpoints" / "step_2")
-    assert sum(told) == sum(values.nbytes for values in everything.values())
+    assert sum(sizes) == sum(values.nbytes for values in everything.values())
     results = run_ranks(4, load_and_save, two, tmp_path / "run", other, tmp_path / "again")
     assert results == [(True, True)] * 4
     before, after = tensors_in(tmp_path / "run"), tensors_in(tmp_path / "again")
@@ -218,7 +218,7 @@ def test_reference_comes_back_at_another_layout_bit_for_bit(two, tmp_path):
     weights = {key.removeprefix(REFERENCE) for key in reference}
     assert {key for key, values in before.items() if values.dtype != torch.float32} == weights
     assert_equal_tensors(after, before)
-    assert len(before) == 5 * len(weights)  # and of each a master and two moments
+    assert len(before) == 5 * len(weights)  # and the mixture, master and two moments of each
 
 
 def save_and_load_otherwise(
@@ -237,16 +237,16 @@ def save_and_load_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("saves", "loads", "told"),
+    ("saves", "loads", "error"),
     [
         ((), MOVES, "holds no weights of a reference.*sync_ref_model is true: set it to false"),
         (MOVES, (), "holds the weights of a reference.*sync_ref_model is false: set it to true"),
     ],
     ids=["wanted", "not wanted"],
 )
-def test_checkpoint_of_another_kind_of_reference_is_told(two, tmp_path, saves, loads, told):
+def test_checkpoint_of_another_kind_of_reference_is_reported(two, tmp_path, saves, loads, error):
     [message] = run_ranks(1, save_and_load_otherwise, two, tmp_path, saves, loads)
-    assert re.search(told, message), message
+    assert re.search(error, message), message
 
 
 def start_from(rank: int, two: list[Path], run: Path, new: Path) -> tuple[bool, bool]:
@@ -274,7 +274,7 @@ def test_reference_is_its_own_in_a_run_that_starts_from_another(two, tmp_path):
     assert results == [(True, True)] * 2
 
 
-# In whole runs.
+# Whole runs
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +288,7 @@ def whole(runs: Runs) -> Path:
 
 @pytest.mark.long
 def test_reference_is_used_from_the_next_generation_on(whole: Path, undisturbed: Path) -> None:
-    """The other run has a frozen one."""
+    """The undisturbed run has a frozen reference."""
     ours, frozen = ([each["kl"] for each in read_metrics(run)] for run in (whole, undisturbed))
     assert ours[:2] == frozen[:2]
     assert 0 < ours[2] < frozen[2] / 2
@@ -298,7 +298,7 @@ def test_reference_is_used_from_the_next_generation_on(whole: Path, undisturbed:
 def test_reference_resumes_inside_and_between_generations(
     runs: Runs, whole: Path, tmp_path: Path
 ) -> None:
-    """When it is resumed inside of one, the reference is no longer what that began with."""
+    """Resumed inside a generation, the reference is no longer the one that it began with."""
     for num_steps in (1, 2, 4):
         ended = runs.finish(tmp_path / "parts", *EVERY_STEP, HALF, f"train.num_steps={num_steps}")
         assert ended.exit_codes == [0] * NUM_RANKS, ended.output
@@ -313,7 +313,7 @@ def test_reference_resumes_inside_and_between_generations(
 
 @pytest.mark.slow
 def test_reference_counts_a_skipped_step(runs: Runs, tmp_path: Path) -> None:
-    """And the step after it moves the policy before that is copied."""
+    """The next step moves the policy before the reference copies it."""
     overrides = ("train.num_steps=2", *MOVES, "grpo.ref_model_mixup_alpha=1.0")
     with runs.start(tmp_path / "run", *overrides, sabotage=SpoilGradient(3, steps=(1,))) as job:
         ended = job.end(120)

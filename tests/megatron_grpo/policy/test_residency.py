@@ -1,6 +1,6 @@
-"""Training state that leaves its device while engines use it: what is where, and that it is back.
+"""Training state leaves its device while engines use it, and comes back.
 
-On CPUs what leaves is freed and restored as on a GPU. tests/gpu has the memory of one.
+On CPUs state that leaves is freed and restored as on a GPU; tests/gpu measures a GPU's memory.
 """
 
 from collections.abc import Iterable
@@ -54,12 +54,12 @@ LAYOUTS = [
 ]
 
 
-def test_what_a_phase_computes_with_is_on_the_gpu() -> None:
+def test_parts_that_a_phase_uses_are_on_the_gpu() -> None:
     lists: tuple[Offload, ...] = (("weights",), ("reference", "gradients"))
     for phase in PHASES:
         for offload in ("none", "optimizer", "all", *lists):
             assert not {*parts_used(phase)} & {*parts_away(offload, phase)}
-        # Communicators come back when weights do, for whom engines have made room.
+        # Communicators come back with the weights, for which engines have made room.
         assert communicates(phase) or "weights" in parts_away(("weights",), phase)
     assert parts_away("all", "generate") == PARTS and not communicates("generate")
     assert parts_moved(("optimizer",)) == parts_moved("optimizer") == ("gradients", "optimizer")
@@ -73,12 +73,12 @@ def config(folder: Path, dims: ParallelDims, dtype: str, offload: str) -> Config
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """What the storages of tensors take now."""
+    """Bytes of the tensors' storages now."""
     return sum(storage.nbytes() for storage in {each.untyped_storage() for each in tensors})
 
 
 def spoil_gradients(policy: Policy) -> None:
-    """What memory may hold that was freed and allocated again."""
+    """Fill gradients with NaN: memory that was freed and allocated again may hold anything."""
     for gradient in state_of(policy, None)["gradients"]:
         gradient.fill_(torch.nan)
 
@@ -93,9 +93,9 @@ def step(policy: Policy, groups: Groups) -> None:
 def go_through_two_generations(
     rank: int, folder: Path, dims: ParallelDims, dtype: str, offload: str, run: Path
 ) -> tuple[dict[str, int], list[Tensor]]:
-    """Bytes on the device in each phase and on the host, and log-probabilities; saves and exports.
+    """Bytes on the device by phase and on the host, and log-probabilities; saves and exports.
 
-    The saved and exported model is that of the phase in which the most is away.
+    It saves and exports in the phase in which most is away.
     """
     policy, groups = start_policy(rank, folder, dims, f"model.dtype={dtype}")
     cfg = config(folder, dims, dtype, offload)
@@ -129,7 +129,7 @@ def go_through_two_generations(
 
 
 def files_of(run: Path) -> dict[str, bytes]:
-    """The weights and the state that a run has written."""
+    """Files of weights and state that a run has written."""
     kinds = (".safetensors", ".distcp", ".metadata")
     return {
         str(file.relative_to(run)): file.read_bytes()
@@ -140,7 +140,7 @@ def files_of(run: Path) -> dict[str, bytes]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "dims", "dtype"), LAYOUTS, ids=str)
-def test_a_run_whose_state_leaves_is_the_same_run_and_holds_what_the_plan_says(
+def test_offloading_changes_no_bit_and_holds_the_planned_bytes(
     family: str, dims: ParallelDims, dtype: str, tmp_path: Path
 ) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 512}  # so that padding is less than 5 %
@@ -168,7 +168,7 @@ def change_and_come_back(rank: int, folder: Path) -> list[bool]:
     cfg = config(folder, ParallelDims(), "float32", "all")
     residency = build_residency(cfg, policy, None, CPU, num_ranks=1)
     [first, *_] = policy.parameters().values()
-    corner = first[1:3, :4]  # torch cuts no view from what is away
+    corner = first[1:3, :4]  # torch cannot slice a tensor that is away
     residency.enter("push")
     assert residency.readable(first) is first
     residency.enter("generate")
@@ -189,8 +189,7 @@ def test_a_copy_is_readable_while_its_tensor_is_away_and_is_made_anew_in_each_mo
 
 
 def change_after_the_copy(rank: int, folder: Path) -> list[bool]:
-    """Overwrite tensors that have been copied ahead, after each of two steps; whether they come
-    back as they were."""
+    """Whether all parts come back as they were when copied, after each of two steps."""
     policy, groups = start_policy(rank, folder, ParallelDims())
     cfg = config(folder, ParallelDims(), "float32", "all")
     cfg = cfg.model_copy(update={"grpo": cfg.grpo.model_copy(update={"sync_ref_model": False})})
@@ -208,7 +207,7 @@ def change_after_the_copy(rank: int, folder: Path) -> list[bool]:
         overwrite(residency, "weights")
         residency.enter("generate")
         residency.enter("log-probabilities")
-        overwrite(residency, "reference")  # no step changes it, and so its copy is made once
+        overwrite(residency, "reference")  # no step changes it: it is copied once
         residency.enter("generate")
         residency.enter("train")
         found.append(all(torch.equal(room.values, before[room]) for room in before))
@@ -221,7 +220,7 @@ def overwrite(residency: Residency, *parts: str) -> None:
             room.values.fill_(255)
 
 
-def test_what_is_copied_ahead_leaves_as_it_was_then_and_is_copied_anew_after_a_step(
+def test_a_part_copied_ahead_comes_back_as_copied_and_is_copied_anew_after_a_step(
     tied_model: Path,
 ) -> None:
     assert run_ranks(1, change_after_the_copy, tied_model) == [[True, True]]

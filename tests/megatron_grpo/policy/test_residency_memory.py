@@ -1,4 +1,4 @@
-"""What a rank's process holds in each phase, as the operating system says, beside the plan."""
+"""Memory of a rank's process by phase: measured by the operating system, and planned."""
 
 import os
 from pathlib import Path
@@ -28,7 +28,7 @@ WIDE = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-"""A model of 47 million parameters: its state exceeds everything else that a rank holds."""
+"""A model of 47 million parameters: its state is most of a rank's memory."""
 ONE = ParallelDims()
 CASES: list[tuple[ParallelDims, str, str]] = [
     *((ONE, offload, "float32") for offload in ("none", "optimizer", "[gradients]", "[weights]")),
@@ -36,8 +36,8 @@ CASES: list[tuple[ParallelDims, str, str]] = [
     *((two, "all", "float32") for two in (ParallelDims(tensor=2), ParallelDims(data=2))),
 ]
 FEW_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
-"""oneDNN compiles a kernel of about a megabyte for each product in bfloat16 and each length of a
-microbatch; it keeps 1,024 of them, and torch as many again."""
+"""Caches of oneDNN and torch: about a megabyte for each product in bfloat16 and each length of a
+microbatch; the default keeps 1,024 in each."""
 
 
 def config(folder: Path, dims: ParallelDims, offload: str, dtype: str) -> Config:
@@ -46,7 +46,7 @@ def config(folder: Path, dims: ParallelDims, offload: str, dtype: str) -> Config
 
 
 def held() -> int:
-    """Bytes of this process's memory: what is its own and what it shares, but no mapped files."""
+    """Bytes of this process, private and shared, without mapped files."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     return 1024 * (sizes["Anonymous"] + sizes["Pss_Shmem"])
@@ -55,10 +55,10 @@ def held() -> int:
 def measure(
     rank: int, folder: Path, dims: ParallelDims, offload: str, dtype: str
 ) -> list[tuple[Phase, int]]:
-    """What the process holds more than before it had a model, in the phases of generations.
+    """Bytes at the start of each phase, beyond those before there was a model.
 
-    When a phase begins; training when it has ended and given back what it freed, as gradients that
-    were away have no pages before it fills them.
+    Training is measured at its end, after freed memory is given back: gradients that were away have
+    no pages before it fills them.
     """
     os.environ |= FEW_KERNELS
     empty = held()
@@ -90,7 +90,7 @@ def measure(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dims", "offload", "dtype"), CASES, ids=str)
-def test_a_process_holds_in_each_phase_what_the_plan_says(
+def test_a_process_holds_the_planned_bytes_in_each_phase(
     tmp_path: Path, dims: ParallelDims, offload: str, dtype: str
 ) -> None:
     folder = tiny_model(tmp_path, "qwen3", tied=True, **WIDE)
@@ -103,5 +103,5 @@ def test_a_process_holds_in_each_phase_what_the_plan_says(
         for phase, held_now in found[first_step:]:
             planned = state.total - part_bytes(state, parts_away(cfg.offload, phase)) + on_host
             if phase == "log-probabilities" and "gradients" in parts_away(cfg.offload, "generate"):
-                planned -= state.gradients  # they are back, and have no pages yet
+                planned -= state.gradients  # gradients are back, without pages yet
             assert held_now == pytest.approx(planned, rel=0.05), (rank, phase)

@@ -1,6 +1,6 @@
-"""Choices that a policy follows: without them it has its own, and it follows those of an engine.
+"""Router replay: a policy makes its own choices, or follows those of an engine.
 
-That its numbers are then those of `transformers` with the same choices, rows of test_model.py say.
+Rows of test_model.py compare its numbers with `transformers` under the same choices.
 """
 
 import asyncio
@@ -67,8 +67,8 @@ LATENT_ADAPTERS = (ADAPTERS[0], "lora.target_modules=[o_proj]", ADAPTERS[2])
 
 
 def own_routes_on_rank(rank: int, family: str, folder: Path, *overrides: str) -> list[list[Tensor]]:
-    """Log-probabilities under the reference, under a policy whose batch has no routes, and under
-    one whose batch has some."""
+    """Log-probabilities of the reference, of a policy without routes in its batch, and of one with
+    some."""
     dims = ParallelDims()
     overrides = (*overrides_of(family), *overrides)
     policy, groups = start_policy(rank, folder, dims, *overrides)
@@ -94,7 +94,7 @@ def own_routes_on_rank(rank: int, family: str, folder: Path, *overrides: str) ->
         (SPARSE, LATENT_ADAPTERS),
     ],
 )
-def test_reference_and_a_batch_without_routes_have_their_own(folders, family, overrides):
+def test_reference_and_a_batch_without_routes_make_their_own_choices(folders, family, overrides):
     folder = folders[family]
     [found] = run_ranks(1, own_routes_on_rank, family, folder, *overrides)
     with torch.no_grad():
@@ -106,15 +106,15 @@ def test_reference_and_a_batch_without_routes_have_their_own(folders, family, ov
 
 
 def noted_choices_on_rank(rank: int, folder: Path) -> list[list[Tensor]]:
-    """Log-probabilities and gradients of a policy that chooses its tokens, and of one that is given
-    these again."""
+    """Log-probabilities and gradients of a policy that chooses tokens, and of one that replays
+    them."""
     dims, found = ParallelDims(), []
     replays = overrides_of(SPARSE)[1:]
     policy, groups = start_policy(rank, folder, dims, *replays)
     for attention in (layer.self_attention for layer in unwrapped(policy.chunks[0]).decoder.layers):
         attention._choose = noted(attention._choose, found)
     own = numbers_of(policy, groups, pack_all(LENGTHS, dims))
-    assert len(found) == LAYERS * 2 * (len(LENGTHS) - 1)  # nothing is chosen of padding alone
+    assert len(found) == LAYERS * 2 * (len(LENGTHS) - 1)  # no choices for padding
     tokens: list[Tensor] = []
     for number, lengths in enumerate(LENGTHS[:-1]):
         chosen = torch.stack(found[number * LAYERS :][:LAYERS], dim=1)
@@ -172,10 +172,10 @@ def bfloat16_samples(family: str, folder: Path) -> list[Sample]:
                 request.take(decode_choice(answer), "http://a", str)
 
     async def sample() -> list[Sample]:
-        asked = Completions(random_prompts(NUM_SAMPLES // 4), params)
-        await asked.begin(Answering())
-        await asyncio.gather(*asked.sampling)
-        return asked.samples()
+        completions = Completions(random_prompts(NUM_SAMPLES // 4), params)
+        await completions.begin(Answering())
+        await asyncio.gather(*completions.sampling)
+        return completions.samples()
 
     return asyncio.run(sample())
 
@@ -183,7 +183,7 @@ def bfloat16_samples(family: str, folder: Path) -> list[Sample]:
 def gaps_on_rank(
     rank: int, family: str, folder: Path, dims: ParallelDims, samples: list[Sample]
 ) -> list[Tensor]:
-    """How far log-probabilities of the trainer are from the engine's: with replay, and without."""
+    """Gaps between log-probabilities of trainer and engine: with replay, and without."""
     replays = overrides_of(family)
     overrides = *replays, "model.dtype=bfloat16", f"grpo.generation_batch_size={NUM_SAMPLES}"
     policy, groups = start_policy(rank, folder, dims, *overrides)
@@ -218,6 +218,6 @@ def test_replay_follows_an_engine_whose_rounding_decides_between_experts(folders
 
 def test_router_replay_refuses_fewer_experts_than_a_token_has():
     replay = RouterReplay()
-    replay.routed_experts = torch.zeros(5, 0, dtype=torch.uint8)  # an engine gave tokens alone
+    replay.routed_experts = torch.zeros(5, 0, dtype=torch.uint8)  # the engine sent no experts
     with pytest.raises(ValueError, match="chose 0 experts of a token, but the model has 3"):
         replay.get_replay_topk(torch.rand(5, EXPERTS), TOPK, None, None, None)

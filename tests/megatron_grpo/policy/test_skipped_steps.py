@@ -37,18 +37,18 @@ NAN, INFINITY = math.nan, math.inf
 
 @dataclass(frozen=True)
 class Plant:
-    """Where one number goes wrong: in a rank's gradient of a parameter, or in its advantages."""
+    """A planted number: in a rank's gradient of a parameter, or in its advantages."""
 
     rank: int
     value: float
     named: str
-    """What the run must call it."""
+    """Its name in the run's message."""
     parameter: str = ""
     """Local name; empty: an advantage of the first microbatch."""
 
 
 class Steps:
-    """A policy on this rank, and the optimizer steps that a test has it take."""
+    """A policy on this rank that takes optimizer steps."""
 
     def __init__(self, rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> None:
         self.rank = rank
@@ -102,24 +102,24 @@ class Steps:
 
 @dataclass
 class Bad:
-    """What one rank saw of a bad step."""
+    """Outcome of a bad step on one rank."""
 
     changed: bool
     metrics: dict[str, float]
-    told: str
+    output: str
 
 
 def good_bad_good(
     rank: int, folder: Path, dims: ParallelDims, plants: list[Plant], *overrides: str
 ) -> list[Bad]:
-    """A good step, one bad step for each plant, and a good one like that without the bad ones."""
+    """A good step, one bad step for each plant, and a good step as without the bad ones."""
     steps = Steps(rank, folder, dims, f"train.max_skipped_steps={len(plants) + 1}", *overrides)
     first = steps.step()
     before, seen = steps.digest(), []
     for plant in plants:
-        with redirect_stderr(io.StringIO()) as told:
+        with redirect_stderr(io.StringIO()) as output:
             metrics = steps.bad_step(plant)
-        seen.append(Bad(steps.digest() != before, metrics, told.getvalue()))
+        seen.append(Bad(steps.digest() != before, metrics, output.getvalue()))
     assert steps.skipped.num_in_a_row == len(plants), [bad.metrics for bad in seen]
     second = steps.step()
     after = steps.digest()
@@ -150,10 +150,10 @@ CASES = {
     "data": (
         ParallelDims(data=2),
         [
-            # Each in the part of the sum that rank 0 holds, or in the part that rank 1 holds.
+            # In rank 0's part of the sum, or in rank 1's.
             Plant(1, INFINITY, DOWN.format(0), LAYER + "mlp.linear_fc2.weight"),
             Plant(0, -INFINITY, "model.norm.weight", "0.decoder.final_layernorm.weight"),
-            # In both microbatches. Its square is not finite in float32, nor is the norm.
+            # In both microbatches; the square and the norm overflow float32.
             Plant(1, 1e30, "the first 2.0e+30,", LAYER + "mlp.linear_fc2.weight"),
         ],
     ),
@@ -164,7 +164,7 @@ CASES = {
             Plant(1, NAN, LOSS.format("nan")),
         ],
     ),
-    # Without sequence parallelism nothing is summed over the copies, and one is in the norm.
+    # Without sequence parallelism nothing is summed over the copies, and one counts in the norm.
     "copies on tensor ranks": (
         ParallelDims(tensor=2),
         [
@@ -205,10 +205,10 @@ def test_a_bad_number_on_one_rank_changes_nothing_on_any(dense, tmp_path, case):
             assert "grad_norm" not in bad.metrics
             assert all(map(math.isfinite, bad.metrics.values()))
             if rank > 0:
-                assert bad.told == ""
+                assert bad.output == ""
                 continue
-            assert bad.told.startswith("optimizer step skipped: ") and plant.named in bad.told
-            assert bad.told.endswith(f" on rank {plant.rank}\n") and bad.told.count("\n") == 1
+            assert bad.output.startswith("optimizer step skipped: ") and plant.named in bad.output
+            assert bad.output.endswith(f" on rank {plant.rank}\n") and bad.output.count("\n") == 1
 
 
 def only_bad_steps(rank: int, folder: Path, dims: ParallelDims, plants: list[Plant]) -> str:

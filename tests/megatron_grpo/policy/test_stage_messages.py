@@ -69,8 +69,8 @@ def messages_of_a_pass(rank: int, folder: Path, dims: ParallelDims) -> tuple[set
     ],
     ids=lambda dims: f"{dims} vpp({dims.virtual_pipeline})",
 )
-def test_no_message_tells_a_shape(tmp_path, dims):
-    """That the numbers are the same, test_train_step.py sees."""
+def test_no_message_carries_a_shape(tmp_path, dims):
+    """test_train_step.py compares the numbers."""
     folder = tiny_model(tmp_path, "llama", num_hidden_layers=6)
     for types, num_left in run_ranks(dims.world_size, messages_of_a_pass, folder, dims):
         assert types == {str(torch.float32)}

@@ -65,8 +65,8 @@ def test_overrides_reach_megatron():
     assert configure(shape=MIXTURE, moe_router_dtype="fp64").moe_router_dtype == "fp64"
 
 
-def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(monkeypatch):
-    """As Megatron's own training script has it; torch's layers have nothing to fuse with."""
+def test_the_layers_of_transformer_engine_are_fused_by_default(monkeypatch):
+    """As in Megatron's own training script; torch's layers have nothing to fuse with."""
     assert not configure().apply_rope_fusion
     assert not configure().bias_activation_fusion
     monkeypatch.setattr(transformer, "best_implementation", lambda dtype: "transformer_engine")
@@ -84,10 +84,10 @@ def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "error"),
     [
         ("recompute_granularty", "full", "recompute_granularty .*did you mean recompute_granular"),
-        # What might change what the model computes, and what packed sequences do not have.
+        # Fields that might change the model's results, or that packed sequences lack.
         ("qk_clip", True, r"qk_clip is not supported.* recompute_granularity.*_loss"),
         ("cp_comm_type", "all_gather", r"'all_gather'; possible here: \['p2p', 'a2a'\]"),
         ("cp_comm_type", "p2p", "p2p is for Transformer Engine's attention"),
@@ -109,7 +109,7 @@ def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(
         ),
         ("transformer_impl", "inference_optimized", "is 'inference_optimized'; possible"),
         ("gradient_accumulation_fusion", True, "needs Transformer Engine"),
-        # What Megatron would ignore or stumble over.
+        # Values that Megatron would ignore or fail on.
         ("attention_backend", "flsh", r"'flsh'; possible here: \['auto', 'flash', 'fused', 'unf"),
         ("moe_router_dtype", "bf16", r"'bf16'; possible here: \['fp32', 'fp64'\]"),
         ("moe_router_load_balancing_type", ["aux_loss"], r"possible here: \['aux_loss', 'none'"),
@@ -117,13 +117,13 @@ def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(
         ("moe_z_loss_coeff", "1e-3", "'1e-3': use a number from 0 on"),
     ],
 )
-def test_an_override_that_cannot_be_had_is_refused(name, value, told):
-    with pytest.raises(ValueError, match=told):
+def test_an_unavailable_override_is_refused(name, value, error):
+    with pytest.raises(ValueError, match=error):
         configure(shape=MIXTURE, **{name: value})
 
 
 @pytest.mark.parametrize(
-    ("dims", "shape", "told"),
+    ("dims", "shape", "error"),
     [
         (ParallelDims(context=2), SHAPE, None),
         (ParallelDims(tensor=2, context=2), SHAPE, r"divides the 1 key-value heads .*context\(2\)"),
@@ -131,12 +131,12 @@ def test_an_override_that_cannot_be_had_is_refused(name, value, told):
     ],
     ids=str,
 )
-def test_context_ranks_exchange_heads_only_if_each_has_one(dims, shape, told):
+def test_context_ranks_exchange_heads_only_if_each_has_one(dims, shape, error):
     check_context_exchange("p2p", shape, dims, "transformer_engine")
-    if told is None:
+    if error is None:
         check_context_exchange("a2a", shape, dims, "transformer_engine")
     else:
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=error):
             check_context_exchange("a2a", shape, dims, "transformer_engine")
 
 
@@ -164,7 +164,7 @@ def test_a_flexible_dispatcher_needs_its_kernels_and_ranks_to_send_to(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "error"),
     [
         (
             {"fp8": "e4m3"},
@@ -181,14 +181,14 @@ def test_a_flexible_dispatcher_needs_its_kernels_and_ranks_to_send_to(monkeypatc
         ({"fp8_param": True}, "fp8_param is not supported"),
     ],
 )
-def test_products_in_fp8_need_transformer_engine(given, told):
-    with pytest.raises(ValueError, match=told):
+def test_products_in_fp8_need_transformer_engine(given, error):
+    with pytest.raises(ValueError, match=error):
         configure(**given)
 
 
 @pytest.fixture
 def library(monkeypatch):
-    """A stand-in for Transformer Engine that only says which FP8 recipes the GPU supports."""
+    """Stands for Transformer Engine: says whether the GPU has a recipe."""
     answers = {
         "is_fp8_available": (True, ""),
         "is_fp8_block_scaling_available": (True, ""),
@@ -207,7 +207,7 @@ def known(answer: tuple[bool, str], *, return_reason: bool) -> tuple[bool, str]:
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(
-    ("shape", "dims", "recipe", "told"),
+    ("shape", "dims", "recipe", "error"),
     [
         (SHAPE, ParallelDims(), None, "needs model.megatron.fp8_recipe: blockwise for Hopper"),
         (SHAPE, ParallelDims(), "mxfp8", "mxfp8 is not for this GPU: it needs compute capability"),
@@ -227,10 +227,10 @@ def known(answer: tuple[bool, str], *, return_reason: bool) -> tuple[bool, str]:
     ],
 )
 def test_what_a_gpu_or_a_model_cannot_multiply_in_fp8_is_refused(
-    shape, dims, recipe, told, monkeypatch
+    shape, dims, recipe, error, monkeypatch
 ):
     settings = {"fp8": "e4m3"} | ({"fp8_recipe": recipe} if recipe else {})
-    refused = pytest.raises(ValueError, match=told) if told else nullcontext()
+    refused = pytest.raises(ValueError, match=error) if error else nullcontext()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with refused:
         transformer_engine.check_fp8(settings, shape, dims, torch.bfloat16, "transformer_engine")
@@ -241,7 +241,7 @@ OFFLOAD = {"fine_grained_activation_offloading": True, "offload_modules": ATTENT
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "error"),
     [
         ({"offload_modules": None}, r"is None: .* of \['qkv_linear', 'core_attn', 'attn_proj', 'a"),
         ({"offload_modules": []}, "list some of"),
@@ -252,9 +252,9 @@ OFFLOAD = {"fine_grained_activation_offloading": True, "offload_modules": ATTENT
     ],
     ids=str,
 )
-def test_activations_leave_only_where_there_are_some(changed, told):
+def test_offloading_of_activations_needs_modules_that_keep_some(changed, error):
     assert configure(**OFFLOAD).offload_modules == ATTENTION
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=error):
         configure(**OFFLOAD | changed)
 
 

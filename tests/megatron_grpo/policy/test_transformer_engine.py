@@ -1,4 +1,4 @@
-"""What a host without Transformer Engine can say of it."""
+"""Checks of Transformer Engine on hosts that do not have it."""
 
 import ast
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ def test_check_cudnn_refuses_wrong_gradients_on_hopper():
 
 
 def options_of_core_attention(rank: int, folder: Path) -> list[set[str]]:
-    """Names of the options that each layer gives to its core attention."""
+    """Names of the options of each core attention that layers build."""
     seen: list[set[str]] = []
 
     class Recorded(PackedAttention):
@@ -39,7 +39,7 @@ def options_of_core_attention(rank: int, folder: Path) -> list[set[str]]:
     return seen
 
 
-def test_latent_attention_gives_options_that_it_takes(tmp_path: Path) -> None:
+def test_latent_attention_passes_options_that_transformer_engine_takes(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, "deepseek_v3")
     [seen] = run_ranks(1, options_of_core_attention, folder)
     spec = find_spec("megatron.core.extensions.transformer_engine")
@@ -50,6 +50,6 @@ def test_latent_attention_gives_options_that_it_takes(tmp_path: Path) -> None:
         if isinstance(node, ast.ClassDef) and node.name == "TEDotProductAttention"
     ]
     [init] = [n for n in module.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
-    # The base class builds one, too, which is replaced: it knows what to pass.
+    # Drop the base class's own core attention, which ours replaces: it has no `k_channels`.
     ours = [options for options in seen if "k_channels" in options]
     assert ours and all(options <= {each.arg for each in init.args.args} for options in ours)

@@ -214,7 +214,7 @@ def test_attention_passes_whether_sequences_are_padded():
     assert kept in source(te_layers)
 
 
-def test_all_ask_one_manager_for_what_ours_has(monkeypatch):
+def test_megatrons_offloading_calls_only_methods_that_ours_has(monkeypatch):
     ours = activation_offload.Offloads(torch.device("cpu"))
     monkeypatch.setattr(offloading.PipelineOffloadManager, "OFFLOAD_MGR", ours)
     assert offloading.PipelineOffloadManager.get_instance() is ours
@@ -222,12 +222,12 @@ def test_all_ask_one_manager_for_what_ours_has(monkeypatch):
     functions = [asks.__enter__, asks.__exit__, asks.init_chunk_handler, asks.mark_not_offload]
     functions += [asks.get_context, asks.reset, offloading.fine_grained_offloading_group_start]
     functions.append(offloading.fine_grained_offloading_group_offload)
-    asked = {n for f in functions for n in re.findall(r"get_instance\(\)\.(\w+)\(", source(f))}
-    assert asked == {
+    called = {n for f in functions for n in re.findall(r"get_instance\(\)\.(\w+)\(", source(f))}
+    assert called == {
         *("__enter__", "__exit__", "init_model_chunk_offload_handler", "mark_not_offload"),
         *("reset", "pop_forward_chunk", "cur_forward_chunk"),
     }
-    assert asked <= {*dir(ours)}
+    assert called <= {*dir(ours)}
     handler = offloading.ChunkOffloadHandler
     for name in (n for n in vars(activation_offload.Microbatch) if n.startswith("on_group")):
         assert hasattr(handler, name)

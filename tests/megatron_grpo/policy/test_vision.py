@@ -65,8 +65,8 @@ def start(
 def steps_on_rank(
     rank: int, folder: Path, dims: ParallelDims, num_steps: int, *overrides: str
 ) -> tuple[list[Parts], list[float]]:
-    """The state after each step from the newest checkpoint on, and the log-probability before it;
-    the second is saved and exported."""
+    """States after each step since the newest checkpoint, and log-probabilities before each; saves
+    and exports after the second."""
     cfg, policy, groups, batches = start(rank, folder, dims, *overrides)
     checkpoints, states, logprobs = Checkpoints(cfg, policy, None), [], []
     first = checkpoints.load().step
@@ -108,10 +108,10 @@ def test_tower_is_in_checkpoints_and_exports_as_it_is_trained(tmp_path, at, own)
             torch.testing.assert_close(again[name], values, rtol=1e-3, atol=1e-5)
     checkpoint = run / "checkpoints" / "step_2"
     assert verify_weights(checkpoint, run / "hf") == []
-    told = StringIO()
-    print_inspection(Console(file=told), checkpoint, folder, ParallelDims())
+    output = StringIO()
+    print_inspection(Console(file=output), checkpoint, folder, ParallelDims())
     num_tensors = sum(".visual." in name for name in weights_of(folder))
-    assert re.search(rf"vision +{num_tensors} tensors", told.getvalue())
+    assert re.search(rf"vision +{num_tensors} tensors", output.getvalue())
     export_checkpoint(checkpoint, tmp_path / "out", hf_config=folder)
     exported = weights_of(run / "hf")
     assert_same(weights_of(tmp_path / "out"), exported)
@@ -147,7 +147,7 @@ def fault_on_rank(rank: int, folder: Path, broken: str) -> str:
 
 
 @pytest.mark.parametrize("broken", ["word_embeddings", "visual."])
-def test_name_nonfinite_names_a_tower_after_what_is_before_it(qwen2_5_vl, broken):
-    (told,) = run_ranks(1, fault_on_rank, qwen2_5_vl, broken)
+def test_name_nonfinite_names_the_first_of_tower_and_embedding(qwen2_5_vl, broken):
+    (text,) = run_ranks(1, fault_on_rank, qwen2_5_vl, broken)
     of_tower = broken == "visual."
-    assert ("the gradient of visual." in told, "embed_tokens" in told) == (of_tower, not of_tower)
+    assert ("the gradient of visual." in text, "embed_tokens" in text) == (of_tower, not of_tower)

@@ -1,4 +1,4 @@
-"""YaRN: the frequencies of transformers and of vLLM. Rows of test_model.py have whole models."""
+"""YaRN: its frequencies in transformers and in vLLM. Rows of test_model.py have whole models."""
 
 from itertools import product
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_yarn_frequencies_equal_those_of_transformers(tmp_path, change, theta, h
 
 
 def cosines_and_sines(model: torch.nn.Module, folder: Path, dims: EngineDims) -> Tensor:
-    """The table of a vLLM worker's model: [positions, head_dim]."""
+    """The RoPE table of a vLLM worker's model: [positions, head_dim]."""
     rotaries = [module for module in model.modules() if hasattr(module, "cos_sin_cache")]
     (table,) = {id(each.cos_sin_cache): each.cos_sin_cache for each in rotaries}.values()
     return table.detach().clone()

@@ -36,7 +36,7 @@ def tokenizer(tied_model: Path) -> Any:
 
 
 def experience(**options: Any) -> Experience:
-    """Three completions of one prompt, whose advantages are twice the rewards less 1."""
+    """Three completions of one prompt: advantage = 2 * reward - 1."""
     prompt = Prompt(index=4, token_ids=(1, 2), text="What is 7 + 5?", row=ROW)
     tokens = {"completion_ids": (33, 34), "logprobs": (-0.5, -0.1), "policy_version": 6}
     samples = [
@@ -69,7 +69,7 @@ def test_completion_rows_have_null_for_what_is_unknown(tokenizer: Any) -> None:
         "logprob_gap": 0.01,
         "finish_reason": "stop",
         "policy_version": 6,
-        # The prompt is there as it was sent, and long values are cut.
+        # The prompt is as it was sent, and long values are cut.
         "columns": {
             "answer": "12",
             "tests": "x" * 2000 + "…",
@@ -77,7 +77,7 @@ def test_completion_rows_have_null_for_what_is_unknown(tokenizer: Any) -> None:
             "source?": "cut in ?",
         },
     }
-    # By these `view` finds a row, without decoding it.
+    # `view` finds a row by its first keys, without decoding it.
     assert list(first)[:3] == ["step", "prompt_index", "sample_index"]
     assert (failed["sample_index"], failed["reward"]) == (1, None)
     assert failed["rewards"] == {"exact": None}
@@ -121,7 +121,7 @@ def test_turns_of_an_agent_have_roles_calls_and_branches(tokenizer: Any) -> None
         ("assistant", 1, None),
     ]
     assert [turn["num_tokens"] for turn in found] == [2, 2, 2, 1, 2]
-    # A branch that shares no token has the first of its own as its context.
+    # A branch that shares no token has its own first token as its context.
     made = experience(
         completion_ids=(33, 34, 40, 41, 35),
         logprobs=[0.0] * 5,
@@ -152,7 +152,7 @@ def test_token_rows_have_values_as_far_as_they_are_logged(tokenizer: Any) -> Non
     assert first["gap"] == [0.1, None]
     assert first["rollout_logprob"] == [-0.5, -0.1]
     assert (first["advantage"], second["advantage"]) == ([-1.0, -1.0], [1.0])
-    # Each has the version that sampled it.
+    # Each token has the version that sampled it.
     made = experience(versions=((5, 1), (6, 1)), policy_version=5)
     found = token_rows(7, made, [0, 1], values, tokenizer)
     assert [row["policy_version"] for row in found] == [[5, 6], [5]]
@@ -171,7 +171,7 @@ def test_token_texts_have_a_character_at_its_last_token() -> None:
 
 
 def test_token_texts_go_on_behind_bytes_of_no_character() -> None:
-    """A decoder of pieces, with bytes for the rest, gives up a character that it has returned."""
+    """A decoder with byte fallback may withdraw a character that it has returned."""
     pieces = ["a", *(f"<0x{byte:02X}>" for byte in range(256))]
     of_pieces = Tokenizer(BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
     of_pieces.decoder = Sequence([ByteFallback(), Fuse()])

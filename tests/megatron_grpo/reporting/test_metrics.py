@@ -35,7 +35,7 @@ def grpo_config(**options):
 
 
 def count(members, cfg, tokens=TOKENS, old_is_rollout=False, num_logged_tokens=0):
-    """Metrics of one microbatch with these sequences, and the total of its loss."""
+    """Metrics of one microbatch with these sequences, and its total loss."""
     weights = loss_weights(torch.tensor([len(own) for own in tokens]), "grpo", 8)
     log_rows = first_rows([len(own) for own in tokens], num_logged_tokens)
     sequences = [
@@ -81,7 +81,7 @@ def metrics_of(members, cfg, *args, **options):
 
 
 def reduced(parts, cfg):
-    """The report of the ranks that hold these parts."""
+    """The report of the ranks with these parts."""
 
     def all_reduce(tensor, op):
         if op == dist.ReduceOp.MAX:
@@ -145,7 +145,7 @@ def test_reduce_does_not_depend_on_the_split_over_ranks(split):
         "rollout/stale_gap_mean": mean(abs(new - old) for new, old, _, _, _ in every),
         "entropy/high_ratio": 4 / 7,  # 0.7, 1.5, 2.5 and 0.9
         "entropy/threshold": 0.35,
-        # Only the second sample has a negative advantage: the engine is ahead by 0.5 and by -0.5.
+        # Only the second has a negative advantage: the engine is ahead by 0.5 and by -0.5.
         "off_policy_mask_ratio": 0.0,
     }
     assert report.metrics == pytest.approx(expected, rel=1e-6)
@@ -164,7 +164,7 @@ def test_reduce_leaves_out_what_the_config_has_no_use_for():
         "rollout/eff_sample_size",
         "off_policy_mask_ratio",
     }
-    for loss_type in ("sapo", "vespo"):  # which clip nothing
+    for loss_type in ("sapo", "vespo"):  # they clip nothing
         metrics = metrics_of([0, 1], grpo_config(loss_type=loss_type))
         assert "ratio/mean" in metrics
         assert not [name for name in metrics if name.startswith("clip_ratio")]
@@ -218,7 +218,7 @@ def test_logprob_gap_without_old_logprobs_is_to_the_policy():
         loss_weight=1.0,
         rollout_logprobs=torch.tensor([-1.5]),
     )
-    batch = pack([sequence], [0], Alignment())  # whose old ones are not kept
+    batch = pack([sequence], [0], Alignment())  # its old log-probabilities are not kept
     logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
     tokens = LossTokens.select(batch, chosen_tokens(batch.loss_mask, logprobs, torch.zeros(2)))
     metrics = TrainMetrics(1)
@@ -339,5 +339,5 @@ def peak_on_rank(rank):
 
 
 def test_peak_memory_is_of_the_fullest_gpu():
-    told = {"perf/max_memory_allocated_gb": 2.0, "perf/max_memory_reserved_gb": 4.0}
-    assert run_ranks(2, peak_on_rank) == [told, told]
+    expected = {"perf/max_memory_allocated_gb": 2.0, "perf/max_memory_reserved_gb": 4.0}
+    assert run_ranks(2, peak_on_rank) == [expected, expected]

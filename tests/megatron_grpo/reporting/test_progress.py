@@ -43,7 +43,7 @@ def two_steps(bar: ProgressBar) -> None:
     bar.show(4, METRICS)
 
 
-def test_step_line_names_what_a_sum_and_a_mean_would_hide() -> None:
+def test_step_line_shows_what_a_sum_or_a_mean_would_hide() -> None:
     assert step_line(3, 15, METRICS) == (
         "step  3/15  reward 0.312 ± 0.210  length 12.3 (4-16)  1312 tokens/s  18.4 s"
     )
@@ -93,7 +93,7 @@ def test_evaluation_line_names_its_set() -> None:
     )
 
 
-def test_show_evaluation_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_evaluation_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_grpo.bars.LINE_SECONDS", 0.0)
 
     def evaluate(bar: ProgressBar) -> None:
@@ -102,16 +102,16 @@ def test_show_evaluation_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) ->
             bar._bar.refresh()
         bar.show_evaluation(2, "", EVALUATION)
 
-    told = {terminal: shown(evaluate, terminal=terminal) for terminal in (False, True)}
-    assert told[False].splitlines() == [
+    output = {terminal: shown(evaluate, terminal=terminal) for terminal in (False, True)}
+    assert output[False].splitlines() == [
         "evaluation of aime24: 0 of 64 prompts",
         "evaluation of aime24: 32 of 64 prompts",
         f"step  2/15  {evaluation_line('', EVALUATION)}",
     ]
-    assert "32/64 ━━" in told[True] and "64/64" not in told[True].split("\r")[-1]
+    assert "32/64 ━━" in output[True] and "64/64" not in output[True].split("\r")[-1]
 
 
-def test_waiting_tells_how_many_engines_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_shows_how_many_engines_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_grpo.bars.LINE_SECONDS", 0.0)
 
     def wait(bar: ProgressBar) -> None:
@@ -119,14 +119,14 @@ def test_waiting_tells_how_many_engines_answer(monkeypatch: pytest.MonkeyPatch) 
             show(1, 2)
             bar._bar.refresh()
 
-    told = {terminal: shown(wait, terminal=terminal) for terminal in (False, True)}
-    assert told[False].splitlines() == [
+    output = {terminal: shown(wait, terminal=terminal) for terminal in (False, True)}
+    assert output[False].splitlines() == [
         "engines start ...",
         "engines start: 1 of 2 answer",
         "engines start: 0 s",
     ]
-    assert re.search(r"1/2 +━━.* engines start", told[True])
-    assert "1/2" not in told[True].split("\r")[-1]
+    assert re.search(r"1/2 +━━.* engines start", output[True])
+    assert "1/2" not in output[True].split("\r")[-1]
 
 
 def test_enter_shows_the_phase_and_since_when(monkeypatch: pytest.MonkeyPatch) -> None:

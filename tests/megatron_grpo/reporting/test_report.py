@@ -61,7 +61,7 @@ def test_curves_are_a_picture_of_a_run_of_any_length(tmp_path: Path, num_steps: 
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "error"),
     [
         (None, r"has no metrics\.jsonl: give the folder of a run"),
         ("", r"metrics\.jsonl has no steps yet"),
@@ -72,11 +72,11 @@ def test_curves_are_a_picture_of_a_run_of_any_length(tmp_path: Path, num_steps: 
     ids=["no file", "empty", "cut short", "damaged", "only an evaluation"],
 )
 def test_a_run_without_a_step_or_with_a_damaged_line_is_refused(
-    tmp_path: Path, text: str | None, told: str
+    tmp_path: Path, text: str | None, error: str
 ) -> None:
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=error):
         draw_curves(tmp_path)
 
 
@@ -129,14 +129,14 @@ def test_the_curve_of_kl_begins_at_zero_unless_a_value_is_below(first) -> None:
     ("first", "second", "tops"),
     [
         ({}, {"time/save": 3.0}, {"generate": [5, 5], "train": [13, 14], "save": [13, 17]}),
-        # Made beside the steps; the second not, in a run that was resumed so.
+        # Generation during the steps, but not in the second, as after some resumes.
         (
             {"time/score": 1.0, "time/wait_rollout": 0.5},
             {},
             {"train": [8, 9], "wait_rollout": [8.5, 9], "generate": [8.5, 14]},
         ),
     ],
-    ids=["a missing phase is zero", "beside the steps"],
+    ids=["a missing phase is zero", "during the steps"],
 )
 def test_phases_are_stacked_up_to_their_sum(first, second, tops) -> None:
     panel = axis()
@@ -156,7 +156,7 @@ def test_a_phase_has_one_colour_whatever_other_phases_there_are() -> None:
     assert len(set(colours[1].values())) == 3
 
 
-def test_evaluations_have_curves_beside_the_reward_from_before_the_first_step(
+def test_curves_of_evaluations_begin_before_the_first_step(
     tmp_path: Path,
 ) -> None:
     evaluations = [{f"eval/{name}": value} for name, value in (("pass@4", 0.5), ("mean@4", 0.2))]
@@ -205,5 +205,5 @@ def test_skipped_steps_are_marked_where_the_gradient_norm_is_missing(tmp_path: P
     norms, marks = panel.get_lines()
     assert norms.get_xydata().tolist() == [[1, 1.5], [3, 1.5]]
     assert marks.get_xydata().tolist() == [[2, 0]]
-    write_metrics(tmp_path, [record(1, **broken)])  # a run of nothing else
+    write_metrics(tmp_path, [record(1, **broken)])  # the only record
     assert draw_curves(tmp_path).exists()

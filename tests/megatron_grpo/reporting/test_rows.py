@@ -44,9 +44,9 @@ def test_every_step_is_found_whole_and_a_missing_one_is_empty(
     assert [step for step, k in found(path, 3, 8) if k == 0] == [4, 5]
 
 
-def test_what_is_still_being_written_is_not_there_yet(tmp_path: Path) -> None:
+def test_an_unfinished_line_is_not_there_yet(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    assert found(path, 1) == []  # nor the file
+    assert found(path, 1) == []  # no file, either
     path.write_text(line(1, 0) + line(2, 0) + line(2, 1)[:-1])
     assert found(path, 2) == [(2, 0)]
     path.write_text(line(1, 0) + line(2, 0)[:12])
@@ -55,7 +55,7 @@ def test_what_is_still_being_written_is_not_there_yet(tmp_path: Path) -> None:
     assert [json.loads(row)["step"] for row in newest_rows(path, 10**6)] == [1]
 
 
-def test_lines_without_a_step_belong_to_the_one_before_them(tmp_path: Path) -> None:
+def test_lines_without_a_step_belong_to_the_step_before(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     event = '{{"name": "{}", "args": {}}},\n'
     lines = ["[\n", event.format("row", "{}")]

@@ -28,15 +28,15 @@ def run_log(cfg: Config, first_step: int) -> RunLog:
     return RunLog(cfg, first_step, load_tokenizer(cfg.model.path))
 
 
-def test_close_tells_what_fails_and_why_the_run_ends(tied_model: Path, tmp_path: Path, capfd):
+def test_close_reports_failures_and_why_the_run_ends(tied_model: Path, tmp_path: Path, capfd):
     cfg = tiny_config(tied_model, ParallelDims(), f"train.run_dir={tmp_path / 'run'}")
     with pytest.raises(Preempted), closing(run_log(cfg, 0)) as log:
         log.tracking.log(1, {"reward": 1.0}, [])  # too little to draw
         os.close(log.timeline._file.fileno())
         raise Preempted("step 1 saved")
-    told = capfd.readouterr().err
-    assert "timeline.json could not be finished: [Errno 9] " in told
-    assert "curves.png could not be drawn: " in told
+    output = capfd.readouterr().err
+    assert "timeline.json could not be finished: [Errno 9] " in output
+    assert "curves.png could not be drawn: " in output
 
 
 def test_tokens_per_second_are_of_a_whole_generation(tied_model: Path, tmp_path: Path):
@@ -73,7 +73,7 @@ def test_run_log_on_a_full_disk_leaves_the_config(tied_model: Path, tmp_path: Pa
     longer = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 77})})
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        # The kernel's way to say the same to one process.
+        # A limit on file sizes stands for a full disk, in this process only.
         with file_size_limit(100), pytest.raises(OSError, match="File too large"):
             run_log(longer, 0)
     finally:
@@ -85,7 +85,7 @@ def test_run_log_on_a_full_disk_leaves_the_config(tied_model: Path, tmp_path: Pa
 
 
 def test_staleness_metrics_are_shares_of_generations():
-    """Generation 2, with two steps per generation; completions began at generations 0 and 1."""
+    """Generation 2 has two steps; its completions began in generations 0 and 1."""
     rollout = RolloutConfig(max_completion_length=8, max_staleness=2, in_flight_updates=True)
     cut = sample(versions=((0, 1), (2, 2), (4, 3)))
     found = staleness_metrics(2, [cut, sample(versions=()), sample(versions=())], 2, rollout)
@@ -101,9 +101,8 @@ def test_staleness_metrics_are_shares_of_generations():
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_gap_metrics_tell_weights_from_kept_caches(recompute):
-    """Two turns with a push during the first; and a completion of old weights, half of it
-    logged."""
+def test_gap_metrics_separate_weights_from_kept_caches(recompute):
+    """A push falls into the first of two turns; half a completion of old weights is logged."""
     rollout = RolloutConfig(
         max_completion_length=8,
         max_staleness=2,
@@ -124,7 +123,7 @@ def test_gap_metrics_tell_weights_from_kept_caches(recompute):
 
 
 def sample(versions: tuple[tuple[int, int], ...]) -> Sample:
-    """A completion of six tokens, of version 2 if it has one alone."""
+    """A completion of six tokens; version 2 if `versions` is empty."""
     version = versions[0][0] if versions else 2
     return sample_of("", {}, completion_ids=[7] * 6, policy_version=version, versions=versions)
 
@@ -138,11 +137,11 @@ STEPS = {
     "rollout/logprob_gap_mean": ([0.01, 0.01, 0.01, 0.04], [0.06] * 3),
     "tokens_per_second": ([900.0, 900, 900, 400], [290.0] * 3),
 }
-"""Metrics of steps that show nothing, and of those that follow and do."""
+"""Metrics of steps without the symptom, and of following steps with it."""
 
 
 @pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda symptom: symptom.metric)
-def test_symptoms_are_told_once_and_explained(symptom, capsys: pytest.CaptureFixture[str]) -> None:
+def test_symptoms_are_explained_once(symptom, capsys: pytest.CaptureFixture[str]) -> None:
     symptoms, (healthy, ill) = Symptoms(), STEPS[symptom.metric]
     for step, value in enumerate(healthy):
         symptoms.check(step, {symptom.metric: value})

@@ -33,7 +33,7 @@ def needs(package: str) -> Any:
     return importlib.import_module(package)
 
 
-def test_tensorboard_shows_each_step_once_as_the_run_that_was_resumed_last_logged_it(
+def test_tensorboard_shows_each_step_once_as_last_logged(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
@@ -51,7 +51,7 @@ def test_tensorboard_shows_each_step_once_as_the_run_that_was_resumed_last_logge
     assert [event.step for event in shown.Scalars("eval/pass@1")] == [4]
 
 
-def test_wandb_runs_offline_says_so_keeps_its_id_and_gets_so_many_completions_of_a_step(
+def test_wandb_runs_offline_says_so_keeps_its_id_and_gets_few_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
@@ -61,8 +61,8 @@ def test_wandb_runs_offline_says_so_keeps_its_id_and_gets_so_many_completions_of
         run = WandbRun(tmp_path, cfg, {"seed": 42})
         run.log(first_step + 1, {"reward": 0.5}, ROWS)
         run.close()
-    told = run._run
-    assert (told.entity, told.project, told.group, told.tags) == ("us", "adds", "sweep", ("a",))
+    made = run._run
+    assert (made.entity, made.project, made.group, made.tags) == ("us", "adds", "sweep", ("a",))
     assert f"wandb sync {tmp_path}" in capsys.readouterr().err
     wandb_id = (tmp_path / "wandb_id").read_text()
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
@@ -87,7 +87,7 @@ print(run._run.settings.mode, run._run.settings.finish_timeout)
 
 @contextmanager
 def one_step(run_dir: Path, address: str, **more: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that logs a step to the wandb at `address`, once a line comes."""
+    """A process that logs a step to the wandb at `address` once it reads a line."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     key = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": address}
     process = subprocess.Popen(
@@ -107,10 +107,10 @@ def one_step(run_dir: Path, address: str, **more: str) -> Iterator[subprocess.Po
 
 def test_a_run_for_which_wandb_cannot_be_reached_goes_on_offline(tmp_path: Path) -> None:
     with one_step(tmp_path, "http://127.0.0.1:9", WANDB_INIT_TIMEOUT="2") as process:
-        output, told = process.communicate("\n", timeout=100)
-    assert output.splitlines() == ["logs", "offline 300.0"], told
-    assert "wandb cannot be reached: " in told and "connection refused" in told
-    assert f"`wandb sync` uploads {tmp_path / 'wandb'} later" in told
+        output, error = process.communicate("\n", timeout=100)
+    assert output.splitlines() == ["logs", "offline 300.0"], error
+    assert "wandb cannot be reached: " in error and "connection refused" in error
+    assert f"`wandb sync` uploads {tmp_path / 'wandb'} later" in error
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
@@ -119,18 +119,18 @@ BUCKET = {
     "name": "0",
     "project": {"id": "0", "name": "adds", "entity": {"id": "0", "name": "us"}},
 }
-"""A run that wandb lets begin."""
+"""A run as wandb's server creates it."""
 
 
 def test_a_run_that_wandb_refuses_ends_at_once(tmp_path: Path) -> None:
-    """With a revoked key, nothing of a run of days would be recorded."""
+    """With a revoked key, days of training would go unrecorded."""
     with (
         json_server(lambda _: (401, {})) as server,
         one_step(tmp_path, server.url, WANDB_INIT_TIMEOUT="20") as process,
     ):
-        output, told = process.communicate("\n", timeout=100)
+        output, error = process.communicate("\n", timeout=100)
     assert output == "" and process.returncode == 1
-    assert "error 401" in told and "cannot be reached" not in told
+    assert "error 401" in error and "cannot be reached" not in error
 
 
 def test_a_run_does_not_wait_for_a_wandb_that_is_gone_at_the_end(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_a_run_does_not_wait_for_a_wandb_that_is_gone_at_the_end(tmp_path: Path)
     ):
         assert process.stdout.readline() == "logs\n", process.stderr.read()
         is_gone.set()
-        output, told = process.communicate("\n", timeout=60)
-    assert output == "online 2.0\n", told
-    assert "Timed out finishing run" in told and "wandb sync" in told
+        output, error = process.communicate("\n", timeout=60)
+    assert output == "online 2.0\n", error
+    assert "Timed out finishing run" in error and "wandb sync" in error
     assert list((tmp_path / "wandb").glob("run-*/run-*.wandb"))
 
 

@@ -57,9 +57,7 @@ def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path: Path) -
 @pytest.mark.parametrize(
     "damaged", ["", '{"step": 2, "rew', "\0" * 40 + "\n", '{"step"\n', "[1]\n", '{"step": null}\n']
 )
-def test_last_lines_that_a_kill_or_a_crash_of_the_host_has_damaged_are_dropped(
-    tmp_path: Path, damaged: str
-) -> None:
+def test_last_lines_damaged_by_a_kill_or_crash_are_dropped(tmp_path: Path, damaged: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n' + damaged * 2)
     assert last_step(tmp_path) == 2
@@ -78,7 +76,7 @@ def test_records_after_a_step_are_dropped_from_the_end(kept: str, tmp_path: Path
 
 
 def evaluate(tracking: Tracking, step: int, value: float) -> None:
-    """Record an evaluation, as before the first step or for one that an ended run lacks."""
+    """Record an evaluation: before the first step, or late, for a run that ended without it."""
     tracking.log_evaluated(step, [{"completion": "12", "reward": value}] * 2)
     tracking.amend(step, {"eval/pass@1": value})
 

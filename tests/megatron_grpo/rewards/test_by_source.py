@@ -1,5 +1,5 @@
-"""Samples of several sources in one generation, each scored by its own functions, and reference
-answers that these cannot read."""
+"""Samples of several sources in one generation, each scored by its source's functions, and
+reference answers that functions cannot read."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -74,7 +74,7 @@ def test_score_has_functions_weights_and_bounds_by_source():
     of_groups = (experience.totals, experience.group_ids, torch.zeros(6))
     found = reward_metrics(scores, *of_groups, CONFIG.reward_labels)
     assert (found["reward/exact/mean"], found["reward/environment/mean"]) == (0.5, 0.75)
-    # Completions of a single turn do not count here.
+    # A completion of one turn does not count here.
     found = dialogue_metrics(made, scores)
     assert (found["num_turns/mean"], found["environment/failed_ratio"]) == (1.0, 0.5)
 
@@ -106,10 +106,10 @@ def fault(answer: object, *functions: object) -> str | None:
 def test_reference_fault_is_of_an_unreadable_answer(answer):
     with pytest.raises(ValueError, match="no mathematical answer"):
         math_answer(["1"], [answer], ["stop"])
-    told = f"no answer that math_answer can read: {answer!r}"
-    assert fault(answer, "exact", "math_answer") == told
+    message = f"no answer that math_answer can read: {answer!r}"
+    assert fault(answer, "exact", "math_answer") == message
     cosine = {"name": "cosine", "arguments": {"cosine_max_len": 9}}
-    assert fault(answer, cosine) == told.replace("math_answer", "cosine")
+    assert fault(answer, cosine) == message.replace("math_answer", "cosine")
 
 
 @pytest.mark.parametrize("answer", READABLE)

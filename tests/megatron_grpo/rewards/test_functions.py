@@ -89,7 +89,7 @@ def half_cosine(share: float) -> float:
     return (1 + math.cos(math.pi * share)) / 2
 
 
-SEVENS = ["", "77", "7777", "77777777", "7" * 20]  # of 8 tokens; beyond, it is the value at 8
+SEVENS = ["", "77", "7777", "77777777", "7" * 20]  # max length 8: longer ones count as 8
 LIMITS = {"cosine_min_len_value_correct": 2.0, "cosine_max_len_value_correct": 1.0}
 LIMITS |= {"cosine_min_len_value_wrong": -10.0, "cosine_max_len_value_wrong": -6.0}
 BETWEEN = [1 + half_cosine(1 / 2), -6 - 4 * half_cosine(3 / 8)]
@@ -151,7 +151,7 @@ def test_load_function_refuses_what_cannot_be_called(name, arguments, part, tmp_
 GSM8K_ANSWER = "48/2 = <<48/2=24>>24 clips.\n48+24 = <<48+24=72>>72 clips.\n#### 72"
 MATRIX = "\\begin{pmatrix} 1 & 2 \\end{pmatrix}"
 CUT_OFF = "4*5 = 20, and 9+9 = 18, hmm, that"
-HEADINGS = {  # no final answers: those are behind them
+HEADINGS = {  # headings are no final answers, which follow them
     "#### Step 2: solve\nx=3\n\nThe final answer is \\boxed{3}": ("3", "2"),
     "#### 1. Add all\nThat makes 8": ("8", "1"),
     "#### 步骤 2\n所以是 42": ("42", "2"),
@@ -217,8 +217,8 @@ EITHER_WAY = [
             "\\boxed{3}",
         ],
     ),
-    *((right, [f"Thus it is so.\n#### {told}"], []) for told, (right, _) in MARKED.items()),
-    *((wrong, [], [f"Thus it is so.\n#### {told}"]) for told, (_, wrong) in MARKED.items()),
+    *((right, [f"Thus it is so.\n#### {text}"], []) for text, (right, _) in MARKED.items()),
+    *((wrong, [], [f"Thus it is so.\n#### {text}"]) for text, (_, wrong) in MARKED.items()),
 ]
 
 
@@ -231,8 +231,8 @@ def test_math_answer_compares_values(boxed, answer, right, wrong):
     assert found == [1] * len(right) + [0] * len(wrong)
 
 
-def test_math_answer_scores_others_beside_hard_completions():
-    """Each hard one takes its second or more; the whole call would have been late."""
+def test_math_answer_scores_others_among_hard_completions():
+    """Each hard completion takes a second or more; together they would have been late."""
     completions = ["The answer is \\boxed{9}", *["\\boxed{9^{9^{9^{9}}}}"] * 9]
     columns = {"answer": ["9"] * 10}
     answer = answer_of("cosine", completions, columns, timeout=2.5, cosine_max_len=9)
@@ -253,7 +253,7 @@ COMPILED: list[str] = []
 
 @pytest.fixture(scope="module", autouse=True)
 def _record_what_is_compiled():
-    """SymPy evaluates some formulas by Python; the interpreter reports what it is given."""
+    """Record the code that SymPy evaluates by Python, as the interpreter reports it."""
     import_module("sympy.physics.units")  # it evaluates names of its own when it is first needed
 
     def record(event: str, arguments: tuple[Any, ...]) -> None:
@@ -265,7 +265,7 @@ def _record_what_is_compiled():
 
 
 def code_from(completion: str, answer: str) -> list[str]:
-    """The parts of a completion and a reference answer that Python gets as code."""
+    """Parts of a completion and a reference answer that Python compiles."""
     load_function(RewardFunction(name="math_answer"))  # its own file is code as well
     COMPILED.clear()
     with suppress(ValueError):  # no answer in the reference
@@ -311,7 +311,7 @@ def test_math_answer_evaluates_only_arithmetic(completion):
 
 
 def is_python(source: str) -> bool:
-    """Whether there is anything to evaluate."""
+    """Whether Python can parse the text."""
     try:
         ast.parse(source)
     except SyntaxError:
@@ -322,14 +322,14 @@ def is_python(source: str) -> bool:
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ("def reward(completions, level): return level", 3),  # only those that it names
+        ("def reward(completions, level): return level", 3),  # only the named columns
         ("def reward(completions, **_): return [len(_)]", 0),
-        ("def reward(completions, **columns): return [len(columns)]", 3 + 3),  # all
-        # What the call and the config give goes before columns of the same name.
+        ("def reward(completions, **columns): return [len(columns)]", 3 + 3),  # all columns
+        # Arguments of the call and the config win over columns of the same name.
         ("def reward(completions, k, **c): return [len(x) + k for x in completions]", 12),
     ],
 )
-def test_call_gives_the_columns_that_are_named(code, expected, tmp_path):
+def test_call_passes_the_named_columns(code, expected, tmp_path):
     columns = {"level": [3], "other": [0], "k": [0], "completions": ["b"]}
     arguments = {"k": 10} if " k," in code else {}
     assert score(write(tmp_path, code), ["aa"], columns, **arguments) == [expected]
@@ -372,8 +372,8 @@ def test_call_makes_floats_of_numbers_of_any_kind(returned, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("returned", "told"),
-    [  # no list of scores, or a failed one beside another
+    ("returned", "error"),
+    [  # no list of scores, or a score that is none
         ("None", "returned NoneType instead of a list, for 2 completions"),
         ("torch.tensor(1.0)", "returned float instead of a list"),
         ("numpy.ones((2, 2))", "the score [1.0, 1.0]"),
@@ -387,19 +387,19 @@ def test_call_makes_floats_of_numbers_of_any_kind(returned, tmp_path):
         ("numpy.array([1.0, None])", "returned the score None"),
     ],
 )
-def test_call_tells_what_is_no_number_for_a_completion(returned, told, tmp_path):
+def test_call_names_a_value_that_is_no_score(returned, error, tmp_path):
     name = returning(tmp_path, returned)
-    if told.startswith(("returned the", "returned Key")):
+    if error.startswith(("returned the", "returned Key")):
         answer = answer_of(name, ["a", "b"])
         assert answer.scores == pytest.approx([1.0, math.nan], nan_ok=True)
-        assert answer.error.startswith(told)
+        assert answer.error.startswith(error)
     else:
         with pytest.raises(NoScores) as refused:
             score(name, ["a", "b"])
-        assert told in str(refused.value)
+        assert error in str(refused.value)
 
 
-def test_wanted_columns_are_given_by_nobody_else(tmp_path):
+def test_wanted_columns_are_parameters_without_another_value(tmp_path):
     name = write(tmp_path, "def reward(completions, prompts, a, b, c=1, *, d, **rest): ...")
     assert load_function(RewardFunction(name=name, arguments={"b": 1})).wanted_columns == ["a", "d"]
 

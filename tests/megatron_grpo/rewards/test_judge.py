@@ -24,7 +24,7 @@ Serve = Callable[[Reply], JsonServer]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Starts a server that gives this reply; a text is the content of a completion."""
+    """Start a server with this reply; a text is the content of a completion."""
     with ExitStack() as servers:
 
         def start(reply: Reply) -> JsonServer:
@@ -51,7 +51,7 @@ def judge(server: JsonServer, **arguments: Any) -> RewardFunction:
 
 
 def samples(completions: list[str], num_prompts: int = 1) -> list[Sample]:
-    # Columns that are called like arguments of the judge are none of them.
+    # Columns named like the judge's arguments do not replace them.
     others = {"prompt": "p", "model": "other", "pattern": "x"}
     return [
         sample_of(text, {"answer": index} | others, index, number)
@@ -61,7 +61,7 @@ def samples(completions: list[str], num_prompts: int = 1) -> list[Sample]:
 
 
 def answer_to(function: RewardFunction, completions: list[str], timeout: float = 20) -> Answer:
-    """What the judge says of completions of one prompt, in this process."""
+    """The judge's answer on completions of one prompt, in this process."""
     columns = Call(0, range(len(completions)), samples(completions)).columns(None)
     return asyncio.run(load_function(function).call_async(columns, timeout))
 
@@ -71,26 +71,26 @@ def scores(function: RewardFunction, completions: list[str]) -> list[float] | No
 
 
 @pytest.mark.parametrize("variable", ["http_proxy", "ALL_PROXY"])
-def test_a_proxy_is_asked_for_addresses_outside_of_this_host_alone(serve, monkeypatch, variable):
+def test_a_proxy_is_used_only_for_addresses_outside_of_this_host(serve, monkeypatch, variable):
     proxy = serve(lambda _: (403, b"<html>not through here"))
     set_proxies(monkeypatch, **{variable: proxy.url.replace("//", "//me:secret@")})
     assert scores(judge(serve(lambda _: (200, "7"))), ["a"]) == [0.7]
     assert proxy.requests == []
-    told = answer_to(judge(proxy, base_url="http://judge.example/v1"), ["a"]).error
-    assert f"not through here (the environment has {variable}: " in told
-    assert "add judge.example to NO_PROXY" in told
+    error = answer_to(judge(proxy, base_url="http://judge.example/v1"), ["a"]).error
+    assert f"not through here (the environment has {variable}: " in error
+    assert "add judge.example to NO_PROXY" in error
 
 
-def test_a_proxy_that_refuses_to_connect_is_told_of_without_its_password(serve, monkeypatch):
+def test_a_proxy_that_refuses_to_connect_is_named_without_its_password(serve, monkeypatch):
     server = serve(lambda _: (200, "7"))
     for address in (server.url.replace("//", "//me:secret@"), "http://me:secret@proxy:no-port"):
         set_proxies(monkeypatch, https_proxy=address)
         there = judge(server, base_url="https://judge.example/v1")
-        told = answer_to(there, ["a"], timeout=1).error
-        assert "(the environment has https_proxy: " in told and "secret" not in told
+        error = answer_to(there, ["a"], timeout=1).error
+        assert "(the environment has https_proxy: " in error and "secret" not in error
 
 
-def test_judge_asks_in_the_template_and_takes_the_last_number_of_the_answer(serve):
+def test_judge_fills_the_template_and_takes_the_last_number_of_the_answer(serve):
     said = {
         "a": "7", "b": "no: 3/10", "c": "**-2.5**", "d": "1. is 9 out of 10", "e": "1\n: 0.5"
     }  # fmt: skip
@@ -131,7 +131,7 @@ def test_request_with_a_transient_failure_is_sent_again(serve):
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "error"),
     [
         ((200, "no number"), "no score in the judge's answer 'no number'"),
         ((200, "I say 11"), "the judge's score 11.0 is beyond max_score 10"),
@@ -141,11 +141,11 @@ def test_request_with_a_transient_failure_is_sent_again(serve):
         (None, "gave no answer in time, at last TimeoutError"),
     ],
 )
-def test_answer_without_a_score_is_masked_and_its_neighbours_count(reply, told, serve):
+def test_answer_without_a_score_is_masked_and_its_neighbours_count(reply, error, serve):
     server = serve(lambda req: reply if text_of(req).startswith("Rate bad") else (200, "5"))
     judged = answer_to(judge(server), ["good", "bad", "fine"], timeout=1)
     assert judged.scores == pytest.approx([0.5, math.nan, 0.5], nan_ok=True)
-    assert f"returned Unscored: {told}" in judged.error.replace(f"{server.url}/v1 ", "")
+    assert f"returned Unscored: {error}" in judged.error.replace(f"{server.url}/v1 ", "")
 
 
 def test_requests_of_all_prompts_are_open_at_once(serve):

@@ -138,7 +138,7 @@ def pool(tmp_path):
 
 @pytest.fixture(scope="module")
 def failing_pool(tmp_path_factory):
-    """One pool in which every case of a failed call is masked; the next case finds it working."""
+    """A pool that masks failed calls; each case finds it working again."""
     fields = {"timeout": 3, "num_workers": 1, "max_failed_fraction": 0.1, "memory_megabytes": 512}
     names = ("one_of_many", "length", "one_of_many_async")
     with closing(
@@ -172,18 +172,18 @@ def children() -> set[int]:
 
 
 def is_asleep() -> bool:
-    """Whether what the functions start is there."""
+    """Whether the process that the functions start is running."""
     commands = (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
     return ["sleep", LONG_SLEEP] in commands
 
 
 @pytest.fixture
 def others() -> set[int]:
-    """Children that are no worker of a pool, such as the fork server of other tests."""
+    """Child processes that are not workers, such as the fork server of other tests."""
     return children()
 
 
-def test_scores_are_in_order_of_groups_whichever_process_made_them_without_torch(pool):
+def test_scores_are_in_order_of_groups_and_workers_import_no_torch(pool):
     batch = samples(20, 3)
     scores = scored(pool("length", "bonus", "group", "pid", "has_torch", "given"), batch)
     pids = {score.pop("pid") for score in scores}
@@ -228,7 +228,7 @@ def test_scoring_cancelled_from_another_thread_ends_at_once(is_loaded, pool, oth
     start = time.monotonic()
     with pytest.raises(ScoringCancelled):
         scored(opened, samples(50))
-    assert time.monotonic() - start < 60  # of 300
+    assert time.monotonic() - start < 60  # the function takes 300 s
     opened.close()
     assert children() <= others
     assert not is_asleep()
@@ -277,7 +277,7 @@ def test_failed_asynchronous_call_leaves_a_pool_that_scores(deed, cause, failing
     assert cause in capfd.readouterr().err
 
 
-def test_process_that_a_function_forked_does_not_answer_for_it(pool):
+def test_fork_of_a_function_does_not_answer_for_it(pool):
     opened = pool("fork", "fork_async", num_workers=1)
     for deed in ("0", "fail([1])"):
         assert scored(opened, samples(2, bonus=deed)) == [{"fork": 1.0, "fork_async": 1.0}] * 4
@@ -297,13 +297,13 @@ def test_worker_that_reads_no_call_costs_that_call_and_is_replaced(pool, others)
     assert lengths[2:] == [1 << 23] * 2
 
 
-def test_result_that_is_no_list_of_scores_stops_the_run_whatever_may_fail(pool, others):
+def test_invalid_result_stops_the_run_however_many_may_fail(pool, others):
     with pytest.raises(RewardError, match=r"bonus on prompt 0 \('prompt 0'\): returned "):
         scored(pool("bonus", max_failed_fraction=0.99), samples(1, bonus=[1]))
     assert children() <= others
 
 
-def test_process_is_sent_only_what_its_function_takes(pool, monkeypatch):
+def test_process_gets_only_columns_that_its_function_takes(pool, monkeypatch):
     sent = {}
 
     def send(worker, number, call, seconds):
@@ -371,15 +371,13 @@ def test_large_calls_and_large_errors_pass_each_other(pool):
 
 
 @pytest.mark.parametrize(
-    ("then", "told"),
+    ("then", "error"),
     [("return", ""), ("die", "SIGABRT"), ("hang", r"litter on prompt 0 \('prompt 0'\): no result")],
 )
-def test_what_a_function_left_behind_ends_with_the_pool_in_whatever_session_it_is(
-    then, told, pool, others
-):
+def test_processes_that_a_function_left_end_with_the_pool_in_any_session(then, error, pool, others):
     opened = pool("litter", timeout=2, num_workers=1)
     opened.wait_ready(ROWS)
-    with pytest.raises(RewardError, match=told) if told else nullcontext():
+    with pytest.raises(RewardError, match=error) if error else nullcontext():
         scored(opened, samples(1, bonus=then))
         assert wait_until(is_asleep, seconds=10)
         opened.close()
@@ -393,7 +391,7 @@ def test_output_of_a_function_is_no_answer(pool, capfd):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "error"),
     [
         ("nothing", r"mine.py has no function 'nothing'"),
         (
@@ -404,9 +402,9 @@ def test_output_of_a_function_is_no_answer(pool, capfd):
     ],
 )
 def test_wait_ready_refuses_functions_that_do_not_load_and_missing_columns(
-    name, told, pool, others
+    name, error, pool, others
 ):
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=error):
         pool(name).wait_ready([*ROWS, {"prompt": "p", "answer": "a"}])
     assert children() <= others
 

@@ -24,7 +24,7 @@ CHAT = [{"role": "system", "content": "Be good."}, {"role": "user", "content": "
 
 
 class Dying:
-    """The server of a run: it has died when it was asked for the first time."""
+    """The server of a run: it is dead when first asked."""
 
     def __init__(self, url: str, asked: threading.Event, answering: threading.Event) -> None:
         self.url, self.asked, self.answering, self.num_deaths = url, asked, answering, 0
@@ -69,7 +69,7 @@ def test_a_call_that_a_death_of_the_server_interrupts_is_repeated_once(recovers:
 
 
 def answered(data: Any, *texts: str, **arguments: Any) -> Answer:
-    """Score texts by a server that answers /pooling with this `data`, or with this status code."""
+    """Score texts by a server that answers /pooling with this `data` or status code."""
 
     def reply(request: Request) -> tuple[int, object]:
         if request.path != "/pooling":
@@ -92,7 +92,7 @@ def test_the_score_of_a_completion_is_the_logit(data: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "error"),
     [
         ([1.0, 2.0], "not the one score of a text: [1.0, 2.0]"),
         ([None], "not the one score of a text"),
@@ -101,10 +101,10 @@ def test_the_score_of_a_completion_is_the_logit(data: Any) -> None:
         (404, "answered status 404"),
     ],
 )
-def test_what_is_no_score_has_failed_and_says_why(data: Any, told: str) -> None:
+def test_an_invalid_score_has_failed_and_says_why(data: Any, error: str) -> None:
     answer = answered(data, "a")
     assert math.isnan(answer.scores[0])
-    assert told in answer.error
+    assert error in answer.error
 
 
 def test_a_process_reward_model_scores_each_step() -> None:
@@ -118,7 +118,7 @@ def test_a_process_reward_model_scores_each_step() -> None:
     assert answered([[900.0, -900.0]], "A", step_tag="§").scores == [0.0]
 
 
-def test_steps_end_with_what_separates_them() -> None:
+def test_steps_end_with_their_separator() -> None:
     assert steps_of("One\n\nTwo", "\n\n") == [(5, "One"), (8, "Two")]
     assert steps_of("\n\nOne\n\n\n\nTwo\n\n", "\n\n") == [(9, "One"), (14, "Two")]
     assert steps_of("One", "\n\n") == [(3, "One")]
@@ -145,7 +145,7 @@ PROCESS = {"architectures": ["Qwen2ForProcessRewardModel"]}
 
 
 @pytest.mark.parametrize(
-    ("config", "arguments", "told"),
+    ("config", "arguments", "error"),
     [
         (SCALAR, {}, ""),
         (SCALAR, {"path": "none"}, "is no folder of a model"),
@@ -165,15 +165,15 @@ PROCESS = {"architectures": ["Qwen2ForProcessRewardModel"]}
         (SCALAR, {"path": None, "base_url": "http://h", "vllm": {"dtype": "x"}}, "run serves"),
     ],
 )
-def test_folders_that_cannot_score_are_refused(tmp_path, config, arguments, told) -> None:
+def test_folders_that_cannot_score_are_refused(tmp_path, config, arguments, error) -> None:
     path = str(folder_of(tmp_path / "model", config))
     function = RewardFunction(name="reward_model", arguments={"path": path, **arguments})
-    if not told:
+    if not error:
         load_function(function)
         return
     with pytest.raises(ValueError, match="reward_model") as refused:
         load_function(function)
-    assert told in str(refused.value)
+    assert error in str(refused.value)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path) -> None:

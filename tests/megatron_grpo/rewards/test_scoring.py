@@ -30,7 +30,7 @@ def scoring(num_completions: int, max_failed_fraction: float = 0.1) -> Scoring:
     return Scoring(samples, cfg, set(), num_completions)
 
 
-def test_record_keeps_steps_beside_the_scores_and_functions_in_the_order_of_the_config():
+def test_record_keeps_steps_with_scores_and_the_configs_order_of_functions():
     found = scoring(2)
     of_steps, exact = found.calls
     found.record(exact, Answer([1.0, 0.0]))

@@ -24,7 +24,7 @@ WRONG = "def add(a, b): return 3"
 
 
 def scores(programs, tests, **arguments):
-    """Scores of completions with these programs, each run against `tests`."""
+    """Scores of completions with these programs, all with the same tests."""
     completions = [f"Let us see.\n```python\n{program}\n```\nThat is it." for program in programs]
     return asyncio.run(unit_tests(completions, [tests] * len(programs), timeout=60, **arguments))
 
@@ -66,11 +66,11 @@ PRINTS = "import os; os.write(1, b'3'); os._exit(0)"
         (PRINTS, {**CALLS, "inputs": [[1, 2]], "outputs": [3]}),
     ],
 )
-def test_a_program_that_ends_early_or_changes_what_judges_it_passes_nothing(program, tests):
+def test_a_program_that_ends_early_or_changes_its_tests_passes_nothing(program, tests):
     assert scores([program], tests) == [0]
 
 
-def test_it_scores_in_a_process_of_the_pool():
+def test_unit_tests_score_in_a_process_of_the_pool():
     arguments = {"timeout": 60}
     function = RewardFunction(name="unit_tests", arguments=arguments)
     rows = [

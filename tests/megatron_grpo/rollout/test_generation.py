@@ -1,4 +1,4 @@
-"""Groups whose rewards are all equal, and what is counted of groups."""
+"""Groups of equal rewards, and metrics of groups."""
 
 from math import nan
 
@@ -7,7 +7,7 @@ import pytest
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.rollout.generation import Generation, ScoredGroup
 
-SUM = 0.1 + 0.2  # and not 0.3, as it is rounded
+SUM = 0.1 + 0.2  # 0.30000000000000004
 
 
 @pytest.mark.parametrize(

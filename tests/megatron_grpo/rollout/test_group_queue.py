@@ -1,4 +1,4 @@
-"""Which groups a generation takes, in any order of events."""
+"""The groups that a generation takes, in any order of events."""
 
 from collections.abc import Callable
 from itertools import chain, pairwise
@@ -12,7 +12,7 @@ SIZE, NUM_ROWS, NUM_GENERATIONS = 3, 4, 40
 
 
 def queue(max_staleness: int = 2, num_wanted: int | None = 6, **state) -> GroupQueue:
-    """Generations of three groups, whose prompts repeat after four."""
+    """A queue of generations of three groups, whose prompts repeat after four."""
     return GroupQueue(
         SIZE,
         max_staleness,
@@ -50,7 +50,7 @@ def test_the_first_groups_that_are_complete_make_up_the_generation():
         assert pop(groups) is None
     complete(groups, 2)
     assert pop(groups) == [1, 2, 3]
-    assert open_new(groups, now=1) == [4, 5, 6]  # beside 0
+    assert open_new(groups, now=1) == [4, 5, 6]  # 0 is still open
 
 
 def test_the_oldest_groups_go_first():
@@ -59,7 +59,7 @@ def test_the_oldest_groups_go_first():
     complete(groups, 1, 2, 3)
     pop(groups)
     complete(groups, *open_new(groups, now=1), 0)
-    assert pop(groups) == [0, 5, 6]  # 4 has the prompt of 0
+    assert pop(groups) == [0, 5, 6]  # 4 has 0's prompt
 
 
 def test_a_group_that_would_be_too_old_is_opened_again():
@@ -138,10 +138,9 @@ def test_a_round_without_other_prompts_is_the_last():
 
 
 class Run:
-    """A run whose groups are answered in any order; it is saved, killed and resumed now and then,
-    and loses its engines.
+    """A run with groups answered in any order: it is saved, killed and resumed, and loses engines.
 
-    Every event is a number, whose remainders choose what happens, and to which group.
+    An event is a number; its remainders choose what happens, and to which group.
     """
 
     def __init__(self, max_staleness: int, num_wanted: int | None) -> None:
@@ -214,7 +213,7 @@ class Run:
         self.ask()
 
     def begin_anew(self) -> None:
-        """The engines are lost, and the next generation must come from the weights of today."""
+        """Lose the engines: the next generation must come from the current weights."""
         if len(self.taken) < NUM_GENERATIONS:
             number = len(self.taken)
             dropped = self.queue.drop_generation(number)
@@ -233,7 +232,8 @@ class Run:
         self.ask()
 
     def check(self) -> None:
-        """Every group is taken once, or rejected, or will be; a generation can be filled."""
+        """Assert that each group is taken once, rejected or pending, and a generation can be
+        filled."""
         taken = [*chain(*self.taken)]
         assert len({*taken}) == len(taken)
         assert not {*taken} & {*self.queue.untaken}

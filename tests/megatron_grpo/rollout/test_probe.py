@@ -28,18 +28,18 @@ from parallel.groups import init_groups
 from parallel.microbatches import CostModel
 
 LONGEST = 2
-"""The sample that an engine has other log-probabilities of; one of two data ranks has it."""
+"""The sample with other log-probabilities in the engine; one of two data ranks has it."""
 
 
 def experience(logprobs: list[torch.Tensor], gap: float) -> Experience:
-    """Samples of an engine that is `gap` off, up and down, in all tokens of the longest."""
+    """Samples of an engine; the longest has log-probabilities off by `gap`, up and down in turn."""
     samples = []
     for i, (sequence, exact) in enumerate(zip(random_sequences(LENGTHS), logprobs, strict=True)):
         signs = torch.tensor([1.0, -1.0]).repeat(len(exact))[: len(exact)]
-        told = exact + gap * signs if i == LONGEST else exact
+        shifted = exact + gap * signs if i == LONGEST else exact
         prompt, completion = sequence.tokens.tensor_split([sequence.num_prompt_tokens])
         prompt = Prompt(index=i, token_ids=tuple(prompt.tolist()), text="", row={})
-        tokens = {"completion_ids": completion.tolist(), "logprobs": told.tolist()}
+        tokens = {"completion_ids": completion.tolist(), "logprobs": shifted.tolist()}
         samples.append(sample_of("", {}, prompt=prompt, **tokens))
     nothing = torch.zeros(len(samples), dtype=torch.float64)
     return Experience(samples, [], nothing, nothing.long(), nothing)
@@ -48,8 +48,7 @@ def experience(logprobs: list[torch.Tensor], gap: float) -> Experience:
 def probes(
     rank: int, folder: Path, dims: ParallelDims, logprobs: list[torch.Tensor], cases: list
 ) -> list[dict[str, float] | str]:
-    """The result of a probe for each of the `cases`, a gap and overrides: metrics or the error. The
-    weights are then those from before."""
+    """Probe results of `cases`, each a gap and overrides: metrics or the error. Weights stay."""
     device, groups, found = setup_device(rank), init_groups(dims), []
     batch = [f"grpo.generation_batch_size={len(logprobs)}", "grpo.num_generations=2"]
     for gap, *overrides in cases:
@@ -67,7 +66,7 @@ def probes(
 
 
 def test_probe_logprobs_refuses_more_than_rounding(tmp_path):
-    """To bfloat16 the bound is for gaps beside its own rounding, of a hundredth or so."""
+    """In bfloat16 the bound is for the gap beyond its own rounding of about 0.01."""
     folder = tiny_model(tmp_path, "qwen3")
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -101,7 +100,7 @@ def test_probe_logprobs_quantises_weights_as_engines(tmp_path):
         (0.0, *options, "grpo.rollout_importance_sampling_mode=token_truncate"),
         (0.0, *options, "rollout.max_quantization_gap=1"),
         (0.0, *options, "rollout.max_quantization_gap=0.01"),
-        (9.0, *options, "rollout.max_quantization_gap=9"),  # of an engine with another model
+        (9.0, *options, "rollout.max_quantization_gap=9"),  # the engine has another model
     ]
     found, _ = run_ranks(2, probes, folder, ParallelDims(tensor=2), logprobs, cases)
     corrected, within, refused, of_another = found
@@ -113,7 +112,7 @@ def test_probe_logprobs_quantises_weights_as_engines(tmp_path):
 
 
 @pytest.mark.slow
-def test_run_refuses_an_engine_that_turns_heads_otherwise(tied_model, tmp_path):
+def test_run_refuses_an_engine_with_another_rope(tied_model, tmp_path):
     """Its weights are right to the bit, and its log-probabilities are wrong."""
     other = served_model(tmp_path / "model", "qwen3", tied=True)
     config = json.loads((other / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Generations that are written are read again, bit for bit, by a run that fits them."""
+"""Written generations are replayed bit for bit by a run that fits them."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ SIZES = ("grpo.generation_batch_size=4", "grpo.num_generations=2", "train.num_st
 
 @pytest.fixture
 def config(tied_model: Path, tmp_path: Path):
-    """A run on six rows in `dumped`, with overrides; the second has no number as its answer."""
+    """A run on six rows in `dumped`, with overrides; the second row's answer is no number."""
     answers = ["1", "####", *["1"] * 4]
     rows = [{"prompt": f"{i}", "answer": answer} for i, answer in enumerate(answers)]
     (path := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -49,7 +49,7 @@ def test_load_stream_leaves_out_rows_that_rewards_cannot_read(config) -> None:
 
 
 def write(cfg: Config, *generations: int) -> Experience:
-    """Write generations of samples that nobody has made; return them."""
+    """Write generations that all have the same made-up samples; return these."""
     stream = stream_of(cfg)
     samples = [
         sample_of(
@@ -108,7 +108,7 @@ CHOSEN = ("rollout.engine=sglang", "rollout.vllm={}", "rollout.indexer_replay=tr
 
 
 @pytest.mark.parametrize(
-    ("generations", "overrides", "told"),
+    ("generations", "overrides", "error"),
     [
         ((), (), "has no generations: run it with train.save_generations=true first"),
         ((0,), (), "has 1 generations, and 2 steps need 2: set train.num_steps to at most 1"),
@@ -116,12 +116,12 @@ CHOSEN = ("rollout.engine=sglang", "rollout.vllm={}", "rollout.indexer_replay=tr
         ((0,), CHOSEN, "'rollout.indexer_replay': True}: set them as they were"),
     ],
 )
-def test_check_replay_refuses_too_few_and_other_sizes(config, generations, overrides, told) -> None:
+def test_check_replay_refuses_too_few_or_other_sizes(config, generations, overrides, error) -> None:
     write(config(), *generations)
     source = f"train.replay={config().train.run_dir}"
     with pytest.raises(ValueError) as refused:
         check_replay(config(source, *overrides))
-    assert told in str(refused.value)
+    assert error in str(refused.value)
 
 
 def test_check_replay_takes_enough_generations(config) -> None:

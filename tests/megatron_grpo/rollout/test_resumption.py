@@ -1,10 +1,10 @@
-"""A run that is killed with updates in flight and resumed: the run that was not killed, to the bit,
+"""A run that is killed with updates in flight and resumed equals the undisturbed run, to the bit,
 if engines answer the same.
 
-What a real engine has sampled when it is paused depends on time; here a test says how much. There
-are no ranks: the weights after a step are the digest of those before it and of all that it trains
-on, and tokens and log-probabilities are functions of weights, seed and position. So one bit that
-differs changes all tokens after it.
+Where a real engine pauses depends on time; here a test decides. There are no ranks: the weights
+after a step are a digest of the weights before it and of all that it trains on, and tokens and
+log-probabilities are functions of weights, seed and position. So one bit that differs changes all
+tokens after it.
 """
 
 import asyncio
@@ -48,21 +48,21 @@ from parallel import ParallelDims
 
 TIMER = PhaseTimer(lambda phase: None)
 NUM_STEPS, MAX_STALENESS, LENGTH, NUM_PER_PUSH = 8, 2, 24, 4
-"""Steps of a run, each of one generation; most tokens of a completion, and those between pushes."""
+"""Steps of a run, one per generation; staleness; most tokens of a completion, and per push."""
 SAVE_INTERVAL = 2
 
 
 @dataclass
 class SteadyEngine(ScriptedEngine):
-    """Samples as many tokens of a completion as it may, in any time."""
+    """Samples all tokens that a completion may have by now, with random delays."""
 
     weights: dict[int, bytes] = field(default_factory=dict)
-    """By version."""
+    """Bytes that key the samples, by version."""
     trained: int = 0
-    """The generation that is trained on: without it no more than NUM_PER_PUSH tokens of a
-    completion are sampled for each push that it goes through."""
+    """The generation in training. Completions of later ones get at most NUM_PER_PUSH tokens for
+    each push that they go through."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """Tokens so far of the completions in progress, by the number of the request."""
+    """Tokens so far of the completions in progress, by number of the request."""
 
     def may_sample(self, number: int) -> bool:
         ahead = number // PRIORITIES - self.trained
@@ -117,7 +117,7 @@ def score(samples) -> list[ScoredGroup]:
 
 
 class Process:
-    """What rank 0 does from a start to a kill."""
+    """Rank 0 from a start to a kill."""
 
     def __init__(self, services: RolloutServices, folder: Path) -> None:
         self.services, self.folder = services, folder
@@ -129,14 +129,14 @@ class Process:
         self.scheduler = RolloutScheduler(services.cfg, self.runner, lambda step: None)
         self.step, self.weights = 0, b"pretrained"
         self.batches: dict[int, RolloutBatch] = {}
-        """Batches that were trained on."""
+        """Batches that were trained on, by generation."""
         if saved := [int(each.name) for each in folder.iterdir()]:
             self._load(max(saved))
         self.engine.version, self.engine.weights[self.step] = self.step, self.weights
         self.scheduler.after_push(self.step)
 
     def train(self, num_steps: int) -> None:
-        """As `Trainer`, until so many steps are done; then it is killed."""
+        """Train like `Trainer` until so many steps are done, then be killed."""
         scheduler, engine = self.scheduler, self.engine
         while self.step < num_steps:
             engine.trained = self.step
@@ -156,7 +156,7 @@ class Process:
 
     @property
     def is_at_push(self) -> bool:
-        """Whether the engine has sampled all that it may."""
+        """Whether the engine has sampled all tokens that it may."""
         numbers = {
             request.priority
             for attempt in [*self.runner._attempts.values()]
@@ -177,7 +177,7 @@ class Process:
         self.step, self.weights = self.step + 1, found.digest()
 
     def _save(self) -> None:
-        """As `Trainer._checkpoint`."""
+        """Save like `Trainer._checkpoint`."""
         groups, samples, done = self.runner.open_groups()
         ready = sorted((self.scheduler.ready | done).items())
         (folder := self.folder / str(self.step)).mkdir()
@@ -220,8 +220,8 @@ def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollou
         yield services
 
 
-def test_a_run_that_was_killed_is_the_one_that_was_not(services, tmp_path):
-    """Killed before its first checkpoint, after it, in the step behind another, and just there."""
+def test_a_killed_run_equals_the_undisturbed_one(services, tmp_path):
+    """Kills before the first checkpoint, after it, one step after another, and right at one."""
     (folder := tmp_path / "whole").mkdir()
     whole = Process(services, folder)
     whole.train(NUM_STEPS)

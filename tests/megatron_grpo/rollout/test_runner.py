@@ -57,7 +57,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def services(model: Path, tmp_path: Path, request) -> Iterator[RolloutServices]:
-    """With the overrides that a test is parametrised by."""
+    """Services with the overrides of the test's parameters."""
     options = getattr(request, "param", ())
     with scripted_services(model, tmp_path, "rollout.router_replay=true", *options) as services:
         yield services
@@ -79,7 +79,7 @@ def running(
 
 
 def num_open(runner: GenerationRunner, generation: int) -> int:
-    """Samples of a generation that are not complete."""
+    """Samples of a generation that are incomplete."""
     each = runner._attempts.items()
     return sum(attempt.group.num_open for key, attempt in each if key.generation == generation)
 
@@ -93,7 +93,7 @@ def wait_for(condition) -> None:
 
 
 def read_back(folder: Path, runner: GenerationRunner, services: RolloutServices):
-    """The state and the samples of the groups in a checkpoint of step 1."""
+    """State and samples of the groups in a checkpoint of step 1."""
     groups, samples, _ = runner.open_groups()
     state = TrainerState(step=1, groups=groups)
     write_record(folder, Record(state=state, layout=ParallelDims(), counters={}, cursor={}))
@@ -105,7 +105,7 @@ def read_back(folder: Path, runner: GenerationRunner, services: RolloutServices)
 @pytest.mark.parametrize(
     ("services", "begun", "first_held", "num_left", "num_whole", "num_engines"),
     [
-        # Generation 0 is complete, and half of generation 1 is answered.
+        # Of generations 0 to 2 the first is complete, and half of the second is answered.
         ((), (0, 1, 2), PRIORITIES + SIZE // 2, 2 * SIZE, SIZE // 2, [2, 1]),
         # Two and a half of six groups are answered; the rest goes on.
         ((OVER_SAMPLED,), (), 10, 24, 10, [2]),
@@ -144,7 +144,7 @@ def test_a_resumed_run_goes_on_with_whole_and_cut_samples_and_asks_for_none_agai
         assert len(services.engine.asked) == num_left - num_whole
         services.engine.holds = False
         made = [resumed.finish(generation, TIMER) for generation in begun[1:] or (1,)]
-    # The engine of the first run has answered, too.
+    # The first run's engine has answered, too.
     assert [batch.metrics["rollout/num_engines"] for batch in made] == num_engines
     each = [sample for batch in made for sample in batch.experience.samples]
     parts = {(part.prompt.index, part.sample_index): part for part in samples.samples}
@@ -155,7 +155,7 @@ def test_a_resumed_run_goes_on_with_whole_and_cut_samples_and_asks_for_none_agai
         assert sample.spans == ((0, 2), (1, MAX_LENGTH - 2))
         first = len(sample.prompt.token_ids)
         assert [*sample.completion_ids] == [*range(first, first + MAX_LENGTH)]
-        # A token that was read has the experts with which the next token was sampled.
+        # A token that was read has the routes with which the next one was sampled.
         routes = [0] * (first + 1) + [1] * (MAX_LENGTH - 2)
         assert sample.routes.flatten().tolist() == routes
 
@@ -169,7 +169,7 @@ def test_groups_are_scored_while_others_are_at_the_engines(services):
             runner.begin(generation, 0)
         wait_for(lambda: score.num_scored == 4)
         wait_for(lambda: num_open(runner, 0) == SIZE - 6)
-        engine.first_held = PRIORITIES + 4  # of the next generation the first group has, too
+        engine.first_held = PRIORITIES + 4  # and the first group of the next generation
         wait_for(lambda: score.num_scored == SIZE + 4)
         engine.holds = False
         made = [runner.finish(generation, TIMER) for generation in (0, 1)]
@@ -180,7 +180,7 @@ def test_groups_are_scored_while_others_are_at_the_engines(services):
         assert batch.experience.totals.tolist() == [sample.sample_index for sample in samples]
 
 
-def test_finish_of_a_generation_that_is_there_waits_0_seconds(services):
+def test_finish_of_a_ready_generation_waits_0_seconds(services):
     timer = PhaseTimer(lambda phase: None)
     services.engine.holds = False
     with running(services) as runner:
@@ -189,17 +189,17 @@ def test_finish_of_a_generation_that_is_there_waits_0_seconds(services):
         wait_for(lambda: runner._queue.next_generation(0) is not None)
         metrics = runner.finish(0, timer).metrics | timer.metrics()
     assert metrics["time/wait_rollout"] < metrics["time/generate"]
-    assert is_in_background("time/generate", metrics)  # not shown as a part of the step
+    assert is_in_background("time/generate", metrics)  # not shown as part of the step
 
 
 @pytest.mark.parametrize(
     "services",
     [SYNCHRONOUS, ("rollout.in_flight_updates=false", "rollout.max_staleness=1")],
     indirect=True,
-    ids=["synchronous", "beside the training"],
+    ids=["synchronous", "during the training"],
 )
 @pytest.mark.parametrize(
-    ("error", "is_preempted", "told"),
+    ("error", "is_preempted", "expected"),
     [
         # All ranks save first.
         *((kind, False, RolloutAborted) for kind in (RewardError, TimeoutError, InstancesLost)),
@@ -208,21 +208,19 @@ def test_finish_of_a_generation_that_is_there_waits_0_seconds(services):
         (InstancesLost, True, Preempted),
     ],
 )
-def test_finish_tells_the_failure_of_a_generation_for_what_it_is(
-    services, error, is_preempted, told
-):
+def test_finish_raises_the_failure_of_a_generation(services, error, is_preempted, expected):
     services.engine.version = 1
     services.engine.holds = False
     services.score.error = error("by fire")
     prefix = {RolloutAborted: "^generation 3 failed: by fire$", Preempted: None}
     with running(services, TrainerState(step=1), is_preempted) as runner:
         runner.begin(3, policy_version=1)
-        with pytest.raises(told, match=prefix.get(told, "^'?by fire'?$")):
+        with pytest.raises(expected, match=prefix.get(expected, "^'?by fire'?$")):
             runner.finish(3, TIMER)
 
 
 @with_options(OVER_SAMPLED)
-def test_finish_tells_a_failure_though_weights_were_pushed_since(services):
+def test_finish_raises_a_failure_though_weights_were_pushed_since(services):
     services.score.error = RewardError("by fire")
     services.engine.holds = False
     with running(services) as runner:
@@ -248,7 +246,7 @@ def test_groups_with_too_few_scores_stay_in_the_checkpoint_with_which_the_run_en
     assert not any(isinstance(group, ScoredGroup) for group in groups_of(samples).values())
 
 
-def test_a_checkpoint_right_after_a_push_has_what_was_sampled_before_it(services):
+def test_a_checkpoint_right_after_a_push_has_tokens_sampled_before_it(services):
     with running(services) as runner:
         scheduler = RolloutScheduler(services.cfg, runner, lambda step: None)
         scheduler.after_push(0)
@@ -280,7 +278,7 @@ def test_groups_that_were_scored_when_a_run_was_saved_are_not_scored_again(servi
     assert services.score.num_scored == SIZE  # by both runs
 
 
-def test_a_generation_of_which_a_checkpoint_has_all_samples_is_only_scored(services):
+def test_a_generation_with_all_samples_in_a_checkpoint_is_only_scored(services):
     services.engine.holds = False
     with running(services) as runner:
         runner.resume(0)
@@ -360,7 +358,7 @@ def use_images(services: RolloutServices, read, first: int) -> None:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="a thread for each core")
 @with_options(OVER_SAMPLED)
-def test_images_of_prompts_that_are_asked_for_together_are_read_at_the_same_time(services):
+def test_images_of_prompts_requested_together_are_read_concurrently(services):
     image = random_images([(4, 4)], [1], 8, torch.Generator())
     two = Barrier(2, timeout=30)
 
@@ -375,7 +373,7 @@ def test_images_of_prompts_that_are_asked_for_together_are_read_at_the_same_time
 
 
 @with_options(OVER_SAMPLED, "grpo.dynamic_sample=true")
-def test_an_unreadable_image_of_a_group_that_replaces_a_rejected_one_is_told(services):
+def test_an_unreadable_image_of_a_replacing_group_is_reported(services):
     def read():
         raise OSError("gone")
 

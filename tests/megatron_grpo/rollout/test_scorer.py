@@ -14,7 +14,7 @@ from megatron_grpo.rollout.scorer import GroupScorer
 
 
 class Recorded(Scores):
-    """Scores that tell the prompts of each call, and wait until they are `free`."""
+    """Scores that record the prompts of each call, and wait until they are `free`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_groups_of_the_earliest_generation_are_scored_first_and_a_few_at_a_time(
         return await asyncio.gather(first, *others)
 
     found = asyncio.run(run())
-    # One prompt of two generations is not scored in one call.
+    # Samples of one prompt from two generations are not scored in one call.
     assert scorer.score_now.prompts == [[2], [1, 0], [3, 1], [3]]
     assert [each.samples for each in found] == [group(index) for index in (2, 3, 1, 1, 0, 3)]
 

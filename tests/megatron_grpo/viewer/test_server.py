@@ -39,7 +39,7 @@ def ask(port: int, url: str) -> list | dict | None:
     return json.load(request(port, f"/api/{url}"))
 
 
-def test_the_page_and_what_it_asks_are_served(port):
+def test_the_page_and_its_requests_are_served(port):
     assert b"<title>" in request(port, "/").read()
     assert request(port, "/plotly.min.js").headers["Content-Type"].startswith("text/javascript")
     assert ask(port, "runs") == ["math"]
@@ -97,13 +97,13 @@ def test_a_page_under_another_name_gets_nothing(port, host, status):
 
 
 def mistake(*arguments: str) -> str:
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as raised:
         CliRunner().invoke(app, ["view", *arguments], catch_exceptions=False)
-    assert "\n" not in str(told.value)
-    return str(told.value)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
 
 
-def test_mistakes_are_told_in_one_line(run_dir, tmp_path, monkeypatch):
+def test_mistakes_are_reported_in_one_line(run_dir, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         taken = listening.getsockname()[1]
         assert f"port {taken} of 127.0.0.1" in mistake(str(run_dir), f"--port={taken}")
@@ -133,7 +133,7 @@ def test_ctrl_c_ends_it_quietly(run_dir):
     reserved = reserve_port()
     port = reserved.getsockname()[1]
     command = [sys.executable, "-m", "megatron_grpo", "view", str(run_dir), f"--port={port}"]
-    # What is started in the background by a shell script would ignore the signal.
+    # A command in the background of a shell script would ignore the signal.
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     view = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, preexec_fn=heeds)
     try:

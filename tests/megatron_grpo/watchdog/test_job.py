@@ -158,8 +158,8 @@ def test_rank_that_reports_no_stack_is_the_straggler():
     )
 
 
-def computing_until_told(found: Job, busy: int, stack: str) -> tuple[float, str]:
-    """(time, text) of the end of a job in which rank `busy` uses a CPU, at the place `stack`."""
+def end_while_computing(found: Job, busy: int, stack: str) -> tuple[float, str]:
+    """Time and text of the end of a job whose rank `busy` uses a CPU at this stack."""
     for now in range(1, 2000):
         for rank, member in found.members.items():
             found.on_heartbeat(rank, member.position, now, cpu=float(now) if rank == busy else 1.0)
@@ -172,14 +172,14 @@ def computing_until_told(found: Job, busy: int, stack: str) -> tuple[float, str]
 
 
 def test_rank_that_computes_has_four_limits():
-    ended, text = computing_until_told(job(step=2, phase="train"), 2, BUSY)
+    ended, text = end_while_computing(job(step=2, phase="train"), 2, BUSY)
     assert ended == 4 * 45
     assert "has made progress for 180 s (train.hang_timeout)" in text
     assert "set train.hang_timeout=360" in text and "rank 2 on node1" in text
 
 
 def test_rank_that_spins_in_a_collective_does_not_compute():
-    assert computing_until_told(job(step=2, phase="train"), 2, WAITING)[0] == 45
+    assert end_while_computing(job(step=2, phase="train"), 2, WAITING)[0] == 45
 
 
 def test_rank_that_has_computed_and_then_waits_is_looked_at_again():
@@ -196,10 +196,10 @@ def test_rank_that_has_computed_and_then_waits_is_looked_at_again():
     assert now == 90
 
 
-def test_gpus_wait_by_spinning_so_that_the_cpu_tells_nothing():
+def test_gpus_wait_by_spinning_so_the_use_of_cpus_means_nothing():
     found = job(step=2, phase="train")
     found._limits = replace(LIMITS, is_cpu_progress=False)
-    assert computing_until_told(found, 2, BUSY)[0] == 45
+    assert end_while_computing(found, 2, BUSY)[0] == 45
 
 
 @pytest.mark.parametrize(("slow", "seconds"), [(86.9, 173.8), (10, 45)])
@@ -213,10 +213,10 @@ def test_phase_may_take_twice_as_long_as_the_longest_of_this_run(slow, seconds):
     assert found.wants_stacks(begun + seconds)
 
 
-def test_seconds_of_a_long_limit_are_told_as_digits():
+def test_seconds_of_a_long_limit_are_written_as_digits():
     found = job(step=2, phase="train")
     found._limits = replace(LIMITS, step=Limit(1800, "train.hang_timeout"))
-    ended, text = computing_until_told(found, 2, WAITING)
+    ended, text = end_while_computing(found, 2, WAITING)
     assert ended == 1800
     assert "progress for 1800 s (train.hang_timeout)" in text and "hang_timeout=3600" in text
 

@@ -1,4 +1,4 @@
-"""What clients of rank 0's server can do to it, ranks or not."""
+"""Clients of rank 0's server, ranks or not."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def receive(connection: socket.socket, field: str) -> dict | None:
         encode_line(failure={"text": "lie"}),
         encode_line(rank="1", host="here", pid=1),
         encode_line(rank=2, host="here", pid=1),
-        encode_line(rank=0, host="here", pid=1),  # there is one
+        encode_line(rank=0, host="here", pid=1),  # rank 0 has connected
     ],
 )
 def test_server_hangs_up_on_clients_that_are_no_ranks(server, first):
@@ -69,7 +69,7 @@ def test_server_ends_the_job_at_an_unknown_message(server):
     assert "rank 1 on " in receive(ranks[0], "end")["end"]["text"]
 
 
-def test_server_tells_a_late_rank_of_the_signal(server):
+def test_server_sends_the_signal_to_a_late_rank(server):
     first = connect(server.address, 0, timeout=30)
     first.sendall(encode_line(preempt=True))
     assert receive(first, "preempt") == {"preempt": True}
@@ -80,7 +80,7 @@ def test_server_tells_a_late_rank_of_the_signal(server):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["never ends", "fails"])
-def test_verdict_is_told_where_the_stacks_cannot_be_written(make, server, tmp_path):
+def test_verdict_is_sent_where_the_stacks_cannot_be_written(make, server, tmp_path):
     """The ranks may hang in that very file system."""
     make(tmp_path / "stacks.txt")
     ranks = [connect(server.address, rank, timeout=30) for rank in (0, 1)]
@@ -91,7 +91,7 @@ def test_verdict_is_told_where_the_stacks_cannot_be_written(make, server, tmp_pa
 
 
 def test_server_loses_a_rank_whose_host_no_longer_answers(server):
-    """Linux gives up what it sends there, with ETIMEDOUT, which is no ConnectionError."""
+    """Linux gives up sending there with ETIMEDOUT, which is no ConnectionError."""
     first, second = (connect(server.address, rank, timeout=30) for rank in range(2))
     assert receive(first, "heartbeat") and receive(second, "heartbeat")
     transport = server._ranks[1].get_extra_info("socket")

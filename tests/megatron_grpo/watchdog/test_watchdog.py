@@ -26,7 +26,7 @@ from parallel.collectives import any_rank
 
 @pytest.fixture
 def ranks(tmp_path):
-    """Starts four ranks that run a function of this module."""
+    """Start four ranks that run a function of this module."""
 
     def start(fn, *args, world_size=4):
         return watched_ranks(world_size, tmp_path, fn, *args)
@@ -188,7 +188,7 @@ def test_hanging_rank_is_named_with_where_it_is(ranks, way, seconds):
         assert world.exit_codes(60) == [1, 1, 1, 1]
     output = "\n".join(printed(world))
     assert output.startswith("megatron-grpo: no rank has made progress for ")
-    # One that uses the CPU may compute.
+    # A rank that uses the CPU may compute.
     assert f"for {seconds} s (train.hang_timeout)" in output
     assert "stragglers, 1 of 4 ranks:\nrank 2 on " in output
     assert "phase train of step 2" in output and f"in {way.__name__}" in output
@@ -199,21 +199,21 @@ def test_hanging_rank_is_named_with_where_it_is(ranks, way, seconds):
 
 def test_time_in_which_all_are_stopped_does_not_count(ranks):
     """As by `scontrol suspend`, longer than every limit, and with whatever they have started."""
-    with ranks(reduce_until_told) as world:
+    with ranks(reduce_until_stopped) as world:
         world.wait_for(*ALL_READY)
         time.sleep(0.5)
         stop_for(INTERVALS.kill + 1, *(rank.pid for rank in world.processes))
         time.sleep(1)
-        (world.folder / "told").touch()
+        (world.folder / "stop").touch()
         assert world.exit_codes(60) == [0, 0, 0, 0]
     assert printed(world) == []
 
 
-def reduce_until_told(watchdog: Watchdog, rank: int, folder: Path) -> None:
+def reduce_until_stopped(watchdog: Watchdog, rank: int, folder: Path) -> None:
     watchdog.begin_step(3)
     watchdog.enter("train")
     ready(folder, rank)
-    while not any_rank((folder / "told").exists()):
+    while not any_rank((folder / "stop").exists()):
         watchdog.tick()
 
 
@@ -256,18 +256,18 @@ def test_signal_to_one_rank_stops_all_at_the_same_step(ranks):
         world.wait_for("saving_0")
         for rank in range(4):
             world.kill(rank, signal.SIGUSR1)  # once more, during the save
-        (world.folder / "told again").touch()
+        (world.folder / "signalled again").touch()
         assert world.exit_codes(60) == [75] * 4
     [line] = printed(world)
     step = (world.folder / "saved_0").read_text()
     assert line == f"megatron-grpo: preempted: step {step} saved" and world.output(0)
     assert {(world.folder / f"saved_{rank}").read_text() for rank in range(4)} == {step}
-    assert all((world.folder / f"told_{rank}").exists() for rank in range(4))
+    assert all((world.folder / f"signalled_{rank}").exists() for rank in range(4))
 
 
 def train_until_preempted(watchdog: Watchdog, rank: int, folder: Path) -> None:
     step = 1
-    watchdog.on_preempt((folder / f"told_{rank}").touch)
+    watchdog.on_preempt((folder / f"signalled_{rank}").touch)
     while True:
         watchdog.begin_step(step)
         if any_rank(watchdog.is_preempted):
@@ -277,7 +277,7 @@ def train_until_preempted(watchdog: Watchdog, rank: int, folder: Path) -> None:
         step += 1
     watchdog.enter("save")
     (folder / f"saving_{rank}").touch()
-    while not (folder / "told again").exists():
+    while not (folder / "signalled again").exists():
         time.sleep(0.01)
     (folder / f"saved_{rank}").write_text(str(step))
     raise Preempted(f"preempted: step {step} saved")

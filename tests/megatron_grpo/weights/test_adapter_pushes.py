@@ -1,4 +1,4 @@
-"""A push of adapters puts every bit where vLLM itself would put an adapter that PEFT has saved."""
+"""A push of adapters writes every bit where vLLM would load an adapter saved by PEFT."""
 
 from math import prod
 from typing import Any
@@ -40,7 +40,7 @@ def base(tmp_path_factory):
         ParallelDims(tensor=2, pipeline=2),
         pytest.param(ParallelDims(), marks=pytest.mark.slow),
         pytest.param(ParallelDims(data=2, context=2), marks=pytest.mark.slow),
-        pytest.param(ParallelDims(tensor=4), marks=pytest.mark.slow),  # above key-value heads
+        pytest.param(ParallelDims(tensor=4), marks=pytest.mark.slow),  # more than key-value heads
     ],
     ids=layout_name,
 )
@@ -49,7 +49,7 @@ def test_each_of_five_pushes_leaves_what_vllm_loads_from_the_folder(tmp_path, en
     case = Case(base, EngineDims(tensor=size), R3)
     ranks = run_ranks(dims.world_size, push_adapters, dims, case, workers, tmp_path, timeout=600)
     tensors = peft_tensors(LoraConfig(r=3), read_shape(base))
-    # Workers share what is split, and each has all of what is not.
+    # Workers share split tensors, and each has all others.
     least = 2 * sum(map(prod, tensors.values()))
     assert len(ranks[0]) == PUSHES
     for number, held in enumerate(ranks[0], 1):
@@ -65,7 +65,7 @@ def test_each_of_five_pushes_leaves_what_vllm_loads_from_the_folder(tmp_path, en
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
-def test_so_it_does_of_adapters_on_a_text_tower(tmp_path, engines, kind):
+def test_pushes_of_adapters_on_a_text_tower_leave_what_vllm_loads(tmp_path, engines, kind):
     pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     base, (size, workers) = tiny_multimodal(tmp_path / "model", kind), engines
     case = Case(base, EngineDims(tensor=size), R3)
@@ -82,9 +82,9 @@ def test_so_it_does_of_adapters_on_a_text_tower(tmp_path, engines, kind):
 def test_a_flipped_bit_of_base_or_adapter_ends_a_push_with_the_name(engines, base, fault, name):
     size, workers = engines
     case = Case(base, EngineDims(tensor=size), R3)
-    [told] = run_ranks(1, failing_push, ParallelDims(), case, workers, fault, timeout=300)
-    assert "differ from what was pushed: model.layers." in told
-    assert name in told
+    [message] = run_ranks(1, failing_push, ParallelDims(), case, workers, fault, timeout=300)
+    assert "differ from what was pushed: model.layers." in message
+    assert name in message
 
 
 def test_an_engine_without_a_module_or_of_another_rank_is_refused_by_name(engines, base):
@@ -93,16 +93,16 @@ def test_an_engine_without_a_module_or_of_another_rank_is_refused_by_name(engine
     cfg = config_of(case, ParallelDims(), WorkerClient(workers))
     held = worker_shards(cfg, read_shape(base))
 
-    def told(**arguments: Any) -> str:
+    def error_of(**arguments: Any) -> str:
         [*_, reports] = workers.call(described, case, cfg, arguments)
         with pytest.raises(ValueError, match="do not match the model") as caught:
             check_engine(held.all, reports, held.dtypes)
         return str(caught.value)
 
-    unbound = told(lora_target_modules=["qkv_proj", "gate_up_proj", "down_proj"])
+    unbound = error_of(lora_target_modules=["qkv_proj", "gate_up_proj", "down_proj"])
     assert "model.layers.0.self_attn.o_proj.lora_A.0 [8, " in unbound
     assert "is missing" in unbound and "qkv_proj" not in unbound
-    assert "down_proj.lora_A.0 has shape [16, " in told(max_lora_rank=16)
+    assert "down_proj.lora_A.0 has shape [16, " in error_of(max_lora_rank=16)
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""A push from real ranks into real workers puts every bit where vLLM itself would.
+"""A push from real ranks into real workers writes every bit where vLLM itself would.
 
 Ranks of Megatron-Core at every kind of layout push into a chain of two vLLM engines. Each worker of
 both must hold what vLLM loads from the exported folder of the same weights into a worker of its
@@ -39,7 +39,7 @@ DENSE_LAYOUTS = [
     ParallelDims(data=2),
 ]
 SLOW_LAYOUTS = [DENSE_LAYOUTS[number] for number in (0, 1, 3, 5)]
-"""What goes wrong with these does so along the same axes of others."""
+"""Faults at these layouts also show along the same axes of others."""
 EP2 = ParallelDims(data=2, expert=2)
 MIXTURES = {name for name, family in FAMILIES.items() if family.experts is not None}
 
@@ -120,14 +120,14 @@ def test_every_worker_holds_what_vllm_would_have_loaded(tmp_path, engines, other
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
-        # Covers deepseek_v3, which covers qwen3_moe except for attention (qwen3's). Engines fuse
-        # two matrices of its indexers.
+        # Stands for qwen3_moe (its attention is qwen3's) and deepseek_v3, of which it has all; and
+        # engines fuse two matrices of its indexers.
         "deepseek_v32",
-        "qwen3_next",  # linear attention, whose rows engines have in another order
-        "nemotron_h",  # and another value of one
+        "qwen3_next",  # linear attention: engines order its rows differently
+        "nemotron_h",  # the same, and one parameter has another value
     ],
 )
-def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others, family):
+def test_workers_hold_vllms_weights_where_ranks_share_experts(tmp_path, engines, others, family):
     folder = uneven_model(tmp_path / "model", family)
     case = Case(folder, others[family], [TP2, EXPERT_PARALLEL, DATA_PARALLEL])
     check_pushes(EP2, [case], engines, "auto")
@@ -138,14 +138,14 @@ def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others, fam
     "family",
     [
         "deepseek_v3",
-        pytest.param("glm4_moe", marks=pytest.mark.slow),  # that of deepseek_v3 without latents
-        pytest.param("glm4_moe_lite", marks=pytest.mark.slow),  # latents and the layer of glm4_moe
+        pytest.param("glm4_moe", marks=pytest.mark.slow),  # deepseek_v3's without latents
+        pytest.param("glm4_moe_lite", marks=pytest.mark.slow),  # latents and glm4_moe's layer
         "qwen3_next",
-        pytest.param("qwen3_5_text", marks=pytest.mark.slow),  # that of qwen3_next without experts
+        pytest.param("qwen3_5_text", marks=pytest.mark.slow),  # qwen3_next's without experts
         pytest.param("qwen3_5_moe", marks=pytest.mark.slow),  # a text tower
     ],
 )
-def test_so_does_a_layer_to_draft_with_that_is_trained(tmp_path, engines, family):
+def test_workers_hold_a_trained_layer_for_drafts(tmp_path, engines, family):
     if family.startswith("qwen3_5"):
         pytest.importorskip("torchvision", reason="vLLM has it in a file with a model of images")
     make = tiny_multimodal if family in MULTIMODAL else servable_model
@@ -161,7 +161,7 @@ def test_so_does_a_layer_to_draft_with_that_is_trained(tmp_path, engines, family
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", PATCH_SIZES)
-def test_so_does_a_vision_tower_that_is_trained(tmp_path, engines, family):
+def test_workers_hold_a_trained_vision_tower(tmp_path, engines, family):
     pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     folder, others = (tiny_vision_model(tmp_path / str(n), family, seed=n) for n in (0, 1))
     case = Case(folder, others, [TP1, TP2], also="vision")
@@ -172,7 +172,7 @@ def test_so_does_a_vision_tower_that_is_trained(tmp_path, engines, family):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dims", [*DENSE_LAYOUTS, EP2], ids=layout_name)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_so_it_does_for_any_family_and_number_of_heads(tmp_path, engines, family, dims):
+def test_workers_hold_vllms_weights_of_any_family_and_heads(tmp_path, engines, family, dims):
     if dims.expert > 1 and family not in MIXTURES:
         pytest.skip("it has no experts")
     cases = []

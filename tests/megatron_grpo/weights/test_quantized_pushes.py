@@ -26,7 +26,7 @@ def model(tmp_path_factory):
         ("fp8", ParallelDims(tensor=2)),
         ("int8", ParallelDims(tensor=2, pipeline=2)),
         pytest.param("int8", ParallelDims(), marks=slow),
-        pytest.param("fp8", ParallelDims(tensor=8), marks=slow),  # half a block, and few have keys
+        pytest.param("fp8", ParallelDims(tensor=8), marks=slow),  # half a block each; few have keys
         pytest.param("fp8_channel", ParallelDims(tensor=2, data=2), marks=slow),
     ],
     ids=lambda each: each if isinstance(each, str) else layout_name(each),
@@ -44,7 +44,7 @@ def test_a_push_after_a_step_leaves_what_vllm_loads_from_the_export(
 def check(engines, share):
     assert len(engines) == NUM_ENGINES
     for worker in (worker for workers in engines for worker in workers):
-        # Routers in float32 are those of the folder, which no rank has rounded yet.
+        # Routers in float32 are the folder's: no rank has rounded them yet.
         assert not [name for name in worker.loaded if not name.endswith(".gate.weight")]
         assert not worker.differing
         assert 0.5 < worker.share < share
@@ -73,7 +73,7 @@ EP2 = ParallelDims(data=2, expert=2)
     ],
     ids=lambda each: layout_name(each) if isinstance(each, ParallelDims) else str(each),
 )
-def test_so_does_one_of_experts_and_latents(
+def test_a_push_of_experts_and_latents_leaves_what_vllm_loads(
     tmp_path, engines, family, quantization, dims, expert_parallel
 ):
     size, workers = engines
@@ -93,6 +93,6 @@ def test_so_does_one_of_experts_and_latents(
 def test_a_flipped_bit_or_a_wrong_scale_ends_a_push_with_the_name(engines, model, fault, name):
     size, workers = engines
     case = Case(model, EngineDims(tensor=size), "int8")
-    [told] = run_ranks(1, failing_push, ParallelDims(), case, workers, fault, timeout=300)
-    assert "differ from what was pushed: model." in told
-    assert name in told
+    [message] = run_ranks(1, failing_push, ParallelDims(), case, workers, fault, timeout=300)
+    assert "differ from what was pushed: model." in message
+    assert name in message

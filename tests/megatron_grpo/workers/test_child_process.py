@@ -42,7 +42,7 @@ def test_caller_gets_the_error_and_later_starts_are_served():
     assert spawn(["sh", "-c", "exit 7"]).wait() == 7
 
 
-# Starts one process, which needs the thread that its fork does not have, and one in the fork.
+# Starts a process, which needs the thread that the fork lacks, and another in the fork.
 FORK = """
 import os, sys
 from megatron_grpo.workers.child_process import spawn
@@ -57,7 +57,7 @@ def test_fork_starts_processes_too():
     assert subprocess.run([sys.executable, "-c", FORK], timeout=60).returncode == 7
 
 
-# Starts a sleeper in a thread that ends, tells its pid, and waits.
+# Starts a sleeper in a thread that ends, prints its pid, and waits.
 PARENT = """
 import os, sys, threading
 from megatron_grpo.workers.child_process import ChildProcess

@@ -27,16 +27,16 @@ def no_proxies(monkeypatch):
 )
 def test_direct_extends_exceptions_under_both_names(before, kept):
     own = ["localhost", "127.0.0.1", "::1", socket.gethostname(), "10.0.0.5"]
-    told = direct(PROXY | before, "10.0.0.5")
-    assert told == dict.fromkeys(EXCEPTIONS, ",".join(kept + own))
+    variables = direct(PROXY | before, "10.0.0.5")
+    assert variables == dict.fromkeys(EXCEPTIONS, ",".join(kept + own))
     for host in (*kept, *own):
-        assert proxy_bypass(host, {"no": told["no_proxy"]})
-    assert not proxy_bypass("api.wandb.ai", {"no": told["no_proxy"]})
+        assert proxy_bypass(host, {"no": variables["no_proxy"]})
+    assert not proxy_bypass("api.wandb.ai", {"no": variables["no_proxy"]})
 
 
 def test_direct_keeps_two_exceptions_apart():
     both = direct(PROXY | {"no_proxy": "a", "NO_PROXY": "b"})
-    assert [told.split(",")[0] for told in both.values()] == ["a", "b"]
+    assert [value.split(",")[0] for value in both.values()] == ["a", "b"]
     assert direct(PROXY | {"NO_PROXY": "*"}) == dict.fromkeys(EXCEPTIONS, "*")
 
 
@@ -46,8 +46,8 @@ def test_direct_changes_nothing_without_a_proxy():
 
 
 def test_an_engine_reaches_itself_at_its_host():
-    told = engine_environment(PROXY, "0", "10.0.0.5")
-    assert told["no_proxy"].endswith(",10.0.0.5") and told["https_proxy"] == PROXY["https_proxy"]
+    given = engine_environment(PROXY, "0", "10.0.0.5")
+    assert given["no_proxy"].endswith(",10.0.0.5") and given["https_proxy"] == PROXY["https_proxy"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What programs in the sandbox can do, and what they cannot."""
+"""What programs can do in the sandbox, and what they cannot."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ def test_sandbox_gives_input_and_imports():
 
 @needs_bubblewrap
 @pytest.mark.parametrize(
-    ("program", "told"),
+    ("program", "error"),
     [
         ("import socket; socket.create_connection(('127.0.0.1', {port}))", "ConnectionRefused"),
         ("import socket; socket.create_connection(('192.0.2.1', 80))", "unreachable"),
@@ -52,12 +52,12 @@ def test_sandbox_gives_input_and_imports():
         ("print('x' * (1 << 25))", "File too large"),
     ],
 )
-def test_sandbox_hides_the_world_outside(program, told, tmp_path, listener):
+def test_sandbox_hides_the_world_outside(program, error, tmp_path, listener):
     (tmp_path / "secret").write_text("secret")
     given = {"port": listener, "folder": tmp_path, "pid": os.getpid()}
     outcome = run(program.format(**given))
     assert outcome.exit_code != 0
-    assert told in outcome.stderr, outcome
+    assert error in outcome.stderr, outcome
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_sandbox_kills_a_late_program(program):
 
 
 def left_behind():
-    """Processes that run a program, of which those that were killed need a moment to end."""
+    """Processes that run a program; killed ones need a moment to end."""
 
     def found():
         commands = [each.info["cmdline"] or () for each in psutil.process_iter(["cmdline"])]
@@ -132,7 +132,7 @@ def left_behind():
     ],
 )
 def test_sandbox_gives_files_of_its_own(program, printed):
-    """The last of the four files is the folder that is listed."""
+    """The last of the four files is the listed folder itself."""
     outcome = run(program, "input")
     assert (outcome.stdout, outcome.exit_code) == (printed, 0)
 
@@ -148,7 +148,7 @@ def test_sandbox_needs_bubblewrap_or_none(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "error"),
     [
         ({"sandbox": "docker"}, "use bubblewrap or none"),
         ({"timeout": 0}, "timeout 0 must be above 0"),
@@ -156,6 +156,6 @@ def test_sandbox_needs_bubblewrap_or_none(monkeypatch, tmp_path):
         ({"python": "/no/python", "sandbox": "none"}, "No such file"),
     ],
 )
-def test_sandbox_refuses_wrong_arguments(arguments, told):
-    with pytest.raises((ValueError, OSError), match=told):
+def test_sandbox_refuses_wrong_arguments(arguments, error):
+    with pytest.raises((ValueError, OSError), match=error):
         asyncio.run(Sandbox(**arguments).check())
