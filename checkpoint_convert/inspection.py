@@ -19,7 +19,7 @@ from checkpoint_convert.megatron import hf_tensors, megatron_layout
 from checkpoint_convert.shape import ModelShape, check_divisible, tensor_sizes
 from checkpoint_convert.sidecar import model_config
 from checkpoint_convert.weights import Weights, open_weights
-from parallel import Coordinates, ParallelDims, Shape, divisors
+from parallel import Coordinates, ParallelDims, Shape, divisors, pipeline_layers
 
 RUN_STATE, RUN_CONFIG, RUN_MANIFEST = "trainer.json", "config.yaml", "manifest.json"
 """Files of a training run's checkpoint about the run."""
@@ -149,10 +149,10 @@ def _fields_of_model(shape: ModelShape) -> Iterator[tuple[str, Any]]:
 def _stage_table(shape: ModelShape, dims: ParallelDims) -> Table:
     """Table of pipeline stages; all ranks of a stage hold the same amount."""
     table = Table("pipeline stage", "layers", "parameters of a rank", "in bf16", box=None)
-    for stage in range(dims.pipeline):
+    for stage, chunks in enumerate(pipeline_layers(shape.num_layers, dims)):
         at = Coordinates(tensor=0, context=0, data=0, pipeline=stage)
         layout = megatron_layout(shape, dims, at, transformer_engine=True)
-        layers = sum(name.endswith("self_attention.linear_proj.weight") for name in layout.shapes)
+        layers = sum(map(len, chunks))
         count = sum(prod(size) for size in layout.shapes.values())
         table.add_row(str(stage), str(layers), f"{count:,}", f"{2 * count / 1e9:,.3f} GB")
     return table

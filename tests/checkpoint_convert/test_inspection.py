@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from checkpoint_convert.hf_to_megatron import import_checkpoint
+from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.inspection import print_inspection
 from helpers.models.conversions import variant, weights_of
 from helpers.models.published import write_config
@@ -79,6 +80,16 @@ def test_what_a_rank_would_hold_is_told_for_every_stage(mixture):
     experts = 2 * 3 * (96 // 2) * 64 + 4 * 64
     layer = attention + experts
     assert stages == [("0", "1", f"{table + layer:,}"), ("1", "1", f"{table + layer + 64:,}")]
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "Nemotron-3-Nano-30B-A3B"])
+def test_layers_without_softmax_attention_are_counted_too(tmp_path, name):
+    folder, output = write_config(tmp_path / "model", name), io.StringIO()
+    with pytest.raises(ValueError, match="has no weights"):
+        inspect(folder, output=output, pipeline=2)
+    stages = re.findall(r"^ +[01] +(\d+) +[\d,]+ ", output.getvalue(), re.MULTILINE)
+    half = str(read_shape(folder).num_layers // 2)
+    assert stages == [half, half]
 
 
 def test_dense_layers_and_those_that_predict_further_tokens_are_counted(tmp_path):
