@@ -9,8 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.hf_config import read_shape
+from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.inspection import print_inspection
 from helpers.models.conversions import variant, weights_of
 from helpers.models.published import write_config
