@@ -184,8 +184,8 @@ def _cache_bytes(rollout: RolloutConfig, card: GpuSpec, weights: int, per_token:
     room = card.memory - weights
     if not per_token <= given <= room:
         raise ValueError(
-            f"{engine}, and rollout.vllm.kv_cache_memory_bytes is {given}; one token takes "
-            f"{per_token}: use {per_token} to {room}, or a larger tensor_parallel_size"
+            f"{engine}, and rollout.{rollout.engine}.kv_cache_memory_bytes is {given}; one token "
+            f"takes {per_token}: use {per_token} to {room}, or a larger tensor_parallel_size"
         )
     return given
 
