@@ -36,6 +36,7 @@ SHOWN_STAGES = 4
 SHOWN_SUGGESTIONS = 8
 STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer", "reference")
 COMPARE = "hint: compare with any other setting: --with grpo.shared_prompts=true"
+MEASURED = "hint: sequences count as the longest; to count a run's: --lengths RUN/completions.jsonl"
 
 
 def print_plan(
@@ -178,7 +179,7 @@ def job_table(job: Job, gpu: str, plan: JobPlan) -> str:
         _generation_lines(cfg, rollout) if rollout else [],
         _link_lines(cfg, plan),
         _asynchrony_lines(cfg, plan.loop) if plan.loop else [],
-        [COMPARE],
+        [COMPARE, *([MEASURED] if job.lengths == [longest_sequence(cfg, shape)] else [])],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 

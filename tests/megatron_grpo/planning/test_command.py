@@ -434,7 +434,9 @@ def test_plan_counts_a_reward_model_that_shares_gpus(printed, figures, monkeypat
 def test_plan_takes_lengths_of_a_file_or_of_a_runs_completions(printed, tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("\n".join(["500"] * 90 + ["3000"] * 10))
+    assert printed().count("--lengths") == 1
     text = printed(lengths_file=file)
+    assert "--lengths" not in text
     assert all(row in text for row in ("  383,500  tokens\n", "  48  microbatches"))
     file = tmp_path / "completions.jsonl"
     rows = [{"num_tokens": 500}] * 90 + [{"num_tokens": 2000}] * 10
