@@ -73,7 +73,7 @@ class Episodes:
         await runner.cleanup()
 
     async def act(self, task: Json) -> Json:
-        """Run an episode; returns its reward, and other numbers of the answer (true: 1) as metrics."""
+        """Run an episode; returns its reward, and other numbers (true: 1) as metrics."""
         row, key = json.loads(task["row"]["task"]), task["key"]
         metadata = row[PARAMS].get("metadata") or {}
         row[PARAMS]["metadata"] = {**metadata, SESSION: key}

@@ -76,12 +76,10 @@ class Limits:
         """Limit while rank 0 is in `phase`; None without one: files may be slow, and engines and
         rewards have limits of their own. A process's first step gets more time, for compiling
         kernels and making connections."""
-        match phase.removeprefix(f"{WAIT}_"):
+        match phase.removeprefix(f"{WAIT}_").removeprefix("eval_"):
             case "await_engines":
                 return self.start
-            case "load" | "generate" | "eval_generate" | "score" | "eval_score":
-                return None
-            case "log" | "eval_log" | "save" | "close" | "sleep":
+            case "load" | "generate" | "score" | "log" | "save" | "close" | "sleep":
                 return None
             case "push" | "verify_weights":
                 usual = self.push
