@@ -13,6 +13,7 @@ from rich.text import Text
 from megatron_grpo.bars import Show, Wait, progress_bar
 from megatron_grpo.evaluation.evaluation import metrics_of
 from megatron_grpo.timing import is_beside
+from parallel.words import counted
 
 SHOWN_SECONDS = 0.05
 """Shorter phases are left out: they would print as 0.0."""
@@ -153,8 +154,8 @@ def evaluation_line(name: str, metrics: Mapping[str, float]) -> str:
         [
             evaluation_title(name),
             *(f"{metric} {value:.3f}" for metric, value in own.items() if "@" in metric),
-            f"{own['num_prompts']:.0f} prompts",
-            *([f"{failed:.0f} completions without a score"] if failed else []),
+            counted(int(own["num_prompts"]), "prompt"),
+            *([f"{counted(int(failed), 'completion')} without a score"] if failed else []),
         ]
     )
 

@@ -31,6 +31,7 @@ from megatron_grpo.reporting.progress import ProgressBar
 from megatron_grpo.reporting.trackers import open_trackers
 from megatron_grpo.reporting.tracking import METRICS_FILE, Tracking
 from megatron_grpo.timing import TIMELINE_FILE, PhaseTimer, Timeline
+from parallel.words import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,8 +148,8 @@ class RunLog:
     def begin(self, num_prompts: int) -> None:
         first = f", after step {self._first_step}" if self._first_step else ""
         self.bar.tell(
-            f"{self._cfg.model.path} on {num_prompts:,} prompts{first}; everything is recorded in "
-            f"{self.run_dir}"
+            f"{self._cfg.model.path} on {counted(num_prompts, 'prompt')}{first}; everything is "
+            f"recorded in {self.run_dir}"
         )
 
     def finish(self, step: int) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-
 from types import SimpleNamespace
 
 import pytest
