@@ -261,7 +261,9 @@ def test_the_count_in_a_row_goes_on_after_a_resume_and_ends_with_a_good_step():
     skipped.count("b")
     assert skipped.num_in_a_row == 2
     resumed = SkippedSteps(limit=3, num_in_a_row=skipped.num_in_a_row)
-    with pytest.raises(FloatingPointError, match=r"^skipped 3 .* 2 before this run was resumed; c$"):
+    with pytest.raises(
+        FloatingPointError, match=r"^skipped 3 .* 2 before this run was resumed; c$"
+    ):
         resumed.count("c")
     skipped.count(None)
     skipped.count("c")
