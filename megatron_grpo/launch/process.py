@@ -155,7 +155,7 @@ def answer_of(python: Path, program: str) -> str:
 
     Raises ValueError if the interpreter cannot be started or does not end in time.
     """
-    command = [python, "-P", "-c", program]
+    command = [str(python), "-P", "-c", program]
     try:
         found = subprocess.run(
             command, capture_output=True, text=True, timeout=ANSWER_SECONDS, encoding="utf-8"
