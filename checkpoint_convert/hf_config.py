@@ -16,11 +16,11 @@ from checkpoint_convert.layer_types import (
     read_windows,
 )
 from checkpoint_convert.quantized.scheme import (
-    CONFIG_KEYS,
     MODELOPT_FILE,
     Mxfp4Scheme,
     Scheme,
     is_mxfp4,
+    quantization_table,
     scheme_of,
 )
 from checkpoint_convert.rope import num_positions, read_ropes
@@ -172,20 +172,19 @@ def read_scheme(folder: Path) -> Scheme | Mxfp4Scheme | None:
 
 
 def _scheme(path: Path, config: Mapping[str, Any]) -> Scheme | Mxfp4Scheme | None:
-    tables = [config[key] for key in CONFIG_KEYS if config.get(key)]
-    if not all(isinstance(table, dict) for table in tables):
-        raise ValueError(f"{path}: quantization_config must be an object")
-    own = path.with_name(MODELOPT_FILE)
-    if not tables and own.is_file():
-        path, tables = own, [{"quant_method": "modelopt", **read_json(own)}]
-    if not tables:
+    table, own = quantization_table(config), path.with_name(MODELOPT_FILE)
+    if table is None and own.is_file():
+        path, table = own, {**read_json(own), "quant_method": "modelopt"}
+    if table is None:
         return None
+    if not isinstance(table, dict):
+        raise ValueError(f"{path}: quantization_config must be an object")
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if dtype not in list(NAMES):  # a list, as a JSON value may be unhashable
         raise ValueError(f"{path}: dtype is {dtype!r}, supported: {sorted(NAMES)}")
     if is_mxfp4(config):
         return Mxfp4Scheme(NAMES[dtype])
-    return scheme_of(path, tables[0], NAMES[dtype])
+    return scheme_of(path, table, NAMES[dtype])
 
 
 def _with_defaults(family: Family, config: dict[str, Any]) -> dict[str, Any]:

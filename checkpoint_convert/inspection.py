@@ -19,7 +19,8 @@ from checkpoint_convert.megatron import hf_tensors, megatron_layout
 from checkpoint_convert.shape import ModelShape, check_divisible, tensor_sizes
 from checkpoint_convert.sidecar import model_config
 from checkpoint_convert.weights import Weights, open_weights
-from parallel import Coordinates, ParallelDims, Shape, divisors
+from parallel import Coordinates, ParallelDims, Shape, divisors, pipeline_layers
+from parallel.words import counted
 
 RUN_STATE, RUN_CONFIG, RUN_MANIFEST = "trainer.json", "config.yaml", "manifest.json"
 """Files of a training run's checkpoint about the run."""
@@ -82,7 +83,8 @@ def _fields_of_run(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"parallel.{name}", size
     files = [file for file in path.rglob("*") if file.is_file()]
     num_bytes = sum(file.stat().st_size for file in files)
-    yield "on disk", f"{num_bytes / 1e9:,.3f} GB in {len(files)} files, with the optimizer's state"
+    num_files = counted(len(files), "file")
+    yield "on disk", f"{num_bytes / 1e9:,.3f} GB in {num_files}, with the optimizer's state"
     yield "saved with", ", ".join(f"{name} {found}" for name, found in record["versions"].items())
     yield "whole config", path / RUN_CONFIG
 
@@ -119,7 +121,8 @@ def _fields_of_model(shape: ModelShape) -> Iterator[tuple[str, Any]]:
         if (value := getattr(shape, name)) is not None:
             yield name, value
     if shape.window is not None:
-        yield "sliding_window", f"{shape.window:,} in {len(shape.windowed_layers)} layers"
+        layers = counted(len(shape.windowed_layers), "layer")
+        yield "sliding_window", f"{shape.window:,} in {layers}"
     if latent := shape.latent:
         yield "q_lora_rank", latent.query_rank
         yield "kv_lora_rank", latent.rank
@@ -127,7 +130,7 @@ def _fields_of_model(shape: ModelShape) -> Iterator[tuple[str, Any]]:
     if shape.indexer is not None:
         yield "index_topk", shape.indexer.topk
     if shape.linear_layers:
-        yield "linear attention", f"in {len(shape.linear_layers)} layers"
+        yield "linear attention", f"in {counted(len(shape.linear_layers), 'layer')}"
     if moe := shape.moe:
         yield "num_experts", moe.num_experts
         yield "num_experts_per_tok", moe.experts_per_token
@@ -149,10 +152,10 @@ def _fields_of_model(shape: ModelShape) -> Iterator[tuple[str, Any]]:
 def _stage_table(shape: ModelShape, dims: ParallelDims) -> Table:
     """Table of pipeline stages; all ranks of a stage hold the same amount."""
     table = Table("pipeline stage", "layers", "parameters of a rank", "in bf16", box=None)
-    for stage in range(dims.pipeline):
+    for stage, chunks in enumerate(pipeline_layers(shape.num_layers, dims)):
         at = Coordinates(tensor=0, context=0, data=0, pipeline=stage)
         layout = megatron_layout(shape, dims, at, transformer_engine=True)
-        layers = sum(name.endswith("self_attention.linear_proj.weight") for name in layout.shapes)
+        layers = sum(map(len, chunks))
         count = sum(prod(size) for size in layout.shapes.values())
         table.add_row(str(stage), str(layers), f"{count:,}", f"{2 * count / 1e9:,.3f} GB")
     return table

@@ -12,6 +12,7 @@ from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace,
 from checkpoint_convert.hf_folder import ADAPTER_FILE
 from checkpoint_convert.text_tower import name_in_whole, text_name
 from parallel import Shape
+from parallel.words import counted
 
 PEFT_PREFIX = "base_model.model."
 """Prefix of an adapter's tensor names; the name of a module of the model follows."""
@@ -183,7 +184,8 @@ def _faults_of_modules(
         yield f"{further[0]} has an adapter, and target_modules in {ADAPTER_FILE} does not name it"
     layers = {int(found[1]) for module in linears if (found := _LAYER.match(module))}
     if beyond := [layer for layer in _chosen_layers(config) if layer not in layers]:
-        yield f"layers_to_transform names layer {beyond[0]}, and the model has {len(layers)} layers"
+        size = counted(len(layers), "layer")
+        yield f"layers_to_transform names layer {beyond[0]}, and the model has {size}"
 
 
 def _is_named(config: Mapping[str, Any], module: str) -> bool:

@@ -13,6 +13,7 @@ from checkpoint_convert.families.description import Parameter, Shard
 from checkpoint_convert.families.vision import vision_tower
 from checkpoint_convert.shape import ModelShape, split_obstacles
 from parallel import Box, Layout, Shape, ShardMapping, divisors
+from parallel.words import counted
 
 VOCAB_MULTIPLE = 64
 """vLLM's DEFAULT_VOCAB_PADDING_SIZE: the vocabulary's multiple, for any number of ranks."""
@@ -311,8 +312,8 @@ def check_engine(
     """
     if len(layouts) != len(reports):
         raise ValueError(
-            f"the engine has {len(reports)} workers but was planned with {len(layouts)}: start it "
-            "with the sizes of the config"
+            f"the engine has {counted(len(reports), 'worker')} but was planned with "
+            f"{len(layouts)}: start it with the sizes of the config"
         )
     faults = [
         f"worker {rank}: {fault}"

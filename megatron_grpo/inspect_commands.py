@@ -29,7 +29,7 @@ def report(
 
 def show(
     run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="Run directory with a completions.jsonl.")
+        Path, typer.Argument(metavar="RUN_DIR", help="Run directory, or folder of an evaluation.")
     ],
     step: Annotated[
         int | None, typer.Option(help="Optimizer step. Default: the last one in the log.")
@@ -58,11 +58,19 @@ def show(
 
     from megatron_grpo.reporting.progress import completions_table
     from megatron_grpo.reporting.rows import rows_of
-    from megatron_grpo.reporting.tracking import COMPLETIONS_FILE, last_step
+    from megatron_grpo.reporting.tracking import (
+        COMPLETIONS_FILE,
+        EVAL_COMPLETIONS_FILE,
+        last_step,
+    )
 
-    path = run_dir / COMPLETIONS_FILE
-    if not path.is_file():
-        raise ValueError(f"{run_dir} has no {COMPLETIONS_FILE}: give the train.run_dir of a run")
+    files = [run_dir / name for name in (COMPLETIONS_FILE, EVAL_COMPLETIONS_FILE)]
+    path = next((file for file in files if file.is_file()), None)
+    if path is None:
+        raise ValueError(
+            f"{run_dir} has no {COMPLETIONS_FILE} or {EVAL_COMPLETIONS_FILE}: give the "
+            "train.run_dir of a run, or the folder of an evaluation"
+        )
     step = last_step(run_dir) if step is None else step
     rows = [json.loads(line) for line in rows_of(path, step, step)]
     rows = [row for row in rows if prompt in (None, row["prompt_index"])]
@@ -74,7 +82,7 @@ def show(
         )
     if worst or best:
         rows.sort(key=lambda row: -math.inf if row["reward"] is None else row["reward"])
-        rows = rows[: worst or 0] + rows[max(len(rows) - (best or 0), worst or 0) :]
+        rows = rows[: worst or 0] + rows[max(len(rows) - (best or 0), worst or 0) :][::-1]
     Console().print(completions_table(rows))
 
 

@@ -29,6 +29,7 @@ from megatron_grpo.rewards.functions import load_function
 from megatron_grpo.rewards.pool import MADE_UP_COMPLETIONS, RewardPools
 from megatron_grpo.rewards.scoring import SHORTENED
 from parallel.microbatches import microbatch_capacity
+from parallel.words import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -161,13 +162,14 @@ def _described(
     prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int], cfg: Config
 ) -> str:
     ended = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends)
+    steps = counted(cfg.num_steps, "optimizer step")
     if cfg.sources.by_name:
-        return f"{cfg.num_steps} optimizer steps on rows of {', '.join(cfg.sources.by_name)}"
+        return f"{steps} on rows of {', '.join(cfg.sources.by_name)}"
     if _has_agent(cfg):
-        return f"{cfg.num_steps} optimizer steps; an agent acts on each row of the data"
+        return f"{steps}; an agent acts on each row of the data"
     observed = "" if not cfg.partner else ", but for what the environment says"
     return (
-        f"{cfg.num_steps} optimizer steps; row {prompt.index} of the data becomes "
+        f"{steps}; row {prompt.index} of the data becomes "
         f"{len(prompt.token_ids)} tokens, which do not enter the loss:\n"
         f"{_short_text(prompt, tokenizer)}\n"
         f"and the model's, which do{observed}: at most {cfg.rollout.max_completion_length}, up to "

@@ -19,6 +19,7 @@ from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
 from megatron_grpo.config.optimizer import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.reporting.tracking import last_step
 from parallel.alignment import round_up
+from parallel.words import counted
 
 # Keys that a resumed run may change: length, speed and place, but nothing that changes learning.
 # Paths of model and data are here because files may move: `_check_same_model` detects a different
@@ -182,8 +183,8 @@ def _check_never_saved(run_dir: Path) -> None:
     if last > 2 * interval:
         raise ValueError(
             f"train.run_dir {run_dir} holds the records of {last} steps, and its checkpoints, one "
-            f"every {interval} steps, are gone: put them back into {run_dir / 'checkpoints'}, "
-            "choose another folder, or remove this one"
+            f"every {counted(interval, 'step')}, are gone: put them back into "
+            f"{run_dir / 'checkpoints'}, choose another folder, or remove this one"
         )
 
 

@@ -31,6 +31,7 @@ from megatron_grpo.weight_sync import WeightSync
 from parallel.collectives import wait_for_rank_0
 from parallel.cpu_device import communication_backend, run_near, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
+from parallel.words import counted
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Long enough never to fire first: the watchdog detects hangs, and can tell them from normal waits.
@@ -107,7 +108,8 @@ def _beginning(cfg: Config) -> str:
     else:
         count = "an engine starts" if (n := cfg.rollout.num_engines) == 1 else f"{n} engines start"
         engines = f"{count} meanwhile, logs in {cfg.train.run_dir / 'logs'}"
-    return f"{cfg.model.path} is loaded on {cfg.dims.world_size} ranks, {cfg.dims}; {engines}"
+    ranks = counted(cfg.dims.world_size, "rank")
+    return f"{cfg.model.path} is loaded on {ranks}, {cfg.dims}; {engines}"
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
+from parallel.words import counted
+
 
 def communication_backend() -> str:
     """Backend for `torch.distributed.init_process_group`: NCCL for CUDA tensors, else gloo."""
@@ -37,9 +39,9 @@ def setup_device(local_rank: int) -> torch.device:
     if torch.cuda.is_available():
         if local_rank >= (num_devices := torch.cuda.device_count()):
             raise ValueError(
-                f"rank {local_rank} of this host needs GPU {local_rank}, but sees {num_devices} "
-                "GPU(s): start fewer ranks, or make all GPUs visible to each (srun: "
-                "--gpus-per-node, not --gpus-per-task)"
+                f"rank {local_rank} of this host needs GPU {local_rank}, but sees "
+                f"{counted(num_devices, 'GPU')}: start fewer ranks, or make all GPUs visible to "
+                "each (srun: --gpus-per-node, not --gpus-per-task)"
             )
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
+from parallel.words import counted
+
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
@@ -151,9 +153,9 @@ def pipeline_layers(num_layers: int, dims: ParallelDims) -> Sequence[Sequence[ra
     num_chunks = dims.pipeline * dims.virtual_pipeline
     if num_layers < num_chunks:
         raise ValueError(
-            f"{num_layers} layers cannot fill pipeline({dims.pipeline}) * "
+            f"{counted(num_layers, 'layer')} cannot fill pipeline({dims.pipeline}) * "
             f"virtual_pipeline({dims.virtual_pipeline}) = {num_chunks} stages: "
-            f"use at most {num_layers} stages"
+            f"use at most {counted(num_layers, 'stage')}"
         )
     sizes = [0] * num_chunks
     for ranks, layers in _shares(num_layers, dims):
@@ -194,7 +196,7 @@ def _shares(num_layers: int, dims: ParallelDims) -> list[tuple[list[int], int]]:
     legal = [sum(map(len, chunks)) for chunks in pipeline_layers(num_layers, even)]
     names = {rank: f"num_layers_in_{'last' if rank else 'first'}_pipeline_stage" for rank in given}
     raise ValueError(
-        f"{num_layers} layers cannot be split over pipeline({dims.pipeline}) * "
+        f"{counted(num_layers, 'layer')} cannot be split over pipeline({dims.pipeline}) * "
         f"virtual_pipeline({dims.virtual_pipeline}) chunks with "
         + " and ".join(f"{names[rank]}({layers})" for rank, layers in given.items())
         + ": every chunk needs a layer, and every layer a chunk; legal is, for example, "

@@ -131,9 +131,14 @@ class Mxfp4Scheme:
         return {*names, *(name + end for name in names for end in (MXFP4_BLOCKS, MXFP4_SCALES))}
 
 
+def quantization_table(config: Mapping[str, Any]) -> Any:
+    """Value of the first of `CONFIG_KEYS` that config.json has, as engines read it; or None."""
+    return next((config[key] for key in CONFIG_KEYS if config.get(key)), None)
+
+
 def is_mxfp4(config: Mapping[str, Any]) -> bool:
     """Whether config.json says that its weights are in MXFP4."""
-    table = config.get("quantization_config")
+    table = quantization_table(config)
     return isinstance(table, dict) and table.get("quant_method") == "mxfp4"
 
 

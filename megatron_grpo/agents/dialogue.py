@@ -43,6 +43,7 @@ from megatron_grpo.engines.group import Group
 from megatron_grpo.engines.request import Request, SamplingParams
 from megatron_grpo.engines.router import RequestRouter
 from megatron_grpo.workers.tasks import gather_all
+from parallel.words import counted
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Dialogue:
         room = self.room - (len(longer.token_ids) - len(self.prompt.token_ids))
         if room < 1:
             raise InstanceFailed(
-                f"its first observation is {1 - room} tokens too long for "
+                f"its first observation is {counted(1 - room, 'token')} too long for "
                 "rollout.max_completion_length, which includes observations: raise it"
             )
         self.prompt, self.room = longer, room

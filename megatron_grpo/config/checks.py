@@ -67,7 +67,8 @@ def _check_evaluations(cfg: Config) -> None:
     if not cfg.eval.named_sets and idle:
         raise ValueError(
             f"eval.{idle[0]} does nothing without eval.data or eval.sets: name held-out "
-            "prompts, such as eval.data.path=FILE or eval.data.split=test, or leave it out"
+            "prompts, such as eval.data.path=FILE or eval.data.split=test, or set eval={} to "
+            "evaluate nothing"
         )
     for name, held_out in cfg.eval.named_sets.items():
         reward, section = held_out.reward or cfg.reward, section_of(name)

@@ -30,7 +30,8 @@ class EvalSet(Section):
     """
 
     data: DataConfig | None = None
-    """Held-out prompts: the keys of `data`, which also gives their defaults; null: none."""
+    """Held-out prompts: the keys of `data`, which also gives their defaults; null: none.
+    A run without evaluations has eval={}."""
     reward: RewardConfig | None = None
     """Scoring: the keys of `reward`, which also gives their defaults; null: `reward` itself."""
     max_prompts: PositiveInt | None = None

@@ -10,6 +10,7 @@ from checkpoint_convert.folder import read_json
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
 from parallel import pipeline_layers
+from parallel.words import counted
 
 
 def mrope_axes(cfg: Config) -> Sequence[int]:
@@ -58,8 +59,8 @@ def trained_vision(cfg: Config, shape: ModelShape) -> tuple[tuple[str, tuple[int
     if len(first) < num_layers:
         raise ValueError(
             f"model.freeze_vision false needs the {num_layers} layers with image features in the "
-            f"pipeline's first stage or chunk, which has {len(first)} layers: set a smaller "
-            "parallel.pipeline_parallel_size, or "
+            f"pipeline's first stage or chunk, which has {counted(len(first), 'layer')}: set a "
+            "smaller parallel.pipeline_parallel_size, or "
             f"parallel.num_layers_in_first_pipeline_stage to {at_least} or more, or leave it out"
         )
     return vision_tensors(cfg.model.path)

@@ -36,6 +36,7 @@ from megatron_grpo.doctor.packages import (
     installed_versions,
 )
 from megatron_grpo.launch.launch import RankPlace
+from parallel.words import counted
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -242,7 +243,7 @@ def _hosts_table(reports: Sequence[HostReport]) -> Table:
 def _verdict(checks: Sequence[Check]) -> str:
     """One sentence: whether training can start, or else what is missing."""
     num_warnings = sum(check.status == "warning" for check in checks)
-    warnings = f"{num_warnings} warning{'' if num_warnings == 1 else 's'}"
+    warnings = counted(num_warnings, "warning")
     if can_train(checks):
         return f"Training can start here; {warnings}."
     missing = dict.fromkeys(check.name for check in checks if check.status == "missing")
@@ -258,6 +259,6 @@ def markdown(reports: Sequence[HostReport], common: Sequence[Check]) -> str:
     cells = [(where, check.status, check.name, check.value) for where, check in rows]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
     lines = [f"| {' | '.join(row)} |" for row in escaped]
-    head = f"<details><summary>megatron-grpo doctor, {len(reports)} host(s)</summary>"
+    head = f"<details><summary>megatron-grpo doctor, {counted(len(reports), 'host')}</summary>"
     titles = ["| host | status | what | found |", "|---|---|---|---|"]
     return "\n".join([head, "", *titles, *lines, "", "</details>"])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_grpo.launch.run_dir import Mount
+from parallel.words import counted
 
 
 @dataclass(frozen=True)
@@ -343,6 +344,6 @@ def check_environment(
 
 def _slurm(environ: Mapping[str, str]) -> str:
     if "SLURM_JOB_ID" in environ:
-        return f"in a job of {environ.get('SLURM_JOB_NUM_NODES', '1')} nodes"
+        return f"in a job of {counted(int(environ.get('SLURM_JOB_NUM_NODES', '1')), 'node')}"
     has_sbatch = shutil.which("sbatch", path=environ.get("PATH", os.defpath)) is not None
     return "a login node, or a shell outside of jobs" if has_sbatch else "none"

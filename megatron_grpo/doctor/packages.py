@@ -1,7 +1,6 @@
 """Checks of the installed packages and their versions."""
 
 import platform
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -12,6 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from megatron_grpo.doctor.host import Check
+from megatron_grpo.launch.process import answer_of
 
 SECTION = "packages"
 
@@ -158,13 +158,9 @@ def _check_vllm(
 def _check_sglang(python: Path, install: str) -> Check:
     tell = "from importlib.metadata import version; print(version('sglang'))"
     try:
-        found = subprocess.run(
-            [python, "-P", "-c", tell], capture_output=True, text=True, timeout=60, encoding="utf-8"
-        )
-    except OSError as error:
-        value = f"rollout.python {python} cannot be started: {error.strerror}"
-        return Check(SECTION, "sglang", "missing", value, install)
-    version = found.stdout.strip()
+        version = answer_of(python, tell)
+    except ValueError as error:
+        return Check(SECTION, "sglang", "missing", str(error), install)
     if not version:
         return Check(SECTION, "sglang", "missing", f"not installed for {python}", install)
     if version != SGLANG:

@@ -34,6 +34,7 @@ from megatron_grpo.engines.http import (
 )
 from megatron_grpo.engines.vllm.args import ADAPTER
 from parallel.clock import running_time
+from parallel.words import counted
 
 PROBE_INTERVAL = 1.0
 # Version label of samples while an engine holds no complete weights.
@@ -336,8 +337,8 @@ class Engine:
             raise EngineError(f"rollout engine {self.url} returned no array: {error}") from None
         if len(routes) != wanted:
             raise EngineError(
-                f"rollout engine {self.url} returned the routes of {len(routes)} tokens instead "
-                f"of {wanted}"
+                f"rollout engine {self.url} returned the routes of {counted(len(routes), 'token')} "
+                f"instead of {wanted}"
             )
         if index_topk and (why := fault_of_chosen(routes, start, index_topk)):
             raise EngineError(f"rollout engine {self.url} returned {why}")

@@ -14,6 +14,7 @@ from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVer
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.request import Request, SamplingParams, image_features
 from megatron_grpo.engines.router import RequestRouter
+from parallel.words import counted
 
 
 class Group(ABC):
@@ -137,7 +138,8 @@ def print_failures(groups: Iterable[Group]) -> None:
     failed = [(group.partner, line) for group in groups for line in group.failures]
     if failed:
         partner, first = failed[0]
-        line = f"the {partner} failed in {len(failed)} samples, the first of them: {first}"
+        samples = counted(len(failed), "sample")
+        line = f"the {partner} failed in {samples}, the first of them: {first}"
         print(line, file=sys.stderr)
 
 

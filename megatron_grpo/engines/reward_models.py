@@ -33,6 +33,7 @@ from megatron_grpo.engines.vllm.args import (
 from megatron_grpo.launch.placement import check_shared_gpus
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, new_token
 from megatron_grpo.workers.http import is_success
+from parallel.words import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -181,7 +182,7 @@ def reward_devices(
     own = count_gpus(models, shared=False)
     if num_used + own > num_devices:
         raise ValueError(
-            f"reward_model: reward models need {own} GPUs, and ranks and engines leave "
+            f"reward_model: reward models need {counted(own, 'GPU')}, and ranks and engines leave "
             f"{max(0, num_devices - num_used)} of this host's {num_devices}: use fewer for them, "
             "let the model share their GPUs (share_gpus: true), or serve it elsewhere and give its "
             "base_url in place of path"

@@ -45,6 +45,7 @@ from megatron_grpo.launch.network import GLOO_VARIABLE
 from megatron_grpo.launch.placement import check_engine_size, check_shared
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, check_token, new_token
 from megatron_grpo.workers.proxies import direct
+from parallel.words import counted
 
 # A trainer rank's place in its distributed job; an engine that saw it would try to join.
 RANK_VARIABLES = re.compile(
@@ -138,10 +139,9 @@ def engine_devices(
         fraction = PLANNED[rollout.engine].memory_fraction
         if fraction not in engine_table(rollout):
             raise ValueError(
-                f"{num_ranks} trainer ranks leave {max(0, num_devices - num_ranks)} of "
-                f"{num_devices} GPUs, but engines need {num_engines * size}: they would share the "
-                "ranks' GPUs. Set the fraction of a GPU that an engine may use, such as "
-                f"rollout.{rollout.engine}.{fraction}=0.4"
+                f"trainer ranks take {num_ranks} of {counted(num_devices, 'GPU')}, and engines "
+                f"need {num_engines * size}: they would share the ranks' GPUs. Set the fraction of "
+                f"a GPU that an engine may use, such as rollout.{rollout.engine}.{fraction}=0.4"
             )
     return [",".join(gpus[i * size : (i + 1) * size]) for i in range(num_engines)]
 

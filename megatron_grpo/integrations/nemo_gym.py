@@ -73,7 +73,7 @@ class Episodes:
         await runner.cleanup()
 
     async def act(self, task: Json) -> Json:
-        """Run an episode; returns its reward, and other numbers of the answer as metrics."""
+        """Run an episode; returns its reward, and other numbers (true: 1) as metrics."""
         row, key = json.loads(task["row"]["task"]), task["key"]
         metadata = row[PARAMS].get("metadata") or {}
         row[PARAMS]["metadata"] = {**metadata, SESSION: key}
@@ -96,7 +96,10 @@ class Episodes:
             return web.json_response({"error": {"message": NO_SESSION}}, status=400)
         url = f"{self._urls[key]}/{key}{request.path}"
         async with self._http.post(url, json=body) as answer:
-            return web.json_response(body=await answer.read(), status=answer.status)
+            kind = answer.headers["Content-Type"]  # JSON, or the events of `stream: true`
+            return web.Response(
+                body=await answer.read(), status=answer.status, headers={"Content-Type": kind}
+            )
 
 
 def main() -> None:

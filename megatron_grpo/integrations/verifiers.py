@@ -72,6 +72,8 @@ def ending(episode: Any) -> Json:
             "error": "; ".join(f"{error.type}: {error.message}" for error in errors) or "failed"
         }
     own = [trace for trace in episode.traces if trace.agent.trainable]
+    if not own:
+        return {"error": "the episode has no trace of a trainable agent"}
     metrics = {name: value for trace in own for name, value in trace.metrics.items()}
     return {"reward": sum(trace.reward for trace in own) / len(own), "metrics": metrics}
 

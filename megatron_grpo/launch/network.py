@@ -40,7 +40,7 @@ def serve_store(host: str, port: int) -> "TCPStore":
 
     torch's own rendezvous in this process takes it, where it would listen on all interfaces.
     """
-    from torch.distributed import TCPStore  # torch: seconds, see cli.py
+    from torch.distributed import TCPStore  # noqa: PLC0415  (torch: seconds, see cli.py)
 
     family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(place, family=family)

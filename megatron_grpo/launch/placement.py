@@ -8,6 +8,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.reward import RewardFunction, count_gpus, served_here
 from megatron_grpo.config.rollout import RolloutConfig
 from parallel import ParallelDims
+from parallel.words import counted
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     num_trainers = num_ranks // ranks_per_node
     if num_trainers > len(nodes):
         raise ValueError(
-            f"{num_ranks} ranks need {num_trainers} nodes of {gpus_per_node} GPUs, and the job has "
-            f"{len(nodes)}: sbatch --nodes={num_trainers}"
+            f"{num_ranks} ranks need {num_trainers} nodes of {counted(gpus_per_node, 'GPU')}, and "
+            f"the job has {len(nodes)}: sbatch --nodes={num_trainers}"
         )
     num_engines = cfg.num_engines
     if num_engines:
@@ -83,10 +84,10 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     places = free if num_engines <= len(free) else shared
     if num_engines > len(places):
         fewer = f"set it to {len(places)} or less, or take more nodes"
-        least = -(-size // gpus_per_node)
+        more = f"take {counted(-(-size // gpus_per_node), 'node')} or more"
         raise ValueError(
-            f"rollout.num_engines {num_engines} of {size} GPUs each do not fit on {len(nodes)} "
-            f"nodes of {gpus_per_node}: {fewer if places else f'take {least} nodes or more'}"
+            f"rollout.num_engines {num_engines} of {counted(size, 'GPU')} each do not fit on "
+            f"{counted(len(nodes), 'node')} of {gpus_per_node}: {fewer if places else more}"
         )
     return Placement(nodes[:num_trainers], ranks_per_node, places[:num_engines])
 
@@ -95,7 +96,7 @@ def check_shared(rollout: RolloutConfig, num_ranks: int, num_gpus: int) -> None:
     """Raise ValueError for generations made ahead on shared GPUs, unless there is only one GPU."""
     if rollout.max_staleness and num_gpus > 1:
         raise ValueError(
-            f"{num_ranks} ranks would share {num_gpus} GPUs with engines of "
+            f"{counted(num_ranks, 'rank')} would share {num_gpus} GPUs with engines of "
             f"{rollout.num_engines * rollout.gpus_per_engine}, and rollout.max_staleness "
             f"{rollout.max_staleness} gains nothing on shared GPUs: take more GPUs, fewer ranks, "
             "fewer or smaller engines, or set rollout.max_staleness=0"
@@ -113,10 +114,10 @@ def _avoids_reward_models(
     end = ranks_per_node + num_gpus
     if end > gpus_per_node:
         raise ValueError(
-            f"reward_model: {num_gpus} GPUs for reward models behind the {ranks_per_node} ranks of "
-            f"a node of {gpus_per_node}: put fewer ranks on a node, let the model share their GPUs "
-            "(share_gpus: true), or serve it elsewhere, as docs/rewards.md says, and give its "
-            "base_url in place of path"
+            f"reward_model: {counted(num_gpus, 'GPU')} for reward models behind the "
+            f"{counted(ranks_per_node, 'rank')} of a node of {gpus_per_node}: put fewer ranks on a "
+            "node, let the model share their GPUs (share_gpus: true), or serve it elsewhere, as "
+            "docs/rewards.md says, and give its base_url in place of path"
         )
     own = {*range(ranks_per_node, end)}
     return lambda at: node not in at.nodes or own.isdisjoint(at.gpus)
@@ -142,7 +143,7 @@ def place_engines(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Plac
     if not engines:
         raise ValueError(
             f"{cfg.rollout.engine_size_text} needs {-(-size // gpus_per_node)} nodes of "
-            f"{gpus_per_node} GPUs for an engine, and the job has {len(nodes)}"
+            f"{counted(gpus_per_node, 'GPU')} for an engine, and the job has {len(nodes)}"
         )
     return Placement(nodes[:0], 0, engines)
 
@@ -154,7 +155,8 @@ def check_engine_size(rollout: RolloutConfig, gpus_per_node: int) -> None:
     if size > gpus_per_node and rollout.engine == "sglang" and rollout.data_parallel_size > 1:
         raise ValueError(
             f"{rollout.engine_size_text}: an engine of SGLang with several groups of workers does "
-            f"not span nodes, of {gpus_per_node} GPUs here: set rollout.data_parallel_size to "
+            f"not span nodes, of {counted(gpus_per_node, 'GPU')} here: set "
+            "rollout.data_parallel_size to "
             f"{max(1, gpus_per_node // rollout.tensor_parallel_size)} at most, or use "
             "rollout.engine=vllm"
         )

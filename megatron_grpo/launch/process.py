@@ -1,4 +1,4 @@
-"""Signals, exit codes, output streams and open files of this process."""
+"""Signals, exit codes, output streams and open files of this process; answers of another Python."""
 
 import errno
 import io
@@ -7,10 +7,12 @@ import os
 import resource
 import select
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,6 +26,9 @@ PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that schedulers send before they reclaim the machine."""
 
 STDOUT, STDERR = 1, 2
+
+ANSWER_SECONDS = 60
+"""Longest wait for the Python of another environment: a shared file system may be slow."""
 
 SPINNER_END = "\r\033[2K\033[?25h"
 """Escape codes that clear a spinner's line and show the hidden cursor."""
@@ -143,3 +148,23 @@ def silence_libraries() -> None:
         warnings.filterwarnings("ignore", module=rf"{module}\b")
     for module in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(module).setLevel(logging.ERROR)
+
+
+def answer_of(python: Path, program: str) -> str:
+    """Output of `program` in the environment of rollout.python; empty if it fails.
+
+    Raises ValueError if the interpreter cannot be started or does not end in time.
+    """
+    command = [str(python), "-P", "-c", program]
+    try:
+        found = subprocess.run(
+            command, capture_output=True, text=True, timeout=ANSWER_SECONDS, encoding="utf-8"
+        )
+    except OSError as error:
+        raise ValueError(f"rollout.python {python} cannot be started: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"rollout.python {python} has not answered for {ANSWER_SECONDS} s: is its file system "
+            "slow?"
+        ) from None
+    return found.stdout.strip()

@@ -11,6 +11,7 @@ from megatron_grpo.planning.block import uses_transformer_engine
 from megatron_grpo.planning.job_plan import Changes, JobPlan, legal, overrides, plan_job
 from megatron_grpo.planning.suggest import suggest
 from megatron_grpo.planning.workload import Job
+from parallel.words import counted
 
 NEEDS_FLASH = "{gpu}: no packed sequences in cuDNN, Transformer Engine needs flash-attn"
 LOCAL = "hint: without flash-attn: model.megatron.transformer_impl=local"
@@ -60,7 +61,7 @@ def too_large(job: Job, plan: JobPlan) -> str:
             return f"{text}\nhint: fastest layout that fits: {pasted}"
         if fits:
             return text
-    return f"{text}\nno layout fits on {plan.num_gpus} GPUs: {less(job, plan)}"
+    return f"{text}\nno layout fits on {counted(plan.num_gpus, 'GPU')}: {less(job, plan)}"
 
 
 def _lack(plan: JobPlan) -> str:

@@ -20,7 +20,7 @@ from megatron_grpo.planning.host import choice_lines, host_blocks
 from megatron_grpo.planning.job_plan import JobPlan, min_gpus, not_counted, plan_job
 from megatron_grpo.planning.memory import StageMemory, file_bytes
 from megatron_grpo.planning.rollout_time import RolloutTime, mode_of
-from megatron_grpo.planning.rows import count, facts, table
+from megatron_grpo.planning.rows import facts, table
 from megatron_grpo.planning.simulation import MODES, Forecast, Loop, simulate
 from megatron_grpo.planning.state import part_bytes
 from megatron_grpo.planning.step_time import ATTAINABLE_OF_LINK, LinkUse
@@ -31,11 +31,13 @@ from megatron_grpo.planning.workload import (
     read_completion_lengths,
     read_lengths,
 )
+from parallel.words import counted
 
 SHOWN_STAGES = 4
 SHOWN_SUGGESTIONS = 8
 STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer", "reference")
 COMPARE = "hint: compare with any other setting: --with grpo.shared_prompts=true"
+MEASURED = "hint: sequences count as the longest; to count a run's: --lengths RUN/completions.jsonl"
 
 
 def print_plan(
@@ -178,7 +180,7 @@ def job_table(job: Job, gpu: str, plan: JobPlan) -> str:
         _generation_lines(cfg, rollout) if rollout else [],
         _link_lines(cfg, plan),
         _asynchrony_lines(cfg, plan.loop) if plan.loop else [],
-        [COMPARE],
+        [COMPARE, *([MEASURED] if job.lengths == [longest_sequence(cfg, shape)] else [])],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -187,7 +189,7 @@ def _engines(cfg: Config, plan: JobPlan) -> str:
     if not cfg.num_engines:
         return "none (train.replay)"
     where = "shared with the trainer" if plan.is_shared else "on their own GPUs"
-    return f"{cfg.num_engines} x {count(cfg.rollout.gpus_per_engine, 'GPU')}, {where}"
+    return f"{cfg.num_engines} x {counted(cfg.rollout.gpus_per_engine, 'GPU')}, {where}"
 
 
 def _memory_lines(cfg: Config, plan: JobPlan) -> list[str]:
@@ -206,7 +208,7 @@ def _memory_lines(cfg: Config, plan: JobPlan) -> list[str]:
         *table(rows, left=(len(rows[0]) - 2,)),
         f"{_gb(plan.memory_limit, 1)} GB limit, {_gb(abs(free), 1)} GB "
         f"{'free' if free >= 0 else 'too much'}",
-        *([f"{count(left_out, 'stage')} not shown, none fuller"] if left_out else []),
+        *([f"{counted(left_out, 'stage')} not shown, none fuller"] if left_out else []),
     ]
 
 
@@ -268,7 +270,7 @@ def _generation_lines(cfg: Config, time: RolloutTime) -> list[str]:
     if time.network_seconds:
         rows.append((f"{time.network_seconds:.1f} s", "of it traffic between an engine's nodes"))
     steps = BatchSchedule.of(cfg.grpo).updates_per_generation
-    return facts(f"generation, for {count(steps, 'step')}", rows)
+    return facts(f"generation, for {counted(steps, 'step')}", rows)
 
 
 def _link_lines(cfg: Config, plan: JobPlan) -> list[str]:
@@ -310,9 +312,10 @@ def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str)
     """The fastest layouts, and the command-line overrides for the first of them."""
     head = ["tp", "pp", "vp", "cp", "dp", "ep", "recompute", "memory", "step", "bubble", "traffic"]
     rows = [head, *map(_suggestion_row, suggestions[:SHOWN_SUGGESTIONS])]
+    layouts = counted(len(suggestions), "layout")
     return "\n".join(
         [
-            f"{count(len(suggestions), 'layout')} for {num_gpus} {gpu}, fastest by estimate first",
+            f"{layouts} for {num_gpus} {gpu}, fastest by estimate first",
             "",
             *table(rows, left=(head.index("recompute"),)),
             *_not_counted(not_counted(suggestions[0].cfg)),
@@ -346,7 +349,7 @@ def _suggestion_row(each: Suggestion) -> list[str]:
 def _forecast_lines(cfg: Config, forecast: Forecast) -> list[str]:
     seconds = forecast.seconds / BatchSchedule.of(cfg.grpo).updates_per_generation
     return facts(
-        f"simulated, with the first layout and {count(cfg.rollout.num_engines, 'engine')}",
+        f"simulated, with the first layout and {counted(cfg.rollout.num_engines, 'engine')}",
         [
             (f"{seconds:.1f} s", "step"),
             (f"{forecast.engines_busy:.0%}", "engines busy"),

@@ -30,6 +30,7 @@ from megatron_grpo.planning.layer_kinds import layer_kinds, mtp_kind, one_of_eac
 from megatron_grpo.planning.optimizers import page_locked
 from megatron_grpo.policy.lora_targets import targets_of
 from parallel import Shape
+from parallel.words import counted
 
 CONTEXT_BYTES = 600 * 10**6
 """CUDA context, kernels and cuBLAS workspaces of a process."""
@@ -184,8 +185,8 @@ def _cache_bytes(rollout: RolloutConfig, card: GpuSpec, weights: int, per_token:
     room = card.memory - weights
     if not per_token <= given <= room:
         raise ValueError(
-            f"{engine}, and rollout.vllm.kv_cache_memory_bytes is {given}; one token takes "
-            f"{per_token}: use {per_token} to {room}, or a larger tensor_parallel_size"
+            f"{engine}, and rollout.{rollout.engine}.kv_cache_memory_bytes is {given}; one token "
+            f"takes {per_token}: use {per_token} to {room}, or a larger tensor_parallel_size"
         )
     return given
 
@@ -216,8 +217,8 @@ def _larger_engine(cfg: Config, shape: ModelShape, card: GpuSpec) -> str:
             nodes = f", {gpus // card.per_node} nodes of {card.per_node}"
             return f"set it to {size}{nodes if gpus > card.per_node else ''}"
     return (
-        f"no engine size is enough, as at most {sizes[-1]} GPUs can split the model: use GPUs "
-        f"(--gpu) of more than {least / 1e9:.0f} GB"
+        f"no engine size is enough, as at most {counted(sizes[-1], 'GPU')} can split the model: "
+        f"use GPUs (--gpu) of more than {least / 1e9:.0f} GB"
     )
 
 

@@ -50,6 +50,7 @@ from parallel import (
 )
 from parallel.cpu_device import setup_device
 from parallel.fake_rank import WithoutMemory, fake_rank
+from parallel.words import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +324,7 @@ def _model_line(shape: ModelShape, cfg: Config) -> str:
     size = sum(map(prod, hf_tensors(shape).values()))
     return (
         f"{shape.family}, {size / 1e9:,.2f} B parameters in {cfg.model.dtype}\n"
-        f"trainer: {cfg.dims} = {cfg.dims.world_size} ranks"
+        f"trainer: {cfg.dims} = {counted(cfg.dims.world_size, 'rank')}"
     )
 
 

@@ -30,6 +30,7 @@ from megatron_grpo.planning.step_time import LinkUse, StepTime, push_link, step_
 from megatron_grpo.planning.workload import Job, Workload, workload
 from megatron_grpo.policy.lora_targets import check_lora
 from parallel.alignment import round_up
+from parallel.words import counted
 
 Changes = Mapping[str, Mapping[str, Any]]
 """Fields with other values, by section."""
@@ -196,8 +197,8 @@ def shares_gpus(cfg: Config, card: GpuSpec, num_gpus: int) -> bool:
     if least > num_gpus:
         reward_models = f", and reward models {of_rewards}" if of_rewards else ""
         raise ValueError(
-            f"{cfg.dims} needs {ranks} GPUs, and {cfg.num_engines} engines of "
-            f"{cfg.rollout.engine_size_text} need {engines}{reward_models}, but the job has "
+            f"{cfg.dims} needs {counted(ranks, 'GPU')}, the engines ({cfg.num_engines} of "
+            f"{cfg.rollout.engine_size_text}) {engines}{reward_models}, but the job has "
             f"{num_gpus} in all; use --gpus "
             f"{min_gpus(cfg, card, None) if cfg.rollout.max_staleness else least} or more"
         )

@@ -18,8 +18,3 @@ def table(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]
 def facts(title: str, rows: Iterable[tuple[str, str]]) -> list[str]:
     """A title, and a line for each (number, words)."""
     return [title, *(f"{number:>12}  {words}" for number, words in rows)]
-
-
-def count(number: int, noun: str) -> str:
-    """`1 engine`, `2 engines`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

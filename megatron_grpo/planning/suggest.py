@@ -38,6 +38,7 @@ from megatron_grpo.planning.step_time import StepTime, push_link, step_time
 from megatron_grpo.planning.workload import Job, workload
 from megatron_grpo.policy.lora_targets import check_lora
 from parallel import divisors
+from parallel.words import counted
 
 RECOMPUTED = {
     "recompute_granularity": "full",
@@ -128,8 +129,9 @@ def _best_split(job: Job) -> list[Suggestion]:
     splits, rollout = _splits(job), job.cfg.rollout
     if not splits:
         raise ValueError(
-            f"an engine of {rollout.engine_size_text} leaves none of {job.num_gpus} GPUs to the "
-            f"trainer: use --gpus {rollout.gpus_per_engine + 1} or more"
+            f"an engine of {rollout.engine_size_text} leaves none of "
+            f"{counted(job.num_gpus, 'GPU')} to the trainer: use --gpus "
+            f"{rollout.gpus_per_engine + 1} or more"
         )
 
     @cache

@@ -21,6 +21,7 @@ from checkpoint_convert.peft import (
 )
 from megatron_grpo.config.lora import LoraConfig
 from parallel import Box, Coordinates, Layout, ParallelDims, Sender, Shape, ShardMapping
+from parallel.words import counted
 
 LOCAL_NAME = ".lora"
 """Suffix of an adapter, after the name of its linear layer."""
@@ -113,8 +114,8 @@ def check_lora(cfg: LoraConfig, shape: ModelShape, tensor: int) -> None:
     if shape.latent is None and len(ends) in (1, 2) and tensor > shape.num_key_value_heads:
         raise ValueError(
             f"parallel.tensor_parallel_size {tensor} is above the model's "
-            f"{shape.num_key_value_heads} key-value heads, and some ranks have no rows of "
-            f"{', '.join(sorted(ends))}: name q_proj, k_proj and v_proj in lora.target_modules"
+            f"{counted(shape.num_key_value_heads, 'key-value head')}, and some ranks have no rows "
+            f"of {', '.join(sorted(ends))}: name q_proj, k_proj and v_proj in lora.target_modules"
         )
 
 

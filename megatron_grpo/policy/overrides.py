@@ -13,6 +13,7 @@ from megatron_grpo.config.megatron_fields import (
 )
 from megatron_grpo.config.train import ParallelConfig
 from parallel import ParallelDims
+from parallel.words import counted
 
 WGRAD_KERNELS = "fused_weight_gradient_mlp_cuda"
 TRANSFORMER_ENGINE_FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
@@ -170,8 +171,8 @@ def check_context_exchange(
     heads = max(shape.num_key_value_heads // dims.tensor, 1)
     if cp_comm_type == "a2a" and heads % dims.context:
         raise ValueError(
-            f"model.megatron.cp_comm_type a2a divides the {heads} key-value heads of a tensor rank "
-            f"among context({dims.context}) ranks: use p2p"
+            f"model.megatron.cp_comm_type a2a divides the {counted(heads, 'key-value head')} of a "
+            f"tensor rank among context({dims.context}) ranks: use p2p"
         )
     if cp_comm_type == "a2a" and shape.head_dim != shape.value_dim:
         raise ValueError(

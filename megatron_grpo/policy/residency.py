@@ -42,6 +42,7 @@ from parallel.alignment import round_up
 from parallel.collectives import raise_first_failure, wait_for_all
 from parallel.nccl import Communicators
 from parallel.page_locked import available_bytes, page_locked_bytes
+from parallel.words import counted
 
 _ALIGNMENT = 64
 """Alignment in bytes of copies in host memory: a multiple of every element's size."""
@@ -256,6 +257,6 @@ def _check_host(offload: Offload, num_bytes: int, num_ranks: int) -> None:
     if needed > available:
         raise ValueError(
             f"train.offload {words(offload)} needs {needed / 1e9:.1f} GB of host memory for the "
-            f"state of {num_ranks} ranks, and {available / 1e9:.1f} GB are available: set "
-            f"train.offload to {' or '.join(smaller(offload))}, or use more hosts"
+            f"state of {counted(num_ranks, 'rank')}, and {available / 1e9:.1f} GB are available: "
+            f"set train.offload to {' or '.join(smaller(offload))}, or use more hosts"
         )

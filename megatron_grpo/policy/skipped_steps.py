@@ -13,6 +13,7 @@ from checkpoint_convert import hf_tensors
 from checkpoint_convert.peft import weight_of
 from megatron_grpo.policy.model import Policy
 from parallel.collectives import broadcast_text
+from parallel.words import counted
 
 
 class SkippedSteps:
@@ -38,7 +39,7 @@ class SkippedSteps:
             earlier = self.num_in_a_row - len(self._causes)
             before = [f"{earlier} before this run was resumed"] if earlier else []
             raise FloatingPointError(
-                f"{self.num_in_a_row} optimizer steps in a row were skipped, and "
+                f"skipped {counted(self.num_in_a_row, 'optimizer step')} in a row, and "
                 f"train.max_skipped_steps is {self.limit}: " + "; ".join([*before, *self._causes])
             )
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from megatron_grpo.bars import Show, Wait, progress_bar
 from megatron_grpo.evaluation.evaluation import metrics_of
 from megatron_grpo.timing import is_in_background
+from parallel.words import counted
 
 SHOWN_SECONDS = 0.05
 """Shorter phases are left out: they would print as 0.0."""
@@ -115,17 +116,24 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def completions_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(show_lines=True, title=f"step {rows[0]['step']}")
+    """Table of rows of training or of an evaluation; a prompt, with its `answer` in the data, is
+    shown beside the first of its completions."""
+    table = Table(show_lines=True, title=f"step {rows[0]['step']}" if "step" in rows[0] else None)
     names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
     for column in ("prompt", "completion"):
         table.add_column(column, overflow="fold", ratio=1)
-    for column in ([*names] if len(names) > 1 else []) + ["reward", "advantage", "end"]:
+    values = [name for name in ("reward", "advantage") if name in rows[0]]
+    for column in ([*names] if len(names) > 1 else []) + [*values, "end"]:
         table.add_column(Text(column), justify="right", no_wrap=True)
+    before = None
     for row in rows:
         scores = [row["rewards"].get(name, "") for name in names] if len(names) > 1 else []
-        numbers = [*scores, row["reward"], row["advantage"]]
-        texts = [_as_it_is(row[name]) for name in ("prompt", "completion")]
+        numbers = [*scores, *(row[name] for name in values)]
+        prompt, answer = row["prompt"], row["columns"].get("answer")
+        prompt += "" if answer is None else f"\n\nanswer: {answer}"
+        texts = map(_as_it_is, ("" if prompt == before else prompt, row["completion"]))
         table.add_row(*texts, *map(_shown, numbers), row["finish_reason"])
+        before = prompt
     return table
 
 
@@ -153,8 +161,8 @@ def evaluation_line(name: str, metrics: Mapping[str, float]) -> str:
         [
             evaluation_title(name),
             *(f"{metric} {value:.3f}" for metric, value in own.items() if "@" in metric),
-            f"{own['num_prompts']:.0f} prompts",
-            *([f"{failed:.0f} completions without a score"] if failed else []),
+            counted(int(own["num_prompts"]), "prompt"),
+            *([f"{counted(int(failed), 'completion')} without a score"] if failed else []),
         ]
     )
 

@@ -29,8 +29,9 @@ from megatron_grpo.reporting.metrics import (
 )
 from megatron_grpo.reporting.progress import ProgressBar
 from megatron_grpo.reporting.trackers import open_trackers
-from megatron_grpo.reporting.tracking import METRICS_FILE, Tracking
+from megatron_grpo.reporting.tracking import Tracking, last_step
 from megatron_grpo.timing import TIMELINE_FILE, PhaseTimer, Timeline
+from parallel.words import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,8 +148,8 @@ class RunLog:
     def begin(self, num_prompts: int) -> None:
         first = f", after step {self._first_step}" if self._first_step else ""
         self.bar.tell(
-            f"{self._cfg.model.path} on {num_prompts:,} prompts{first}; everything is recorded in "
-            f"{self.run_dir}"
+            f"{self._cfg.model.path} on {counted(num_prompts, 'prompt')}{first}; everything is "
+            f"recorded in {self.run_dir}"
         )
 
     def finish(self, step: int) -> None:
@@ -176,7 +177,7 @@ class RunLog:
         from megatron_grpo.reporting.report import CURVES_FILE, draw_curves  # noqa: PLC0415
 
         with print_failure(f"{CURVES_FILE} could not be drawn"):
-            if (self.run_dir / METRICS_FILE).stat().st_size:
+            if last_step(self.run_dir):  # not for an evaluation alone
                 draw_curves(self.run_dir)
 
 

@@ -149,7 +149,8 @@ def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     start, unread = file.seek(0, os.SEEK_END), b""
     while start:
         end = start + len(unread)
-        size = min(BLOCK_BYTES, start)
+        # As much again of a line that is longer than a block, or its copies would take n^2.
+        size = min(max(BLOCK_BYTES, len(unread)), start)
         start = file.seek(start - size)
         first, newline, lines = (file.read(size) + unread).partition(b"\n")
         if start:  # the first line begins in an earlier block

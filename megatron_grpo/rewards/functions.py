@@ -18,6 +18,7 @@ from megatron_grpo.workers.user_file import (
     required_parameters,
     select_accepted,
 )
+from parallel.words import counted
 
 BUILT_IN = {
     "cosine": "builtin",
@@ -173,12 +174,11 @@ def _built_in(spec: RewardFunction, function: Callable[..., Any]) -> LoadedFunct
 def _answer(scores: Any, num_completions: int) -> Answer:
     if hasattr(scores, "tolist"):  # numpy or torch
         scores = scores.tolist()
+    wanted = counted(num_completions, "completion")
     if not isinstance(scores, list | tuple):
-        raise NoScores(
-            f"returned {type(scores).__name__} instead of a list, for {num_completions} completions"
-        )
+        raise NoScores(f"returned {type(scores).__name__} instead of a list, for {wanted}")
     if len(scores) != num_completions:
-        raise NoScores(f"returned {len(scores)} scores for {num_completions} completions")
+        raise NoScores(f"returned {counted(len(scores), 'score')} for {wanted}")
     numbers = [_number(score) for score in scores]
     failed = [score for score, number in zip(scores, numbers, strict=True) if math.isnan(number)]
     steps = [

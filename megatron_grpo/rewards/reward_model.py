@@ -20,6 +20,7 @@ from megatron_grpo.rewards.http import (
     post,
 )
 from parallel.clock import running_time
+from parallel.words import counted
 
 TEXT_ARCHITECTURES = ("ForSequenceClassification",)
 STEP_ARCHITECTURES = ("ForProcessRewardModel",)
@@ -179,7 +180,7 @@ def _score(pooled: Any) -> float:
 def _step_scores(pooled: Any, num_steps: int) -> list[float]:
     if not isinstance(pooled, list) or len(pooled) != num_steps:
         raise Unscored(
-            f"not one score for each of {num_steps} steps, which end with step_tag: "
+            f"not {counted(num_steps, 'score')}, one for each step, which ends with step_tag: "
             f"{str(pooled)[:MAX_TEXT]}"
         )
     return [_step_score(labels) for labels in pooled]

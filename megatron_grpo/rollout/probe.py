@@ -22,6 +22,7 @@ from megatron_grpo.engines.group import CompletionGroup, features_of, sample_alo
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.quantized import quantized_weights
 from megatron_grpo.rollout.services import RolloutServices
+from parallel.words import counted
 
 BOUNDS = {"float32": 1e-2, "bfloat16": 0.15}
 """Largest allowed mean absolute difference of log-probabilities, in nats, by `model.dtype`.
@@ -129,10 +130,11 @@ def _check(cfg: Config, gap: Gap, same: Gap, num_samples: int) -> None:
     rounding = f"{cfg.rollout.quantization} and " if is_quantized else ""
     if not same.mean <= bound:  # NaN, too
         raise ValueError(
-            f"engines and trainer do not compute the same model: over {num_samples} samples their "
-            f"log-probabilities differ by {same.mean:.3g} on average, and rounding in "
-            f"{rounding}{cfg.model.dtype} explains at most {bound}. Were engines in "
-            "rollout.base_urls started with another model, or with other engine arguments?"
+            "engines and trainer do not compute the same model: over "
+            f"{counted(num_samples, 'sample')} their log-probabilities differ by {same.mean:.3g} "
+            f"on average, and rounding in {rounding}{cfg.model.dtype} explains at most {bound}. "
+            "Were engines in rollout.base_urls started with another model, or with other engine "
+            "arguments?"
         )
     most = cfg.rollout.max_quantization_gap
     if is_quantized and not cfg.grpo.corrects_rollouts and not gap.mean <= most:

@@ -21,6 +21,7 @@ from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.rollout.generation import RolloutBatch, Runner, as_rollout_aborted
 from megatron_grpo.rollout.services import load_stream
 from megatron_grpo.timing import PhaseTimer
+from parallel.words import counted
 
 FACTS_FILE = "generation.json"
 """File written last: a generation without it is incomplete."""
@@ -61,8 +62,8 @@ def check_replay(cfg: Config) -> None:
             )
         if not file.exists():
             raise ValueError(
-                f"train.replay {run_dir} has {number} generations, and {cfg.num_steps} steps need "
-                f"{num_needed}: set train.num_steps to at most {number * updates}"
+                f"train.replay {run_dir} has {counted(number, 'generation')}, and {cfg.num_steps} "
+                f"steps need {num_needed}: set train.num_steps to at most {number * updates}"
             )
         if (found := json.loads(file.read_text(encoding="utf-8"))["sizes"]) != _sizes(cfg):
             raise ValueError(

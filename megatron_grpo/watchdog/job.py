@@ -15,6 +15,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.timing import WAIT
 from megatron_grpo.watchdog.stacks import WAITS, place_of, stragglers
 from parallel.weight_transfer import TIMEOUT
+from parallel.words import counted
 
 MARGIN_SECONDS = 15.0
 """Added to limits of waits with timeouts of their own, so that the timeouts come first."""
@@ -76,12 +77,10 @@ class Limits:
         """Limit while rank 0 is in `phase`; None without one: files may be slow, and engines and
         rewards have limits of their own. A process's first step gets more time, for compiling
         kernels and making connections."""
-        match phase.removeprefix(f"{WAIT}_"):
+        match phase.removeprefix(f"{WAIT}_").removeprefix("eval_"):
             case "await_engines":
                 return self.start
-            case "load" | "generate" | "eval_generate" | "score" | "eval_score":
-                return None
-            case "log" | "eval_log" | "save" | "close" | "sleep":
+            case "load" | "generate" | "score" | "log" | "save" | "close" | "sleep":
                 return None
             case "push" | "verify_weights":
                 usual = self.push
@@ -376,5 +375,5 @@ def _silent(members: Sequence[Member], seconds: float) -> str:
             *member.dump,
         ]
     if len(members) > NUM_RANKS_SHOWN:
-        lines += [f"and {len(members) - NUM_RANKS_SHOWN} other ranks"]
+        lines += [f"and {counted(len(members) - NUM_RANKS_SHOWN, 'other rank')}"]
     return "\n".join(["megatron-grpo: " + lines[0], *lines[1:]])

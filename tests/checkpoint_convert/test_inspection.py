@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.inspection import print_inspection
 from helpers.models.conversions import variant, weights_of
@@ -79,6 +80,16 @@ def test_inspect_shows_the_parameters_of_a_rank_of_every_stage(mixture):
     experts = 2 * 3 * (96 // 2) * 64 + 4 * 64
     layer = attention + experts
     assert stages == [("0", "1", f"{table + layer:,}"), ("1", "1", f"{table + layer + 64:,}")]
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "Nemotron-3-Nano-30B-A3B"])
+def test_layers_without_softmax_attention_are_counted_too(tmp_path, name):
+    folder, output = write_config(tmp_path / "model", name), io.StringIO()
+    with pytest.raises(ValueError, match="has no weights"):
+        inspect(folder, output=output, pipeline=2)
+    stages = re.findall(r"^ +[01] +(\d+) +[\d,]+ ", output.getvalue(), re.MULTILINE)
+    half = str(read_shape(folder).num_layers // 2)
+    assert stages == [half, half]
 
 
 def test_inspect_counts_dense_and_mtp_layers(tmp_path):

@@ -14,12 +14,13 @@ def run_dir(tmp_path: Path) -> Path:
         {
             "step": step,
             "prompt_index": i // 2,
-            "prompt": "What?",
+            "prompt": f"What is {i}?",
             "completion": f"step {step} number {i}",
             "rewards": {"exact": reward},
             "reward": reward,
             "advantage": 0.0,
             "finish_reason": "stop",
+            "columns": {"answer": str(i)},
         }
         for step in (1, 2)
         for i, reward in enumerate((0.5, 1.0, None, 0.0))
@@ -38,7 +39,7 @@ def show(*arguments: str) -> Result:
     [
         ([], [0, 1, 2, 3]),
         (["--worst", "2"], [2, 3]),
-        (["--best", "1"], [1]),
+        (["--best", "2"], [1, 0]),
         (["--worst", "3", "--best", "3"], [2, 3, 0, 1]),
         (["--prompt", "1", "--best", "1"], [3]),
     ],
@@ -46,8 +47,27 @@ def show(*arguments: str) -> Result:
 def test_show_prints_the_requested_completions_of_a_step(run_dir, options, numbers):
     for step, choice in ((2, []), (1, ["--step", "1"])):
         lines = show(str(run_dir), *choice, *options).output.splitlines()
-        shown = [line.split("│")[2].strip() for line in lines if "What?" in line]
+        shown = [line.split("│")[2].strip() for line in lines if "What is" in line]
         assert shown == [f"step {step} number {number}" for number in numbers]
+
+
+def test_show_prints_the_rows_of_an_evaluation_whatever_their_number(tmp_path):
+    row = {
+        "prompt_index": 0,
+        "prompt": "What?",
+        "completion": "",
+        "rewards": {"exact": 1.0},
+        "reward": 1.0,
+        "passed": True,
+        "finish_reason": "stop",
+        "columns": {"answer": "12"},
+    }
+    rows = [row | {"completion": f"number {i}"} for i in range(1000)]
+    (tmp_path / "eval_completions.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows))
+    output = show(str(tmp_path)).output
+    assert output.count("number ") == 1000
+    assert output.count("What?") == output.count("answer: 12") == 1
+    assert "advantage" not in output and "step" not in output
 
 
 def test_show_says_what_there_is_if_there_is_nothing_to_show(run_dir):

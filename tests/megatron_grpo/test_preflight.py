@@ -390,7 +390,7 @@ def test_preflight_calls_the_rewards(config, tmp_path, capfd):
     for name, reason in {
         "number": "returned float instead of a list, for 3 completions",
         "text": "returned the score 'good': each must be a number",
-        "first": "returned 1 scores for 3 completions",
+        "first": "returned 1 score for 3 completions",
     }.items():
         message = refusal(config(f"reward.functions=[{{name: '{file}:{name}'}}]"))
         assert f"reward function {name} on prompt 0 (" in message and reason in message

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -28,6 +27,7 @@ from megatron_grpo.engines.arguments import (
     fields_of,
 )
 from megatron_grpo.engines.sglang.variables import QUANTIZATION_VARIABLE, check_variables
+from megatron_grpo.launch.process import answer_of
 
 SERVER = "megatron_grpo.engines.sglang.server"
 LIMIT = "limit_mm_data_per_request"
@@ -329,15 +329,10 @@ def _installed(python: str) -> Path:
     find = (
         "from importlib.util import find_spec as f; s = f('sglang'); print(s.origin if s else '')"
     )
-    try:
-        found = subprocess.run(
-            [python, "-P", "-c", find], capture_output=True, text=True, timeout=60, encoding="utf-8"
-        )
-    except OSError as error:
-        raise ValueError(f"rollout.python {python} is not a Python interpreter: {error}") from None
-    folder = Path(found.stdout.strip()).parent / "srt"
+    origin = answer_of(Path(python), find)
+    folder = Path(origin).parent / "srt"
     read = (folder / "arg_groups" / "fields", folder / PARSERS)
-    if not found.stdout.strip() or not all(path.exists() for path in read):
+    if not origin or not all(path.exists() for path in read):
         raise ValueError(
             f"SGLang 0.5.23 is not installed for {python}: run `make setup-sglang` (with GPUs "
             "`make setup-sglang-gpu`) and set rollout.python=.venv-sglang/bin/python"

@@ -121,7 +121,7 @@ function rowElement(row) {
   ].filter(Boolean).map((text) => h("i", { className: `badge ${text}` }, text));
   const element = h("div", { className: "row", onclick: () => choose(row) },
     h("b", { className: "reward" }, short(row.reward, 3)),
-    h("span", { className: "length" }, row.num_tokens === undefined ? "" : `${row.num_tokens} tokens`),
+    h("span", { className: "length" }, row.num_tokens === undefined ? "" : `${row.num_tokens} token${row.num_tokens === 1 ? "" : "s"}`),
     h("span", {}, row.finish_reason), ...badges,
     h("span", { className: "snippet" }, row.completion.slice(0, 200)));
   element.row = row;

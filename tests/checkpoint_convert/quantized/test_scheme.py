@@ -370,6 +370,21 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("file", "table"),
+    [
+        ("config.json", {"compression_config": {"quant_method": "mxfp4"}}),
+        ("hf_quant_config.json", {"quant_method": "mxfp4"}),
+    ],
+)
+def test_mxfp4_under_another_key_is_refused_like_mxfp4(folders, tmp_path, file, table):
+    values = config_of(folders["qwen3", "DeepSeek"][1])
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / file).write_text(json.dumps((values if file == "config.json" else {}) | table))
+    with pytest.raises(ValueError, match="weights are quantised with quant_"):
+        read_shape(tmp_path)
+
+
 @pytest.mark.parametrize(("config", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_read_shape_refuses_unsupported_quantisation(folders, tmp_path, config, message):
     values = config_of(folders["qwen3", "DeepSeek"][1])

@@ -200,6 +200,13 @@ def test_a_default_that_each_set_has_itself_is_refused():
     assert (math.top_p, aime.top_p) == (0.9, 0.9)
 
 
+def test_evaluations_of_a_file_are_switched_off_as_the_refusal_says(tmp_path):
+    path = tmp_path / "evaluated.yaml"
+    path.write_text(DEMO.read_text() + "\neval: {data: {split: test}, num_generations: 4}\n")
+    assert "or set eval={} to evaluate nothing" in refusal("eval.data=null", path=path)
+    assert load_config(path, ["eval={}"]).eval == load_config(DEMO).eval
+
+
 def test_a_set_that_is_null_is_left_out():
     config = load_config(DEMO, [*SETS, "eval.sets.aime24=null"])
     assert list(config.eval.named_sets) == ["math500"]

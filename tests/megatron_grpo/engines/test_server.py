@@ -200,11 +200,11 @@ def test_engine_devices_are_shared_where_few_are_left():
     assert engine_devices(rollout, 4, 4, {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3"}) == ["7,6", "5,4"]
     assert share_gpus(rollout, 8, 5)
     silent = rollout.model_copy(update={"vllm": {}})
-    with pytest.raises(ValueError, match=r"leave 3 of 8 GPUs, .* need 4.*gpu_memory_utilization"):
+    with pytest.raises(ValueError, match=r"take 5 of 8 GPUs, .* need 4.*gpu_memory_utilization"):
         engine_devices(silent, 8, 5, {})
     ahead = rollout.model_copy(update={"max_staleness": 1})
     assert engine_devices(ahead, 8, 4, {}) == ["4,5", "6,7"]
-    with pytest.raises(ValueError, match=r"5 ranks, .* of 4 GPUs.* share 8 .*max_staleness=0"):
+    with pytest.raises(ValueError, match=r"5 ranks would share 8 GPUs .* of 4.*max_staleness=0"):
         engine_devices(ahead, 8, 5, {})
     one = ahead.model_copy(update={"num_engines": 1, "tensor_parallel_size": 1})
     assert engine_devices(one, 1, 1, {}) == ["0"]  # there is nothing to divide

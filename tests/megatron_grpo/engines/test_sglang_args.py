@@ -44,7 +44,7 @@ def rollout(**options) -> RolloutConfig:
 @pytest.mark.parametrize(
     ("python", "error"),
     [
-        ("/nowhere/python", "rollout.python /nowhere/python is not a Python interpreter"),
+        ("/nowhere/python", "rollout.python /nowhere/python cannot be started: No such file"),
         (sys.executable, "is not installed for .*: run `make setup-sglang`"),
     ],
 )

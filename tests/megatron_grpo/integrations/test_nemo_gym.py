@@ -1,5 +1,7 @@
 """An environment of NeMo Gym, unchanged, is trained: see docs/agents.md."""
 
+import asyncio
+import json
 import signal
 import socket
 import subprocess
@@ -7,18 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientSession, web
 
 from helpers.engines.live import wait_until
 from helpers.runs.library_agents import PROJECT, Adapter, assert_token_for_token
-from megatron_grpo.integrations.nemo_gym import url_of
+from megatron_grpo.integrations.nemo_gym import PARAMS, Episodes, url_of
 
 VENV = PROJECT / ".venv-nemo-gym"
 PYTHON = VENV / "bin" / "python"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-nemo-gym: see docs/agents.md"),
-]
 NAME = "example_single_tool_call"
 """An environment of the package, with a tool; whatever the model does is worth 1."""
 AGENT = f"{NAME}_simple_agent"
@@ -68,6 +66,50 @@ def gym_servers(folder: Path, port: int, head_port: int):
             servers.send_signal(signal.SIGTERM)
 
 
+def test_a_streamed_answer_stays_a_stream(tmp_path):
+    file, [port] = tmp_path / "agents.json", free_ports(1)
+    events, asked, reports = b"data: {}\n\ndata: [DONE]\n\n", [], []
+
+    async def take(request):
+        row = {"task": json.dumps({PARAMS: {}})}
+        return web.json_response({"key": "k", "url": f"http://{request.host}", "row": row})
+
+    async def act(request):  # as an agent of Gym
+        body = {"metadata": (await request.json())[PARAMS]["metadata"], "stream": True}
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        async with ClientSession() as http, http.post(url, json=body) as answer:
+            asked.append((answer.content_type, await answer.read()))
+        return web.json_response({"reward": 1, "files": 3, "is_right": True, "why": "text"})
+
+    async def answer(_):
+        return web.Response(body=events, content_type="text/event-stream")
+
+    async def finish(request):
+        file.unlink()  # the run is over
+        reports.append(await request.json())
+        return web.Response()
+
+    async def episode():
+        run = web.Application()
+        routes = {"/tasks": take, "/tasks/k": finish, "/run": act, "/k/v1/chat/completions": answer}
+        for path, handler in routes.items():
+            run.router.add_post(path, handler)
+        runner = web.AppRunner(run)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = "http://{}:{}".format(*runner.addresses[0])
+        file.write_text(json.dumps({"url": url, "token": "t"}))
+        await Episodes(url).serve(file, port, 1)
+        await runner.cleanup()
+
+    asyncio.run(episode())
+    assert asked == [("text/event-stream", events)]
+    assert reports == [{"reward": 1, "metrics": {"files": 3, "is_right": True}}]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-nemo-gym: see docs/agents.md")
 def test_episodes_of_nemo_gym_are_trained_on_token_for_token(tmp_path):
     dataset = next((VENV / "lib").glob(f"python*/site-packages/{SERVERS[0]}/data/example.jsonl"))
     port, head_port = free_ports(2)

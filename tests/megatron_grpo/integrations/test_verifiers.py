@@ -2,17 +2,14 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from helpers.runs.library_agents import PROJECT, Adapter, assert_token_for_token
+from megatron_grpo.integrations.verifiers import ending
 
 PYTHON = PROJECT / ".venv-verifiers" / "bin" / "python"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-verifiers: see docs/agents.md"),
-]
 TASKSET = """
 import verifiers.v1 as vf
 
@@ -36,6 +33,15 @@ __all__ = ["SumTaskset"]
 ENVIRONMENT = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 
 
+def test_an_episode_without_a_trainable_trace_has_failed():
+    fixed = SimpleNamespace(agent=SimpleNamespace(trainable=False))
+    episode = SimpleNamespace(ok=True, traces=[fixed])
+    assert "no trace of a trainable agent" in ending(episode)["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-verifiers: see docs/agents.md")
 def test_episodes_of_verifiers_are_trained_on_token_for_token(tmp_path):
     (tmp_path / "sums_taskset.py").write_text(TASKSET)
     adapter = Adapter(

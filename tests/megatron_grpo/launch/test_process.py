@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from helpers.engines.live import wait_until
 from megatron_grpo.engines.http import EngineError
-from megatron_grpo.launch.process import is_user_error
+from megatron_grpo.launch import process
+from megatron_grpo.launch.process import answer_of, is_user_error
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,12 @@ from megatron_grpo.launch.process import is_user_error
 )
 def test_is_user_error(error, expected):
     assert is_user_error(error) == expected
+
+
+def test_a_python_that_does_not_answer_in_time_is_named(monkeypatch):
+    monkeypatch.setattr(process, "ANSWER_SECONDS", 0.1)
+    with pytest.raises(ValueError, match=f"rollout.python {sys.executable} has not answered for"):
+        answer_of(Path(sys.executable), "import time; time.sleep(60)")
 
 
 def test_ctrl_c_ends_a_command_while_it_imports(tmp_path):

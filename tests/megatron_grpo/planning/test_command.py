@@ -353,7 +353,7 @@ def test_plan_refuses_generations_ahead_on_shared_gpus_that_could_be_divided(cfg
 
 
 def test_shares_gpus_refuses_too_few_for_the_engines(cfg):
-    with pytest.raises(ValueError, match=r"3 engines.* need 48, but the job has 40"):
+    with pytest.raises(ValueError, match=r"engines \(3 .* 16\) 48, but the job has 40"):
         shares_gpus(with_sizes(cfg, 8, 3, 16), CARD, 40)
     job = with_sizes(cfg, 8, 1, 12)
     with pytest.raises(ValueError, match=r"12 does not fill nodes of 8 GPUs: set it to 8.* 16"):
@@ -389,7 +389,9 @@ def test_plan_gives_a_reward_model_gpus_of_its_own(cfg, tmp_path):
     job = cfg(*layout, *engine, f"reward.functions=[{model}]")
     assert min_gpus(job, CARD, None) == 8
     assert (shares_gpus(job, CARD, 8), shares_gpus(job, CARD, 7)) == (False, True)
-    with pytest.raises(ValueError, match=r"need 2, and reward models 2, but .* use --gpus 6"):
+    with pytest.raises(
+        ValueError, match=r"\(1 of .* 2\) 2, and reward models 2, but .* use --gpus 6"
+    ):
         shares_gpus(job, CARD, 5)
     whole = replace(shaped_job(job), card=replace(CARD, memory=10**12))
     table = job_table(whole, "h100", plan_job(whole))
@@ -434,7 +436,9 @@ def test_plan_counts_a_reward_model_that_shares_gpus(printed, figures, monkeypat
 def test_plan_takes_lengths_of_a_file_or_of_a_runs_completions(printed, tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("\n".join(["500"] * 90 + ["3000"] * 10))
+    assert printed().count("--lengths") == 1
     text = printed(lengths_file=file)
+    assert "--lengths" not in text
     assert all(row in text for row in ("  383,500  tokens\n", "  48  microbatches"))
     file = tmp_path / "completions.jsonl"
     rows = [{"num_tokens": 500}] * 90 + [{"num_tokens": 2000}] * 10

@@ -41,6 +41,8 @@ def test_engine_has_a_given_cache_or_the_rest_of_its_share(engine_of):
     assert engine_of(LLAMA, f"{given}=20G").cache == 20 * 2**30
     with pytest.raises(ValueError, match=rf"{given[5:]} is 70.*: use 131072 to 689\d+, or"):
         engine_of(LLAMA, f"{given}=70g")
+    with pytest.raises(ValueError, match=r"rollout\.sglang\.kv_cache_memory_bytes is 1;"):
+        engine_of(LLAMA, "engine=sglang", "vllm={}", "sglang.kv_cache_memory_bytes=1")
     half = "vllm.gpu_memory_utilization=0.5"
     engine = engine_of(LLAMA, half, tensor=2)
     # Half of what an H100 of "80 GB" has; CUDA context, NCCL and buffers of the push come on top.

@@ -150,18 +150,20 @@ def test_completions_table_has_scores_of_each_function() -> None:
         "reward": None,
         "advantage": 0.0,
         "finish_reason": "stop",
+        "columns": {},
     }
     console = Console(file=io.StringIO(), width=120)
-    other = row | {"rewards": {"environment": 0.5}, "reward": 0.5}  # of another source
+    # Of another source.
+    other = row | {"prompt": "[b]And[/b]?", "rewards": {"environment": 0.5}, "reward": 0.5}
     console.print(completions_table([row, other]))
     assert isinstance(console.file, io.StringIO)
     ours, others = (
         [cell.strip() for cell in line.split("│")[1:-1]]
         for line in console.file.getvalue().splitlines()
-        if row["prompt"] in line
+        if "[b]" in line
     )
     assert ours == [row["prompt"], "[12]", "1.000", "failed", "", "failed", "0.000", "stop"]
-    assert others == [row["prompt"], "[12]", "", "", "0.500", "0.500", "0.000", "stop"]
+    assert others == [other["prompt"], "[12]", "", "", "0.500", "0.500", "0.000", "stop"]
 
 
 def test_show_without_a_terminal_is_one_plain_line() -> None:

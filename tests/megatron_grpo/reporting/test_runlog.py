@@ -39,6 +39,15 @@ def test_close_reports_failures_and_why_the_run_ends(tied_model: Path, tmp_path:
     assert "curves.png could not be drawn: " in output
 
 
+def test_close_is_silent_about_curves_before_the_first_step(
+    tied_model: Path, tmp_path: Path, capfd
+):
+    cfg = tiny_config(tied_model, ParallelDims(), f"train.run_dir={tmp_path / 'run'}")
+    with closing(run_log(cfg, 0)) as log:
+        log.tracking.amend(0, {"eval/pass@1": 0.5})
+    assert "could not be drawn" not in capfd.readouterr().err
+
+
 def test_tokens_per_second_are_of_a_whole_generation(tied_model: Path, tmp_path: Path):
     """Two optimizer batches, twice each: the first of the four steps waits for the generation."""
     options = ["grpo.steps_per_generation=2", "grpo.num_iterations=2"]

@@ -1,8 +1,10 @@
+import io
 import json
 from pathlib import Path
 
 import pytest
 
+from megatron_grpo.reporting import tracking
 from megatron_grpo.reporting.tracking import Tracking, drop_records_after, last_step
 
 
@@ -79,6 +81,22 @@ def evaluate(tracking: Tracking, step: int, value: float) -> None:
     """Record an evaluation: before the first step, or late, for a run that ended without it."""
     tracking.log_evaluated(step, [{"completion": "12", "reward": value}] * 2)
     tracking.amend(step, {"eval/pass@1": value})
+
+
+class CountedReads(io.BytesIO):
+    num_reads = 0
+
+    def read(self, size: int | None = None, /) -> bytes:
+        self.num_reads += 1
+        return super().read(size)
+
+
+def test_a_line_of_many_blocks_takes_few_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "BLOCK_BYTES", 8)
+    lines = [b"first\n", b"x" * 8000 + b"\n", b"last\n"]
+    file = CountedReads(b"".join(lines))
+    assert [line for _, line in tracking._lines_backwards(file)] == lines[::-1]
+    assert file.num_reads < 20
 
 
 def test_an_evaluation_before_the_first_step_has_a_record_of_its_own(tmp_path: Path) -> None:

@@ -378,7 +378,7 @@ def test_call_makes_floats_of_numbers_of_any_kind(returned, tmp_path):
         ("torch.tensor(1.0)", "returned float instead of a list"),
         ("numpy.ones((2, 2))", "the score [1.0, 1.0]"),
         ("[torch.ones(2)] * 2", "the score tensor([1., 1.])"),
-        ("[1.0]", "1 scores for 2 completions"),
+        ("[1.0]", "1 score for 2 completions"),
         ("[1.0, '1']", "the score '1'"),
         ("[1.0, float('nan')]", "returned the score nan"),
         ("[1.0, -math.inf]", "returned the score -inf"),

@@ -113,7 +113,7 @@ def test_a_process_reward_model_scores_each_step() -> None:
     assert answer.scores[0] == 0.5  # the lowest of its steps
     assert answer.steps == [[(3, 0.5), (4, pytest.approx(second))], []]
     assert math.isnan(answer.scores[1])
-    assert "not one score for each of 1 steps" in answer.error
+    assert "not 1 score, one for each step" in answer.error
     assert answered([[-900.0], [7.0]], "A\n\nB", step_tag="§").scores == [-900.0]
     assert answered([[900.0, -900.0]], "A", step_tag="§").scores == [0.0]
 

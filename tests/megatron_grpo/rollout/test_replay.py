@@ -111,7 +111,7 @@ CHOSEN = ("rollout.engine=sglang", "rollout.vllm={}", "rollout.indexer_replay=tr
     ("generations", "overrides", "error"),
     [
         ((), (), "has no generations: run it with train.save_generations=true first"),
-        ((0,), (), "has 1 generations, and 2 steps need 2: set train.num_steps to at most 1"),
+        ((0,), (), "has 1 generation, and 2 steps need 2: set train.num_steps to at most 1"),
         ((0,), ("grpo.num_generations=4",), "'grpo.num_generations': 2}, and this config has"),
         ((0,), CHOSEN, "'rollout.indexer_replay': True}: set them as they were"),
     ],
