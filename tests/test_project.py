@@ -133,15 +133,15 @@ def product_files() -> Iterable[Path]:
         yield from (ROOT / package).rglob("*.py")
 
 
-RIDDLES = re.compile(r"(That|Those|What|Which|Of|Whose|The same)\b")
-"""First words of a docstring that replace the field's noun."""
+RIDDLES = re.compile(r"^(That|Those|What|Which|Of|Whose|The same)\b|\b(told|beside)\b")
+"""First words of a docstring that replace the field's noun, and two words that hide one."""
 
 
-def test_docstrings_begin_with_a_verb_or_a_noun_of_the_field():
+def test_docstrings_use_nouns_of_the_field():
     for file in product_files():
         name = str(file.relative_to(ROOT))
         for line, text in docstrings(file):
-            assert not RIDDLES.match(text), f"{name}:{line}: {text.splitlines()[0]}"
+            assert not RIDDLES.search(text), f"{name}:{line}: {text.splitlines()[0]}"
 
 
 def docstrings(file: Path) -> Iterable[tuple[int, str]]:

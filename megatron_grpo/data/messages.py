@@ -37,7 +37,7 @@ def _wrong_content(what: str) -> ValueError:
 
 def message_of_data(given: Any) -> dict[str, Any]:
     """Convert a row's message for chat templates: content to text, arguments of calls to tables.
-    Content may be null only beside tool calls. Raises ValueError for an invalid message."""
+    Content may be null only with tool calls. Raises ValueError for an invalid message."""
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise ValueError("a message must be a table with a role")
     content = given.get("content")

@@ -117,7 +117,7 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 def completions_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Table of rows of training or of an evaluation; a prompt, with its `answer` in the data, is
-    shown beside the first of its completions."""
+    shown once, at its first completion."""
     table = Table(show_lines=True, title=f"step {rows[0]['step']}" if "step" in rows[0] else None)
     names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
     for column in ("prompt", "completion"):

@@ -254,5 +254,5 @@ def test_check_engine_names_other_parameters():
 
 def test_check_engine_refuses_another_size():
     layouts = engine_layouts(replace(LLAMA_70B, num_layers=1), EngineDims(tensor=2))
-    with pytest.raises(ValueError, match="1 workers but was planned with 2"):
+    with pytest.raises(ValueError, match="1 worker but was planned with 2"):
         check_engine(layouts, [{}], {})

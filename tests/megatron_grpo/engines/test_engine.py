@@ -112,7 +112,7 @@ NOT_FINITE = {"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}
         (ROUTED, {"routed_experts": "AAAA"}, "returned no array"),
         (ROUTED, {"routed_experts": "?"}, NO_COMPLETION),
         (INDEXED, {}, "which tokens indexers choose, which rollout.indexer_replay true needs: st"),
-        (INDEXED, CHOSEN[:1], "the routes of 1 tokens instead of 2"),
+        (INDEXED, CHOSEN[:1], "the routes of 1 token instead of 2"),
         (INDEXED, CHOSEN[:, :, :1], r"shape \(2, 1, 1\), and not \[tokens, layers, 3 tokens"),
         (INDEXED, CHOSEN + 1, "returned 4 as a token that the indexer of layer 0 chose for the "),
         (INDEXED, CHOSEN - 2, "returned -1 as .* the token at position 3, which sees none but"),

@@ -219,5 +219,5 @@ def test_replay_follows_an_engine_whose_rounding_decides_between_experts(folders
 def test_router_replay_refuses_fewer_experts_than_a_token_has():
     replay = RouterReplay()
     replay.routed_experts = torch.zeros(5, 0, dtype=torch.uint8)  # the engine sent no experts
-    with pytest.raises(ValueError, match="chose 0 experts of a token, but the model has 3"):
+    with pytest.raises(ValueError, match="reported 0 experts of each token, but the model has 3"):
         replay.get_replay_topk(torch.rand(5, EXPERTS), TOPK, None, None, None)

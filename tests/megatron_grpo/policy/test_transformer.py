@@ -126,7 +126,7 @@ def test_an_unavailable_override_is_refused(name, value, error):
     ("dims", "shape", "error"),
     [
         (ParallelDims(context=2), SHAPE, None),
-        (ParallelDims(tensor=2, context=2), SHAPE, r"divides the 1 key-value heads .*context\(2\)"),
+        (ParallelDims(tensor=2, context=2), SHAPE, r"divides the 1 key-value head .*context\(2\)"),
         (ParallelDims(context=2), replace(SHAPE, head_dim=24, latent=LATENT), "has 24 and 16"),
     ],
     ids=str,
