@@ -288,7 +288,8 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
 
 
 def _stacks(folder: Path, keys: Experts) -> dict[str, Stacks | None]:
-    """`MoeShape.stacks` and `mtp_stacks` of the weight files in `folder`, or else the family's."""
+    """`MoeShape.stacks` and `mtp_stacks`: None where the files in `folder` store experts one by
+    one, else the family's."""
     # Qwen3.5 is also published with stacked experts in layers, and MTP experts one by one.
     apart = [name for name in stored_names(folder) if ".experts.0." in name and keys.may_be_apart]
     are_apart = {name.startswith("mtp.") for name in apart}

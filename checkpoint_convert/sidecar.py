@@ -157,8 +157,8 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def _check_link(folder: Path, file: Path) -> None:
-    """Raise ValueError for a link out of `folder`, unless to the file of the same name of another
-    model, or into the Hub's cache: its files are in `blobs`, a sibling of `snapshots`."""
+    """Raise ValueError for a link out of `folder`. Allowed are a file of the same name in another
+    model's folder, and a file of the Hub's cache (`blobs`, next to `snapshots`)."""
     target = file.resolve()
     is_cached = target.parent.name == "blobs" and target.parent.with_name("snapshots").is_dir()
     models = [parent for parent in target.parents[:2] if (parent / "config.json").is_file()]

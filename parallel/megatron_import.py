@@ -17,8 +17,8 @@ def import_megatron() -> None:
     Raises ValueError if Transformer Engine, which Megatron-Core imports where it is installed, or
     another package does not work.
     """
-    # Megatron's tensor-parallel layers issue communication before computation to one hardware
-    # queue, to keep that order. Set before torch asks for GPUs, when the driver may read it.
+    # With one hardware queue, communication that Megatron issues before computation also runs
+    # first. The driver may read this when torch first asks for GPUs.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # On import, Megatron-Core passes its fused functions to `torch.compile`, which loads torch's
     # compiler. Without CUDA that is useless: the functions stay uncompiled.

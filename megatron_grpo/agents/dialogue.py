@@ -203,13 +203,14 @@ class DialogueGroup(Group):
             environment.end()
 
     def _request(self, dialogue: Dialogue, url: str) -> Request:
-        """Request of the next turn, to the engine at `url` if it still serves."""
+        """Request of the next turn, preferably to the engine at `url`."""
         params = self.params
         body = params.request(
             [*dialogue.prompt.token_ids, *dialogue.completion_ids],
             seed=params.turn_seed(dialogue.sample_index, turn=len(dialogue.step_rewards)),
             max_tokens=dialogue.room,
-            # Routes of earlier tokens are kept: another engine may route these tokens differently.
+            # Expert choices of earlier tokens are kept, not asked for again: another engine's
+            # router may choose other experts.
             routes_start=sum(map(len, dialogue.routes)),
         )
         return Request(body, self.priority + dialogue.sample_index, params.stop, url)

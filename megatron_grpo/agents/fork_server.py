@@ -95,8 +95,8 @@ class LoadedClass:
         return cls(found, arguments, methods[0], parameters)
 
     def begin(self, prompt: str, columns: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Make an instance and call its first method; returns the instance and the result, the
-        first observation or the outcome of an agent's episode."""
+        """Make an instance and call its first method; returns both. The result is the text of
+        `reset`, or the outcome of an agent's episode."""
         given = select_accepted({**columns, "prompt": prompt}, self.parameters)
         instance = self.make(**self.arguments)
         found = getattr(instance, self.first)(**given)

@@ -127,7 +127,7 @@ class TaskQueue:
         if refusal := self._refusal(request):
             return refusal
         try:
-            # Read before the task is taken: an agent that disconnects here may report again.
+            # Read before the task is closed: an agent that disconnects here may report again.
             body = await request.text()
         except (ValueError, LookupError) as error:  # not text, or of an unknown encoding
             return _answer(400, f"the request cannot be read: {error!r}")

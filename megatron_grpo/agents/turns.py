@@ -57,7 +57,7 @@ class ObservationTemplate:
         return replace(turns, end_tokens=closing)
 
     def encode_observation(self, observation: str, last_token: int) -> tuple[tuple[int, ...], str]:
-        """Tokens and text between the `last_token` of a turn and the start of the next turn."""
+        """Tokens and text after a turn's `last_token`, up to the header of the next turn."""
         if not self.data.apply_chat_template:
             ids = self.tokenizer(observation, add_special_tokens=False)["input_ids"]
             return tuple(ids), observation
@@ -65,6 +65,7 @@ class ObservationTemplate:
         ids = self._encode(text)
         if last_token not in self.end_tokens:
             return tuple(ids), text
+        # `before` begins with the end token, which the turn has already.
         return tuple(ids[1:]), text[len(self.tokenizer.decode(ids[:1])) :]
 
     def with_first_observation(self, prompt: Prompt, observation: str) -> Prompt:

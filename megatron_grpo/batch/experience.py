@@ -47,8 +47,9 @@ def compute_advantages(
     sums: Sequence[float],
     cfg: Config,
 ) -> Experience:
-    """Compute the advantages of scored samples, from the `sums` of their rewards or from single
-    rewards. A group is all samples of one prompt."""
+    """Compute the advantages of scored samples: from the weighted `sums` of their rewards, from the
+    scores of each function (`normalize_then_sum`), or from rewards of steps. A group is all samples
+    of one prompt."""
     grpo = cfg.grpo
     totals = torch.tensor(sums, dtype=torch.float64)
     group_ids = torch.tensor([sample.prompt.index for sample in samples])

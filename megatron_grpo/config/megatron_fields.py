@@ -100,7 +100,7 @@ def check_fp8_model(settings: Mapping[str, Any], shape: ModelShape, dims: Parall
 
 
 def _sizes(shape: ModelShape, dims: ParallelDims) -> dict[str, int]:
-    """Sides of a rank's matrices, by users' names for them."""
+    """Sides of a rank's matrices that FP8 needs as multiples, by their names in messages."""
     sizes = {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size // dims.tensor,

@@ -59,7 +59,8 @@ class Choice(msgspec.Struct):
         return cls([], Logprobs([]), CUT, "", [])
 
     def append(self, chunk: "Choice") -> None:
-        """Append the next chunk of a stream; chunks have the versions of all tokens so far."""
+        """Append the next chunk of a stream. Its versions and routes cover all tokens so far, and
+        replace the earlier ones."""
         self.token_ids += chunk.token_ids
         self.logprobs.content += chunk.logprobs.content
         self.finish_reason = chunk.finish_reason

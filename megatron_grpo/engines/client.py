@@ -195,10 +195,10 @@ class RolloutClient:
         is_sending: Callable[[], bool] = lambda: False,
         urls: Sequence[str] | None = None,
     ) -> list[T]:
-        """Run `action` on all engines of the push; the first failure cancels the others.
+        """Run `action` on the engines of the push, or on `urls`; the first failure cancels the
+        others, and on an engine of the push makes later phases raise.
 
         While `is_sending`, a busy engine does not count as hung: transfers have their own limit.
-        With `urls`, failures do not count as the push's.
         """
         failed = self._failed if urls is None else {}
         for error in failed.values():  # an earlier phase lost an engine: the push must start over

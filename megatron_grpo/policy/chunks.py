@@ -175,7 +175,8 @@ def with_gradients(chunks: Sequence[GPTModel], cfg: Config) -> list[Any]:
 
 
 def with_own_gradients(module: Any, cfg: Config, *, overlaps: bool = False) -> Any:
-    """Give one module gradient buffers; `overlaps`: hooks sum and gather where `parallel` says."""
+    """Wrap one module in Megatron's DistributedDataParallel. With `overlaps`, the `overlap_*` keys
+    of `parallel` apply."""
     return DistributedDataParallel(
         module.config,
         DistributedDataParallelConfig(

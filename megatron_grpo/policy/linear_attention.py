@@ -296,7 +296,7 @@ class Mamba(LinearAttention):
         self.out_norm_weight = self._split(heads * self.linear.value_dim)
 
     def _mix(self, projected: Tensor, params: PackedParams, group: Any) -> Tensor:
-        """Mamba-2's order: gate first, then the norm over the values of a group."""
+        """As in Mamba-2, outputs are gated before the norm, which is over a group's values."""
         linear, size, wide = self.linear, self.linear.group_size, _wide(projected.dtype)
         conv, dt_bias, a_log, bias, skip, weight = self._own(group, wide)
         values = size * linear.value_dim

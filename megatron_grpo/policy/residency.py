@@ -78,7 +78,7 @@ class Residency:
         self._moves = bool(parts_moved(offload))
         self.communicators = communicators
         self._room_of = {room.values.untyped_storage(): room for room in rooms}
-        # torch.cpu has the streams and events of torch.cuda, where all work is done at once.
+        # torch.cpu offers the same streams and events, which do nothing: its work is synchronous.
         self._streams: Any = torch.get_device_module(device)
         self._copying: Any = self._streams.Stream()
         self._arriving: dict[Part, Any] = {}

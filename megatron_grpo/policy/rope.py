@@ -142,12 +142,13 @@ def softmax_scale(shape: ModelShape, scaling: Mapping[str, Any] | None) -> float
 
 
 def rotate_own_tokens(chunk: Any, groups: Groups) -> None:
-    """Let a chunk's layers split each microbatch over a number of context ranks of its own.
+    """For dynamic context parallelism, where the number of context ranks differs per microbatch:
+    make RoPE see one rank.
 
     Transformer Engine's attention takes the context group from a microbatch's params, but RoPE
     takes the module's group, also when a layer is recomputed in the backward of another microbatch.
     So for RoPE every rank is alone, with one sequence of its own tokens and one row of angles per
-    token (cf. `PackedRotary`), and attention gets its boundaries apart.
+    token (cf. `PackedRotary`); a hook gives attention the real boundaries.
     """
     for module in chunk.modules():
         if isinstance(module, Attention):

@@ -52,7 +52,7 @@ def _start_worker(module: str, fd: str, megabytes: str) -> int:
     supervisor = os.getpid()
 
     def begin() -> None:
-        # The worker unblocks the scheduler's signals once it can handle them (`begin_worker`).
+        # Slurm's signals alone; `begin_worker` unblocks them once it has handlers.
         signal.pthread_sigmask(signal.SIG_SETMASK, SCHEDULERS)
         die_with_parent()
         if os.getppid() != supervisor:
