@@ -49,9 +49,9 @@ def math_answer(
 
     The final answer is the text after the last `####` (GSM8K), unless this text is a heading or a
     box follows. Without `####` math-verify extracts a box, a formula or the last number; several
-    boxes in a row are the members of a set. With `boxed` only `####` or boxes count, the last box or
-    several in a row: reasoning that stops at the right number is no answer. With `only_finished` a
-    completion cut at the length limit has no answer.
+    boxes in a row are the members of a set. With `boxed` only `####` or boxes count, the last box
+    or several in a row: reasoning that stops at the right number is no answer. With `only_finished`
+    a completion cut at the length limit has no answer.
 
     A completion is wrong if it has no final answer, or one that takes too long to evaluate. When
     the call runs out of time, the remaining completions get no score. Raises ValueError for a
