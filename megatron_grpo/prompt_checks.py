@@ -1,7 +1,7 @@
 """Checks of data, rewards and environments before any rank starts."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from math import isnan
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +26,7 @@ from megatron_grpo.engines.reward_models import check_served
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rewards.functions import load_function
-from megatron_grpo.rewards.pool import MADE_UP_COMPLETIONS, RewardPools
+from megatron_grpo.rewards.pool import RewardPools, Trial
 from megatron_grpo.rewards.scoring import SHORTENED
 from parallel.microbatches import microbatch_capacity
 from parallel.words import counted
@@ -79,42 +79,32 @@ def check_prompts(cfg: Config, shape: ModelShape) -> Checked:
         return Checked(cfg, described + trial_table(trials), what_was_tried(cfg, trials))
 
 
-Trials = Sequence[tuple[str, Mapping[str, float]]]
-"""Text of trial completions, each with its scores by function label."""
-
-
-def trial_table(trials: Trials) -> str:
+def trial_table(trials: Sequence[Trial]) -> str:
     """Scores of trial completions, a line each; empty without reward functions."""
-    if not any(scores for _, scores in trials):
+    if not any(trial.scores for trial in trials):
         return ""
-    lines = ["\nrewards of completions made up for a trial:"]
-    for text, scores in trials:
+    lines = ["\nrewards of trial completions:"]
+    for text, scores, is_answer in trials:
         found = ", ".join(f"{name} {score:g}" for name, score in scores.items())
-        lines.append(f"  {found}: {SHORTENED.repr(text)}")
+        lines.append(f"  {found}: {SHORTENED.repr(text)}{' (the answer)' if is_answer else ''}")
     return "\n".join(lines)
 
 
-def what_was_tried(cfg: Config, trials: Trials) -> str:
+def what_was_tried(cfg: Config, trials: Sequence[Trial]) -> str:
     """Say whether rewards were tried and gave scores, and the agent was started."""
-    failed = [text for text, scores in trials if any(map(isnan, scores.values()))]
-    tried = "; rewards were tried" if any(scores for _, scores in trials) else ""
+    scored = [trial for trial in trials if trial.scores]
+    failed = [trial for trial in scored if any(map(isnan, trial.scores.values()))]
+    unpaid = [each for each in scored if each.is_answer and max(each.scores.values()) <= 0]
+    tried = "; rewards were tried" if scored else ""
     if failed:
-        tried += f", and {len(failed)} of {len(trials)} trial completions have NO SCORE (see above)"
-    elif answer := _unrewarded_answer(trials):
-        tried += f", and {SHORTENED.repr(answer)} scores 0: does the reward know the right answer?"
+        tried += f", and {len(failed)} of {len(scored)} trial completions have NO SCORE (see above)"
+    elif unpaid:
+        answer = SHORTENED.repr(unpaid[0].text)
+        tried += f", and {answer} scores 0: does the reward know the right answer?"
     agents = [view.agent for view in cfg.by_source.values()]
     if any(agent.is_used and not agent.listen for agent in agents):
         tried += "; the agent was started"
     return tried
-
-
-def _unrewarded_answer(trials: Trials) -> str:
-    """The row's own answer if it was tried and every function scores it 0 or less, else empty."""
-    made_up = {text for text, _ in MADE_UP_COMPLETIONS}
-    if not trials or trials[0][0] in made_up or not trials[0][1]:
-        return ""
-    text, scores = trials[0]
-    return text if max(scores.values()) <= 0 else ""
 
 
 def check_reward_models(cfg: Config) -> None:

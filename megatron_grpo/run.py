@@ -17,7 +17,7 @@ from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.engine_weights.checksums import loaded_sums, pushed_sender
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.launch.launch import RankPlace
-from megatron_grpo.launch.network import choose_interface, serve_store
+from megatron_grpo.launch.network import choose_interface
 from megatron_grpo.launch.run_dir import run_lock
 from megatron_grpo.policy.chunks import describe
 from megatron_grpo.policy.model import Policy, unwrapped, weight_sender
@@ -31,6 +31,7 @@ from megatron_grpo.weight_sync import WeightSync
 from parallel.collectives import wait_for_rank_0
 from parallel.cpu_device import communication_backend, run_near, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
+from parallel.store import serve_store
 from parallel.words import counted
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)

@@ -13,7 +13,7 @@ from bench_code import lines_of_rooms, trace_step
 
 ROOT = Path(__file__).parents[1]
 LINES = {
-    "megatron_grpo": 3028,
+    "megatron_grpo": 3019,
     "megatron_grpo/agents": 3228,
     "megatron_grpo/algorithm": 654,
     "megatron_grpo/batch": 1026,
@@ -22,14 +22,14 @@ LINES = {
     "megatron_grpo/data": 1505,
     "megatron_grpo/doctor": 938,
     "megatron_grpo/engine_weights": 710,
-    "megatron_grpo/engines": 5788,
+    "megatron_grpo/engines": 5789,
     "megatron_grpo/evaluation": 327,
     "megatron_grpo/integrations": 493,
-    "megatron_grpo/launch": 1224,
+    "megatron_grpo/launch": 1201,
     "megatron_grpo/planning": 5352,
     "megatron_grpo/policy": 5502,
     "megatron_grpo/reporting": 1778,
-    "megatron_grpo/rewards": 1878,
+    "megatron_grpo/rewards": 1890,
     "megatron_grpo/rollout": 1443,
     "megatron_grpo/viewer": 289,
     "megatron_grpo/watchdog": 949,
@@ -38,8 +38,8 @@ LINES = {
     "checkpoint_convert/families": 2072,
     "checkpoint_convert/formats": 1161,
     "checkpoint_convert/quantized": 1330,
-    "parallel": 5229,
-    "parallel/weight_transfer": 1543,
+    "parallel": 5253,
+    "parallel/weight_transfer": 1538,
 }
 
 

@@ -30,6 +30,7 @@ from megatron_grpo.engines.vllm.args import (
     engine_argument_names,
     server_environment,
 )
+from megatron_grpo.launch.network import GLOO_VARIABLE
 from megatron_grpo.launch.placement import check_shared_gpus
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, new_token
 from megatron_grpo.workers.http import is_success
@@ -217,7 +218,7 @@ def reward_command(
         **arguments.get("vllm", {}),
     }
     environment = engine_environment(os.environ, devices) | server_environment(size, on_gpu)
-    environment |= {TOKEN_VARIABLE: token, "VLLM_HOST_IP": LOOPBACK}
+    environment |= {TOKEN_VARIABLE: token, "VLLM_HOST_IP": LOOPBACK, GLOO_VARIABLE: "lo"}
     if sleeps:
         environment["VLLM_SERVER_DEV_MODE"] = "1"  # the routes for it, which the token guards
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]

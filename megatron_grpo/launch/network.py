@@ -4,10 +4,6 @@ import ipaddress
 import socket
 from collections.abc import MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -23,35 +19,16 @@ def choose_interface(environ: MutableMapping[str, str]) -> None:
 
 
 def interface_towards(address: str, routes: Path = Path("/proc/net/route")) -> str:
-    """Name of the interface that routes to an IPv4 address: the one with the longest prefix."""
+    """Name of the interface that routes to an IPv4 address: longest prefix, then least metric."""
     # The table has addresses as numbers of the host's byte order: here, little-endian.
     target = int.from_bytes(socket.inet_aton(address), "little")
-    found = [(0, "lo")]
-    if not ipaddress.ip_address(address).is_loopback:
-        for line in routes.read_text(encoding="ascii").splitlines()[1:]:
-            name, destination, _, _, _, _, _, mask = line.split()[:8]
-            if target & int(mask, 16) == int(destination, 16):
-                found.append((int(mask, 16).bit_count(), name))
-    return max(found, key=lambda route: route[0] + (route[1] != "lo"))[1]
-
-
-def serve_store(host: str, port: int) -> "TCPStore":
-    """The store of a job, at `host` alone and at `port`, or any free one if that is 0.
-
-    torch's own rendezvous in this process takes it, where it would listen on all interfaces.
-    """
-    from torch.distributed import TCPStore  # noqa: PLC0415  (torch: seconds, see cli.py)
-
-    family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(place, family=family)
-    return TCPStore(
-        host,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
+    found = []
+    for line in routes.read_text(encoding="ascii").splitlines()[1:]:
+        name, destination, _, _, _, _, metric, mask = line.split()[:8]
+        if target & int(mask, 16) == int(destination, 16):
+            found.append((int(mask, 16).bit_count(), -int(metric), name))
+    is_loopback = ipaddress.ip_address(address).is_loopback  # has no row in the table
+    return max(found)[-1] if found and not is_loopback else "lo"
 
 
 def check_reachable(name: str) -> None:

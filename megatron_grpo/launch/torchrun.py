@@ -2,9 +2,8 @@
 
 Failures that the ranks' watchdog has not reported take a few lines instead of pages. Preemption
 signals are forwarded to the ranks. Rank 0 writes to the terminal, every other rank to a file of its
-own in `--log-dir`. The store listens on `--master-addr` alone, not on all
-interfaces; with `--master-port=0` at any free port. `--nnodes`, `--master-port` and `--log-dir` are
-required.
+own in `--log-dir`. The store listens on `--master-addr` alone, not on all interfaces; with
+`--master-port=0` at any free port. `--nnodes`, `--master-port` and `--log-dir` are required.
 """
 
 import logging
@@ -27,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from checkpoint_convert.utf8_mode import enter_utf8_mode
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, OWN_LOGS_VARIABLE
-from megatron_grpo.launch.network import check_reachable, serve_store
+from megatron_grpo.launch.network import check_reachable
 from megatron_grpo.launch.parent_death import children
 from megatron_grpo.launch.process import (
     EXIT_INTERRUPTED,
@@ -38,6 +37,7 @@ from megatron_grpo.launch.process import (
 )
 from megatron_grpo.launch.run_dir import interrupted_text
 from parallel.clock import running_time
+from parallel.store import serve_store
 
 RENDEZVOUS_SECONDS = 600
 """Time in which the torchruns of all hosts must connect."""

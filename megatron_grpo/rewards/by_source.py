@@ -9,7 +9,7 @@ from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.rows import Fault, Row
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rewards.pool import RewardPools
+from megatron_grpo.rewards.pool import RewardPools, Trial
 from megatron_grpo.rewards.scoring import Scores, total_rewards
 from megatron_grpo.rewards.unit_tests import can_be_run
 
@@ -32,11 +32,11 @@ class RewardsBySource:
         for pool in self._pools.values():
             pool.wait_ready(())
 
-    def try_out(self, prompts: Sequence[Prompt]) -> list[tuple[str, Scores]]:
+    def try_out(self, prompts: Sequence[Prompt]) -> list[Trial]:
         """Check the columns of the data, and score trial completions of the first prompt of each
-        source; returns their texts and scores. Raises what `RewardPool.wait_ready` and
+        source. Raises what `RewardPool.wait_ready` and
         `score_trial` raise."""
-        trials: list[tuple[str, Scores]] = []
+        trials: list[Trial] = []
         for name, pool in self._pools.items():
             own = [prompt for prompt in prompts if prompt.source == name]
             pool.wait_ready([prompt.row for prompt in own])

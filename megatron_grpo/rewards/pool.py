@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from multiprocessing.connection import Pipe, wait
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megatron_grpo.bars import Show
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
@@ -25,6 +25,15 @@ DEATH_SECONDS = 2.0
 """Time for a worker to die after its connection has closed."""
 MADE_UP_COMPLETIONS = (("The answer is 42.", "stop"), ("", "length"))
 """Texts and finish reasons that `score_trial` scores, whatever the prompt."""
+
+
+class Trial(NamedTuple):
+    """A completion that no model made, with its scores."""
+
+    text: str
+    scores: Scores
+    is_answer: bool
+    """Whether it is the row's own answer."""
 
 
 class RewardWorkerProcess(SupervisedWorker):
@@ -160,9 +169,9 @@ class RewardPool:
         if self._servers:
             self._restart_dead(self._servers)
 
-    def score_trial(self, prompt: Prompt) -> list[tuple[str, Scores]]:
-        """Completions of `prompt` that show a broken function before a run, each with its scores:
-        the row's `answer` if it is text, a made-up one, and an empty one that was cut off.
+    def score_trial(self, prompt: Prompt) -> list[Trial]:
+        """Score completions of `prompt` that show a broken function before a run: the row's
+        `answer` if it is text, a made-up one, and an empty one that was cut off.
 
         Raises RewardError, and closes the pool, if a result is not one score per completion; prints
         other failures, which training masks.
@@ -189,7 +198,10 @@ class RewardPool:
                 file=sys.stderr,
                 flush=True,
             )
-        return [(sample.text, score) for sample, score in zip(samples, scores, strict=True)]
+        return [
+            Trial(sample.text, score, is_answer=sample.sample_index < len(answers))
+            for sample, score in zip(samples, scores, strict=True)
+        ]
 
     def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[Scores]:
         """Scores of every sample by function label; NaN for a failed score (see `rewards`).

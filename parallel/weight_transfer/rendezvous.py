@@ -22,6 +22,7 @@ from torch.distributed import DistError, Store, TCPStore
 
 from parallel.clock import running_time
 from parallel.layout import Box
+from parallel.store import serve_store
 from parallel.weight_transfer.channels import ChannelError
 from parallel.weight_transfer.streams import ALIGNMENT
 
@@ -105,15 +106,8 @@ def open_rendezvous(address: str) -> tuple[RendezvousAddress, Rendezvous]:
     The store lives as long as the Rendezvous is referenced. Raises OSError if `address` is not this
     host's.
     """
-    # A socket bound here, because TCPStore by itself listens on all addresses of the host.
-    family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind)
-    listener.bind(place)
-    host, port = listener.getsockname()[:2]
-    store = TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return RendezvousAddress(host, port), Rendezvous(store)
+    store = serve_store(address)
+    return RendezvousAddress(store.host, store.port), Rendezvous(store)
 
 
 def join(address: RendezvousAddress, timeout: timedelta) -> Rendezvous:

@@ -3,6 +3,7 @@
 Each of the four ranks has a host of its own, and so has the engine: tests/helpers/runs/hosts.py.
 """
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.engines.live import wait_until
-from helpers.runs.hosts import Host, await_end, can_make_hosts, running_hosts
+from helpers.runs.hosts import Host, can_make_hosts, running_hosts
 from helpers.runs.jobs import Ended, Job, assert_same_run, layout, write_sums
 from helpers.runs.sabotage import InPhase, slowly
 from helpers.runs.train import TINY_CONFIG, steps_of
@@ -179,6 +180,15 @@ def test_a_run_waits_for_the_host_of_its_last_engine_and_gives_up_in_time(
     assert "no rollout engine serves any more" in ended.output
     finish(given, gone, hosts[:4])
     assert_same_run(gone, one_host(*FOUR_RANKS))
+
+
+def await_end(process: subprocess.Popen[str], seconds: float, log: Path) -> int:
+    """The exit code of a program."""
+    deadline = time.monotonic() + seconds
+    while (code := process.poll()) is None:
+        assert time.monotonic() < deadline, f"runs after {seconds} s:\n{log.read_text()}"
+        time.sleep(0.05)
+    return code
 
 
 @pytest.fixture

@@ -28,6 +28,8 @@ from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.engines.processes import log_tail, reserve_port
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 from megatron_grpo.prompt_checks import what_was_tried
+from megatron_grpo.rewards.pool import Trial
+from megatron_grpo.rewards.scoring import Scores
 
 TOKEN = "0123456789abcdef"
 MILLIONS = 200
@@ -141,7 +143,7 @@ def run_check(*overrides: str) -> subprocess.CompletedProcess[str]:
 )
 def test_check_says_which_code_of_the_user_it_has_tried(settings, scores, tried):
     cfg = load_config(TINY_CONFIG, ["data.max_prompt_length=9", *settings])
-    assert what_was_tried(cfg, [("text", scores)]) == tried
+    assert what_was_tried(cfg, [Trial("text", Scores(scores), is_answer=False)]) == tried
 
 
 @pytest.mark.long

@@ -402,7 +402,7 @@ def test_preflight_calls_the_rewards(config, tmp_path, capfd):
     assert "solution nan: 'The answer is 42.'" in checked.prompt
     assert "3 of 3 trial completions have NO SCORE" in checked.tried
     right = preflight(config("reward.functions=[exact]"), None)
-    assert "\n  exact 1: '0'\n  exact 0: 'The answer is 42.'\n" in right.prompt
+    assert "\n  exact 1: '0' (the answer)\n  exact 0: 'The answer is 42.'\n" in right.prompt
     assert right.tried == "; rewards were tried"
     file.write_text("def never(completions, **_): return [0.0] * len(completions)")
     never = preflight(config(f"reward.functions=[{{name: '{file}:never'}}]"), None)

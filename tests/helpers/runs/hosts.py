@@ -7,7 +7,6 @@ as on a cluster. Cables can be pulled, and hosts killed. Needs root, `ip`, `nsen
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -201,12 +200,3 @@ def _inner(holder: subprocess.Popen[str]) -> int:
 def _in_network(process: int, *command: str) -> None:
     """Run a command in the network namespace of a process."""
     subprocess.run(["nsenter", f"--target={process}", "--net", "--", *command], check=True)
-
-
-def await_end(process: subprocess.Popen[str], seconds: float, log: Path) -> int:
-    """The exit code of a program."""
-    deadline = time.monotonic() + seconds
-    while (code := process.poll()) is None:
-        assert time.monotonic() < deadline, f"runs after {seconds} s:\n{log.read_text()}"
-        time.sleep(0.05)
-    return code

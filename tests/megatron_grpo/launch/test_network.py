@@ -8,15 +8,16 @@ from megatron_grpo.launch.network import interface_towards
 ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
 eth0 00000000 0102A8C0 0003 0 0 100 00000000 0 0 0
 eth0 0002A8C0 00000000 0001 0 0 100 00FFFFFF 0 0 0
+eth1 00000000 0102A8C0 0003 0 0 50 00000000 0 0 0
 ib0 0000000A 00000000 0001 0 0 0 000000FF 0 0 0
 """
 
 
 @pytest.mark.parametrize(
     ("address", "interface"),
-    [("192.168.2.7", "eth0"), ("10.4.0.1", "ib0"), ("8.8.8.8", "eth0"), ("127.0.0.1", "lo")],
+    [("192.168.2.7", "eth0"), ("10.4.0.1", "ib0"), ("8.8.8.8", "eth1"), ("127.0.0.1", "lo")],
 )
-def test_interface_towards_an_address_is_that_of_the_longest_prefix(address, interface, tmp_path):
+def test_interface_towards_an_address_has_the_longest_prefix_and_least_metric(address, interface, tmp_path):
     table = tmp_path / "route"
     table.write_text(ROUTES)
     assert interface_towards(address, table) == interface
