@@ -149,7 +149,7 @@ def test_a_host_that_is_killed_ends_the_run_in_seconds(name, hosts, given, one_h
         job.wait_for(lambda: 1 in steps_of(run_dir), 60)
         hosts[rank].kill()
         ended = job.end(10)
-    hosts[rank].boot()
+    hosts[rank].reboot()
     assert all(ended.exit_codes), ended.output
     assert f"rank {rank} on {name}" in ended.output
     assert ended.survivors == []

@@ -45,7 +45,7 @@ def can_make_hosts() -> bool:
 
 @dataclass
 class Host:
-    """A host; after `kill`, `boot` starts it again."""
+    """A host; after `kill`, `reboot` starts it again."""
 
     name: str
     number: int
@@ -132,6 +132,11 @@ class Host:
         """End all programs of this host at once; its kernel still closes their connections."""
         os.kill(self.init, signal.SIGKILL)
 
+    def reboot(self) -> None:
+        """Boot a killed host. The kernel may still have its network, and with it the cable."""
+        _in_network(self.switch, "ip", "link", "delete", self._port, check=False)
+        self.boot()
+
     def end(self) -> None:
         """Kill the host, and wait for the programs of `start`."""
         for process in self.started:
@@ -197,6 +202,6 @@ def _inner(holder: subprocess.Popen[str]) -> int:
     return child.pid
 
 
-def _in_network(process: int, *command: str) -> None:
+def _in_network(process: int, *command: str, check: bool = True) -> None:
     """Run a command in the network namespace of a process."""
-    subprocess.run(["nsenter", f"--target={process}", "--net", "--", *command], check=True)
+    subprocess.run(["nsenter", f"--target={process}", "--net", "--", *command], check=check)

@@ -17,7 +17,9 @@ ib0 0000000A 00000000 0001 0 0 0 000000FF 0 0 0
     ("address", "interface"),
     [("192.168.2.7", "eth0"), ("10.4.0.1", "ib0"), ("8.8.8.8", "eth1"), ("127.0.0.1", "lo")],
 )
-def test_interface_towards_an_address_has_the_longest_prefix_and_least_metric(address, interface, tmp_path):
+def test_interface_towards_an_address_has_the_longest_prefix_and_least_metric(
+    address, interface, tmp_path
+):
     table = tmp_path / "route"
     table.write_text(ROUTES)
     assert interface_towards(address, table) == interface
