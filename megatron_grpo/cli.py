@@ -24,8 +24,6 @@ from megatron_grpo.launch.launch import (
     start_ranks,
     tie_to_launcher,
 )
-from megatron_grpo.launch.placement import check_shared, place_engines
-from megatron_grpo.launch.placement import place as place_job
 from megatron_grpo.launch.process import (
     allow_open_files,
     exit_when_interrupted,
@@ -35,6 +33,7 @@ from megatron_grpo.launch.process import (
     silence_libraries,
 )
 from megatron_grpo.launch.run_dir import interrupted_text, take_token
+from megatron_grpo.place_command import place
 from megatron_grpo.serve_command import serve
 
 ConfigFile = Annotated[
@@ -229,44 +228,8 @@ def evaluate(
         print(evaluation.out)
 
 
-app.command()(serve)
-
-
-@app.command()
-def place(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    nodes: Annotated[
-        str, typer.Option(help="Node names of the job, separated by commas.")
-    ] = "localhost",
-    gpus_per_node: Annotated[
-        int, typer.Option(min=1, help="GPUs per node; without GPUs, ranks per node.")
-    ] = 8,
-    only_engines: Annotated[
-        bool,
-        typer.Option("--only-engines", help="As many engines as fit: see slurm/engines.sh."),
-    ] = False,
-) -> None:
-    """Show which node of a job runs which ranks and engines.
-
-    Prints one line for each, in the format that the job scripts read. Then it looks for the files
-    that CONFIG names, as rank 0 runs on the first node; the exit code is 2 if one is missing.
-
-    \b
-    Example:
-      megatron-grpo place configs/grpo_8b.yaml --nodes node1 --gpus-per-node 8
-    """
-    cfg, hosts = load_config(config, overrides or []), nodes.split(",")
-    place_all = place_engines if only_engines else place_job
-    placed = place_all(cfg, hosts, gpus_per_node)
-    if placed.shares_gpus:
-        check_shared(cfg.rollout, cfg.dims.world_size, len(hosts) * gpus_per_node)
-    print(f"run_dir {cfg.train.run_dir}")
-    print(f"ranks_per_node {placed.ranks_per_node}")
-    print(f"startup_timeout {cfg.rollout.startup_timeout:.0f}")
-    print(placed)
-    if not only_engines:
-        check_files(cfg)
+for job_command in (serve, place):
+    app.command()(job_command)
 
 
 @app.command()

@@ -10,76 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from helpers.engines.live import wait_until
-from helpers.runs.hosts import Host, can_make_hosts, running_hosts
-from helpers.runs.jobs import Ended, Job, assert_same_run, layout, write_sums
+from helpers.runs.host_runs import ENVIRONMENT, FOUR_RANKS, NAMES, finish, start
+from helpers.runs.hosts import Host, can_make_hosts
+from helpers.runs.jobs import assert_same_run, layout
 from helpers.runs.sabotage import InPhase, slowly
 from helpers.runs.train import TINY_CONFIG, steps_of
-from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 
 pytestmark = [
     pytest.mark.skipif(not can_make_hosts(), reason="network namespaces need root"),
     pytest.mark.timeout(300),
 ]
-NAMES = ("alpha", "beta", "gamma", "delta", "engine")
-ENVIRONMENT = {TOKEN_VARIABLE: "a" * 64, "OMP_NUM_THREADS": "1"}
-FOUR_RANKS = ("tensor", "pipeline")
-
-
-@pytest.fixture(scope="module")
-def given(tied_model, tmp_path_factory):
-    """Arguments of every run."""
-    return [
-        f"model.path={tied_model}",
-        f"data.path={write_sums(tmp_path_factory.mktemp('data'))}",
-        "train.num_steps=4",
-        "train.save_interval=1",
-        "grpo.steps_per_generation=2",
-        "rollout.health_timeout=5",
-        "rollout.base_urls=[http://engine:8000]",
-    ]
-
-
-@pytest.fixture(scope="module")
-def hosts(given, tmp_path_factory):
-    """Four hosts for ranks, and one with an engine that serves."""
-    folder = tmp_path_factory.mktemp("hosts")
-    with running_hosts(folder, NAMES) as hosts:
-        engine = hosts[-1]
-        serve = [sys.executable, "-m", "megatron_grpo", "serve", TINY_CONFIG, *given]
-        serve += [f"train.run_dir={folder / 'engine'}", f"--host={engine.address}"]
-        engine.start(*serve, log=folder / "engine.log", environment=ENVIRONMENT)
-        assert wait_until(lambda: (engine.address, 8000) in engine.listeners(), 120)
-        yield hosts
-
-
-def start(given, run_dir: Path, hosts, *arguments: str, axes=FOUR_RANKS, sabotage=None) -> Job:
-    """A run with as many ranks on each of `hosts`."""
-    given = [*layout(*axes), *given, *arguments, f"train.run_dir={run_dir}"]
-    logs, token = run_dir.parent / f"{run_dir.name}_logs", ENVIRONMENT[TOKEN_VARIABLE]
-    return Job(given, 2 ** len(axes), logs, token=token, hosts=hosts, sabotage=sabotage)
-
-
-def finish(given, run_dir: Path, hosts, *arguments: str, code: int = 0, **how) -> Ended:
-    with start(given, run_dir, hosts, *arguments, **how) as job:
-        ended = job.end(120)
-    assert ended.exit_codes == [code] * len(job.ranks), ended.output
-    assert ended.survivors == []
-    return ended
-
-
-@pytest.fixture(scope="module")
-def one_host(hosts, given, tmp_path_factory):
-    """Starts a run of one host, once for each layout; returns its run directory."""
-    folder = tmp_path_factory.mktemp("one_host")
-
-    def one_host(*axes: str) -> Path:
-        run_dir = folder / "_".join(axes)
-        if not run_dir.exists():
-            finish(given, run_dir, hosts[:1], axes=axes)
-        return run_dir
-
-    return one_host
 
 
 @pytest.mark.parametrize(("axes", "num_hosts"), [(FOUR_RANKS, 4), (("data",), 2)])
