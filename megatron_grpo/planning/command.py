@@ -51,6 +51,13 @@ def print_plan(
         raise ValueError(too_large(job, plan))
 
 
+def check_plan(cfg: Config, gpu: str, num_gpus: int) -> None:
+    """Raise ValueError, naming a layout that fits, if memory is too small for `cfg`."""
+    job = _job(cfg, gpu, num_gpus, None)
+    if not (plan := plan_job(job)).fits:
+        raise ValueError(too_large(job, plan))
+
+
 def print_comparison(
     cfg: Config,
     config: Path,
