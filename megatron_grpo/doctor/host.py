@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import shutil
-import socket
 import tempfile
 import time
 from collections import Counter
@@ -192,21 +191,14 @@ def check_storage(storage: Storage) -> Iterator[Check]:
 INSTALL_RDMA = "apt install rdma-core ibverbs-providers"
 
 
-def check_network(
-    on_gpu: bool, sys: Path = Path("/sys"), environ: Mapping[str, str] = os.environ
-) -> Iterator[Check]:
-    """Checks of RDMA ports, interfaces (named as NCCL_SOCKET_IFNAME takes them), and own name."""
+def check_network(on_gpu: bool, sys: Path = Path("/sys")) -> Iterator[Check]:
+    """Checks of RDMA ports and interfaces (named as NCCL_SOCKET_IFNAME takes them)."""
     ports = _rdma_ports(sys)
     yield from check_rdma(
         ports, Path("/dev/infiniband").is_dir(), can_load("libibverbs.so.1"), on_gpu
     )
     value = ", ".join(_interfaces(sys)) or "only the loopback"
     yield Check("network", "interfaces", "ok", value)
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        address = ""
-    yield check_own_name(environ, address, on_gpu)
 
 
 def _rdma_ports(sys: Path) -> list[tuple[str, str, str]]:
@@ -265,20 +257,6 @@ def _interfaces(sys: Path) -> Iterator[str]:
 
 def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8").strip()
-
-
-def check_own_name(environ: Mapping[str, str], address: str, on_gpu: bool) -> Check:
-    """Whether this host's name resolves to an outside address, where gloo listens by default."""
-    if address and not address.startswith("127."):
-        return Check("network", "own name", "ok", "resolves to an outside address")
-    if "GLOO_SOCKET_IFNAME" in environ:
-        value = "resolves to this host only, an interface is chosen"
-        return Check("network", "own name", "ok", value)
-    remedy = (
-        "for several hosts set NETWORK_INTERFACE in slurm/env.sh, or GLOO_SOCKET_IFNAME; or fix "
-        "/etc/hosts"
-    )
-    return Check.warn_if(on_gpu, "network", "own name", "resolves to this host only", remedy)
 
 
 SETTINGS = (

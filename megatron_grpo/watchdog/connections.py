@@ -2,12 +2,14 @@
 
 A thread of each rank (`Heartbeat`) reports to a thread of rank 0 (`WatchdogServer`), which notifies
 all ranks when the job is over. Sockets rather than keys in torch's TCPStore: the kernel closes a
-dead rank's connection, so that its death is known in half a second. The network is trusted; a
-client must begin with the line `{"rank": r, "host": h, "pid": p}`.
+dead rank's connection, so that its death is known in half a second. A client must begin with the
+line `{"rank": r, "host": h, "pid": p, "proof": x}`, where x needs the job's token, and the server
+answers with a proof of its own: the address is in a store where strangers may write.
 """
 
 import asyncio
 import faulthandler
+import hmac
 import json
 import os
 import signal
@@ -23,9 +25,11 @@ from typing import Any, NoReturn
 
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.process import EXIT_INTERRUPTED, PREEMPTION_SIGNALS
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 from megatron_grpo.launch.sentinel import DUMP, Sentinel
 from megatron_grpo.watchdog.job import EXIT_FAILURE, End, Failure, Intervals, Job, Limits, Position
 from megatron_grpo.watchdog.stacks import main_stack
+from parallel.addresses import listen_at
 from parallel.clock import RunningLoop, run, running_time
 
 POLL_SECONDS = 0.05
@@ -48,6 +52,11 @@ class ServerAddress:
     host: str
     port: int
 
+    def proof(self, who: str, token: str) -> str:
+        """Show that `who` has the token, at this address only: an impostor's is another."""
+        text = f"{who} at {self.host} {self.port}"
+        return hmac.digest(token.encode(), text.encode(), "sha256").hex()
+
 
 def encode_line(**fields: Any) -> bytes:
     return json.dumps(fields).encode() + b"\n"
@@ -64,18 +73,25 @@ def decode_line(line: bytes) -> dict[str, Any] | str:
 
 
 class WatchdogServer:
-    """Listens on exactly `host`; ranks connect to `address`."""
+    """Listens on exactly `host`; ranks with the same `token` connect to `address`."""
 
     def __init__(
-        self, host: str, world_size: int, limits: Limits, stacks_file: Path, intervals: Intervals
+        self,
+        host: str,
+        world_size: int,
+        limits: Limits,
+        stacks_file: Path,
+        intervals: Intervals,
+        token: str,
     ) -> None:
-        self._listener = socket.create_server((host, 0))
+        self._listener = listen_at(host)
         self.address = ServerAddress(
             rank_0=f"rank 0 on {socket.gethostname()} (pid {os.getpid()})",
             host=host,
             port=self._listener.getsockname()[1],
         )
         self._world_size, self._intervals, self._stacks_file = world_size, intervals, stacks_file
+        self._token = token
         self._job = Job(world_size, limits, intervals, running_time())
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         """The open connections."""
@@ -109,10 +125,13 @@ class WatchdogServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle the messages of one client, until it has closed its connection."""
         rank = None
-        # OSError: ETIMEDOUT when a host is gone. ValueError: a line that is too long. TypeError:
-        # other fields. CancelledError: the job is over; older releases of asyncio would log it.
+        # OSError: ETIMEDOUT when a host is gone, TimeoutError of a silent stranger. ValueError: a
+        # line that is too long. TypeError: other fields. CancelledError: the job is over; older
+        # releases of asyncio would log it.
         with suppress(OSError, ValueError, TypeError, asyncio.CancelledError):
-            rank = self._join(decode_line(await reader.readline()), writer)
+            async with asyncio.timeout(self._intervals.silence):
+                first = await reader.readline()
+            rank = self._join(decode_line(first), writer)
             async for line in reader:
                 self._handle(rank, decode_line(line))
         writer.close()
@@ -123,9 +142,12 @@ class WatchdogServer:
     def _join(self, first: Any, writer: asyncio.StreamWriter) -> int:
         """Register a client by its first line, and return its rank; ValueError for a stranger."""
         match first:
-            case {"rank": int(rank), "host": str(host), "pid": int(pid)} if (
+            case {"rank": int(rank), "host": str(host), "pid": int(pid), "proof": str(proof)} if (
                 0 <= rank < self._world_size and rank not in self._job.members
             ):
+                if not hmac.compare_digest(proof, self.address.proof(f"rank {rank}", self._token)):
+                    raise ValueError("another token")
+                writer.write(self.address.proof("rank 0", self._token).encode())
                 self._ranks[rank] = writer
                 self._job.on_connect(rank, host, pid, running_time())
                 if self._is_preempted:  # since before this rank joined
@@ -182,11 +204,19 @@ class WatchdogServer:
             self._stacks_file.write_text(stacks, encoding="utf-8")
 
 
-def connect(address: ServerAddress, rank: int, timeout: float) -> socket.socket:
-    """Connect this process to the server as `rank`; OSError if that takes `timeout` seconds."""
+def connect(address: ServerAddress, rank: int, token: str, timeout: float) -> socket.socket:
+    """Connect this process to the server as `rank`; OSError if that takes `timeout` seconds,
+    ValueError if the server has another token."""
     connection = socket.create_connection((address.host, address.port), timeout)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(encode_line(rank=rank, host=socket.gethostname(), pid=os.getpid()))
+    hello = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
+    connection.sendall(encode_line(**hello, proof=address.proof(f"rank {rank}", token)))
+    expected = address.proof("rank 0", token).encode()
+    if not hmac.compare_digest(connection.recv(len(expected)), expected):
+        raise ValueError(
+            f"rank {rank} on {socket.gethostname()} has another {TOKEN_VARIABLE} than "
+            f"{address.rank_0} at {address.host} port {address.port}: set the same on all hosts"
+        )
     connection.settimeout(None)
     return connection
 

@@ -7,7 +7,6 @@ Collectives of the main thread cannot be interrupted: a second thread talks to a
 import json
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from megatron_grpo.watchdog.job import (
     Limits,
     Position,
 )
+from parallel.addresses import address_of
 
 MAX_TEXT = 1 << 15
 AGREED = (Preempted, RolloutAborted)
@@ -48,7 +48,8 @@ STORE_KEY = "megatron-grpo/watchdog"
 
 
 class Watchdog:
-    """The watchdog of one rank; each rank creates it with the job's `store` and enters its context.
+    """The watchdog of one rank; each rank creates it with the job's `store` and `token`, the same
+    for all ranks, and enters its context.
 
     Whatever ends the block on one rank ends all ranks within seconds: an exception, Preempted, a
     death, a hang, SIGINT. The process then exits inside the context with the job's exit code, and
@@ -63,6 +64,7 @@ class Watchdog:
         limits: Limits,
         run_dir: Path,
         intervals: Intervals = INTERVALS,
+        token: str = "",
     ) -> None:
         self._place = place
         self._position = Position()
@@ -74,10 +76,11 @@ class Watchdog:
         host = server_host(place, store)
         if place.rank == 0:
             stacks = run_dir / "logs" / "stacks.txt"
-            self._server = WatchdogServer(host, place.world_size, limits, stacks, intervals)
+            size = place.world_size
+            self._server = WatchdogServer(host, size, limits, stacks, intervals, token)
             store.set(STORE_KEY, json.dumps(asdict(self._server.address)))
         address = ServerAddress(**json.loads(store.get(STORE_KEY)))
-        connection = connect(address, place.rank, intervals.silence)
+        connection = connect(address, place.rank, token, intervals.silence)
         self._heartbeat = Heartbeat(
             connection,
             address.rank_0,
@@ -173,7 +176,7 @@ def server_host(place: RankPlace, store: Store) -> str:
         return "127.0.0.1"
     # The last rank resolves it: on rank 0's own host the name may resolve to loopback.
     if place.rank == place.world_size - 1:
-        store.set(f"{STORE_KEY}/host", socket.gethostbyname(os.environ["MASTER_ADDR"]))
+        store.set(f"{STORE_KEY}/host", address_of(os.environ["MASTER_ADDR"]))
     return str(store.get(f"{STORE_KEY}/host").decode())
 
 

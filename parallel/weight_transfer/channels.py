@@ -2,10 +2,12 @@
 
 A channel goes from one sending process to one receiving process. It has two buffers: while one is
 transferred or read, the other is filled. Each end is used by one thread at a time. Both ends take
-turns by signals over a control socket, where the sender listens and the receiver connects; the
-socket also shows each end the loss of the other.
+turns by signals over a control socket, where the sender listens, and the receiver connects and
+proves that it has their secret; the socket also shows each end the loss of the other.
 """
 
+import hmac
+import json
 import secrets
 import select
 import socket
@@ -14,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from selectors import EVENT_READ, DefaultSelector
 from typing import Protocol
 
 import torch
@@ -237,17 +240,18 @@ class ControlSocket:
 
 
 class Listener:
-    """Waits for the one receiver of a channel.
+    """Waits for the one receiver of a channel, which has the same `secret`.
 
     Listens on a free port of `host`; without `host`, on an abstract Unix socket with a random name.
     """
 
-    def __init__(self, host: str | None = None) -> None:
+    def __init__(self, host: str | None = None, secret: str = "") -> None:
         self.address: Address = f"weights-{secrets.token_hex(16)}" if host is None else (host, 0)
         self._socket = _socket_for(self.address)
         self._socket.bind(_kernel_address(self.address))
         if host is not None:
             self.address = (host, self._socket.getsockname()[1])
+        self._proof = _proof(secret, self.address)
         self._socket.listen()
 
     def accept(
@@ -259,27 +263,48 @@ class Listener:
         connect within `timeout`.
         """
         deadline = running_time() + timeout.total_seconds()
-        with self._socket:
+        with self._socket, DefaultSelector() as selector, ExitStack() as stack:
+            selector.register(self._socket, EVENT_READ, self._socket)
             while (left := deadline - running_time()) > 0:
-                self._socket.settimeout(min(left, CHECK_SECONDS))
-                try:
-                    connection, _ = self._socket.accept()
-                except TimeoutError:
+                events = selector.select(min(left, CHECK_SECONDS))
+                if not events:
                     check()
-                else:
-                    return ControlSocket(connection, peer, timeout)
+                for caller in [key.data for key, _ in events]:
+                    if caller is self._socket:
+                        # Not heard at once: a stranger may be first, and say nothing.
+                        connection, _ = self._socket.accept()
+                        stack.callback(connection.close)
+                        selector.register(connection, EVENT_READ, connection)
+                    elif self._is_proved(caller):
+                        return ControlSocket(caller.dup(), peer, timeout)  # the stack closes caller
+                    else:
+                        selector.unregister(caller)
+                        caller.close()
         raise ChannelError(f"{peer} did not connect within {timeout.total_seconds():g} s")
+
+    def _is_proved(self, caller: socket.socket) -> bool:
+        """Whether a connection that can be read begins with the proof, which fits in a segment."""
+        try:
+            return hmac.compare_digest(caller.recv(len(self._proof)), self._proof)
+        except OSError:  # reset
+            return False
 
     def close(self) -> None:
         self._socket.close()
 
 
-def connect(address: Address, peer: str, timeout: timedelta) -> ControlSocket:
-    """Connect to the listener of `peer`; ChannelError if it does not listen."""
+def _proof(secret: str, address: Address) -> bytes:
+    """Show that the receiver has the secret, at this address only: an impostor's is another."""
+    return hmac.digest(secret.encode(), json.dumps(address).encode(), "sha256")
+
+
+def connect(address: Address, peer: str, timeout: timedelta, secret: str = "") -> ControlSocket:
+    """Connect to the listener of `peer`, with its `secret`; ChannelError if it does not listen."""
     connection = _socket_for(address)
     try:
         connection.settimeout(timeout.total_seconds())
         connection.connect(_kernel_address(address))
+        connection.sendall(_proof(secret, address))
     except OSError as error:
         connection.close()
         raise ChannelError(f"cannot connect to {peer}: {error}") from error

@@ -86,6 +86,7 @@ class Peer:
         Adds them to `channels`. Returns channels to receivers and channels from senders, in order.
         Raises ChannelError if any process has failed or one is late.
         """
+        secret = self.init_info.rendezvous.secret
         # In this order, the others read why this process failed before its listeners close.
         with ExitStack() as stack, self.rendezvous.publishing_failures(self.name):
             domains = self.rendezvous.await_texts(
@@ -99,7 +100,7 @@ class Peer:
             accepting = []
             for name, worker in receivers.items():
                 host = None if sharing[worker.key] else local_address(self.init_info.rendezvous)
-                listener = Listener(host)
+                listener = Listener(host, secret)
                 stack.callback(listener.close)
                 self.rendezvous.publish(f"channel/{name}", json.dumps(listener.address))
                 check = self.rendezvous.check_failure
@@ -108,7 +109,7 @@ class Peer:
             names = {f"channel/{name}": sender for name, sender in senders.items()}
             addresses = self.rendezvous.await_texts(names, self.timeout)
             sockets = [
-                partial(connect, json.loads(address), sender, self.timeout)
+                partial(connect, json.loads(address), sender, self.timeout, secret)
                 for address, sender in zip(addresses, senders.values(), strict=True)
             ]
             connecting = [partial(self._open, each, is_sender=False) for each in sockets]

@@ -1,16 +1,18 @@
 """Rendezvous of the two ends of a channel, through a TCPStore on rank 0's host.
 
-Engine workers receive its address by HTTP, with a token. The store itself asks for no token: like
-torch's own, it trusts the job's network.
+The store asks for no token: whoever reaches it can read and change its texts. Engine workers
+receive its address by HTTP, with a token, and with it the secret by which a sender knows its
+receiver.
 """
 
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +22,7 @@ import torch
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from torch.distributed import DistError, Store, TCPStore
 
+from parallel.addresses import address_of
 from parallel.clock import running_time
 from parallel.layout import Box
 from parallel.store import serve_store
@@ -38,6 +41,8 @@ class RendezvousAddress:
 
     host: str
     port: int
+    secret: str = field(default="", repr=False)
+    """Known to the processes at both ends of the channels alone; it is not in the store."""
 
 
 class Rendezvous:
@@ -107,7 +112,7 @@ def open_rendezvous(address: str) -> tuple[RendezvousAddress, Rendezvous]:
     host's.
     """
     store = serve_store(address)
-    return RendezvousAddress(store.host, store.port), Rendezvous(store)
+    return RendezvousAddress(store.host, store.port, secrets.token_hex(32)), Rendezvous(store)
 
 
 def join(address: RendezvousAddress, timeout: timedelta) -> Rendezvous:
@@ -144,7 +149,7 @@ def rendezvous_address(base_urls: Sequence[str], num_hosts: int, environ: Mappin
     host: loopback if all engines are local, else this host's address on the route to a remote one.
     """
     if num_hosts > 1:
-        return socket.gethostbyname(environ["MASTER_ADDR"])
+        return address_of(environ["MASTER_ADDR"])
     hosts = [urlsplit(url).hostname or "" for url in base_urls]
     remote = [host for host in hosts if host not in LOOPBACK]
     return local_address(RendezvousAddress(remote[0], port=1)) if remote else "127.0.0.1"

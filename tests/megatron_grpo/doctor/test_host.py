@@ -14,7 +14,6 @@ from megatron_grpo.doctor.host import (
     check_environment,
     check_limits,
     check_network,
-    check_own_name,
     check_rdma,
     check_storage,
     measure_storage,
@@ -124,20 +123,6 @@ def test_ports_and_interfaces_are_read_from_sys(tmp_path):
 def test_a_library_is_there_if_the_linker_finds_it():
     assert can_load("libc.so.6")
     assert not can_load("libibverbs.so.0")
-
-
-@pytest.mark.parametrize(
-    ("environ", "address", "on_gpu", "status"),
-    [
-        ({}, "127.0.1.1", True, "warning"),
-        ({}, "", True, "warning"),
-        ({"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.1.1", True, "ok"),
-        ({}, "127.0.1.1", False, "ok"),
-        ({}, "10.0.0.5", True, "ok"),
-    ],
-)
-def test_own_name_on_loopback_needs_an_interface(environ, address, on_gpu, status):
-    assert check_own_name(environ, address, on_gpu).status == status
 
 
 def test_check_environment_shows_no_secrets(tmp_path):

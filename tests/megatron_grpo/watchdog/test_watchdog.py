@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import signal
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -346,6 +345,7 @@ def test_server_host_is_where_the_last_rank_finds_rank_0(monkeypatch):
     store, found = dist.HashStore(), []
     store.set_timeout(timedelta(seconds=5))
     for rank, address in ((1, "10.0.0.5"), (0, "127.0.1.1")):
-        monkeypatch.setattr(socket, "gethostbyname", {"head": address}.__getitem__)
+        known = {"head": address}.__getitem__
+        monkeypatch.setattr("megatron_grpo.watchdog.watchdog.address_of", known)
         found.append(server_host(RankPlace(rank, 0, 2, num_hosts=2), store))
     assert found == ["10.0.0.5", "10.0.0.5"]

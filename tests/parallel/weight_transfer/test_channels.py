@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from helpers.ranks.processes import running
-from parallel.weight_transfer.channels import ChannelError, ControlSocket, Listener, connect
+from parallel.weight_transfer.channels import (
+    ChannelError,
+    ControlSocket,
+    Listener,
+    _kernel_address,
+    _proof,
+    _socket_for,
+    connect,
+)
 from parallel.weight_transfer.connect import open_channel
 
 BUCKET = 1 << 20
@@ -236,6 +244,31 @@ def test_channel_listens_on_its_own_address_for_one_receiver():
         socket.create_connection((host, port), timeout=5)
     accepted.close()
     control.close()
+
+
+def test_listener_waits_for_its_receiver_whatever_strangers_do_before(kind):
+    waiting = Listener(None if kind == "local" else "127.0.0.1", "secret")
+    silent, reset, garbage = (connect_as_stranger(waiting.address) for _ in range(3))
+    garbage.sendall(b"GET / HTTP/1.1" + bytes(18))
+    reset.close()
+    elsewhere = Listener("127.0.0.1", "secret")
+    relayed = connect_as_stranger(waiting.address)
+    relayed.sendall(_proof("secret", elsewhere.address))
+    guessing = connect(waiting.address, "the sender", TIMEOUT, "guess")
+    control = connect(waiting.address, "the sender", TIMEOUT, "secret")
+    with waiting.accept("the receiver", TIMEOUT).socket as accepted:
+        assert silent.recv(1) == garbage.recv(1) == relayed.recv(1) == b""
+        with pytest.raises(ChannelError):
+            guessing.await_signal()
+        accepted.sendall(b"1")
+        control.await_signal()
+    elsewhere.close()
+
+
+def connect_as_stranger(address):
+    stranger = _socket_for(address)
+    stranger.connect(_kernel_address(address))
+    return stranger
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
