@@ -1,15 +1,12 @@
 """Hosts, and an engine on one of them, for all tests of runs over several hosts."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from helpers.engines.live import wait_until
-from helpers.runs.host_runs import ENVIRONMENT, NAMES, finish
+from helpers.runs.host_runs import NAMES, finish, serve
 from helpers.runs.hosts import running_hosts
 from helpers.runs.jobs import write_sums
-from helpers.runs.train import TINY_CONFIG
 
 
 @pytest.fixture(scope="session")
@@ -28,14 +25,10 @@ def given(tied_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def hosts(given, tmp_path_factory):
-    """Four hosts for ranks, and one with an engine that serves."""
+    """Four hosts for ranks, and two with an engine that serves."""
     folder = tmp_path_factory.mktemp("hosts")
     with running_hosts(folder, NAMES) as hosts:
-        engine = hosts[-1]
-        serve = [sys.executable, "-m", "megatron_grpo", "serve", TINY_CONFIG, *given]
-        serve += [f"train.run_dir={folder / 'engine'}", f"--host={engine.address}"]
-        engine.start(*serve, log=folder / "engine.log", environment=ENVIRONMENT)
-        assert wait_until(lambda: (engine.address, 8000) in engine.listeners(), 120)
+        serve(given, *hosts[4:], log_dir=folder)
         yield hosts
 
 

@@ -3,18 +3,17 @@
 Each of the four ranks has a host of its own, and so has the engine: tests/helpers/runs/hosts.py.
 """
 
-import subprocess
-import sys
 import time
-from pathlib import Path
+from contextlib import ExitStack
 
+import psutil
 import pytest
 
-from helpers.runs.host_runs import ENVIRONMENT, FOUR_RANKS, NAMES, finish, start
+from helpers.runs.host_runs import ENGINES, FOUR_RANKS, NAMES, finish, start
 from helpers.runs.hosts import Host, can_make_hosts
-from helpers.runs.jobs import assert_same_run, layout
-from helpers.runs.sabotage import InPhase, slowly
-from helpers.runs.train import TINY_CONFIG, steps_of
+from helpers.runs.jobs import Job, assert_same_run
+from helpers.runs.sabotage import InPhase, slowly, stop, stop_and_linger
+from helpers.runs.train import steps_of
 
 pytestmark = [
     pytest.mark.skipif(not can_make_hosts(), reason="network namespaces need root"),
@@ -56,30 +55,49 @@ def test_a_cable_that_is_out_for_five_seconds_changes_no_bit(hosts, given, one_h
     assert_same_run(run_dir, one_host(*FOUR_RANKS))
 
 
+# The host, what happens to its cable, and the phases of the runs that lose it at the same time.
 LOSSES = {
-    "in a collective": ("beta", Host.pull, Host.plug, "train"),
-    "in a push": ("gamma", Host.pull, Host.plug, "push"),
-    "of its sends alone": ("delta", Host.mute, Host.unmute, "train"),
-    "of rank 0": ("alpha", Host.pull, Host.plug, "train"),
+    "of a rank": ("beta", Host.pull, Host.plug, ["train", "generate"]),
+    "of a rank in a push": ("gamma", Host.pull, Host.plug, ["push"]),
+    "of its sends alone": ("delta", Host.mute, Host.unmute, ["train"]),
+    "of rank 0": ("alpha", Host.pull, Host.plug, ["train", "generate"]),
 }
 
 
-@pytest.mark.parametrize(("name", "break_it", "mend", "phase"), LOSSES.values(), ids=LOSSES)
+def stopped(job: Job, rank: int) -> psutil.Process:
+    """Wait until a sabotage has stopped a rank."""
+    at_home = psutil.Process(job.ranks[rank].pid)  # waits for the rank, which is on a host
+    job.wait_for(lambda: psutil.STATUS_STOPPED in [p.status() for p in at_home.children()], 60)
+    return at_home.children()[0]
+
+
+@pytest.mark.parametrize(("name", "break_it", "mend", "phases"), LOSSES.values(), ids=LOSSES)
 def test_a_host_whose_cable_is_out_is_named_and_all_ranks_end(
-    name, break_it, mend, phase, hosts, given, one_host, tmp_path
+    name, break_it, mend, phases, hosts, given, one_host, tmp_path
 ):
-    run_dir, rank = tmp_path / "run", NAMES.index(name)
-    with start(given, run_dir, hosts[:4], sabotage=InPhase(slowly, rank, phase)) as job:
-        job.wait_for(lambda: 1 in steps_of(run_dir), 60)
+    rank, jobs, waiting = NAMES.index(name), {}, []
+    with ExitStack() as stack:
+        for phase, engine in zip(phases, ENGINES, strict=False):
+            # Rank 0 generates, and the other ranks wait.
+            deed = (stop_and_linger, 0) if phase == "generate" else (stop, rank)
+            sabotage = InPhase(*deed, phase)
+            job = start(given, tmp_path / phase, hosts[:4], engine, sabotage=sabotage)
+            jobs[phase] = stack.enter_context(job)
+            waiting.append((job, sabotage.rank))
+        at_work = [stopped(*each) for each in waiting]
         break_it(hosts[rank])
-        ended = job.end(45)
+        for process in at_work:
+            process.resume()
+        all_ended = [job.end(45) for job in jobs.values()]
     mend(hosts[rank])
-    assert all(ended.exit_codes), ended.output
-    assert f"rank {rank} on {name}" in ended.output
-    assert "has not answered for 20 s" in ended.output
-    assert ended.survivors == []
-    finish(given, run_dir, hosts[:4])
-    assert_same_run(run_dir, one_host(*FOUR_RANKS))
+    for ended in all_ended:
+        assert all(ended.exit_codes), ended.output
+        assert f"rank {rank} on {name}" in ended.output
+        assert "has not answered for 20 s" in ended.output
+        assert ended.survivors == []
+    for phase in phases:
+        finish(given, tmp_path / phase, hosts[:4])
+        assert_same_run(tmp_path / phase, one_host(*FOUR_RANKS))
 
 
 @pytest.mark.parametrize("name", ["alpha", "delta"])
@@ -120,50 +138,3 @@ def test_a_run_waits_for_the_host_of_its_last_engine_and_gives_up_in_time(
     assert "no rollout engine serves any more" in ended.output
     finish(given, gone, hosts[:4])
     assert_same_run(gone, one_host(*FOUR_RANKS))
-
-
-def await_end(process: subprocess.Popen[str], seconds: float, log: Path) -> int:
-    """The exit code of a program."""
-    deadline = time.monotonic() + seconds
-    while (code := process.poll()) is None:
-        assert time.monotonic() < deadline, f"runs after {seconds} s:\n{log.read_text()}"
-        time.sleep(0.05)
-    return code
-
-
-@pytest.fixture
-def loopback_names(hosts, tmp_path):
-    """The first two hosts map their own names to loopback, as Debian does."""
-    pair = hosts[:2]
-    for host in pair:
-        known = tmp_path / f"hosts_of_{host.name}"
-        known.write_text(f"127.0.1.1 {host.name}\n{hosts[-1].address} engine\n")
-        host.run("mount", "--bind", str(known), "/etc/hosts")
-    yield pair
-    for host in pair:
-        host.run("umount", "/etc/hosts")
-
-
-def launcher(given, folder: Path, host: Host, first: str, number: int):
-    """Start the launcher of two hosts on the one with this number."""
-    torchrun = [sys.executable, "-m", "megatron_grpo.launch.torchrun", "--nproc-per-node=1"]
-    torchrun += ["--nnodes=2", f"--node-rank={number}", f"--log-dir={folder / host.name}"]
-    torchrun += [f"--master-addr={first}", "--master-port=29500", "-m", "megatron_grpo", "train"]
-    arguments = [*layout("tensor"), *given, f"train.run_dir={folder / 'run'}"]
-    log = folder / f"{host.name}.log"
-    return host.start(*torchrun, TINY_CONFIG, *arguments, log=log, environment=ENVIRONMENT), log
-
-
-def test_hosts_with_names_on_loopback_meet_at_an_address(loopback_names, given, tmp_path):
-    alpha, beta = loopback_names
-    process, log = launcher(given, tmp_path, alpha, "alpha", 0)
-    assert await_end(process, 30, log) == 1
-    assert "alpha is 127.0.1.1 on alpha itself" in log.read_text()
-    for process, log in [
-        launcher(given, tmp_path, alpha, alpha.address, 0),
-        launcher(given, tmp_path, beta, alpha.address, 1),
-    ]:
-        assert await_end(process, 120, log) == 0, log.read_text()
-        assert "Traceback" not in log.read_text()
-    assert steps_of(tmp_path / "run") == [1, 2, 3, 4]
-    assert alpha.processes() == beta.processes() == set()

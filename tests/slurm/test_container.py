@@ -11,7 +11,7 @@ from helpers.runs.slurm_cluster import REPOSITORY
 from helpers.runs.train import TINY_CONFIG
 
 SRUN = """#!/usr/bin/env bash
-echo "PYTHONSAFEPATH=$PYTHONSAFEPATH srun $*" >>"$CALLS"
+echo "PYTHONSAFEPATH=$PYTHONSAFEPATH srun ${*//$'\\n'/ }" >>"$CALLS"
 while [[ $1 == --* ]]; do shift; done
 [[ $2 != place ]] || exec "$@"
 """
@@ -54,10 +54,10 @@ def calls(tmp_path):
 def test_a_container_sees_the_run_directory_wherever_it_is(calls, tmp_path):
     (tmp_path / "scratch").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "scratch")
-    _, engine = calls(tmp_path / "link" / "run")
+    _, trainer = calls(tmp_path / "link" / "run")
     there = tmp_path / "scratch" / "run"
     mounts = f"{REPOSITORY},{there},{there}:{tmp_path}/link/run"
-    assert f" --container-mounts={mounts} " in engine
+    assert f" --container-mounts={mounts} " in trainer
     assert there.is_dir()
 
 

@@ -66,9 +66,8 @@ def test_a_wrongly_submitted_job_ends_with_one_line(bash, script, message):
 
 
 PLACED = """
-    place_job() { RUN_DIR=$RUN LOGS=$RUN/logs STARTUP_TIMEOUT=9; }
+    place_job() { RUN_DIR=$RUN LOGS=$RUN/logs; }
     mount_run_dir() { :; }
-    start_engines() { :; }
 """
 CONCLUDE = """
     LOGS="" RUN_DIR="" GUARD="" was_cancelled="" ENDS=$FOLDER/ends
@@ -101,7 +100,7 @@ def test_an_unreachable_controller_is_called_again(bash, tmp_path):
     assert (done.stdout, done.returncode) == ("requeue 7\n", 0)
 
 
-@pytest.mark.parametrize("step", ["mount_run_dir", "start_engines", "start_trainer"])
+@pytest.mark.parametrize("step", ["mount_run_dir", "make_token", "start_trainer"])
 def test_a_job_with_a_failed_start_is_queued_again(bash, tmp_path, step):
     script = PLACED + f"{step}() {{ return 1; }}; run_job"
     done = bash(script, {"scontrol": 'echo "$*"'}, RUN=str(tmp_path))
@@ -194,11 +193,14 @@ OF_INTERFACE = """
         ("n1", ["127.0.1.1"], "", "192.0.2.5"),
         ("n1", ["127.0.1.1"], "ib0", "10.1.0.5"),
         ("127.0.0.1", ["127.0.0.1"], "", "127.0.0.1"),
+        ("n1", ["::1", "fd00::5"], "without IPv4", "fd00::5"),
     ],
 )
 def test_a_node_has_an_address_that_others_reach(bash, name, resolved, interface, expected):
     answer = "\n".join(f"{address}       STREAM {name}" for address in resolved)
-    programs = {"scontrol": NODE, "getent": f"echo '{answer}'", "ip": OF_INTERFACE}
+    family = "ahostsv6" if ":" in answer else "ahostsv4"
+    getent = f"[[ $1 == {family} ]] && echo '{answer}'"
+    programs = {"scontrol": NODE, "getent": getent, "ip": OF_INTERFACE}
     done = bash(ADDRESS_OF, programs, NODE_ADDRESS=name, NETWORK_INTERFACE=interface)
     assert done.stdout == f"{expected}\n", done.stderr
 
@@ -206,14 +208,31 @@ def test_a_node_has_an_address_that_others_reach(bash, name, resolved, interface
 def test_a_node_without_a_known_name_is_named(bash):
     done = bash(ADDRESS_OF, {"scontrol": NODE, "getent": "exit 2"}, NODE_ADDRESS="n1")
     assert done.returncode != 0 and done.stdout == ""
-    assert "no IPv4 address of node n1 is known" in done.stderr
+    assert "no address of node n1 is known" in done.stderr
+
+
+START_TRAINER = """
+    address_of() { echo "10.0.0.${1#n}"; }
+    step() { until [[ $1 == bash ]]; do shift; done; SLURM_PROCID=2 "$@"; }
+    NODES=(n1 n2 n3) FIRST_PORT=20000 LOGS=logs GPUS_PER_NODE=8
+    start_trainer CONFIG.yaml "data.path=a  b"
+    wait
+"""
+
+
+def test_start_trainer_runs_train_on_each_node_with_its_number_and_address(bash):
+    done = bash(START_TRAINER, {"megatron-grpo": "printf '%s|' \"$@\""})
+    options = "--nnodes|3|--master-addr|10.0.0.1|--master-port|20000|--gpus-per-node|8"
+    own = "--log-dir|logs|--node-rank|2|--local-addr|10.0.0.3|"
+    assert done.stdout == f"train|CONFIG.yaml|data.path=a  b|{options}|{own}"
 
 
 START_ENGINES = """
+    source <(sed -n '/^start_engines()/,/^}/p' slurm/engines.sh)
     address_of() { echo "$1"; }
     step() { echo "$*"; }
     FIRST_PORT=20000 LOGS=logs urls=() engines=() engine_logs=()
-    mapfile -t ENGINES <<<"$PLACED"
+    PLACED=$(sed 's/^/engine /' <<<"$PLACED")
     start_engines
     wait
     echo "${urls[@]}" >&2
@@ -243,7 +262,7 @@ def test_an_engine_over_nodes_is_a_step_that_ends_on_all_of_them(bash):
 
 
 def test_a_run_directory_may_have_spaces(bash):
-    placed = "run_dir /scratch/my runs/a  b\nranks_per_node 8\nstartup_timeout 9\ntrainer n0"
+    placed = "run_dir /scratch/my runs/a  b\ntrainer n0"
     done = bash(
         'on_node() { echo "$PLACED"; }; place_job && echo "$RUN_DIR" "$LOGS"',
         {"scontrol": "echo n0"},
@@ -317,23 +336,6 @@ def test_engine_sh_ends_the_step_on_its_other_nodes(bash, tmp_path, does, code):
     assert bash(ENGINE, programs, LOGS=str(tmp_path), SLURM_NODEID="0").returncode == code
 
 
-KEEP_ENGINE = "step() { echo start; exit 1; }; keep_engine $LOGS/engine_0.log n0"
-
-
-def test_keep_engine_tries_three_times_after_longer_pauses(bash, tmp_path):
-    (tmp_path / "trainer_0.log").touch()
-    done = bash(KEEP_ENGINE, {"sleep": 'echo "pause $1"'}, LOGS=str(tmp_path))
-    pauses = [f"pause {seconds}\nstart\n" for seconds in (0, 60, 120)]
-    assert (done.stdout, done.returncode) == ("start\n" + "".join(pauses), 1)
-
-
-def test_keep_engine_ends_in_a_pause_by_a_signal(bash, tmp_path):
-    (tmp_path / "trainer_0.log").touch()
-    programs = {"sleep": "kill -TERM $PPID; exec /bin/sleep 25"}
-    done = bash(KEEP_ENGINE, programs, LOGS=str(tmp_path))
-    assert (done.stdout, done.returncode) == ("start\n", 1)
-
-
 @pytest.mark.parametrize(
     ("variables", "printed", "expected"),
     [
@@ -384,7 +386,7 @@ ENGINES_JOB = """
 def test_a_job_of_engines_joins_a_run_and_leaves_it(bash, tmp_path, leaves):
     run = tmp_path / "run"
     (run / "engines").mkdir(parents=True)
-    placed = f"run_dir {run}\nranks_per_node 0\nstartup_timeout 9\nengine n1 0\nengine n1 1"
+    placed = f"run_dir {run}\nengine n1 0\nengine n1 1"
     scontrol = f'[[ "$2" == hostnames ]] && echo n1 || {NODE}'
     programs = {"scontrol": scontrol, "srun": JOINS, "getent": "echo 10.0.0.1 STREAM n1"}
     variables = {"PLACED": placed, "RUN": str(run), "NODE_ADDRESS": "n1"}

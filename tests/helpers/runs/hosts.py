@@ -25,8 +25,8 @@ INIT = """
 set -e
 hostname "$1"
 mount --bind "$2" /etc/hosts
+mount --rbind /sys/fs/cgroup /mnt && mount -t sysfs sys /sys && mount --move /mnt /sys/fs/cgroup
 mount -t tmpfs shm /dev/shm
-mount -t sysfs sys /sys
 ip link set lo up
 echo up
 while :; do sleep 1d & wait $!; done
@@ -56,6 +56,8 @@ class Host:
     init: int = 0
     """Process 1 of the host, by its number outside."""
     started: list[subprocess.Popen[str]] = field(default_factory=list)
+    variables: Sequence[str] = ()
+    """Of the environment of all its programs: NAME=value."""
 
     @property
     def address(self) -> str:
@@ -69,16 +71,16 @@ class Host:
         # With the same address after a reboot: the others remember it.
         peer = ["peer", "name", CABLE, "address", f"02:00:00:00:00:{self.number:02x}"]
         peer += ["netns", str(self.init)]
-        _in_network(self.switch, "ip", "link", "add", self._port, "type", "veth", *peer)
-        _in_network(self.switch, "ip", "link", "set", self._port, "master", "switch", "up")
-        _in_network(self.init, "ip", "address", "add", f"{self.address}/24", "dev", CABLE)
-        _in_network(self.init, "ip", "link", "set", CABLE, "up")
+        in_network(self.switch, "ip", "link", "add", self._port, "type", "veth", *peer)
+        in_network(self.switch, "ip", "link", "set", self._port, "master", "switch", "up")
+        in_network(self.init, "ip", "address", "add", f"{self.address}/24", "dev", CABLE)
+        in_network(self.init, "ip", "link", "set", CABLE, "up")
 
     def command(self, *command: str | Path) -> list[str]:
         """The command line that runs `command` on this host."""
         entered = [f"--{kind}" for kind in ("net", "uts", "mount", "pid", "ipc")]
         enter = ["nsenter", f"--target={self.init}", *entered, "--", "env", f"--chdir={Path.cwd()}"]
-        return [*enter, *map(str, command)]
+        return [*enter, *self.variables, *map(str, command)]
 
     def start(
         self, *command: str | Path, log: Path, environment: Mapping[str, str] = {}
@@ -115,18 +117,18 @@ class Host:
 
     def pull(self) -> None:
         """Take the cable out of the switch: packets are lost in both directions, silently."""
-        _in_network(self.switch, "ip", "link", "set", self._port, "nomaster")
+        in_network(self.switch, "ip", "link", "set", self._port, "nomaster")
 
-    def plug(self) -> None:
-        """Put the cable back."""
-        _in_network(self.switch, "ip", "link", "set", self._port, "master", "switch")
+    def plug(self, switch: str = "switch") -> None:
+        """Put the cable back, or into another switch."""
+        in_network(self.switch, "ip", "link", "set", self._port, "master", switch)
 
     def mute(self) -> None:
         """Lose every packet that this host sends; it still receives."""
-        _in_network(self.init, "tc", "qdisc", "replace", "dev", CABLE, "root", *NOTHING_PASSES)
+        in_network(self.init, "tc", "qdisc", "replace", "dev", CABLE, "root", *NOTHING_PASSES)
 
     def unmute(self) -> None:
-        _in_network(self.init, "tc", "qdisc", "delete", "dev", CABLE, "root")
+        in_network(self.init, "tc", "qdisc", "delete", "dev", CABLE, "root")
 
     def kill(self) -> None:
         """End all programs of this host at once; its kernel still closes their connections."""
@@ -134,7 +136,7 @@ class Host:
 
     def reboot(self) -> None:
         """Boot a killed host. The kernel may still have its network, and with it the cable."""
-        _in_network(self.switch, "ip", "link", "delete", self._port, check=False)
+        in_network(self.switch, "ip", "link", "delete", self._port, check=False)
         self.boot()
 
     def end(self) -> None:
@@ -158,8 +160,8 @@ def running_hosts(folder: Path, names: Sequence[str]) -> Iterator[list[Host]]:
     switch = _inner(holder)
     hosts = [Host(name, number, switch, known) for number, name in enumerate(names, start=1)]
     try:
-        _in_network(switch, "ip", "link", "add", "switch", "type", "bridge")
-        _in_network(switch, "ip", "link", "set", "switch", "up")
+        in_network(switch, "ip", "link", "add", "switch", "type", "bridge")
+        in_network(switch, "ip", "link", "set", "switch", "up")
         for host in hosts:
             host.boot()
         yield hosts
@@ -202,6 +204,6 @@ def _inner(holder: subprocess.Popen[str]) -> int:
     return child.pid
 
 
-def _in_network(process: int, *command: str, check: bool = True) -> None:
+def in_network(process: int, *command: str, check: bool = True) -> None:
     """Run a command in the network namespace of a process."""
     subprocess.run(["nsenter", f"--target={process}", "--net", "--", *command], check=check)

@@ -111,7 +111,7 @@ class Job:
             process.kill()
             process.join()
         for left in marked_processes(self.mark):
-            with suppress(ProcessLookupError):
+            with suppress(psutil.NoSuchProcess):
                 left.kill()
         self._reserved.close()
 

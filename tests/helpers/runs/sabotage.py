@@ -117,6 +117,12 @@ def slowly() -> None:
     time.sleep(1.0)
 
 
+def stop_and_linger() -> None:
+    """Stop until a test resumes this process, then take a minute."""
+    stop()
+    time.sleep(60.0)
+
+
 def preempt() -> None:
     """Preempt this rank, then sleep until every rank must have noticed."""
     os.kill(os.getpid(), signal.SIGTERM)

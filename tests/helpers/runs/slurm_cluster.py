@@ -1,4 +1,7 @@
-"""A Slurm cluster of many nodes on this host: Debian's daemons with their own files and ports."""
+"""A Slurm cluster: Debian's daemons with their own files and ports.
+
+Its nodes are all on this host, or each is one of the hosts of `hosts.py`.
+"""
 
 import os
 import random
@@ -12,11 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from helpers.runs.hosts import Host
+
 PACKAGES = "slurmctld slurmd slurm-client munge"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 REPOSITORY = Path(__file__).parents[3]
-NODES = {f"n{number}": "CPUs=8 Gres=gpu:8" for number in range(12)} | {
-    "large": "CPUs=8 Gres=gpu:8",
+DEVICES = "CPUs=8 Gres=gpu:8"
+NODES = {f"n{number}": DEVICES for number in range(12)} | {
+    "large": DEVICES,
     "small": "CPUs=6 Gres=gpu:4",
 }
 """Two nodes for each concurrent job, and two for the partition `unlike`."""
@@ -33,6 +39,8 @@ class Cluster:
 
     folder: Path
     daemons: dict[str, subprocess.Popen[bytes]]
+    hosts: Sequence[Host]
+    """Hosts of the nodes; the first has the controller, too. Empty: all are this host."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -41,7 +49,7 @@ class Cluster:
     def run(self, *command: str, **variables: str) -> str:
         """The output of a Slurm command."""
         done = subprocess.run(
-            command,
+            self.hosts[0].command(*command) if self.hosts else command,
             env=self.environment | variables,
             cwd=REPOSITORY,
             capture_output=True,
@@ -67,7 +75,9 @@ class Cluster:
 
     def start_daemon(self, node: str) -> None:
         command = ["slurmd", "-D", "-f", str(self.folder / "slurm.conf"), "-N", node]
-        self.daemons[node] = _start(command, self.folder / f"slurmd_{node}.log")
+        log = self.folder / f"slurmd_{node}.log"
+        host = next((host for host in self.hosts if host.name == node), None)
+        self.daemons[node] = _start(command, log, host)
 
     def kill_daemon(self, node: str) -> None:
         self.daemons[node].kill()
@@ -114,56 +124,95 @@ class Job:
 
 
 @contextmanager
-def running_cluster(folder: Path) -> Iterator[Cluster]:
-    """Start a cluster; leaving the block ends all of its processes."""
-    for name in ("state", *NODES):
+def running_cluster(folder: Path, hosts: Sequence[Host] = ()) -> Iterator[Cluster]:
+    """Start a cluster with `NODES`, or with a node on each of `hosts`; leaving the block ends all
+    of its processes."""
+    nodes = [host.name for host in hosts] or [*NODES]
+    for name in ("state", *nodes):
         (folder / name).mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
     folder.chmod(0o755)
-    (folder / "slurm.conf").write_text(_configuration(folder), encoding="utf-8")
+    # Each host has its own /dev/shm.
+    munge = Path("/dev/shm" if hosts else folder) / "munge.socket"
+    lines = _lines_of_hosts(hosts) if hosts else _lines_of_nodes()
+    configuration = "\n".join([*lines, *_common_lines(folder, munge), ""])
+    (folder / "slurm.conf").write_text(configuration, encoding="utf-8")
     for number in range(8):  # Slurm counts devices by their files
         (folder / f"gpu{number}").touch()
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n", encoding="utf-8")
-    cluster = Cluster(folder, {})
+    cluster = Cluster(folder, {}, hosts)
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
     # Clean up on SIGTERM too, or the daemons outlive `make test`, whose background jobs (`&`)
     # ignore Ctrl-C.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        cluster.daemons["munged"] = _start(_munged(folder), folder / "munged.log")
-        _wait_for((folder / "munge.socket").exists, folder / "munged.log")
+        for host in hosts or [None]:
+            name = f"munged_{host.name}" if host else "munged"
+            log = folder / f"{name}.log"
+            cluster.daemons[name] = _start(_munged(folder, name, munge), log, host)
+            root = f"/proc/{host.init}/root" if host else ""
+            _wait_for(Path(f"{root}{munge}").exists, log)
         controller = ["slurmctld", "-D", "-f", str(folder / "slurm.conf")]
-        cluster.daemons["slurmctld"] = _start(controller, folder / "slurmctld.log")
-        for node in NODES:
+        log = folder / "slurmctld.log"
+        cluster.daemons["slurmctld"] = _start(controller, log, hosts[0] if hosts else None)
+        for node in nodes:
             cluster.start_daemon(node)
-        _wait_for(lambda: _idle_nodes(cluster) == len(NODES), folder / "slurmctld.log")
+        _wait_for(lambda: _idle_nodes(cluster) == len(nodes), log)
         yield cluster
     finally:
         for daemon in reversed(cluster.daemons.values()):
-            daemon.send_signal(signal.SIGTERM)
+            # The group: a daemon on another host is a child of the process started.
+            os.killpg(daemon.pid, signal.SIGTERM)
         for daemon in cluster.daemons.values():
             try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
+                _wait_for(lambda daemon=daemon: _has_ended(daemon), folder / "slurmctld.log", 10)
+            except AssertionError:
+                os.killpg(daemon.pid, signal.SIGKILL)
         del os.environ["SLURM_CONF"]
         signal.signal(signal.SIGTERM, before)
 
 
-def _configuration(folder: Path) -> str:
+def _lines_of_nodes() -> list[str]:
+    """Lines of slurm.conf for `NODES`."""
     host = socket.gethostname().split(".")[0]
     ports = _free_ports(1 + len(NODES))
-    lines = [
-        "ClusterName=test",
+    return [
         f"SlurmctldHost={host}(127.0.0.1)",
         f"SlurmctldPort={ports[0]}",
+        *(
+            # Each node has its own address: engines on different nodes may have the same port.
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.1.{number} Port={ports[number]} "
+            f"RealMemory={NODE_MEGABYTES} State=UNKNOWN {devices}"
+            for number, (node, devices) in enumerate(NODES.items(), start=1)
+        ),
+        "PartitionName=all Nodes=n[0-11] Default=YES MaxTime=INFINITE State=UP",
+        "PartitionName=unlike Nodes=large,small MaxTime=INFINITE State=UP",
+    ]
+
+
+def _lines_of_hosts(hosts: Sequence[Host]) -> list[str]:
+    """Lines of slurm.conf for a node on each of `hosts`."""
+    return [
+        f"SlurmctldHost={hosts[0].name}({hosts[0].address})",
+        *(
+            f"NodeName={host.name} NodeAddr={host.address} RealMemory={NODE_MEGABYTES} "
+            f"State=UNKNOWN {DEVICES}"
+            for host in hosts
+        ),
+        "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
+    ]
+
+
+def _common_lines(folder: Path, munge: Path) -> list[str]:
+    return [
+        "ClusterName=test",
         # A job's ports depend on its number: two clusters on this host must not both begin at 1.
         f"FirstJobId={random.randrange(1, 100_000)}",
         "SlurmUser=root",
         "SlurmdUser=root",
         # A requeued job waits until the credentials of its steps have expired.
-        f"AuthInfo=socket={folder}/munge.socket,cred_expire=5",
+        f"AuthInfo=socket={munge},cred_expire=5",
         "ProctrackType=proctrack/linuxproc",
         "TaskPlugin=task/none",
         "JobAcctGatherType=jobacct_gather/none",
@@ -187,34 +236,35 @@ def _configuration(folder: Path) -> str:
         f"SlurmdSpoolDir={folder}/%n",
         f"SlurmctldPidFile={folder}/slurmctld.pid",
         f"SlurmdPidFile={folder}/%n.pid",
-        *(
-            # Each node has its own address: engines on different nodes may have the same port.
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.1.{number} Port={ports[number]} "
-            f"RealMemory={NODE_MEGABYTES} State=UNKNOWN {devices}"
-            for number, (node, devices) in enumerate(NODES.items(), start=1)
-        ),
-        "PartitionName=all Nodes=n[0-11] Default=YES MaxTime=INFINITE State=UP",
-        "PartitionName=unlike Nodes=large,small MaxTime=INFINITE State=UP",
     ]
-    return "\n".join(lines) + "\n"
 
 
-def _munged(folder: Path) -> list[str]:
-    files = [f"--socket={folder}/munge.socket", f"--key-file={folder}/munge.key"]
-    files += [f"--{kind}-file={folder}/munged.{kind}" for kind in ("pid", "log", "seed")]
+def _munged(folder: Path, name: str, munge: Path) -> list[str]:
+    files = [f"--socket={munge}", f"--key-file={folder}/munge.key"]
+    files += [f"--{kind}-file={folder}/{name}.{kind}" for kind in ("pid", "log", "seed")]
     return ["munged", "--foreground", "--force", *files]
 
 
-def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], log: Path, host: Host | None) -> subprocess.Popen[bytes]:
     with log.open("ab") as file:
         return subprocess.Popen(
-            command,
+            host.command(*command) if host else command,
             env={**os.environ, "PATH": _path()},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
             start_new_session=True,
         )
+
+
+def _has_ended(daemon: subprocess.Popen[bytes]) -> bool:
+    """Whether a daemon and its children have ended."""
+    daemon.poll()
+    try:
+        os.killpg(daemon.pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def _idle_nodes(cluster: Cluster) -> int:

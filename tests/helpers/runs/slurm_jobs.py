@@ -37,7 +37,7 @@ def submitter(cluster: Cluster, model: Path) -> Iterator[Any]:
 
 
 class Submitted:
-    """A job of the tiny config over two nodes, with `ranks_per_node` GPUs each."""
+    """A job of the tiny config over `num_nodes`, with `ranks_per_node` GPUs each."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class Submitted:
         *arguments: str,
         folder: Path,
         venv: Path = VENV,
+        num_nodes: int = 2,
         ranks_per_node: int = 1,
         token: str = "",
     ) -> None:
@@ -54,7 +55,7 @@ class Submitted:
         self._variables = {
             # For the ranks and engines of a node; Slurm itself is configured with eight.
             "GPUS_PER_NODE": str(ranks_per_node),
-            "NETWORK_INTERFACE": "lo",
+            "NETWORK_INTERFACE": "" if cluster.hosts else "lo",
             "VENV": str(venv),
             "OMP_NUM_THREADS": "1",
             TOKEN_VARIABLE: token,
@@ -72,6 +73,7 @@ class Submitted:
                 f"parallel.tensor_parallel_size={ranks_per_node}",
                 *arguments,
             ],
+            num_nodes,
             CONFIG=str(TINY_CONFIG),
             **self._variables,
         )
