@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,25 +15,19 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.inspect_commands import report, show, view
 from megatron_grpo.launch.launch import (
-    LAUNCHER_VARIABLE,
-    check_files,
     check_held_out,
-    check_host,
     rank_place,
-    start_ranks,
-    tie_to_launcher,
 )
 from megatron_grpo.launch.process import (
     allow_open_files,
     exit_when_interrupted,
-    exit_when_preempted,
     is_user_error,
-    outlive_readers,
     silence_libraries,
 )
-from megatron_grpo.launch.run_dir import interrupted_text, take_token
+from megatron_grpo.launch.run_dir import take_token
 from megatron_grpo.place_command import place
 from megatron_grpo.serve_command import serve
+from megatron_grpo.train_command import check, train
 
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/ for complete examples.")
@@ -68,8 +61,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # markup would swallow the brackets of our examples
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-if TYPE_CHECKING:
-    from megatron_grpo.prompt_checks import Checked
 
 
 def _version(is_asked: bool) -> None:
@@ -91,90 +82,8 @@ def options(
     """
 
 
-@app.command()
-def train(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train CONFIG. Run the same command again to resume from its run directory.
-
-    Started alone, it launches all ranks on this host with torchrun; under torchrun or srun it runs
-    as one rank. Exit code: 0 when all steps are done and the model is exported, 1 after a failure,
-    2 for a mistake found before the first step, 75 after SIGTERM or SIGUSR1: it saves and stops.
-
-    \b
-    Example:
-      megatron-grpo train configs/demo_smollm2_135m.yaml train.num_steps=3
-    """
-    allow_open_files()
-    cfg = load_config(config, overrides or [])
-    token = take_token(os.environ)
-    place = rank_place(os.environ)
-    is_silent = place is not None and place.rank > 0
-    exit_when_interrupted(None if is_silent else lambda: interrupted_text(cfg.train.run_dir))
-    if place is None:
-        with exit_when_preempted():
-            cfg.model.check_folder()
-            _check_host(cfg)
-            cfg = _preflight(cfg, token).cfg
-            start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
-    tie_to_launcher(os.environ)
-    outlive_readers()
-    if place.rank == 0 and LAUNCHER_VARIABLE not in os.environ:
-        with exit_when_preempted():  # started by torchrun or srun, so not done yet
-            cfg = _preflight(cfg, token).cfg
-    silence_libraries()
-    # Not above: torch and Megatron take seconds, and `--help` or a bad config should not wait.
-    from parallel.megatron_import import import_megatron
-
-    import_megatron()
-    from megatron_grpo.run import open_run
-    from megatron_grpo.train import train as train_on
-
-    with open_run(cfg, place, token) as run:
-        train_on(run)
-
-
-def _check_host(cfg: Config) -> None:
-    """Refuse a wrong layout, missing files, and a job of many hosts on a single one, such as a
-    login node."""
-    silence_libraries()
-    from checkpoint_convert import check_divisible, hf_tensors
-    from megatron_grpo.config.trained_shape import trained_shape
-    from megatron_grpo.engines.support import num_gpus
-    from megatron_grpo.planning.card import ITEMSIZE
-
-    check_divisible(shape := trained_shape(cfg), cfg.dims)
-    check_files(cfg)  # before `num_gpus` imports torch
-    sizes = [prod(tensor) for tensor in hf_tensors(shape).values()]
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    check_host(cfg, sum(sizes) * ITEMSIZE[cfg.model.dtype], num_gpus(), memory)
-
-
-def _preflight(cfg: Config, token: str | None, starts_here: bool = True) -> "Checked":
-    silence_libraries()
-    from rich.console import Console
-
-    from megatron_grpo.preflight import preflight  # aiohttp and more, which `--help` does not need
-
-    with Console(stderr=True).status("checking settings, model, data and rewards"):
-        return preflight(cfg, token, starts_here=starts_here)
-
-
-@app.command()
-def check(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Check that CONFIG can start, without starting it.
-
-    Checks model, layout, data, rewards and an earlier run in train.run_dir, as train does; needs no
-    GPU. Encodes every row (minutes for a large data set), prints the first prompt, scores trial
-    completions of it and starts its agent. Exit code 2 after a mistake.
-
-    \b
-    Example:
-      megatron-grpo check configs/grpo_70b.yaml data.path=data/deepscaler.jsonl
-    """
-    allow_open_files()
-    cfg = load_config(config, overrides or [])
-    checked = _preflight(cfg, take_token(os.environ), starts_here=False)
-    print(checked.prompt)
-    print(f"{config} can start: no mistakes in settings, model, folders, data{checked.tried}")
+app.command()(train)
+app.command()(check)
 
 
 @app.command("eval")
@@ -228,8 +137,8 @@ def evaluate(
         print(evaluation.out)
 
 
-for job_command in (serve, place):
-    app.command()(job_command)
+app.command()(serve)
+app.command()(place)
 
 
 @app.command()

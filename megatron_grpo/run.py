@@ -1,5 +1,6 @@
 """One process of a run: process groups, engines, models and pushes of weights."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -17,7 +18,7 @@ from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.engine_weights.checksums import loaded_sums, pushed_sender
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.launch.launch import RankPlace
-from megatron_grpo.launch.network import choose_interface
+from megatron_grpo.launch.network import check_reachable, choose_interface
 from megatron_grpo.launch.run_dir import run_lock
 from megatron_grpo.policy.chunks import describe
 from megatron_grpo.policy.model import Policy, unwrapped, weight_sender
@@ -28,7 +29,7 @@ from megatron_grpo.rollout.replay import Replay
 from megatron_grpo.rollout.services import RolloutServices
 from megatron_grpo.watchdog import Limits, Watchdog
 from megatron_grpo.weight_sync import WeightSync
-from parallel.collectives import wait_for_rank_0
+from parallel.collectives import broadcast_text, wait_for_rank_0
 from parallel.cpu_device import communication_backend, run_near, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
 from parallel.store import serve_store
@@ -71,13 +72,14 @@ def open_run(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Run]:
         timeout = timedelta(seconds=cfg.rollout.startup_timeout)
     served = None
     if place.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:  # `srun` started it
+        if place.num_hosts > 1:
+            check_reachable(os.environ["MASTER_ADDR"])
         served = serve_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    # Not left to `init_process_group`: rank 0's config and the watchdog need the store before.
+    # Not left to `init_process_group`: the watchdog needs the store before.
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     del served  # now `store` keeps it
-    cfg = with_rank_0_values(cfg, place.rank, store)
     limits = Limits.from_config(cfg, on_gpu=torch.cuda.is_available())
-    watchdog = Watchdog(place, store, limits, cfg.train.run_dir)
+    watchdog = Watchdog(place, store, limits, cfg.train.run_dir, token=token or "")
     if place.rank == 0 and latest_step(cfg.train.run_dir / "checkpoints") < cfg.num_steps:
         print(_beginning(cfg), flush=True)
     lock = run_lock(cfg.train.run_dir) if place.rank == 0 else nullcontext()
@@ -87,18 +89,17 @@ def open_run(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Run]:
         if device.type == "cuda" and place.rank > 0:
             run_near(device)
         with process_groups(cfg, place, store) as groups:
+            cfg = with_rank_0_values(cfg)
             yield Run(cfg, groups, device, place.num_hosts, token, watchdog)
 
 
-def with_rank_0_values(cfg: Config, rank: int, store: dist.Store) -> Config:
-    """Replace the number of steps and the date by rank 0's: only rank 0 has read the data so
-    far."""
-    if rank == 0:
-        store.set("num_steps", str(cfg.num_steps))
-        store.set("date", cfg.data.date or "")
-    date = store.get("date").decode() or None
+def with_rank_0_values(cfg: Config) -> Config:
+    """Replace the number of steps and the date by rank 0's: only rank 0 has read the data so far.
+    Collective."""
+    # Not through the store, where a stranger could change them unseen.
+    steps, date = json.loads(broadcast_text(json.dumps([cfg.train.num_steps, cfg.data.date])))
     cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"date": date})})
-    return with_num_steps(cfg, int(store.get("num_steps")))
+    return with_num_steps(cfg, steps)
 
 
 def _beginning(cfg: Config) -> str:
@@ -118,7 +119,7 @@ def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator
     """Open the process groups of all ranks, which rendezvous in `store`."""
     store.set_timeout(COLLECTIVE_TIMEOUT)  # NCCL communicators rendezvous there on first use
     if place.num_hosts > 1:
-        choose_interface(os.environ)
+        choose_interface(os.environ, os.environ["MASTER_ADDR"])
     dist.init_process_group(
         communication_backend(),
         timeout=COLLECTIVE_TIMEOUT,

@@ -40,9 +40,7 @@ def serve(
         str, typer.Option(help="IP address of this host that trainers connect to.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port on that address.", min=1, max=65535)] = 8000,
-    nnodes: Annotated[
-        int, typer.Option(help="Nodes of the engine's Slurm step: see slurm/engine.sh.", min=1)
-    ] = 1,
+    nnodes: Annotated[int, typer.Option(help="Nodes that the engine spans.", min=1)] = 1,
     node_rank: Annotated[
         int, typer.Option(help="Which of them this is; node 0 answers trainers.", min=0)
     ] = 0,
@@ -64,8 +62,8 @@ def serve(
     ends after a further push, and at once on a second signal or when the run is complete.
     slurm/engines.sh is a job of such engines.
 
-    An engine of more GPUs than a node has spans several: a Slurm job runs this command on each of
-    them, and ends it on all where it ends on one. Elsewhere an engine has one host.
+    An engine of more GPUs than a node has spans several. `train --nnodes` and the jobs in slurm/
+    run this command on each of them, and end it on all when it ends on one.
 
     \b
     Example (run the last line in another terminal, with the same token):

@@ -1,8 +1,8 @@
 """A store at which processes meet, which listens at one address alone."""
 
-import socket
-
 from torch.distributed import TCPStore
+
+from parallel.addresses import listen_at
 
 
 def serve_store(host: str, port: int = 0) -> TCPStore:
@@ -12,8 +12,7 @@ def serve_store(host: str, port: int = 0) -> TCPStore:
     takes it. Raises OSError if `host` is another machine's, or the port is taken.
     """
     # A listener of ours: TCPStore by itself listens on all addresses.
-    family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(place, family=family)
+    listener = listen_at(host, port)
     host, port = listener.getsockname()[:2]
     return TCPStore(
         host,

@@ -17,6 +17,32 @@
 # Engines stay when the trainer's job is queued again, and end when the run is complete.
 source "${SLURM_SUBMIT_DIR:?submit this by sbatch, in the checkout}/slurm/job.sh" || exit 2
 
+# Start every engine as a job step over its nodes; sets the arrays urls, engines and engine_logs.
+start_engines() {
+    local number names gpus port node address addresses ENGINES
+    mapfile -t ENGINES < <(awk '$1 == "engine" { print $2, $3 }' <<<"$PLACED")
+    for number in "${!ENGINES[@]}"; do
+        read -r names gpus <<<"${ENGINES[number]}"
+        addresses=()
+        for node in ${names//,/ }; do
+            address=$(address_of "$node") || return 1
+            addresses+=("$address")
+        done
+        # A port of its own: no other engine on these nodes has the same first GPU.
+        port=$((FIRST_PORT + 1 + ${gpus%%,*}))
+        urls+=("http://${addresses[0]}:$port")
+        engine_logs+=("$LOGS/engine_$number.log")
+        # All engines can use the same rendezvous port: one over several nodes has them alone. `env`
+        # within the step, since Slurm sets CUDA_VISIBLE_DEVICES of every task to all GPUs.
+        step --nodes="${#addresses[@]}" --ntasks="${#addresses[@]}" --ntasks-per-node=1 \
+            --nodelist="$names" --kill-on-bad-exit=1 --output="${engine_logs[-1]}" --open-mode=append \
+            env CUDA_VISIBLE_DEVICES="$gpus" \
+            bash slurm/engine.sh "${engine_logs[-1]}" "$(IFS=,; echo "${addresses[*]}")" \
+            "$@" --port "$port" --master-port "$((FIRST_PORT + 63))" &
+        engines+=($!)
+    done
+}
+
 # shellcheck disable=SC2317  # a signal calls it
 leave() {
     got_signal=yes

@@ -1,21 +1,21 @@
 # shellcheck shell=bash
 # Shared code of the job scripts in this folder: `run_job CONFIG [key.sub=value ...]`.
 #
-# Each engine runs as one job step over its nodes, and the trainer as one step with a torchrun per node.
-# On a signal before the time limit (SIGUSR1), the trainer saves and exits with code 75; the job requeues
-# itself and resumes from there. It also requeues itself after a failure, except after three restarts in a
-# row without a new checkpoint, and after a user's mistake: exit code 2 of the first start. In later starts
-# code 2 is mostly a file system that is temporarily unavailable.
+# One job step runs `megatron-grpo train` on every node, which starts the engines and ranks there. On a signal
+# before the time limit (SIGUSR1), the ranks save and exit with code 75; the job requeues itself and resumes
+# from there. It also requeues itself after a failure, except after three restarts in a row without a new
+# checkpoint, and after a user's mistake: exit code 2 of the first start. In later starts code 2 is mostly a
+# file system that is temporarily unavailable.
 set -euo pipefail
 
-readonly PREEMPTED=75 FOR_THE_USER=2 MAX_STARTS=4 MAX_ENGINE_RESTARTS=3 ENGINE_PAUSE=60
+readonly PREEMPTED=75 FOR_THE_USER=2 MAX_STARTS=4
 
 run_job() {
     cd "$SLURM_SUBMIT_DIR"
     # shellcheck source=slurm/env.sh
     source slurm/env.sh
     use_network
-    local code=1 got_signal="" was_cancelled="" engines=() engine_logs=() urls=()
+    local code=1 got_signal="" was_cancelled=""
     TRAINER="" GUARD="" RUN_DIR="" LOGS=""
     # A line per start of this job: the checkpoint at which it ended.
     ENDS=.cache/slurm_ends_$SLURM_JOB_ID
@@ -24,34 +24,27 @@ run_job() {
     trap 'got_signal=yes; was_cancelled=yes; forward TERM' TERM
     if place_job "$@"; then
         # Not left to `set -e`, which would end the job without queueing it again.
-        if mkdir -p "$LOGS" && mount_run_dir && make_token && start_engines "$@" && await_engines &&
-            start_trainer "$@"; then
+        if mkdir -p "$LOGS" && mount_run_dir && make_token && start_trainer "$@"; then
             # A signal may have come before the trainer's shell became srun: a shell does not pass
             # signals on.
             sleep 1
             [[ -z $got_signal ]] || forward USR1
             await_trainer
         fi
-        end_engines
     fi
     conclude
 }
 
-# Decide where everything runs; on failure `code` is the exit code. Sets NODES, RUN_DIR, LOGS,
-# STARTUP_TIMEOUT, RANKS_PER_NODE, TRAINERS, ENGINES and FIRST_PORT.
+# Decide where everything runs; on failure `code` is the exit code. Sets NODES, PLACED, RUN_DIR, LOGS and
+# FIRST_PORT.
 place_job() {
     mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    local placed
-    placed=$(on_node "${NODES[0]}" megatron-grpo place "$@" --nodes "$(IFS=,; echo "${NODES[*]}")" \
+    PLACED=$(on_node "${NODES[0]}" megatron-grpo place "$@" --nodes "$(IFS=,; echo "${NODES[*]}")" \
         --gpus-per-node "$GPUS_PER_NODE") || {
         code=$?
         return 1
     }
-    RUN_DIR=$(sed -n 's/^run_dir //p' <<<"$placed")
-    STARTUP_TIMEOUT=$(awk '$1 == "startup_timeout" { print $2 }' <<<"$placed")
-    RANKS_PER_NODE=$(awk '$1 == "ranks_per_node" { print $2 }' <<<"$placed")
-    mapfile -t TRAINERS < <(awk '$1 == "trainer" { print $2 }' <<<"$placed")
-    mapfile -t ENGINES < <(awk '$1 == "engine" { print $2, $3 }' <<<"$placed")
+    RUN_DIR=$(sed -n 's/^run_dir //p' <<<"$PLACED")
     LOGS=$RUN_DIR/logs/slurm_${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}
     FIRST_PORT=$(first_port)
 }
@@ -63,62 +56,6 @@ mount_run_dir() {
     true_name=$(realpath "$RUN_DIR") || return 1
     CONTAINER_MOUNTS+=,$true_name
     [[ $RUN_DIR != /* || $RUN_DIR == "$true_name" ]] || CONTAINER_MOUNTS+=,$true_name:$RUN_DIR
-}
-
-# Start every engine; sets the arrays urls, engines and engine_logs.
-start_engines() {
-    local number names gpus port node address addresses
-    for number in "${!ENGINES[@]}"; do
-        read -r names gpus <<<"${ENGINES[number]}"
-        addresses=()
-        for node in ${names//,/ }; do
-            address=$(address_of "$node") || return 1
-            addresses+=("$address")
-        done
-        # A port of its own: no other engine on these nodes has the same first GPU.
-        port=$((FIRST_PORT + 1 + ${gpus%%,*}))
-        urls+=("http://${addresses[0]}:$port")
-        engine_logs+=("$LOGS/engine_$number.log")
-        # All engines can use the same rendezvous port: one over several nodes has them alone. `env`
-        # within the step, since Slurm sets CUDA_VISIBLE_DEVICES of every task to all GPUs.
-        keep_engine "${engine_logs[-1]}" "$names" env CUDA_VISIBLE_DEVICES="$gpus" \
-            bash slurm/engine.sh "${engine_logs[-1]}" "$(IFS=,; echo "${addresses[*]}")" \
-            "$@" --port "$port" --master-port "$((FIRST_PORT + 63))" &
-        engines+=($!)
-    done
-}
-
-# Run an engine as a job step until SIGTERM: `keep_engine LOG NODE,... COMMAND ...`. If it ends on one of
-# its nodes, Slurm ends it on all. An engine that ends while the trainer runs is started again: meanwhile
-# the trainer sends requests to the other engines, and new weights to this one once it answers. The cause
-# may last, such as ranks on the same GPUs that need the memory until they have trained: each further
-# start waits ENGINE_PAUSE seconds longer.
-keep_engine() {
-    local nodes restarts engine="" code got_signal="" pause
-    IFS=, read -ra nodes <<<"$2"
-    trap 'got_signal=yes; kill "$engine" 2>/dev/null || true' TERM
-    for ((restarts = 0; ; restarts++)); do
-        step --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --nodelist="$2" \
-            --kill-on-bad-exit=1 --output="$1" --open-mode=append "${@:3}" &
-        engine=$!
-        [[ -z $got_signal ]] || kill "$engine" 2>/dev/null || true # SIGTERM came between two engines
-        code=0
-        wait "$engine" || code=$?
-        if [[ -n $got_signal ]]; then
-            wait "$engine" || true
-            exit "$code"
-        elif [[ ! -e $LOGS/trainer_0.log ]] ||
-            ((code == FOR_THE_USER || restarts == MAX_ENGINE_RESTARTS)); then
-            exit "$code"
-        fi
-        pause=$((restarts * ENGINE_PAUSE))
-        echo "the engine ended with exit code $code: started again in $pause s" >>"$1"
-        sleep "$pause" & # not in the foreground, where a signal would wait for its end
-        engine=$!
-        [[ -z $got_signal ]] || kill "$engine" 2>/dev/null || true
-        wait "$engine" || true
-        [[ -z $got_signal ]] || exit "$code"
-    done
 }
 
 # Send a signal to the trainer, if it has started.
@@ -151,53 +88,22 @@ leave_in_time() {
     exit
 }
 
-# Wait until all engines answer; if they do not in time, return 1 with the exit code in `code`.
-await_engines() {
-    local number end=$((SECONDS + STARTUP_TIMEOUT))
-    for number in "${!urls[@]}"; do
-        until curl --silent --fail --max-time 5 --output /dev/null --noproxy '*' \
-            "${urls[number]}/health"; do
-            if [[ -n $got_signal ]]; then
-                code=$PREEMPTED
-                return 1
-            elif ((SECONDS >= end)); then
-                echo "engine $number did not answer within $STARTUP_TIMEOUT s" \
-                    "(rollout.startup_timeout): see $LOGS/engine_$number.log" >&2
-                return 1
-            fi
-            all_engines_run || return 1
-            sleep 1
-        done
-    done
-}
-
-# Check all engines each time: one that hangs must not hide the end of another.
-all_engines_run() {
-    local number
-    for number in "${!engines[@]}"; do
-        kill -0 "${engines[number]}" 2>/dev/null && continue
-        wait "${engines[number]}" || code=$?
-        echo "an engine has ended: see ${engine_logs[number]}" >&2
-        return 1
-    done
-}
-
-# Start one torchrun per node; sets TRAINER to the process id of the step's srun. Rank 0 writes to the
-# log of its task, every other rank to its own file in a folder next to it.
+# Run `train` on each node; sets TRAINER to the process id of the step's srun. Rank 0 writes to the log of
+# its task, every other rank and every engine to its own file.
 start_trainer() {
-    local address nodes
-    address=$(address_of "${TRAINERS[0]}") || return 1
-    nodes=${#TRAINERS[@]}
-    # shellcheck disable=SC2016  # each task fills in its own number
-    step --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
-        --kill-on-bad-exit=0 \
-        --nodelist="$(IFS=,; echo "${TRAINERS[*]}")" --output="$LOGS/trainer_%t.log" \
-        bash -c 'exec python -m megatron_grpo.launch.torchrun --node-rank="$SLURM_PROCID" \
-            --log-dir="$1/host_$SLURM_PROCID" "${@:2}"' \
-        torchrun "$LOGS" \
-        --nnodes="$nodes" --nproc-per-node="$RANKS_PER_NODE" \
-        --master-addr="$address" --master-port="$FIRST_PORT" --rdzv-id="$SLURM_JOB_ID" \
-        -m megatron_grpo train "$@" "rollout.base_urls=[$(IFS=,; echo "${urls[*]}")]" &
+    local node address addresses=()
+    for node in "${NODES[@]}"; do
+        address=$(address_of "$node") || return 1
+        addresses+=("$address")
+    done
+    # shellcheck disable=SC2016  # each task fills in its own number and address
+    step --nodes="${#NODES[@]}" --ntasks="${#NODES[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 \
+        --nodelist="$(IFS=,; echo "${NODES[*]}")" --distribution=block --output="$LOGS/trainer_%t.log" \
+        bash -c 'read -ra addresses <<<"$1"; exec megatron-grpo train "${@:2}" \
+            --node-rank "$SLURM_PROCID" --local-addr "${addresses[SLURM_PROCID]}"' \
+        train "${addresses[*]}" "$@" \
+        --nnodes "${#NODES[@]}" --master-addr "${addresses[0]}" --master-port "$FIRST_PORT" \
+        --gpus-per-node "$GPUS_PER_NODE" --log-dir "$LOGS" &
     TRAINER=$!
 }
 
@@ -212,18 +118,17 @@ await_trainer() {
     [[ -z $got_signal ]] || ((code != 128 + $(kill -l USR1))) || code=$PREEMPTED
 }
 
-end_engines() {
-    kill "${engines[@]}" 2>/dev/null || true
-    local engine
-    for engine in "${engines[@]}"; do
-        wait "$engine" || true
-    done
+# The last message of rank 0's launcher, or of another's.
+show_reason() {
+    local log
+    for log in "${LOGS:-/nowhere}"/trainer_*.log; do
+        grep '^megatron-grpo: ' "$log" 2>/dev/null | tail -n 1 >&2 && return
+    done || true
 }
 
 conclude() {
     [[ -z $GUARD ]] || kill "$GUARD" 2>/dev/null || true
-    ((code == 0 || code == PREEMPTED)) || [[ -z $LOGS ]] ||
-        grep --no-filename '^megatron-grpo: ' "$LOGS"/*.log | tail -n 1 >&2 || true
+    ((code == 0 || code == PREEMPTED)) || show_reason
     if ((code != 0)) && ! is_mistake && [[ -z $was_cancelled ]] && may_start_again; then
         ((code == PREEMPTED)) || echo "exit code $code: queued again${LOGS:+, see $LOGS}" >&2
         requeue
@@ -294,23 +199,27 @@ first_port() {
     echo $((20000 + SLURM_JOB_ID % 199 * 64))
 }
 
-# The address by which other nodes reach a node. /etc/hosts may map this node's own name to loopback, as
-# on Debian: then take the address of the interface. Take loopback only if Slurm names it as the node's
-# address.
+# The address by which other nodes reach a node, of IPv6 only without one of IPv4. /etc/hosts may map this
+# node's own name to loopback, as on Debian: then take the address of the interface. Take loopback only if
+# Slurm names it as the node's address.
 address_of() {
     local name found address
     name=$(scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
-    mapfile -t found < <(getent ahostsv4 "$name" && own_address)
+    mapfile -t found < <(
+        set +e
+        getent ahostsv4 "$name" && own_address 4
+        getent ahostsv6 "$name" | grep --invert-match ^::ffff && own_address 6
+    )
     for address in "${found[@]%% *}"; do
-        [[ $address == 127.* && $address != "$name" ]] || break
+        [[ ($address != 127.* && $address != ::1) || $address == "$name" ]] && break
     done
-    echo "${address:?no IPv4 address of node $1 is known}"
+    echo "${address:?no address of node $1 is known}"
 }
 
 own_address() {
     local of=(scope global)
     [[ -z $NETWORK_INTERFACE ]] || of=(dev "${NETWORK_INTERFACE%%,*}")
-    ip -4 -oneline address show "${of[@]}" | awk 'NR == 1 { sub("/.*", "", $4); print $4 }'
+    ip -"$1" -oneline address show "${of[@]}" | awk 'NR == 1 { sub("/.*", "", $4); print $4 }'
 }
 
 use_network() {

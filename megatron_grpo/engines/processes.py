@@ -117,11 +117,11 @@ class ServerProcesses:
 
     def end(self, url: str) -> str:
         """Describe the exit of the server at `url`; empty while it runs or if it is not ours."""
-        return self.processes[url].end() if self.are_ours else ""
+        return self.processes[url].end() if url in self.processes else ""
 
     def log_tail(self, url: str) -> str:
         """The end of the log of a server started here, to be appended to an error message."""
-        return f"; {self.processes[url].log_tail()}" if self.are_ours else ""
+        return f"; {self.processes[url].log_tail()}" if url in self.processes else ""
 
     def kill(self, url: str) -> str:
         """Kill a server of ours and its descendants; returns how it had ended by itself, or ""."""

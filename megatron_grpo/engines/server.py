@@ -41,8 +41,8 @@ from megatron_grpo.engines.vllm.args import (
     vllm_command,
     vllm_environment,
 )
-from megatron_grpo.launch.network import GLOO_VARIABLE
-from megatron_grpo.launch.placement import check_engine_size, check_shared
+from megatron_grpo.launch.network import GLOO_VARIABLE, choose_interface, in_url
+from megatron_grpo.launch.placement import NODES_VARIABLE, check_engine_size, check_shared
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, check_token, new_token
 from megatron_grpo.workers.proxies import direct
 from parallel.words import counted
@@ -176,6 +176,8 @@ def engine_command(
     if node.nnodes == 1:
         # Gloo has no authentication; by itself it listens at the address of the host's name.
         environment[GLOO_VARIABLE] = "lo"
+    else:
+        choose_interface(environment, node.master_addr)
     if rollout.engine == "sglang":
         environment |= sglang_environment(model, rollout, on_gpu)
         environment["SGLANG_HOST_IP"] = host  # as VLLM_HOST_IP below
@@ -205,12 +207,14 @@ def serve(
     if join and (reason := refusal(cfg)):
         raise ValueError(f"--join: {reason}")
     check_host(host, port if node.node_rank == 0 else 0)
-    # Processes do not always notice the end of another node's, vLLM's never; Slurm does.
-    if node.nnodes > 1 and os.environ.get("SLURM_STEP_NUM_NODES") != str(node.nnodes):
+    # Processes do not always notice the end of another node's, vLLM's never; their keeper does.
+    keepers = (NODES_VARIABLE, "SLURM_STEP_NUM_NODES")
+    if node.nnodes > 1 and str(node.nnodes) not in map(os.environ.get, keepers):
         raise ValueError(
-            f"--nnodes {node.nnodes}: an engine spans nodes only as a Slurm step over them, which "
-            "the job scripts in slurm/ start; elsewhere set rollout.tensor_parallel_size (times "
-            "rollout.data_parallel_size) to the GPUs of one host at most"
+            f"--nnodes {node.nnodes}: an engine spans nodes only where something ends it on all of "
+            "them together: start it by `train --nnodes`, or by the job scripts in slurm/; else "
+            "set rollout.tensor_parallel_size (times rollout.data_parallel_size) to the GPUs of "
+            "one host at most"
         )
     if node.node_rank >= node.nnodes or rollout.gpus_per_engine % node.nnodes:
         raise ValueError(
@@ -232,7 +236,8 @@ def serve(
         model, rollout, host, port, devices, token, node, cfg.lora
     )
     if join and node.node_rank == 0:
-        address = f"[{host}]" if ":" in host else host
-        engine = JoinedEngine(f"http://{address}:{port}", settings_of(model, rollout, cfg.lora))
+        engine = JoinedEngine(
+            f"http://{in_url(host)}:{port}", settings_of(model, rollout, cfg.lora)
+        )
         serve_joined(command, environment, cfg.train.run_dir / FOLDER, engine, join)
     os.execve(command[0], command, environment)

@@ -15,7 +15,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import section_of
 from megatron_grpo.launch.parent_death import die_with_parent
 from megatron_grpo.launch.process import START_SIGNALS
-from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, make_folder
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, make_folder, new_token
 
 LAUNCHER_VARIABLE = "MEGATRON_GRPO_LAUNCHER"
 """Process id of the `megatron-grpo train` that started the ranks and did the preflight."""
@@ -51,7 +51,7 @@ def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
             raise ValueError(
                 f"{' and '.join(missing)} not set in this Slurm step of "
                 f"{environ['SLURM_STEP_NUM_TASKS']} tasks: export the first node's name and a free "
-                "port, or start one torchrun per node"
+                "port, or start `train --nnodes` once per node"
             )
     else:
         return None
@@ -141,15 +141,18 @@ def _user_code(cfg: Config) -> Iterator[tuple[str, str]]:
         yield from (("file of a tool", name) for name in view.agent.tools if ":" in name)
 
 
-def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoReturn:
+def start_ranks(
+    cfg: Config, arguments: list[str], token: str | None, log_dir: Path | None
+) -> NoReturn:
     """Replace this process by a torchrun that runs `megatron-grpo ARGUMENTS` on every rank here.
 
     Signals reach torchrun directly, and its exit code is ours. Rank 0 keeps the terminal, the
-    others write to `logs/` in the run directory. Ranks take the number of steps and the date from
-    `cfg`. Each receives `token` in its environment and removes it.
+    others write to `log_dir`, by default `logs/` in the run directory. Ranks take the number of
+    steps and the date from `cfg`. Each receives `token`, or a new one, in its environment and
+    removes it.
     """
     num_ranks = cfg.dims.world_size
-    logs = Path(cfg.train.run_dir) / "logs"
+    logs = log_dir or cfg.train.run_dir / "logs"
     make_folder(logs)
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment = {
@@ -165,9 +168,8 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
         found += [f"data.date={json.dumps(cfg.data.date)}"]
     command = [*torchrun, "-m", "megatron_grpo", *arguments, *found]
     # exec keeps the process id, by which ranks know torchrun.
-    for_ranks = {LAUNCHER_VARIABLE: str(os.getpid())}
-    if token is not None:
-        for_ranks[TOKEN_VARIABLE] = token
+    # Ranks know each other by a token even where no engine needs one.
+    for_ranks = {LAUNCHER_VARIABLE: str(os.getpid()), TOKEN_VARIABLE: token or new_token()}
     # Until torchrun can handle them: it first imports torch, which takes seconds.
     signal.pthread_sigmask(signal.SIG_BLOCK, START_SIGNALS)
     os.execve(sys.executable, command, {**environment, **os.environ, **for_ranks})

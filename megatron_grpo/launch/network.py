@@ -5,17 +5,21 @@ import socket
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from parallel.addresses import address_of
+
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
-def choose_interface(environ: MutableMapping[str, str]) -> None:
-    """Have gloo listen on the interface that routes to MASTER_ADDR, unless one is given.
+def choose_interface(environ: MutableMapping[str, str], first: str) -> None:
+    """Have gloo listen on the interface that routes to the job's `first` host, unless one is given.
 
-    By itself it takes the address of the host's own name, which Debian maps to loopback.
+    By itself it takes the address of the host's own name, which Debian maps to loopback. ValueError
+    if `first` is such a name.
     """
-    family, *_, place = socket.getaddrinfo(environ["MASTER_ADDR"], None)[0]
-    if family == socket.AF_INET:
-        environ.setdefault(GLOO_VARIABLE, interface_towards(str(place[0])))
+    address = address_of(first)
+    if ":" not in address and GLOO_VARIABLE not in environ:
+        check_reachable(first)
+        environ[GLOO_VARIABLE] = interface_towards(address)
 
 
 def interface_towards(address: str, routes: Path = Path("/proc/net/route")) -> str:
@@ -33,9 +37,15 @@ def interface_towards(address: str, routes: Path = Path("/proc/net/route")) -> s
 
 def check_reachable(name: str) -> None:
     """Raise ValueError if this host's `name` is a loopback address, which no other host reaches."""
-    address = socket.gethostbyname(name)
+    address = address_of(name)
     if ipaddress.ip_address(address).is_loopback and name not in (address, "localhost"):
         raise ValueError(
             f"{name} is {address} on {socket.gethostname()} itself (/etc/hosts), where no other "
-            "host reaches it: give --master-addr its address in the network, one of `ip address`"
+            "host reaches it: give --master-addr (MASTER_ADDR) its address in the network, one of "
+            "`ip address`"
         )
+
+
+def in_url(address: str) -> str:
+    """An IP address as a URL has it: of IPv6 in brackets."""
+    return f"[{address}]" if ":" in address else address

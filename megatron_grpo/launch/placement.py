@@ -1,4 +1,4 @@
-"""Places of ranks and engines on the nodes of a Slurm job; without torch, for batch scripts."""
+"""Places of ranks and engines on the nodes of a job; without torch, for batch scripts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,9 @@ from megatron_grpo.config.reward import RewardFunction, count_gpus, served_here
 from megatron_grpo.config.rollout import RolloutConfig
 from parallel import ParallelDims
 from parallel.words import counted
+
+NODES_VARIABLE = "MEGATRON_GRPO_ENGINE_NODES"
+"""Number of nodes of an engine whose parts are ended together, by `train` or Kubernetes."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,8 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
 
     Reward models that the run serves take the GPUs behind the ranks on rank 0's node. If the
     remaining GPUs cannot hold all engines, engines share GPUs with the ranks. An engine larger than
-    a node takes whole nodes. A replay has no engines. Raises ValueError if ranks do not fill their
-    nodes, or nodes are too few.
+    a node takes whole nodes. A replay has no engines, and engines of `rollout.base_urls` have no
+    place here. Raises ValueError if ranks do not fill their nodes, or nodes are too few.
     """
     num_ranks, size = cfg.dims.world_size, cfg.rollout.gpus_per_engine
     ranks_per_node = min(num_ranks, gpus_per_node)
@@ -68,9 +71,9 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     if num_trainers > len(nodes):
         raise ValueError(
             f"{num_ranks} ranks need {num_trainers} nodes of {counted(gpus_per_node, 'GPU')}, and "
-            f"the job has {len(nodes)}: sbatch --nodes={num_trainers}"
+            f"the job has {len(nodes)}: take --nodes={num_trainers}"
         )
-    num_engines = cfg.num_engines
+    num_engines = 0 if cfg.rollout.base_urls else cfg.num_engines
     if num_engines:
         check_engine_size(cfg.rollout, gpus_per_node)
     is_free = _avoids_reward_models(cfg, nodes[0], ranks_per_node, gpus_per_node)
@@ -89,7 +92,10 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
             f"rollout.num_engines {num_engines} of {counted(size, 'GPU')} each do not fit on "
             f"{counted(len(nodes), 'node')} of {gpus_per_node}: {fewer if places else more}"
         )
-    return Placement(nodes[:num_trainers], ranks_per_node, places[:num_engines])
+    placed = Placement(nodes[:num_trainers], ranks_per_node, places[:num_engines])
+    if placed.shares_gpus:
+        check_shared(cfg.rollout, num_ranks, len(nodes) * gpus_per_node)
+    return placed
 
 
 def check_shared(rollout: RolloutConfig, num_ranks: int, num_gpus: int) -> None:

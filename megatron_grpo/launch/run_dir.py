@@ -175,7 +175,8 @@ def resumable(run_dir: Path) -> Iterator[None]:
 
 
 TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"
-"""Holds the token for engines given by address; engines that a run starts get a fresh one."""
+"""Holds the token for engines given by address, by which ranks also know each other; engines that a
+run starts get a fresh one."""
 
 MIN_TOKEN_LENGTH = 16
 

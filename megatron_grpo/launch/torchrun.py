@@ -12,12 +12,9 @@ import re
 import signal
 import socket
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 from types import FrameType
 
 from torch.distributed import DistError, TCPStore, run
@@ -26,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from checkpoint_convert.utf8_mode import enter_utf8_mode
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, OWN_LOGS_VARIABLE
-from megatron_grpo.launch.network import check_reachable
+from megatron_grpo.launch.meeting import HostPlace, connect_to_first, serve_first
 from megatron_grpo.launch.parent_death import children
 from megatron_grpo.launch.process import (
     EXIT_INTERRUPTED,
@@ -36,17 +33,7 @@ from megatron_grpo.launch.process import (
     allow_open_files,
 )
 from megatron_grpo.launch.run_dir import interrupted_text
-from parallel.clock import running_time
-from parallel.store import serve_store
 
-RENDEZVOUS_SECONDS = 600
-"""Time in which the torchruns of all hosts must connect."""
-SILENT_SECONDS = 10
-"""A wait for the first host that takes longer is printed."""
-POLL_SECONDS = 0.05
-"""Polling interval while hosts are missing: a wait in torch's store would delay signals."""
-ORPHAN_SECONDS = 20
-"""Time that ranks have to end by themselves once the first host's launcher has ended."""
 NUM_LINES_SHOWN = 30
 VERDICT = re.compile(r"^megatron-grpo: .*", re.MULTILINE | re.DOTALL)
 """The verdict of the watchdog, at the end of a rank's log."""
@@ -58,6 +45,12 @@ def main() -> None:
     allow_open_files()
     arguments = run.parse_args(sys.argv[1:])
     _redirect(arguments)
+    place = HostPlace(
+        int(arguments.nnodes),
+        arguments.node_rank,
+        arguments.master_addr,
+        arguments.master_port,
+    )
     # Not the signals that this process was started to ignore, as by `nohup`: a handler undoes that.
     arguments.signals_to_handle = ",".join(
         name
@@ -65,18 +58,16 @@ def main() -> None:
         if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
     )
     forwarded = _forward_preemption()
-    orphaned: list[str] = []
     logging.disable(logging.ERROR)  # torchrun's own failure report; ours is below
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, START_SIGNALS)
         # torch's static rendezvous takes the store that this process already has at the port.
-        if arguments.node_rank == 0:
-            store = _first_store(arguments)
+        if place.node_rank == 0:
+            store = serve_first(place)
         else:
-            first = _connection(arguments)
-            store = TCPStore(arguments.master_addr, arguments.master_port)
-            store.set(f"host/{arguments.node_rank}", "")
-            Thread(target=_end_orphans, args=(first, orphaned), daemon=True).start()
+            connect_to_first(place).close()
+            store = TCPStore(place.master_addr, place.master_port)
+            store.set(f"host/{place.node_rank}", "")
         arguments.master_port = store.port
         run.run(arguments)
     except ChildFailedError as error:
@@ -84,8 +75,6 @@ def main() -> None:
         codes = [failure.exitcode for failure in error.failures.values()]
         if all(code == EXIT_PREEMPTED or -code in forwarded for code in codes):
             sys.exit(EXIT_PREEMPTED)
-        if orphaned:
-            sys.exit(orphaned[0])
         if report := _failure_report(error.failures, Path(arguments.log_dir)):
             print(report, file=sys.stderr)
         sys.exit(next((code for code in codes if code > 0), 1))
@@ -125,70 +114,6 @@ def _forward_preemption() -> set[int]:
     for number in PREEMPTION_SIGNALS:
         signal.signal(number, forward)
     return forwarded
-
-
-def _first_store(arguments: Namespace) -> TCPStore:
-    """Serve the job's store on the first host; return it once all hosts have connected."""
-    if int(arguments.nnodes) > 1:
-        try:
-            check_reachable(arguments.master_addr)
-        except (ValueError, OSError) as error:
-            sys.exit(f"megatron-grpo: {error}")
-    store = serve_store(arguments.master_addr, arguments.master_port)
-    hosts, deadline = range(1, int(arguments.nnodes)), running_time() + RENDEZVOUS_SECONDS
-    while missing := [host for host in hosts if not store.check([f"host/{host}"])]:
-        if running_time() > deadline:
-            sys.exit(
-                f"megatron-grpo: {len(missing)} of {arguments.nnodes} hosts did not connect to "
-                f"{arguments.master_addr}:{store.port} on {socket.gethostname()} within "
-                f"{RENDEZVOUS_SECONDS} s: host {', '.join(map(str, missing))}, counted from 0; "
-                "their logs may say why"
-            )
-        time.sleep(POLL_SECONDS)
-    return store
-
-
-def _connection(arguments: Namespace) -> socket.socket:
-    """A connection of a further host to the port of the job's store, once the first host has it."""
-    place = f"{arguments.master_addr}:{arguments.master_port}"
-    host = f"megatron-grpo: host {arguments.node_rank} ({socket.gethostname()})"
-    start, is_silent = running_time(), True
-    while True:
-        try:
-            # Not by torch's store, which prints a stack in C++ for each attempt.
-            first = socket.create_connection((arguments.master_addr, arguments.master_port), 5.0)
-        except OSError as error:
-            if running_time() > start + RENDEZVOUS_SECONDS:
-                sys.exit(
-                    f"{host} did not reach the first of the {arguments.nnodes} at {place} within "
-                    f"{RENDEZVOUS_SECONDS} s: {error}"
-                )
-            if is_silent and running_time() > start + SILENT_SECONDS:
-                is_silent = False
-                print(f"{host} waits for the first at {place}: {error}", file=sys.stderr)
-            time.sleep(POLL_SECONDS)
-        else:
-            first.settimeout(None)
-            return first
-
-
-def _end_orphans(first: socket.socket, orphaned: list[str]) -> None:
-    """Kill the ranks here some time after the launcher at the other end of `first` has ended, and
-    put the reason into `orphaned`.
-
-    Ranks that have met rank 0 end by themselves, with its watchdog. If rank 0 found a mistake
-    before, they would try to reach it for an hour.
-    """
-    address = first.getpeername()[0]
-    with suppress(OSError):
-        first.recv(1)  # the store sends nothing
-    time.sleep(ORPHAN_SECONDS)
-    orphaned.append(
-        f"megatron-grpo: the first host, {address}, has ended before the ranks on "
-        f"{socket.gethostname()}: its log says why"
-    )
-    for rank in children(os.getpid()):
-        os.kill(rank, signal.SIGKILL)
 
 
 def _failure_report(failures: Mapping[int, ProcessFailure], log_dir: Path) -> str:

@@ -68,7 +68,11 @@ class ChildProcess:
 
     @classmethod
     def start(
-        cls, command: list[str], environment: Mapping[str, str], output: IO[bytes]
+        cls,
+        command: list[str],
+        environment: Mapping[str, str],
+        output: IO[bytes],
+        errors: IO[bytes] | int = STDOUT,
     ) -> "ChildProcess":
         folder = Path(tempfile.mkdtemp(prefix="engine_"))
         if len(str(folder)) > MAX_FOLDER_LENGTH:  # TMPDIR may be long
@@ -80,7 +84,7 @@ class ChildProcess:
             env={**environment, "TMPDIR": str(folder)},
             stdin=DEVNULL,
             stdout=output,
-            stderr=STDOUT,
+            stderr=errors,
             start_new_session=True,
         )
         return cls(process, folder)

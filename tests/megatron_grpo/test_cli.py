@@ -178,7 +178,7 @@ def serve(
     [
         ("", [], "MEGATRON_GRPO_TOKEN is not set"),
         (TOKEN, ["--host=::"], "--host :: would listen on every network"),
-        (TOKEN, ["--nnodes=2"], "--nnodes 2: an engine spans nodes only as a Slurm step over them"),
+        (TOKEN, ["--nnodes=2"], "--nnodes 2: an engine spans nodes only where something ends it"),
         (
             TOKEN,
             ["rollout.vllm={speculative_config: {method: mtp, num_speculative_tokens: 1}}"],

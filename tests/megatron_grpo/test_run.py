@@ -1,22 +1,24 @@
-"""Values that ranks get from rank 0 before they form groups."""
+"""Values that ranks get from rank 0, which alone has read the data."""
 
-import torch.distributed as dist
-
+from helpers.ranks.processes import run_ranks
 from helpers.runs.train import TINY_CONFIG
 from megatron_grpo.config.file import load_config, with_num_steps
 from megatron_grpo.run import with_rank_0_values
 
-
-def test_with_rank_0_values_gives_all_ranks_its_steps():
-    store = dist.HashStore()
-    cfg = load_config(TINY_CONFIG, ["train.num_steps=null", "train.num_epochs=3"])
-    first = with_rank_0_values(with_num_steps(cfg, 15), 0, store)
-    assert with_rank_0_values(cfg, 1, store) == first
-    assert (first.num_steps, first.train.num_epochs) == (15, None)
+EPOCHS = ["train.num_steps=null", "train.num_epochs=3"]
+DATE = "2024-05-06T07:08:09+02:00"
 
 
-def test_with_rank_0_values_gives_all_ranks_its_date():
-    store, cfg = dist.HashStore(), load_config(TINY_CONFIG)
-    dated = load_config(TINY_CONFIG, ["data.date=2024-05-06T07:08:09+02:00"])
-    assert with_rank_0_values(dated, 0, store) == dated
-    assert with_rank_0_values(cfg, 1, store) == dated
+def receive(rank: int):
+    """Rank 0 knows the steps and the date."""
+    if rank == 0:
+        cfg = load_config(TINY_CONFIG, [*EPOCHS, f"data.date={DATE}"])
+        return with_rank_0_values(with_num_steps(cfg, 15))
+    return with_rank_0_values(load_config(TINY_CONFIG, EPOCHS))
+
+
+def test_with_rank_0_values_gives_all_ranks_its_steps_and_date():
+    first, second = run_ranks(2, receive)
+    assert first == second
+    assert (second.num_steps, second.train.num_epochs) == (15, None)
+    assert second.data.date == first.data.date is not None

@@ -1,7 +1,6 @@
 """A push from the shards of ranks into a real vLLM, repeated when it failed."""
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from megatron_grpo.policy.residency import Residency
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
 from parallel import Layout, ParallelDims, Sender
-from parallel.weight_transfer import rendezvous_address
+from parallel.weight_transfer import rendezvous, rendezvous_address
 
 pytestmark = [pytest.mark.fast, pytest.mark.engines]
 
@@ -153,7 +152,8 @@ def test_weight_sync_frees_weights_before_engines_take_cache(alone, tied_model, 
 
 
 def address_of_meeting(rank: int, folder: Path) -> str:
-    socket.gethostbyname = {"head": f"127.0.0.{rank + 1}"}.__getitem__  # of this process alone
+    # Of this process alone.
+    rendezvous.address_of = {"head": f"127.0.0.{rank + 1}"}.__getitem__
     os.environ["MASTER_ADDR"] = "head"
     dims = ParallelDims(data=2)
     policy, groups = start_policy(rank, folder, dims)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 
 from helpers.engines.live import largest_logprob_error, random_prompts, running_engine, wait_until
@@ -33,6 +34,7 @@ from megatron_grpo.engines.server import (
     serve,
     share_gpus,
 )
+from megatron_grpo.launch.network import interface_towards
 
 # A trainer that starts an engine, says when it is ready, and waits to be killed.
 TRAINER = """
@@ -173,12 +175,17 @@ def test_serve_loaded_serves_until_a_push(tied_model, tmp_path):
 
 @pytest.mark.slow
 def test_serve_over_two_nodes_is_one_engine(tied_model, other_model, tmp_path):
-    with two_nodes(tmp_path, f"model.path={tied_model}") as (url, _):
+    with two_nodes(tmp_path, f"model.path={tied_model}") as (url, nodes):
         of_both = {"base_urls": (url,), "tensor_parallel_size": 2}
         with running_engine("vllm", tied_model, tmp_path, NODES_TOKEN, **of_both) as engine:
             for model in (other_model, tied_model):
                 engine.push(model)
                 assert largest_logprob_error(model, engine.generate(random_prompts(4))) < 1e-4
+        # A job ends all nodes when one has failed, which the end of a worker is.
+        for process in psutil.Process().children(recursive=True):
+            if process.name().startswith("VLLM::Worker_TP1"):
+                process.kill()
+        assert nodes[1].end(within=60) == "ended with exit code 1"
 
 
 def test_engine_devices_are_behind_the_trainers():
@@ -231,6 +238,7 @@ def test_engine_command_has_the_address_of_each_node(tied_model, engine):
         model = ModelConfig(path=tied_model)
         _, environment = engine_command(model, rollout, host, 8000, None, "token", node)
         assert environment[f"{engine.upper()}_HOST_IP"] == host
+        assert environment["GLOO_SOCKET_IFNAME"] == interface_towards("10.0.0.7")
 
 
 @pytest.mark.parametrize(

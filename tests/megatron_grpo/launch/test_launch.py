@@ -201,8 +201,6 @@ def test_place_command_prints_the_placement(tmp_path):
     said = CliRunner().invoke(cli.app, arguments)
     assert said.output.splitlines() == [
         "run_dir runs/tiny_cpu",
-        "ranks_per_node 4",
-        "startup_timeout 300",
         "trainer a",
         "trainer b",
         "engine a 0",

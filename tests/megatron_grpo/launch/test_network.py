@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron_grpo.launch.network import interface_towards
+from megatron_grpo.launch import network
+from megatron_grpo.launch.network import GLOO_VARIABLE, choose_interface, interface_towards
 
 # Destinations and masks as Linux writes them: 0002A8C0 is 192.168.2.0.
 ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
@@ -29,3 +30,11 @@ def test_interface_towards_an_address_without_a_route_is_loopback(tmp_path):
     table = tmp_path / "route"
     table.write_text(ROUTES.splitlines()[0])
     assert interface_towards("10.4.0.1", table) == "lo"
+
+
+def test_choose_interface_refuses_a_name_that_other_hosts_do_not_reach(monkeypatch):
+    monkeypatch.setattr(network, "address_of", lambda _: "127.0.1.1")
+    with pytest.raises(ValueError, match=r"alpha is 127\.0\.1\.1 .*give --master-addr"):
+        choose_interface({}, "alpha")
+    choose_interface(chosen := {GLOO_VARIABLE: "ib0"}, "alpha")
+    assert chosen == {GLOO_VARIABLE: "ib0"}
