@@ -138,7 +138,7 @@ test-view: setup
 
 # Runs over several hosts, each a set of Linux namespaces (root, iproute2): a cable out, a host killed, slow networks, Slurm. Six minutes.
 test-hosts: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" tests/hosts
+	OMP_NUM_THREADS=1 $(TWO) -m "not slow" tests/hosts
 
 # Rollouts by SGLang: its own tests, and those of engines in general.
 test-sglang: setup setup-sglang

@@ -11,13 +11,11 @@ from typing import Annotated
 
 import typer
 
+from megatron_grpo.command_arguments import ConfigFile, Overrides
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.inspect_commands import report, show, view
-from megatron_grpo.launch.launch import (
-    check_held_out,
-    rank_place,
-)
+from megatron_grpo.launch.launch import check_held_out, rank_place
 from megatron_grpo.launch.process import (
     allow_open_files,
     exit_when_interrupted,
@@ -29,16 +27,6 @@ from megatron_grpo.place_command import place
 from megatron_grpo.serve_command import serve
 from megatron_grpo.train_command import check, train
 
-ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/ for complete examples.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY.SUB=VALUE",
-        help="Overrides of keys, for example train.num_steps=3 grpo.beta=0.04",
-    ),
-]
 Lengths = Annotated[
     Path | None,
     typer.Option(

@@ -90,9 +90,12 @@ class HostEngines(ServerProcesses):
         token: str,
         hosts: Hosts,
         logs: Path,
+        *,
+        are_ours: bool = True,
     ) -> None:
+        """`are_ours`: whether the hosts of this run start the engines."""
         super().__init__(tuple(urls), logs)
-        self._parts, self._hosts = parts, hosts
+        self._parts, self._hosts, self.are_ours = parts, hosts, are_ours
         for part in parts:
             own = {TOKEN_VARIABLE: token, NODES_VARIABLE: str(part.num_nodes)}
             if part.gpus is not None:
@@ -320,10 +323,9 @@ def run_host(cfg: Config, part: HostPart, token: str | None) -> NoReturn:
     except HostFailed as error:
         print(f"megatron-grpo: {error.args[1]}", file=sys.stderr)
         sys.exit(error.args[0])
-    urls = part.urls(hosts.addresses) or cfg.rollout.base_urls
-    parts = [*part.engines(hosts.addresses)]
-    opened = HostEngines(urls, parts, token or "", hosts, part.log_dir)
-    opened.are_ours = bool(part.placed.engines)
+    own, parts = part.urls(hosts.addresses), [*part.engines(hosts.addresses)]
+    urls, logs = own or cfg.rollout.base_urls, part.log_dir
+    opened = HostEngines(urls, parts, token or "", hosts, logs, are_ours=bool(own))
     with closing(hosts), closing(opened) as engines, closing(ranks):
         failure = None
         try:

@@ -1,11 +1,11 @@
 """The command that shows where a job's ranks and engines run; `cli` registers it."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from megatron_grpo.command_arguments import ConfigFile, Overrides
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.kubernetes import Cluster
@@ -13,16 +13,6 @@ from megatron_grpo.launch.launch import check_files
 from megatron_grpo.launch.placement import place as place_run
 from megatron_grpo.launch.placement import place_engines
 
-ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/ for complete examples.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY.SUB=VALUE",
-        help="Overrides of keys, for example rollout.num_engines=4",
-    ),
-]
 Nodes = Annotated[
     str, typer.Option(help="Node names of the job, separated by commas; in Kubernetes, how many.")
 ]

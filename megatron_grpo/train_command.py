@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_grpo.command_arguments import ConfigFile, Overrides
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.launch import (
@@ -27,17 +28,7 @@ from megatron_grpo.launch.process import (
 )
 from megatron_grpo.launch.run_dir import interrupted_text, take_token
 
-ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/ for complete examples.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY.SUB=VALUE",
-        help="Overrides of keys, for example train.num_steps=3 grpo.beta=0.04",
-    ),
-]
-LOOPBACK = "127.0.0.1"
+HOST_DEFAULTS = (0, "127.0.0.1", 29500, None, None)
 NumNodes = Annotated[
     int | None, typer.Option(help="Hosts on which this command is started.", min=1)
 ]
@@ -71,7 +62,7 @@ def train(
     overrides: Overrides = None,
     nnodes: NumNodes = None,
     node_rank: NodeRank = 0,
-    master_addr: MasterAddr = LOOPBACK,
+    master_addr: MasterAddr = "127.0.0.1",
     master_port: MasterPort = 29500,
     local_addr: LocalAddr = None,
     gpus_per_node: GpusPerNode = None,
@@ -109,8 +100,8 @@ def train(
 
             host = HostPlace(nnodes, node_rank, master_addr, master_port, local_addr)
             run_host(cfg, host_part(cfg, arguments, host, gpus_per_node, log_dir), token)
-    if (node_rank, master_addr, local_addr, gpus_per_node) != (0, LOOPBACK, None, None):
-        raise typer.BadParameter("options of a host need --nnodes")
+    if (node_rank, master_addr, master_port, local_addr, gpus_per_node) != HOST_DEFAULTS:
+        raise typer.BadParameter("the options of a host among several need --nnodes")
     if place is None:
         with exit_when_preempted():
             cfg.model.check_folder()

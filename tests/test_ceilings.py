@@ -13,7 +13,7 @@ from bench_code import lines_of_rooms, trace_step
 
 ROOT = Path(__file__).parents[1]
 LINES = {
-    "megatron_grpo": 3582,
+    "megatron_grpo": 3570,
     "megatron_grpo/agents": 3228,
     "megatron_grpo/algorithm": 654,
     "megatron_grpo/batch": 1026,
@@ -25,7 +25,7 @@ LINES = {
     "megatron_grpo/engines": 5796,
     "megatron_grpo/evaluation": 327,
     "megatron_grpo/integrations": 493,
-    "megatron_grpo/launch": 1583,
+    "megatron_grpo/launch": 1576,
     "megatron_grpo/planning": 5359,
     "megatron_grpo/policy": 5502,
     "megatron_grpo/reporting": 1778,

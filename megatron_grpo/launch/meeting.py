@@ -8,7 +8,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
 
 from torch.distributed import DistError, TCPStore
 
@@ -64,19 +63,12 @@ def serve_first(place: HostPlace) -> TCPStore:
         if error.errno == errno.EADDRINUSE:
             remedy = "another process has the port: end it, or take another --master-port"
         sys.exit(f"megatron-grpo: {place} cannot listen at {name} ({error}): {remedy}")
-    hosts, start, is_silent = range(1, place.nnodes), running_time(), True
+    hosts, patience = range(1, place.nnodes), Patience()
     while missing := [host for host in hosts if not store.check([f"host/{host}"])]:
         who = f"{len(missing)} of {place.nnodes} hosts"
         which = f"host {', '.join(map(str, missing))}, counted from 0; their logs may say why"
-        if running_time() > start + RENDEZVOUS_SECONDS:
-            give_up(
-                f"{who} did not connect to {place.master_addr}:{store.port} on "
-                f"{socket.gethostname()} within {RENDEZVOUS_SECONDS} s: {which}"
-            )
-        if is_silent and running_time() > start + SILENT_SECONDS:
-            is_silent = False
-            print(f"megatron-grpo: {place} waits for {who}: {which}", file=sys.stderr)
-        time.sleep(POLL_SECONDS)
+        at = f"{place.master_addr}:{store.port} on {socket.gethostname()}"
+        patience.wait(f"{place} waits for {who}: {which}", f"{who} did not connect to {at}", which)
     return store
 
 
@@ -85,34 +77,38 @@ def connect_to_first(place: HostPlace) -> socket.socket:
 
     Its end shows that the first host's launcher has ended.
     """
-    address = f"{place.master_addr}:{place.master_port}"
-    start, is_silent = running_time(), True
+    address, patience = f"{place.master_addr}:{place.master_port}", Patience()
     while True:
         try:
             # Not by torch's store, which prints a stack in C++ for each attempt. This looks it
             # up each time: DNS may still have the address from before a restart.
             first = socket.create_connection((place.master_addr, place.master_port), 5.0)
         except OSError as error:
-            if running_time() > start + RENDEZVOUS_SECONDS:
-                give_up(
-                    f"{place} did not reach the first of the {place.nnodes} at {address} within "
-                    f"{RENDEZVOUS_SECONDS} s: {error}"
-                )
-            if is_silent and running_time() > start + SILENT_SECONDS:
-                is_silent = False
-                line = f"megatron-grpo: {place} waits for the first at {address}: {error}"
-                print(line, file=sys.stderr)
-            time.sleep(POLL_SECONDS)
+            failed = f"{place} did not reach the first of the {place.nnodes} at {address}"
+            patience.wait(f"{place} waits for the first at {address}: {error}", failed, str(error))
         else:
             first.settimeout(None)
             return first
 
 
-def give_up(reason: str) -> NoReturn:
-    """Exit with EXIT_PREEMPTED: nothing has failed, and the hosts may be there at the next start,
-    such as nodes of a cloud that are still starting."""
-    print(f"megatron-grpo: {reason}", file=sys.stderr)
-    sys.exit(EXIT_PREEMPTED)
+class Patience:
+    """A wait for other hosts, which is printed once, and is given up in the end."""
+
+    def __init__(self) -> None:
+        self._start, self._is_silent = running_time(), True
+
+    def wait(self, waits: str, failed: str, reason: str) -> None:
+        """Wait a moment. Prints `waits` after SILENT_SECONDS; exits after RENDEZVOUS_SECONDS."""
+        if running_time() > self._start + RENDEZVOUS_SECONDS:
+            line = f"megatron-grpo: {failed} within {RENDEZVOUS_SECONDS} s: {reason}"
+            print(line, file=sys.stderr)
+            # Nothing has failed, and the hosts may be there at the next start, such as nodes of a
+            # cloud that are still starting.
+            sys.exit(EXIT_PREEMPTED)
+        if self._is_silent and running_time() > self._start + SILENT_SECONDS:
+            self._is_silent = False
+            print(f"megatron-grpo: {waits}", file=sys.stderr)
+        time.sleep(POLL_SECONDS)
 
 
 class HostFailed(Exception):
@@ -140,18 +136,17 @@ class Hosts:
         if self._store.compare_set(f"host/{place.node_rank}", "", own).decode() != own:
             raise HostFailed(2, f"another host has --node-rank {place.node_rank}, too")
         keys = [f"host/{rank}" for rank in range(place.nnodes)]
-        start = running_time()
+        patience, others = Patience(), f"{place.nnodes} hosts"
         while not self._store.check(keys):
-            if running_time() > start + RENDEZVOUS_SECONDS:
-                give_up(f"{place}: not all of the {place.nnodes} hosts have come")
-            time.sleep(POLL_SECONDS)
+            patience.wait(f"{place} waits for all {others}", f"not all {others} came", str(place))
         found = [text.decode().split(" ") for text in self._store.multi_get(keys)]
         self.addresses = [each[0] for each in found]
         """Addresses of the hosts, by rank."""
-        if others := [rank for rank, each in enumerate(found) if each[1] != found[0][1]]:
+        if odd := [rank for rank, each in enumerate(found) if each[1] != found[0][1]]:
+            time.sleep(WATCH_SECONDS)  # the store lives until the others have seen it, too
             raise HostFailed(
                 2,
-                f"host {others[0]} ({self.addresses[others[0]]}) has other arguments, or another "
+                f"host {odd[0]} ({self.addresses[odd[0]]}) has other arguments, or another "
                 "number of GPUs, than host 0: start the same command on all hosts",
             )
         self.seen: dict[str, str] = {}

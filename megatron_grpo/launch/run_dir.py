@@ -196,8 +196,8 @@ def check_token(token: str | None) -> str:
     """Return `token`, or raise ValueError (without showing it) if it is missing or too weak."""
     if not token:
         raise ValueError(
-            f"{TOKEN_VARIABLE} is not set: engines given by address and their trainers share a "
-            f"token; {MAKE_ONE} and use the same for both"
+            f"{TOKEN_VARIABLE} is not set: the hosts of a run, and engines given by address, share "
+            f"a token; {MAKE_ONE} and use the same for all"
         )
     if len(token) < MIN_TOKEN_LENGTH:
         raise ValueError(
