@@ -136,7 +136,7 @@ test-view: setup
 	@command -v chromium >/dev/null || { echo "make test-view needs chromium: apt-get install chromium"; exit 1; }
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/viewer_browser
 
-# Runs over several hosts, each a set of Linux namespaces (root, iproute2): a cable out, a host killed, slow networks, Slurm. Six minutes.
+# Runs over several hosts, each a set of Linux namespaces (root, iproute2): a cable out, a host killed, slow networks, Slurm. Seven minutes.
 test-hosts: setup
 	OMP_NUM_THREADS=1 $(TWO) -m "not slow" tests/hosts
 
