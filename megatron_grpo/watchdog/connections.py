@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -207,16 +207,19 @@ class WatchdogServer:
 def connect(address: ServerAddress, rank: int, token: str, timeout: float) -> socket.socket:
     """Connect this process to the server as `rank`; OSError if that takes `timeout` seconds,
     ValueError if the server has another token."""
-    connection = socket.create_connection((address.host, address.port), timeout)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    hello = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
-    connection.sendall(encode_line(**hello, proof=address.proof(f"rank {rank}", token)))
-    expected = address.proof("rank 0", token).encode()
-    if not hmac.compare_digest(connection.recv(len(expected)), expected):
-        raise ValueError(
-            f"rank {rank} on {socket.gethostname()} has another {TOKEN_VARIABLE} than "
-            f"{address.rank_0} at {address.host} port {address.port}: set the same on all hosts"
-        )
+    with ExitStack() as unproved:
+        connection = socket.create_connection((address.host, address.port), timeout)
+        unproved.enter_context(connection)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
+        connection.sendall(encode_line(**hello, proof=address.proof(f"rank {rank}", token)))
+        expected = address.proof("rank 0", token).encode()
+        if not hmac.compare_digest(connection.recv(len(expected)), expected):
+            raise ValueError(
+                f"rank {rank} on {socket.gethostname()} has another {TOKEN_VARIABLE} than "
+                f"{address.rank_0} at {address.host} port {address.port}: set the same on all hosts"
+            )
+        unproved.pop_all()
     connection.settimeout(None)
     return connection
 

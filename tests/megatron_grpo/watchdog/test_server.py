@@ -3,9 +3,9 @@
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,8 +35,13 @@ def server(tmp_path: Path) -> Iterator[WatchdogServer]:
     server.join()  # every test ends the job
 
 
-def join(server: WatchdogServer, rank: int, token: str = TOKEN) -> socket.socket:
-    return connect(server.address, rank, token, timeout=30)
+@pytest.fixture
+def join(server: WatchdogServer) -> Iterator[Callable[..., socket.socket]]:
+    """Connects as a rank, until the test is over."""
+    with ExitStack() as ranks:
+        yield lambda rank, token=TOKEN: ranks.enter_context(
+            connect(server.address, rank, token, timeout=30)
+        )
 
 
 def receive(connection: socket.socket, field: str) -> dict | None:
@@ -61,23 +66,23 @@ def receive(connection: socket.socket, field: str) -> dict | None:
         encode_line(rank=0, host="here", pid=1, proof=""),  # rank 0 has connected
     ],
 )
-def test_server_hangs_up_on_clients_that_are_no_ranks(server, first):
-    rank_0 = join(server, 0)
+def test_server_hangs_up_on_clients_that_are_no_ranks(server, join, first):
+    rank_0 = join(0)
     assert receive(rank_0, "heartbeat")
-    stranger = socket.create_connection((server.address.host, server.address.port))
-    with suppress(ConnectionError):  # closed before all of it was sent
-        stranger.sendall(first)
-    assert receive(stranger, "end") is None
+    with socket.create_connection((server.address.host, server.address.port)) as stranger:
+        with suppress(ConnectionError):  # closed before all of it was sent
+            stranger.sendall(first)
+        assert receive(stranger, "end") is None
     rank_0.sendall(STOP)
     assert receive(rank_0, "end") == STOPPED
 
 
 @pytest.mark.parametrize("token", ["", "of another job"])
-def test_server_refuses_a_rank_with_another_token_and_waits_for_the_right_one(server, token):
-    rank_0 = join(server, 0)
+def test_server_refuses_a_rank_with_another_token_and_waits_for_the_right_one(server, join, token):
+    rank_0 = join(0)
     with pytest.raises(ValueError, match=r"rank 1 on .* has another MEGATRON_GRPO_TOKEN than rank"):
-        join(server, 1, token)
-    rank_1 = join(server, 1)
+        join(1, token)
+    rank_1 = join(1)
     rank_0.sendall(STOP)
     assert receive(rank_1, "end") == STOPPED
 
@@ -103,42 +108,44 @@ def test_a_proof_is_worthless_at_another_address_and_for_another_rank():
 def test_server_hangs_up_on_a_client_that_stays_silent(tmp_path):
     quick = replace(INTERVALS, silence=0.5)
     server = WatchdogServer("127.0.0.1", 1, LIMITS, tmp_path / "stacks.txt", quick, TOKEN)
-    stranger = socket.create_connection((server.address.host, server.address.port), timeout=30)
-    assert stranger.recv(1) == b""
-    join(server, 0).sendall(STOP)
-    server.join()
+    host, port = server.address.host, server.address.port
+    with socket.create_connection((host, port), timeout=30) as stranger:
+        assert stranger.recv(1) == b""
+    with connect(server.address, 0, TOKEN, timeout=30) as rank_0:
+        rank_0.sendall(STOP)
+        server.join()
 
 
-def test_server_ends_the_job_at_an_unknown_message(server):
-    ranks = [join(server, rank) for rank in (0, 1)]
+def test_server_ends_the_job_at_an_unknown_message(server, join):
+    ranks = [join(rank) for rank in (0, 1)]
     ranks[1].sendall(encode_line(heartbeat={"unknown": 1}))
     assert "rank 1 on " in receive(ranks[0], "end")["end"]["text"]
 
 
-def test_server_sends_the_signal_to_a_late_rank(server):
-    first = join(server, 0)
+def test_server_sends_the_signal_to_a_late_rank(server, join):
+    first = join(0)
     first.sendall(encode_line(preempt=True))
     assert receive(first, "preempt") == {"preempt": True}
-    second = join(server, 1)
+    second = join(1)
     assert receive(second, "preempt") == {"preempt": True}
     first.sendall(STOP)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["never ends", "fails"])
-def test_verdict_is_sent_where_the_stacks_cannot_be_written(make, server, tmp_path):
+def test_verdict_is_sent_where_the_stacks_cannot_be_written(make, server, join, tmp_path):
     """The ranks may hang in that very file system."""
     make(tmp_path / "stacks.txt")
-    ranks = [join(server, rank) for rank in (0, 1)]
+    ranks = [join(rank) for rank in (0, 1)]
     ranks[1].sendall(encode_line(failure={"text": "lower it", "trace": "Traceback"}))
     for rank in reversed(ranks):
         assert receive(rank, "end")["end"]["text"] == "megatron-grpo: lower it"
         rank.close()
 
 
-def test_server_loses_a_rank_whose_host_no_longer_answers(server):
+def test_server_loses_a_rank_whose_host_no_longer_answers(server, join):
     """Linux gives up sending there with ETIMEDOUT, which is no ConnectionError."""
-    first, second = (join(server, rank) for rank in range(2))
+    first, second = (join(rank) for rank in range(2))
     assert receive(first, "heartbeat") and receive(second, "heartbeat")
     transport = server._ranks[1].get_extra_info("socket")
     transport.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 300)
