@@ -11,18 +11,7 @@ from checkpoint_convert.layer_types import FULL, WINDOWED
 
 # Parameters that vLLM reads, with one supported value for every RoPE type.
 _REQUIRED: dict[str, Any] = {"rope_dim": None, "use_fope": False}
-# The supported RoPE types, and further parameters with one supported value: Megatron-Core has these
-# numbers of Llama 3's scaling built in.
-_REQUIRED_OF_TYPE: dict[str, dict[str, Any]] = {
-    "default": {},
-    "linear": {},
-    "llama3": {
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "yarn": {},
-}
+_TYPES = ("default", "linear", "llama3", "yarn")
 _TRAINED_LENGTH = "original_max_position_embeddings"
 # RoPE's keys at the top level: both forms of its parameters, and the base.
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
@@ -94,8 +83,8 @@ def read_rope(
                 "that part alone: set rope_type to 'default'"
             )
         return theta, _yarn(path, config, rope, has_mla=family.has_mla)
-    kept = ("rope_type", "factor", *_REQUIRED_OF_TYPE[rope["rope_type"]])
-    return theta, {key: value for key, value in rope.items() if key in kept}
+    scaling = {"rope_type": rope["rope_type"], "factor": number(path, rope, "factor")}
+    return theta, scaling | (_llama3(path, rope) if rope["rope_type"] == "llama3" else {})
 
 
 def num_positions(path: Path, config: Mapping[str, Any]) -> int:
@@ -124,10 +113,9 @@ def _parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def _check(path: Path, rope: Mapping[str, Any], required: Mapping[str, Any]) -> None:
     """Raise ValueError for an unsupported type or value; `required` are values for every type."""
     rope_type = rope["rope_type"]
-    if rope_type not in list(_REQUIRED_OF_TYPE):  # a list, as a JSON value may be unhashable
+    if rope_type not in _TYPES:
         raise ValueError(
-            f"{path}: RoPE scaling {rope_type!r} is not supported; "
-            f"supported: {sorted(_REQUIRED_OF_TYPE)}"
+            f"{path}: RoPE scaling {rope_type!r} is not supported; supported: {[*_TYPES]}"
         )
     by_layer = sorted(key for key, value in rope.items() if isinstance(value, dict))
     if by_layer:
@@ -136,13 +124,21 @@ def _check(path: Path, rope: Mapping[str, Any], required: Mapping[str, Any]) -> 
         if "factor" not in rope:
             raise ValueError(f"{path}: {rope_type} RoPE scaling has no factor")
         number(path, rope, "factor")
-    # Absent keys pass in `required`, and fail in `_REQUIRED_OF_TYPE`. Null, false and 0 are equal.
-    given = {**required, **rope}
-    for key, value in {**required, **_REQUIRED_OF_TYPE[rope_type]}.items():
-        if given.get(key) != value and (given.get(key) or value):
-            raise ValueError(
-                f"{path}: RoPE {key} is {given.get(key)!r}, only {value!r} is supported"
-            )
+    for key, value in required.items():
+        given = rope.get(key, value)
+        if given != value and (given or value):  # null, false and 0 are equal
+            raise ValueError(f"{path}: RoPE {key} is {given!r}, only {value!r} is supported")
+
+
+def _llama3(path: Path, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Further parameters of Llama 3's scaling, which slows long wavelengths by `factor`."""
+    low, high = (number(path, rope, f"{end}_freq_factor") for end in ("low", "high"))
+    if low >= high:  # between the two wavelengths, transformers and vLLM would differ
+        raise ValueError(
+            f"{path}: low_freq_factor({low:g}) must be less than high_freq_factor({high:g})"
+        )
+    length = integer(path, rope, _TRAINED_LENGTH)
+    return {"low_freq_factor": low, "high_freq_factor": high, _TRAINED_LENGTH: length}
 
 
 def _yarn(

@@ -77,26 +77,19 @@ def packed_rotary(shape: ModelShape, axes: Sequence[int]) -> PackedRotary | None
 
 def _rotary(shape: ModelShape) -> RotaryEmbedding:
     """Angles for the rotated part of each head."""
+    scaling = {"rope_type": "default", **(shape.rope_scaling or {})}
+    kind = scaling.pop("rope_type")
     rotary = RotaryEmbedding(
         shape.rotary_dim,
         rotary_percent=1.0,
         rotary_base=shape.rope_theta,
-        **_rope_scaling(shape),
+        seq_len_interpolation_factor=scaling["factor"] if kind == "linear" else None,
     )
-    if yarn := yarn_scaling(shape):
-        rotary.inv_freq = yarn_frequencies(rotary.inv_freq, shape.rope_theta, yarn)
+    if kind == "llama3":  # Megatron's constructor takes `factor` alone
+        rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **scaling)
+    if kind == "yarn":
+        rotary.inv_freq = yarn_frequencies(rotary.inv_freq, shape.rope_theta, scaling)
     return rotary
-
-
-def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
-    """Arguments of Megatron's RotaryEmbedding for the scalings that it knows: linear and llama3."""
-    if shape.rope_scaling is None or yarn_scaling(shape):
-        return {}
-    factor = shape.rope_scaling["factor"]
-    if shape.rope_scaling["rope_type"] == "linear":
-        return {"seq_len_interpolation_factor": factor}
-    assert shape.rope_scaling["rope_type"] == "llama3", "read_shape refuses other kinds"
-    return {"rope_scaling": True, "rope_scaling_factor": factor}
 
 
 def yarn_scaling(shape: ModelShape) -> Mapping[str, Any] | None:

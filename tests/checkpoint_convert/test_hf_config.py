@@ -306,7 +306,8 @@ OF_ROPE = [
     {"rope_scaling": {"type": "linear", "factor": 4.0}},
     {"rope_scaling": LINEAR_ROPE | {"type": "yarn"}},
     {"rope_scaling": LLAMA3_ROPE},
-    {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 8192},
+    {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 4096},
+    {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 2, "high_freq_factor": 8.0}},
     {
         "rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 4096},
         "original_max_position_embeddings": 8192,
@@ -621,10 +622,10 @@ REFUSED = {
         ({"rope_scaling": {"type": "linear"}}, "linear RoPE scaling has no factor"),
         ({"rope_scaling": LINEAR_ROPE | {"factor": None}}, "factor is None"),
         ({"rope_parameters": {"full_attention": {}}}, "separate RoPE parameters for ['full_att"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "RoPE low_freq_factor is None"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor is None"),
         (
-            {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 4096},
-            "RoPE original_max_position_embeddings is 4096, only 8192",
+            {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4}},
+            "low_freq_factor(4) must be less than high_freq_factor(4)",
         ),
         ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "RoPE partial_rotary_factor is 0.5"),
         ({"rope_scaling": {"rope_dim": 8}}, "RoPE rope_dim is 8"),

@@ -54,9 +54,10 @@ LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
     "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    # Numbers unlike those built into Megatron-Core; frequencies of a tiny head are in all parts.
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 6.0,
+    "original_max_position_embeddings": 256,
 }
 # As in DeepSeek's models; `mscale_all_dim` scales the scores.
 YARN = {
