@@ -82,6 +82,7 @@ def read_shape(folder: str | Path) -> ModelShape:
         values["head_dim"] = hidden_size // num_heads
     latent = _latent(path, values) if family.has_mla else None
     linear, linear_layers = read_linear(path, values, family, block_types)
+    attention_bias = _switch(path, values, family.attention_bias)
     return ModelShape(
         family=family.model_type,
         num_layers=integer(path, values, "num_hidden_layers"),
@@ -92,7 +93,8 @@ def read_shape(folder: str | Path) -> ModelShape:
         intermediate_size=integer(path, values, "intermediate_size"),
         vocab_size=integer(path, values, "vocab_size"),
         tie_word_embeddings=boolean(path, values, "tie_word_embeddings"),
-        attention_bias=_switch(path, values, family.attention_bias),
+        attention_bias=attention_bias,
+        has_output_bias=attention_bias and family.has_output_bias,
         qk_norm=_switch(path, values, family.norms.of_heads),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,

@@ -172,8 +172,10 @@ class ModelShape:
     """Whether embeddings are multiplied by sqrt(hidden_size)."""
     query_pre_attn_scalar: float | None = None
     """Products of queries and keys are divided by its square root; None: `head_dim`."""
+    has_output_bias: bool = False
+    """Whether attention's output projection has a bias."""
     has_linear_biases: bool = False
-    """Whether attention's output projection, routers and experts have biases, too."""
+    """Whether routers and experts have biases, too."""
     has_sinks: bool = False
     """Whether heads have sinks: trained scores in the softmax whose value is zero."""
     activation: str = "silu"

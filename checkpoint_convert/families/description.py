@@ -122,6 +122,8 @@ class Family:
     """Required keys that must be present: vLLM has another value for an absent one."""
     attention_bias: bool | str = False
     """Whether queries, keys and values have a bias, or the config key that says so."""
+    has_output_bias: bool = False
+    """Whether attention's output projection has a bias where these have."""
     norms: Norms = Norms()
     rope: Rope = Rope()
     scales_embeddings: bool = False

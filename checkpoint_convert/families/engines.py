@@ -19,6 +19,8 @@ class Vllm:
     parallelism."""
     has_mixed_windows: bool = True
     """Whether it serves models where only some layers have a window."""
+    has_output_bias: bool = True
+    """Whether it computes a bias of attention's output projection; otherwise it drops it."""
     renames_experts: bool = False
     """Whether it looks for ignored experts as `mlp.experts`, unlike the weight files."""
 

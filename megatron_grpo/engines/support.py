@@ -124,6 +124,10 @@ def check_attention(engine: str, shape: ModelShape) -> None:
                 "use_sliding_window to false in its config.json": (
                     is_mixed and not vllm.has_mixed_windows
                 ),
+                f"vLLM drops the bias of attention's output projection of the {family} in "
+                "model.path: use rollout.engine=sglang": (
+                    shape.has_output_bias and not vllm.has_output_bias
+                ),
             }
         )
         return

@@ -72,6 +72,15 @@ class WindowedAttention(SelfAttention):
         return super().forward(hidden_states, *options, rotary_pos_emb=own, **named)
 
 
+class BiasedAttention(SelfAttention):
+    """Attention with a bias of its output projection; Megatron's field is for MLPs as well."""
+
+    def __init__(self, config: TransformerConfig, *positional: Any, **options: Any) -> None:
+        config = copy(config)
+        config.add_bias_linear = True
+        super().__init__(config, *positional, **options)
+
+
 def packed_attention_of(shape: ModelShape) -> type[PackedAttention]:
     """Choose the class that replaces Megatron's core attention."""
     return SinkAttention if shape.has_sinks else PackedAttention

@@ -25,7 +25,12 @@ from torch.nn.functional import gelu, relu, silu
 
 from checkpoint_convert import ModelShape, MoeShape
 from checkpoint_convert.shape import Module
-from megatron_grpo.policy.attention import WindowedAttention, packed_attention_of, window_fields
+from megatron_grpo.policy.attention import (
+    BiasedAttention,
+    WindowedAttention,
+    packed_attention_of,
+    window_fields,
+)
 from megatron_grpo.policy.linear_attention import (
     leave_out,
     linear_fields,
@@ -260,6 +265,8 @@ def _use_attention(layer: ModuleSpec, shape: ModelShape) -> None:
     if shape.window_rope_theta is not None:
         attention.module = WindowedAttention
         attention.params |= {"window_scale": softmax_scale(shape, None)}
+    if shape.has_output_bias and not shape.has_linear_biases:
+        attention.module = BiasedAttention
     use_gates(layer, shape)
 
 

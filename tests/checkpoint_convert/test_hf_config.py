@@ -121,7 +121,12 @@ HYBRID = {"qk_norm": True, "zero_centered_norms": True, "has_output_gate": True}
 GEMMA = {"has_post_norms": True, "zero_centered_norms": True, "scales_embeddings": True}
 FLAGS = {
     "gemma3_text": GEMMA | {"qk_norm": True},
-    "gpt_oss": {"has_linear_biases": True, "has_sinks": True, "activation": "swigluoai"},
+    "gpt_oss": {
+        "has_output_bias": True,
+        "has_linear_biases": True,
+        "has_sinks": True,
+        "activation": "swigluoai",
+    },
     "minimax_m2": {"qk_norm": True, "norms_all_heads": True},
     "olmo2": OLMO,
     "olmo3": OLMO,

@@ -92,6 +92,8 @@ def expected_attention(weights: Tensors, shape: ModelShape, rank: int, size: int
     }
     if shape.attention_bias:
         attention["linear_qkv.bias"] = qkv("bias")
+    if shape.has_output_bias:
+        attention["linear_proj.bias"] = weights["o_proj.bias"]
     if shape.qk_norm:
         attention |= {f"{x}_layernorm.weight": weights[f"{x}_norm.weight"] for x in "qk"}
     return attention

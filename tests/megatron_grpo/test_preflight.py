@@ -232,6 +232,15 @@ def test_check_attention_of_sglang_knows_windows(tmp_path):
     check_attention("sglang", replace(olmo, window_rope_theta=olmo.rope_theta))
 
 
+def test_check_attention_names_the_engine_that_computes_a_model(tmp_path):
+    biased = read_shape(tiny_model(tmp_path / "biased", "qwen3", attention_bias=True))
+    for engine, other, shape, reason in (
+        ("vllm", "sglang", biased, "vLLM drops the bias of attention's output projection of the q"),
+    ):
+        assert reason in refusal_of(check_attention, engine, shape)
+        check_attention(other, shape)
+
+
 def test_check_attention_knows_linear_attention(config, on_gpus, tmp_path):
     shape = read_shape(tiny_model(tmp_path, "qwen3_next"))
     for engine in ("vllm", "sglang"):

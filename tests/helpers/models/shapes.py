@@ -97,6 +97,7 @@ def shapes(draw):
             "family": family,
             "tie_word_embeddings": draw(st.booleans()),
             "attention_bias": latent is None and draw(st.booleans()),
+            "has_output_bias": latent is None and draw(st.booleans()),
             "qk_norm": latent is None and draw(st.booleans()),
         },
     )

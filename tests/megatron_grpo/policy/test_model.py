@@ -101,7 +101,7 @@ MODELS = {
         },
     },
     "phi3": {"tied": True},
-    "qwen3": {},
+    "qwen3": {"attention_bias": True},
     "qwen3_5_text": {"tied": True},
     "seed_oss": {"num_key_value_heads": 1},
 }
@@ -273,7 +273,7 @@ MOST = [
     *exact(VISION, IMAGES),
     *exact(VISION, TRAINED),
     # In other models layers are split as in these.
-    *rows(["olmo2", "qwen3_5_text"], [WIDE]),
+    *rows(["olmo2", "qwen3", "qwen3_5_text"], [WIDE]),
     *rows(["llama", "gemma3_text", "mistral", "qwen2", "olmo3", "qwen3"], [UNEVEN]),
     *rows(["qwen3_5_text"], [UNEVEN]),
     *rows(["llama", "gemma3_text", "qwen2", "olmo3", "qwen3_5_text"], [ALL]),
