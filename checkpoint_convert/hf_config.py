@@ -284,7 +284,7 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
             or size * _count(path, values, keys.num_shared)
         ),
         has_shared_gate=keys.has_shared_gate,
-        num_dense_layers=_num_dense_layers(path, values, keys.num_dense_layers),
+        dense_layers=_dense_layers(path, values, keys),
         **_stacks(path.parent, keys),
     )
 
@@ -314,19 +314,27 @@ def _count(path: Path, values: Mapping[str, Any], key: str | None, minimum: int 
     return 0 if key is None else integer(path, values, key, minimum)
 
 
-def _num_dense_layers(path: Path, values: Mapping[str, Any], key: str | None) -> int:
-    num, num_layers = _count(path, values, key), integer(path, values, "num_hidden_layers")
-    if num >= num_layers:
+def _dense_layers(path: Path, values: Mapping[str, Any], keys: Experts) -> tuple[int, ...]:
+    """Layers with a dense MLP in place of experts."""
+    layers = range(integer(path, values, "num_hidden_layers"))
+    first, every = _count(path, values, keys.num_dense_layers), _count(path, values, keys.every, 1)
+    given = (keys.dense_layers and values[keys.dense_layers]) or []
+    if not isinstance(given, list):
+        raise ValueError(f"{path}: {keys.dense_layers} is {given!r}; it must be a list of layers")
+    dense = tuple(i for i in layers if i < first or i in given or (every and (i + 1) % every))
+    names = (keys.num_dense_layers, keys.dense_layers, keys.every)
+    said = " and ".join(f"{name}({values[name]})" for name in names if name)
+    if len(dense) == len(layers):
         raise ValueError(
-            f"{path}: {key}({num}) leaves none of num_hidden_layers({num_layers}) with experts"
+            f"{path}: {said} leaves none of num_hidden_layers({len(layers)}) with experts"
         )
     kinds = values.get("mlp_layer_types")
-    if kinds is not None and kinds != ["dense"] * num + ["sparse"] * (num_layers - num):
+    if kinds is not None and kinds != ["dense" if i in dense else "sparse" for i in layers]:
         raise ValueError(
-            f"{path}: of num_hidden_layers({num_layers}), mlp_layer_types must have 'dense' for "
-            f"the first {num} ({key}) and 'sparse' for the others"
+            f"{path}: of num_hidden_layers({len(layers)}), mlp_layer_types must have 'dense' for "
+            f"{[*dense]}, by {said}, and 'sparse' for the others"
         )
-    return num
+    return dense
 
 
 def _check_supported(path: Path, family: Family, config: Mapping[str, Any]) -> None:

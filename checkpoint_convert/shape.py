@@ -98,7 +98,7 @@ class LinearShape:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeShape:
-    """The mixture of experts that replaces the MLP of every layer but the first few."""
+    """The mixture of experts that replaces the MLP of every layer but `dense_layers`."""
 
     num_experts: int
     experts_per_token: int
@@ -120,8 +120,8 @@ class MoeShape:
     """Intermediate size of the shared expert, which processes every token; 0: there is none."""
     has_shared_gate: bool = False
     """Whether the shared expert's output is multiplied by a sigmoid gate of one element."""
-    num_dense_layers: int = 0
-    """Number of layers with an MLP instead; they come first."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers with an MLP instead."""
     stacks: Stacks | None = None
     """How weight files stack a layer's experts, with gate and up fused; None: they do not."""
     mtp_stacks: Stacks | None = None
@@ -231,7 +231,7 @@ class ModelShape:
         """The modules of a layer, each with a residual connection."""
         if self.block_types:
             return (self.block_types[layer],)
-        is_dense = self.moe is None or layer < self.moe.num_dense_layers
+        is_dense = self.moe is None or layer in self.moe.dense_layers
         attention: Module = "linear" if layer in self.linear_layers else "attention"
         return attention, "mlp" if is_dense else "moe"
 
@@ -240,7 +240,7 @@ class ModelShape:
 
     @property
     def num_dense_layers(self) -> int:
-        """Number of layers with a dense MLP; where layers have two modules they come first."""
+        """Number of layers with a dense MLP."""
         return self.num_layers_with("mlp")
 
     @property
@@ -270,7 +270,7 @@ class ModelShape:
         # As `non_homogeneous_layers` in Megatron-Core's TransformerBlock.sharded_state_dict.
         if self.linear_layers or self.block_types:
             return False
-        return self.moe is None or self.moe.num_dense_layers in (0, self.num_layers)
+        return self.moe is None or not self.moe.dense_layers
 
 
 def named_fields(shape: ModelShape) -> dict[str, Any]:

@@ -47,6 +47,10 @@ class Experts:
     """See `MoeShape`."""
     num_dense_layers: str | None = None
     """Config key of the number of layers with a dense MLP, which come first; None: 0."""
+    dense_layers: str | None = None
+    """Config key of a list of layers with a dense MLP; None: there is none."""
+    every: str | None = None
+    """Config key of n, where only every n-th layer has experts; None: 1."""
     bias: str = "gate.e_score_correction_bias"
     """Name of the biases with which a sigmoid router chooses experts."""
     has_groups: bool = False

@@ -153,6 +153,9 @@ def _obstacles_of_sglang(shape: ModelShape) -> dict[str, object]:
         "as SGLang has one base of RoPE for layers with windows and without": (
             sglang.has_one_rope and shape.window_rope_theta not in (None, shape.rope_theta)
         ),
+        "as SGLang has experts in all of its layers": (
+            shape.moe and shape.num_dense_layers and not sglang.has_dense_layers
+        ),
         "which has Mamba-2's layers": shape.has_mamba,
         "as SGLang has full attention in one layer of so many, the last of them": (
             shape.linear and full_interval(shape) is None

@@ -210,9 +210,17 @@ def moe_by_transformers(config):
         weight_scale=getattr(config, "routed_scaling_factor", 1.0),
         shared_intermediate_size=getattr(config, "shared_expert_intermediate_size", shared),
         has_shared_gate=config.model_type in HYBRIDS,
-        num_dense_layers=getattr(config, "first_k_dense_replace", 0),
+        dense_layers=dense_by_transformers(config),
         **dict.fromkeys(("stacks", "mtp_stacks"), STACKS.get(config.model_type)),
     )
+
+
+def dense_by_transformers(config):
+    """Layers without experts."""
+    if config.model_type != "qwen3_moe":
+        return tuple(range(getattr(config, "first_k_dense_replace", 0)))
+    every, given = config.decoder_sparse_step, config.mlp_only_layers
+    return tuple(i for i in range(config.num_hidden_layers) if i in given or (i + 1) % every)
 
 
 def latent_by_transformers(config):
@@ -715,7 +723,14 @@ REFUSED = {
         ({"sliding_window": 8, "layer_types": [FULL] * 2}, "only ['sliding_attention', "),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1; it must be at least"),
     ],
-    "qwen3_moe": [({"num_experts": 4}, "num_experts_per_tok(8) is more than num_experts(4)")],
+    "qwen3_moe": [
+        ({"num_experts": 4}, "num_experts_per_tok(8) is more than num_experts(4)"),
+        (
+            {"mlp_only_layers": [1], "decoder_sparse_step": 2},
+            "mlp_only_layers([1]) and decoder_sparse_step(2) leaves none of num_hidden_layers(2)",
+        ),
+        ({"mlp_only_layers": 1}, "mlp_only_layers is 1; it must be a list of layers"),
+    ],
     "qwen3_next": [
         ({"shared_expert_intermediate_size": 0}, "is 0; it must be an integer of at"),
         ({"layer_types": ["linear_attention"] * 2}, "and full_attention at least once"),

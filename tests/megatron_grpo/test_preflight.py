@@ -234,8 +234,10 @@ def test_check_attention_of_sglang_knows_windows(tmp_path):
 
 def test_check_attention_names_the_engine_that_computes_a_model(tmp_path):
     biased = read_shape(tiny_model(tmp_path / "biased", "qwen3", attention_bias=True))
+    mixed = read_shape(tiny_model(tmp_path / "mixed", "qwen3_moe", mlp_only_layers=[1]))
     for engine, other, shape, reason in (
         ("vllm", "sglang", biased, "vLLM drops the bias of attention's output projection of the q"),
+        ("sglang", "vllm", mixed, "as SGLang has experts in all of its layers: use vllm"),
     ):
         assert reason in refusal_of(check_attention, engine, shape)
         check_attention(other, shape)

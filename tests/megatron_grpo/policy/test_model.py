@@ -126,14 +126,18 @@ MIXTURES = {
     "mixtral": {},
     # One module in each layer: Mamba-2's, experts, attention without RoPE, an MLP without gates.
     "nemotron_h": {},
-    "qwen3_moe": {"num_experts": 8},
+    "qwen3_moe": {"num_experts": 8, "mlp_only_layers": [2]},
     "qwen3_5_moe_text": {},
     # Linear attention, before the last layer; a gate of attention, and one of the shared expert.
     "qwen3_next": {"full_attention_interval": 4, "num_key_value_heads": 1},
 }
 ONE_LAYOUT = {  # routers do not depend on the layout; DeepSeek's layers are split as Kimi's
     # The weights of a token's experts do not sum to 1.
-    PLAIN_WEIGHTS: {"norm_topk_prob": False, "num_experts_per_tok": 3},
+    PLAIN_WEIGHTS: {
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 3,
+        "decoder_sparse_step": 2,
+    },
     # One group of experts, and YaRN whose ramp has no width.
     KIMI: {
         "rope_parameters": YARN | {"beta_fast": 1.0, "beta_slow": 1.0},
@@ -220,7 +224,7 @@ OWN_ATTENTION = [
     *("qwen3_next", "qwen3_5_moe_text"),
 ]
 """Models with parts of attention that qwen3_moe lacks: contexts split them."""
-UNLIKE_LAYERS = ["deepseek_v3", "glm4_moe", "gpt_oss", "nemotron_h", "qwen3_next"]
+UNLIKE_LAYERS = ["deepseek_v3", "glm4_moe", "gpt_oss", "nemotron_h", "qwen3_moe", "qwen3_next"]
 """Models whose layers differ from each other: a pipeline must give each its own."""
 SELECTIVE = "recompute_granularity=selective"
 FULL = options("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
