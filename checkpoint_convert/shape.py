@@ -223,6 +223,11 @@ class ModelShape:
         return self.linear is not None and self.linear.is_mamba
 
     @property
+    def rope_type(self) -> str:
+        """Kind of RoPE's scaling, `default` without."""
+        return "default" if self.rope_scaling is None else self.rope_scaling["rope_type"]
+
+    @property
     def has_gates(self) -> bool:
         """Whether MLPs and experts have gates."""
         return self.activation != "relu2"

@@ -93,8 +93,8 @@ class Norms:
 class Rope:
     """How RoPE rotates, and how it may be scaled."""
 
-    partial_factor: float = 1.0
-    """See `ModelShape.partial_rotary_factor`."""
+    partial_factor: float | None = 1.0
+    """See `ModelShape.partial_rotary_factor`; None: config.json says."""
     size: str | None = None
     """Config key of the size of the rotated part, which vLLM needs; None: there is none."""
     types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")

@@ -5,6 +5,7 @@ factor. Megatron-Core multiplies cosines and sines by the factor, but its fused 
 sequences takes only angles and silently drops it (test_upstream: mscale). Here the factor is part
 of the softmax scale, which every attention takes: torch's, Transformer Engine's and flex. Scores
 are equal where whole heads are rotated; with latents the factor scales both parts of a head.
+LongRoPE's factor scales the rotated part alone: see `attention.LongAttention`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,8 +78,8 @@ def packed_rotary(shape: ModelShape, axes: Sequence[int]) -> PackedRotary | None
 
 def _rotary(shape: ModelShape) -> RotaryEmbedding:
     """Angles for the rotated part of each head."""
-    scaling = {"rope_type": "default", **(shape.rope_scaling or {})}
-    kind = scaling.pop("rope_type")
+    kind, scaling = shape.rope_type, dict(shape.rope_scaling or {})
+    scaling.pop("rope_type", None)
     rotary = RotaryEmbedding(
         shape.rotary_dim,
         rotary_percent=1.0,
@@ -87,6 +88,10 @@ def _rotary(shape: ModelShape) -> RotaryEmbedding:
     )
     if kind == "llama3":  # Megatron's constructor takes `factor` alone
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **scaling)
+    if kind == "longrope":
+        factors = torch.tensor(scaling["short_factor"], device=rotary.inv_freq.device)
+        pairs = torch.arange(0, shape.rotary_dim, 2, device=factors.device) / shape.rotary_dim
+        rotary.inv_freq = 1.0 / (factors * shape.rope_theta**pairs)
     if kind == "yarn":
         rotary.inv_freq = yarn_frequencies(rotary.inv_freq, shape.rope_theta, scaling)
     return rotary
@@ -94,8 +99,7 @@ def _rotary(shape: ModelShape) -> RotaryEmbedding:
 
 def yarn_scaling(shape: ModelShape) -> Mapping[str, Any] | None:
     """The model's `rope_scaling` if its type is yarn, else None."""
-    scaling = shape.rope_scaling
-    return scaling if scaling is not None and scaling["rope_type"] == "yarn" else None
+    return shape.rope_scaling if shape.rope_type == "yarn" else None
 
 
 def yarn_frequencies(inv_freq: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:

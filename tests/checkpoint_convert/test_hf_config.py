@@ -346,10 +346,10 @@ OF_WINDOWS = [
     {"model_type": "gemma3_text", "sliding_window_pattern": 2},
     {"model_type": "gemma3_text", "rope_local_base_freq": 5e3, "rope_scaling": LINEAR_ROPE},
 ]
-# Published with YaRN; see test_rope.py.
-WITH_YARN = (
+# Published with YaRN or LongRoPE; see test_rope.py.
+WITH_FACTORS = (
     *("DeepSeek-V3", "DeepSeek-V3.2", "Kimi-K2", "Ministral-3-8B", "OLMo-3-7B"),
-    *("gpt-oss-20b", "gpt-oss-120b"),
+    *("Phi-4-mini", "gpt-oss-20b", "gpt-oss-120b"),
 )
 READ = {
     **{f"{family} as saved": saved_config(family) for family in CONFIGS},
@@ -363,7 +363,7 @@ READ = {
     **{
         name: config
         for name, config in PUBLISHED_MODELS.items()
-        if "text_config" not in config and name not in WITH_YARN
+        if "text_config" not in config and name not in WITH_FACTORS
     },
     **{str(rope): LLAMA | rope for rope in OF_ROPE},
     **{
@@ -425,8 +425,7 @@ HARMLESS_IN = {
         *("mtp_layers_block_type", "num_hidden_layers", "rope_parameters"),
         *("get_nemotron_h_config_for_layer", "get_text_config", "rms_norm_eps"),
     },
-    # Fields of RoPE scalings that this family does not have here.
-    "phi3": {"original_max_position_embeddings"},
+    "phi3": {"original_max_position_embeddings"},  # of LongRoPE, which the config does not have
     "qwen3_5_text": OF_QWEN3_5 | OF_EXPERTS,
     "qwen3_5_moe_text": OF_QWEN3_5,
 }
@@ -629,7 +628,7 @@ REFUSED = {
         ({"num_key_value_heads": 3}, "num_key_value_heads(3) must divide num_attention_heads(4)"),
         ({"head_dim": 25}, "head_dim is 25; it must be even"),
         # RoPE
-        ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported; supported: ['def"),
+        ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported for llama; su"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, "RoPE scaling ['linear'] is not supported"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be null or an object"),
         ({"rope_scaling": {"type": "linear"}}, "linear RoPE scaling has no factor"),

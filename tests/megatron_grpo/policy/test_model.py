@@ -59,6 +59,14 @@ LLAMA3 = {
     "high_freq_factor": 6.0,
     "original_max_position_embeddings": 256,
 }
+# As in Phi-4-mini: three quarters of a head are rotated, and more positions than were trained.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 3.0],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+}
 # As in DeepSeek's models; `mscale_all_dim` scales the scores.
 YARN = {
     "rope_type": "yarn",
@@ -150,6 +158,14 @@ ROPES = {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
     },
     "llama, llama3": {"rope_parameters": LLAMA3},
+    "phi3, longrope": {
+        "tied": True,
+        "num_hidden_layers": 5,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 256,
+        "rope_parameters": LONGROPE,
+        "initializer_range": 0.15,
+    },
     "qwen2, yarn": LONGER,
     "qwen3, yarn": LONGER,
 }
@@ -283,6 +299,7 @@ MOST = [
     *rows(["llama", "gemma3_text", "qwen2", "olmo3", "qwen3_5_text"], [ALL]),
     Row("llama, linear", "cp2", kind=LONG),
     Row("llama, llama3", "cp2", kind=LONG),
+    Row("phi3, longrope", "tp4 cp2", kind=LONG),
     Row("qwen2, yarn", "pp2", kind=LONG),
     Row("qwen3, yarn", "tp4 cp2", kind=LONG),
     *rows(MIXTURES, [EXPERTS]),
@@ -340,6 +357,7 @@ LONGEST = [
 ]
 SLOW = [
     *rows(MODELS, [WIDE, UNEVEN, ALL]),
+    *rows(["phi3, longrope"], [WIDE, UNEVEN, ALL], kind=LONG),
     *rows(MIXTURES, [CONTEXT, CHUNKS]),
     *rows([name for name in MIXTURES if name not in UNSPLIT], [SPLIT]),
     Row("qwen3_moe", "dp2"),
