@@ -201,7 +201,8 @@ def _longest_prompt(cfg: Config, max_position_embeddings: int, limit: str) -> in
         raise ValueError(
             f"{limit} {cfg.rollout.max_completion_length} leaves no room for a prompt in the "
             f"model's context of {max_position_embeddings} tokens (max_position_embeddings of its "
-            f"config.json): use at most {max_position_embeddings - 1}"
+            "config.json, or the original one of longrope): use at most "
+            f"{max_position_embeddings - 1}"
         )
     return longest
 

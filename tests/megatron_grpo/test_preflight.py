@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.peft import adapter_tensors, b_name
 from checkpoint_convert.quantized.model import quantized_model
+from helpers.models.published import write_config
 from helpers.models.quantized import FORMATS, quantized_copy
 from helpers.models.shapes import MIXTRAL_8X7B, QWEN3_30B
 from helpers.models.tiny import add_mtp_layer, character_tokenizer, servable_model, tiny_model
@@ -230,6 +231,25 @@ def test_check_attention_of_sglang_knows_windows(tmp_path):
     ):
         assert reason in refusal_of(check_attention, "sglang", shape)
     check_attention("sglang", replace(olmo, window_rope_theta=olmo.rope_theta))
+
+
+def test_check_attention_names_the_engine_that_computes_a_model(tmp_path):
+    biased = read_shape(tiny_model(tmp_path / "biased", "qwen3", attention_bias=True))
+    mixed = read_shape(tiny_model(tmp_path / "mixed", "qwen3_moe", mlp_only_layers=[1]))
+    for engine, other, shape, reason in (
+        ("vllm", "sglang", biased, "vLLM drops the bias of attention's output projection of the q"),
+        ("sglang", "vllm", mixed, "as SGLang has experts in all of its layers: use vllm"),
+    ):
+        assert reason in refusal_of(check_attention, engine, shape)
+        check_attention(other, shape)
+
+
+def test_engines_of_longrope_keep_to_the_trained_length(config, tmp_path):
+    shape = read_shape(write_config(tmp_path / "model", "Phi-4-mini"))
+    check_served(config("rollout.vllm.max_model_len=4096").rollout, shape)
+    longer = config("rollout.vllm.max_model_len=8k").rollout
+    reason = "rollout.vllm.max_model_len 8000: in an engine of more than 4096 tokens vLLM rotates"
+    assert reason in refusal_of(check_served, longer, shape)
 
 
 def test_check_attention_knows_linear_attention(config, on_gpus, tmp_path):
