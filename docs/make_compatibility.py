@@ -42,6 +42,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "reward_model": (),
     "grpo.shared_prompts": (),
     "grpo.dynamic_sample": (),
+    "grpo.dynamic_sample_temperature": ("grpo.dynamic_sample",),
     "environment with grpo.supervision: process": ("environment", "rewards in parts"),
     "grpo.sync_ref_model": (),
     "train.replay": (),

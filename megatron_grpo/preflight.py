@@ -74,7 +74,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> "C
 
     check_loss(cfg)
     check_reward_models(cfg)
-    checked = check_prompts(cfg, shape)
+    checked = check_prompts(cfg, shape, rehearses=not starts_here)
     cfg = checked.cfg
     check_replay(cfg)
     if cfg.eval.named_sets:

@@ -12,6 +12,7 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.agents.agents import actor_pool, try_agent
 from megatron_grpo.agents.fork_pool import ForkPool
+from megatron_grpo.agents.rehearsal import rehearse
 from megatron_grpo.agents.turns import ObservationTemplate, end_of_turn
 from megatron_grpo.batch.advantage_function import AdvantageFunction
 from megatron_grpo.batch.schedule import BatchSchedule
@@ -45,13 +46,15 @@ class Checked(NamedTuple):
     cfg: Config
     """With `train.num_epochs` converted to steps, and the date of the chat template."""
     prompt: str
-    """The first prompt as the model will see it, for people, and scores of trial completions."""
+    """For people: the first prompt as the model will see it, or a session, and scores of trial
+    completions."""
     tried: str
     """User code that was run, as the end of a sentence."""
 
 
-def check_prompts(cfg: Config, shape: ModelShape) -> Checked:
-    """Raise ValueError if the prompts of `data` cannot be read, sampled, scored or trained on."""
+def check_prompts(cfg: Config, shape: ModelShape, *, rehearses: bool) -> Checked:
+    """Raise ValueError if the prompts of `data` cannot be read, sampled, scored or trained on. With
+    `rehearses`, an environment or agent of the run plays a session for people to look at."""
     check_images(cfg)
     with ExitStack() as stack:
         pools = stack.enter_context(closing(RewardPools()))
@@ -72,15 +75,18 @@ def check_prompts(cfg: Config, shape: ModelShape) -> Checked:
         _check_token_budget(cfg, prompts)
         trials = rewards.try_out(prompts)
         _try_advantages(cfg, prompts)
+        played = []
         for name, view in cfg.by_source.items():
             if pool := _dialogue_pool(view):
                 stack.callback(pool.close)
                 pool.wait_ready(_rows_of(name, view, prompts))
+                first = next(each for each in prompts if each.source == name)
                 if view.partner == AGENT:
-                    first = next(each for each in prompts if each.source == name)
                     try_agent(pool, view.agent, first)
+                if rehearses:
+                    played.append(rehearse(view, tokenizer, ends, first))
             _check_turns(view, tokenizer, ends)
-        described = _described(prompts[0], tokenizer, ends, cfg)
+        described = "\n".join([_described(prompts[0], tokenizer, ends, cfg), *played])
         return Checked(cfg, described + trial_table(trials), what_was_tried(cfg, trials))
 
 
@@ -174,12 +180,14 @@ def _described(
         return f"{steps} on rows of {', '.join(cfg.sources.by_name)}"
     if _has_agent(cfg):
         return f"{steps}; an agent acts on each row of the data"
-    observed = "" if not cfg.partner else ", but for what the environment says"
+    if cfg.partner:
+        most = cfg.rollout.max_completion_length
+        return f"{steps} on sessions of at most {most} tokens after the prompt, turns up to {ended}"
     return (
         f"{steps}; row {prompt.index} of the data becomes "
         f"{len(prompt.token_ids)} tokens, which do not enter the loss:\n"
         f"{_short_text(prompt, tokenizer)}\n"
-        f"and the model's, which do{observed}: at most {cfg.rollout.max_completion_length}, up to "
+        f"and the model's, which do: at most {cfg.rollout.max_completion_length}, up to "
         f"{ended}"
     )
 

@@ -159,8 +159,10 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check that CONFIG can start, without starting it.
 
     Checks model, layout, data, rewards and an earlier run in train.run_dir, as train does; needs no
-    GPU. Encodes every row (minutes for a large data set), prints the first prompt, scores trial
-    completions of it and starts its agent. Exit code 2 after a mistake.
+    GPU. Encodes every row (minutes for a large data set), prints the first prompt and scores trial
+    completions of it. With an environment or agent, plays its session, with the row's answer for
+    each turn of the model, and prints which tokens would be trained on. Exit code 2 after a
+    mistake.
 
     \b
     Example:

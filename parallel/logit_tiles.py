@@ -42,7 +42,8 @@ class LogitTiles:
     """Number of columns that are not padding; the rest are outside the softmax."""
     columns: Tensor
     """[n] int64: local column of each row's token; out of range if another rank has it."""
-    temperature: float
+    temperature: float | Tensor
+    """One for all rows, or [n]."""
     tile_columns: int | None
     """None chooses by device."""
 
@@ -51,9 +52,17 @@ class LogitTiles:
         """Dtype of logits and of all accumulated values."""
         return torch.promote_types(self.weight.dtype, torch.float32)
 
+    @property
+    def scale(self) -> float | Tensor:
+        """1 / temperature."""
+        if isinstance(self.temperature, Tensor):
+            return 1 / self.temperature.to(self.dtype)
+        return 1 / self.temperature
+
     def sums(self) -> SoftmaxSums:
         """Statistics over all columns."""
         add_tile = _for_device(_with_tile, self.weight.device.type)
+        scale = self.scale
         zero = torch.zeros(len(self.hidden), dtype=self.dtype, device=self.hidden.device)
         # Separate tensors: torch.compile would compile again for aliased arguments. The minimum is
         # finite: with -inf, the first `shift * sum_exp` would be -inf * 0 = nan.
@@ -61,7 +70,7 @@ class LogitTiles:
         rows = self.hidden.to(product_dtype(self.hidden.dtype))
         for part, table, space in self._tiles():
             logits = _product(rows, table.t(), self.dtype, space)
-            sums = add_tile(sums, logits, self.columns - part.start, 1 / self.temperature, space)
+            sums = add_tile(sums, logits, self.columns - part.start, scale, space)
         return sums
 
     def gradients(
@@ -79,6 +88,7 @@ class LogitTiles:
         incoming gradients `of_logprob` and `of_entropy`.
         """
         gradient_of_tile = _for_device(_gradient_of_tile, self.weight.device.type)
+        scale = self.scale
         rows = self.hidden.to(product_dtype(self.hidden.dtype))
         of_hidden = torch.zeros_like(self.hidden, dtype=self.dtype) if needed[0] else None
         of_weight = torch.zeros_like(self.weight) if needed[1] else None
@@ -86,7 +96,7 @@ class LogitTiles:
             gradient = gradient_of_tile(
                 _product(rows, table.t(), self.dtype, space),
                 self.columns - part.start,
-                1 / self.temperature,
+                scale,
                 log_normalizer,
                 entropy,
                 of_logprob,
@@ -150,7 +160,7 @@ class _Space:
 
 
 def _with_tile(
-    sums: SoftmaxSums, logits: Tensor, columns: Tensor, scale: float, space: _Space | None
+    sums: SoftmaxSums, logits: Tensor, columns: Tensor, scale: float | Tensor, space: _Space | None
 ) -> SoftmaxSums:
     """Add a tile's columns to `sums`; z = scale * logits (online softmax, arXiv 1805.02867).
 
@@ -161,7 +171,7 @@ def _with_tile(
     old = shift.exp()
     at, is_here = _within(columns, logits)
     token = logits.gather(1, at).squeeze(1) * scale * is_here
-    x = torch.add(-maximum[:, None], logits, alpha=scale, out=space.logits if space else None)
+    x = _add_scaled(-maximum, logits, scale, space)
     exp = torch.exp(x, out=space.exp if space else None)
     sum_exp = exp.sum(dim=1)
     sum_x_exp = exp.mul_(x).sum(dim=1)
@@ -177,7 +187,7 @@ def _with_tile(
 def _gradient_of_tile(
     logits: Tensor,
     columns: Tensor,
-    scale: float,
+    scale: float | Tensor,
     log_normalizer: Tensor,
     entropy: Tensor,
     of_logprob: Tensor,
@@ -192,9 +202,7 @@ def _gradient_of_tile(
     overwritten.
     """
     of_logprob = of_logprob * scale
-    log_p = torch.add(
-        -log_normalizer[:, None], logits, alpha=scale, out=space.logits if space else None
-    )
+    log_p = _add_scaled(-log_normalizer, logits, scale, space)
     factor = -of_logprob[:, None]
     if of_entropy is not None:
         of_entropy = of_entropy * -scale
@@ -208,6 +216,16 @@ def _gradient_of_tile(
     if space.product is None:
         return gradient.to(dtype)
     return space.product.copy_(gradient)
+
+
+def _add_scaled(
+    rows: Tensor, logits: Tensor, scale: float | Tensor, space: _Space | None
+) -> Tensor:
+    """Rows [n] + scale * logits, for one `scale` or [n] of them; written to `space.logits`."""
+    out = space.logits if space else None
+    if isinstance(scale, Tensor):
+        return torch.addcmul(rows[:, None], logits, scale[:, None], out=out)
+    return torch.add(rows[:, None], logits, alpha=scale, out=out)
 
 
 def _within(columns: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

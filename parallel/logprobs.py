@@ -37,7 +37,7 @@ def chosen_logprobs(
     tokens: Tensor,
     predictions: Predictions,
     *,
-    temperature: float,
+    temperature: float | Tensor,
     vocab_size: int,
     tensor_group: dist.ProcessGroup | None,
     tile_columns: int | None = None,
@@ -56,7 +56,7 @@ def chosen_logprobs(
         predictions: the selected tokens, and the rows that predict them. Other rows are neither
             communicated nor multiplied. `counts`, one per tensor rank, is read if `hidden` is a
             slice.
-        temperature: positive; the sampler's.
+        temperature: positive; the sampler's, one for all selected tokens or [K].
         vocab_size: columns from here on are padding and outside the softmax.
         tensor_group: ranks that split the vocabulary; None if one rank holds all of it.
         tile_columns: columns of the vocabulary per tile; None chooses by device.
@@ -98,7 +98,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        temperature: float,
+        temperature: float | Tensor,
         vocab_size: int,
         group: dist.ProcessGroup | None,
         counts: list[int] | None,

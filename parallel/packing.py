@@ -40,6 +40,7 @@ class TokenSequence:
     routes: Tensor | None = None
     log_row: int | None = None  # row of the first response token in the token log; None: no log
     root: int | None = None  # index of the sequence in whose response this prompt ends; None: none
+    temperature: float | None = None  # of the sampler; None: the run's, in all sequences
     # Images of the prompt: PromptImages, or a key of them until they are read; None: none
     images: Hashable | None = None
 
@@ -78,6 +79,7 @@ class PackedBatch:
     loss_weights: Tensor  # [T]
     advantages: Tensor  # [T]
     rollout_logprobs: Tensor  # [T]
+    temperatures: Tensor | None = None  # [T], of the sampler; None: the run's
     old_logprobs: Tensor | None = None  # [T], under the generating policy; None: the current one
     ref_logprobs: Tensor | None = None  # [T]
     high_entropy: Tensor | None = None  # [T], entropies of the objective's tokens, -inf of others
@@ -100,6 +102,10 @@ class PackedBatch:
     def rope_positions(self) -> Tensor:
         """Positions for RoPE: [T], or with images [3, T]."""
         return self.position_ids if self.images is None else self.images.positions
+
+    def temperature_at(self, positions: Tensor, default: float) -> float | Tensor:
+        """Temperatures of the tokens at `positions`: the run's, `default`, or one for each."""
+        return default if self.temperatures is None else self.temperatures[positions]
 
     def on_rank(self, dims: ParallelDims, coordinates: Coordinates) -> "PackedBatch":
         """The batch with the `part` of the rank at `coordinates`, unless it is known.
@@ -191,6 +197,7 @@ def pack(
     images = [segment.images for segment in segments if segment.images is not None]
     routes = [segment.routes for segment in segments if segment.routes is not None]
     logged = [each.log_row for each in members if each.log_row is not None]
+    temperatures = [each.temperature for each in members if each.temperature is not None]
     floating = torch.empty(0, dtype=dtype).numpy().dtype
     masks = [True if each.response_mask is None else each.response_mask for each in members]
     loss_mask = responses.column(masks, bool)
@@ -206,6 +213,7 @@ def pack(
         loss_weights=responses.column([each.loss_weight for each in members], floating) * loss_mask,
         advantages=responses.column([each.advantage for each in members], floating),
         rollout_logprobs=responses.column([each.rollout_logprobs for each in members], floating),
+        temperatures=responses.column(temperatures, floating) if temperatures else None,
         log_rows=_log_rows(members, responses) if logged else None,
         prefixes=_prefixes(segments, starts) if share_prompts else None,
         images=_pack_images(segments, of_segments) if images else None,

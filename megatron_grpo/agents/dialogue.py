@@ -108,8 +108,9 @@ class Dialogue:
                 extend_spans(self.spans, self.spans[-1][0], len(tokens))
                 self.text += text
 
-    def to_sample(self, policy_version: int) -> Sample:
-        """The sample of an ended dialogue; `policy_version` counts if it failed before a turn."""
+    def to_sample(self, params: SamplingParams) -> Sample:
+        """The sample of an ended dialogue; the version of `params` counts if it failed before a
+        turn."""
         spans, routes = self.spans, self.routes
         return Sample(
             prompt=self.prompt,
@@ -118,8 +119,9 @@ class Dialogue:
             logprobs=self.logprobs,
             finish_reason=self.finish_reason,
             text=self.text,
-            policy_version=spans[0][0] if spans else policy_version,
+            policy_version=spans[0][0] if spans else params.policy_version,
             versions=tuple(spans) if len(spans) > 1 else (),
+            temperature=params.own_temperature,
             loss_mask=self.loss_mask,
             routes=np.concatenate(routes) if routes else None,
             step_rewards=tuple(self.step_rewards),
@@ -172,7 +174,7 @@ class DialogueGroup(Group):
             dialogue.finish_reason = "failed"
             where = f"prompt {self.prompt.index}, sample {index}, {call}"
             self.failures.append(f"{where}: {failure}")
-        return dialogue.to_sample(params.policy_version)
+        return dialogue.to_sample(params)
 
     async def _converse(self, dialogue: Dialogue, router: RequestRouter) -> None:
         """Have the model and a new environment take turns until the dialogue ends."""

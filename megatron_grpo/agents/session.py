@@ -143,6 +143,7 @@ class Session:
             text="".join([each.text for each in branches]),
             policy_version=spans[0][0] if spans else self._params.policy_version,
             versions=tuple(spans) if len(spans) > 1 else (),
+            temperature=self._params.own_temperature,
             loss_mask=[m for each in branches for m in each.loss_mask],
             routes=self._routes() if self._params.has_routes and branches else None,
             step_rewards=tuple(steps),

@@ -172,6 +172,7 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
     )
     lengths = [len(sample.completion_ids) for sample in samples]
     log_rows = first_rows(lengths, cfg.train.log_tokens)
+    has_own = any(sample.temperature is not None for sample in samples)
     routed = [sample.routes for sample in samples if sample.routes is not None]
     return [
         TokenSequence(
@@ -191,6 +192,7 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             if routed
             else None,
             log_row=log_row,
+            temperature=(sample.temperature or cfg.rollout.temperature) if has_own else None,
             images=sample.prompt.images,
         )
         for sample, i, mask, weight, log_row in zip(

@@ -5,6 +5,7 @@ the section by itself; `checks.py` checks them together. Nothing imports torch, 
 reported at once.
 """
 
+from math import ceil
 from typing import Any
 
 from pydantic import model_validator
@@ -91,6 +92,13 @@ class Config(Section):
     def num_engines(self) -> int:
         """Number of engines in use; a replay has none."""
         return 0 if self.train.replay is not None else self.rollout.num_engines
+
+    @property
+    def completions_per_engine(self) -> int:
+        """Completions that an engine may have at once, of all generations in progress."""
+        rollout, ahead = self.rollout, max(1, self.rollout.max_staleness)
+        generations = rollout.over_sampling if rollout.over_sampling > 1 else ahead
+        return ceil(self.grpo.generation_batch_size * generations / rollout.num_engines)
 
     @property
     def offload(self) -> Offload:

@@ -61,6 +61,8 @@ CONFLICTS = {
     # Generations ahead.
     ("rollout.max_staleness", "rollout.enable_sleep_mode"): "engines that sleep while the ranks "
     "train cannot generate meanwhile",
+    ("rollout.over_sampling", "grpo.dynamic_sample_temperature"): "it replaces a group at once by "
+    "the next prompt of the data; set rollout.over_sampling=1",
     ("rollout.over_sampling", "dialogues"): "checkpoints have completions in progress, and "
     "dialogues cannot be saved before they end; set rollout.over_sampling=1",
     ("rollout.recompute_kv_cache: false", "rollout.engine: sglang"): "SGLang does not empty its "

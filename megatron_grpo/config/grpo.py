@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from checkpoint_convert.shape import ModelShape
+from megatron_grpo.config.rollout import MIN_TEMPERATURE
 from megatron_grpo.config.section import Section
 
 LossAggregation = Literal["token", "sequence", "constant", "sum"]
@@ -95,6 +96,9 @@ class GRPOConfig(Section):
     dynamic_sample_reward: str | None = None
     """With dynamic_sample, the reward function whose scores must differ: its name without its file,
     or `environment`. Null: the total reward."""
+    dynamic_sample_temperature: float | None = Field(default=None, ge=MIN_TEMPERATURE)
+    """With dynamic_sample, the first round retries the same prompts at this temperature, which the
+    trainer divides their logits by, too. Null: all rounds try other prompts."""
     dynamic_sample_oversampling: float = Field(default=1.0, ge=1)
     """With dynamic_sample, prompts tried per missing prompt and round, at least 1. More save
     rounds; surplus prompts are dropped."""

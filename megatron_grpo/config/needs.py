@@ -85,6 +85,7 @@ NEEDS = {
 IDLE = {
     "grpo.dynamic_sample: true": (
         "grpo.dynamic_sample_reward",
+        "grpo.dynamic_sample_temperature",
         "grpo.dynamic_sample_oversampling",
         "grpo.max_resample_times",
     ),

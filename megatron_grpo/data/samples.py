@@ -64,6 +64,8 @@ class Sample:
     """Version of the weights that sampled the first token, as the engine reports it."""
     versions: tuple[tuple[int, int], ...] = ()
     """(version, tokens) of each part of the completion, if a push happened during it."""
+    temperature: float | None = None
+    """Temperature of a retry (`grpo.dynamic_sample_temperature`); None: `rollout.temperature`."""
     loss_mask: Sequence[int] = ()
     """int8. 1 for sampled tokens, 0 for observations. Default: all 1."""
     # Not compared: `==` of arrays has no single truth value.

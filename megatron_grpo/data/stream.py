@@ -117,8 +117,13 @@ class PromptStream:
         end_rounds, end = divmod((generation + 1) * self.batch_size, len(self._turns))
         return range(rounds * before[-1] + before[turn], end_rounds * before[-1] + before[end])
 
-    def others(self, tried: Collection[int], count: int, order: random.Random) -> list[Prompt]:
-        """Choose up to `count` random prompts that are not in `tried`, by the paths' weights."""
+    def others(
+        self, tried: Collection[int], count: int, generation: int, number: int
+    ) -> list[Prompt]:
+        """Choose up to `count` random prompts that are not in `tried`, by the paths' weights, for
+        round `number` of a generation."""
+        # Seeded by generation and round: a resumed run must try the same prompts.
+        order = random.Random(f"resampled {self.seed} {generation} {number}")
         num_turns = len(self._turns)
         # A random first turn: with one prompt per call, turn 0 would always choose the first path.
         first = order.randrange(num_turns) if num_turns > 1 else 0

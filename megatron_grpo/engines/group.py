@@ -129,6 +129,7 @@ class CompletionGroup(Group):
             text=choice.text,
             policy_version=spans[0][0] if spans else self.params.policy_version,
             versions=tuple(spans) if len(spans) > 1 else (),
+            temperature=self.params.own_temperature,
             routes=choice.routes if self.params.has_routes else None,
         )
 

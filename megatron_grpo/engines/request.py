@@ -33,6 +33,8 @@ class SamplingParams:
     policy_version: int
     """Version of the weights that engines must hold."""
     temperature: float
+    own_temperature: float | None = None
+    """Temperature of a retry, instead of the run's; its samples carry it."""
     top_p: float = 1.0
     top_k: int = -1
     """-1: all tokens."""
@@ -66,7 +68,7 @@ class SamplingParams:
         """Body for /inference/v1/generate: continue `token_ids`, with the `image_features`, and
         return routes, if the run has any, from token `routes_start` on."""
         sampling: Json = {
-            "temperature": self.temperature,
+            "temperature": self.own_temperature or self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
             "max_tokens": max_tokens,

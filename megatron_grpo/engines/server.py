@@ -72,6 +72,7 @@ class EngineServers(ServerProcesses):
         token: str | None,
         num_ranks: int = 0,
         lora: LoraConfig = NO_ADAPTERS,
+        num_completions: int = 0,
     ) -> None:
         super().__init__(tuple(url.rstrip("/") for url in rollout.base_urls), log_dir)
         self.share_gpus = False
@@ -83,7 +84,15 @@ class EngineServers(ServerProcesses):
         num_devices = num_gpus()
         devices = engine_devices(rollout, num_devices, num_ranks, os.environ)
         self.share_gpus = share_gpus(rollout, num_devices, num_ranks)
-        command = partial(engine_command, model, rollout, LOOPBACK, token=self.token, lora=lora)
+        command = partial(
+            engine_command,
+            model,
+            rollout,
+            LOOPBACK,
+            token=self.token,
+            lora=lora,
+            num_completions=num_completions,
+        )
         commands = [partial(command, devices=gpus) for gpus in devices]
         self.start({f"engine_{number}": each for number, each in enumerate(commands)})
 
@@ -169,6 +178,7 @@ def engine_command(
     token: str,
     node: EngineNode = ONE_NODE,
     lora: LoraConfig = NO_ADAPTERS,
+    num_completions: int = 0,
 ) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of one engine on `host`:`port`, or of one `node` of it."""
     environment = engine_environment(os.environ, devices, host) | {TOKEN_VARIABLE: token}
@@ -187,7 +197,8 @@ def engine_command(
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     # The address for vLLM's processes on other nodes; vLLM would take any address of this host.
     environment["VLLM_HOST_IP"] = host
-    return vllm_command(model, rollout, host, port, on_gpu, node, lora), environment
+    command = vllm_command(model, rollout, host, port, on_gpu, node, lora, num_completions)
+    return command, environment
 
 
 def serve(
@@ -233,7 +244,7 @@ def serve(
     part = rollout.model_copy(update=sizes)
     [devices] = engine_devices(part, num_gpus(), 0, os.environ)
     command, environment = engine_command(
-        model, rollout, host, port, devices, token, node, cfg.lora
+        model, rollout, host, port, devices, token, node, cfg.lora, cfg.completions_per_engine
     )
     if join and node.node_rank == 0:
         engine = JoinedEngine(

@@ -107,15 +107,17 @@ def response_logprobs(
     """Log-probabilities and entropies of this context rank's response tokens.
 
     `hidden`: final hidden states of the last stage (`forward`). Only positions that predict
-    response tokens are multiplied with the head.
+    response tokens are multiplied with the head. `temperature` is the run's; samples of the batch
+    may have their own.
     """
     assert batch.part is not None, "set by `run_schedule`"
+    predictions = batch.part.predictions
     return chosen_logprobs(
         hidden,
         model.head_weight,
         batch.tokens,
-        batch.part.predictions,
-        temperature=temperature,
+        predictions,
+        temperature=batch.temperature_at(predictions.positions, temperature),
         vocab_size=model.shape.vocab_size,
         tensor_group=groups.tensor,
     )

@@ -162,7 +162,9 @@ class Mtp:
             head_weight.detach(),
             batch.tokens,
             second.predictions,
-            temperature=self._cfg.rollout.temperature,
+            temperature=batch.temperature_at(
+                second.predictions.positions, self._cfg.rollout.temperature
+            ),
             vocab_size=self._shape.vocab_size,
             tensor_group=self._groups.tensor,
         )

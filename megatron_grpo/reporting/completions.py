@@ -63,6 +63,7 @@ def sample_row(
         "finish_reason": sample.finish_reason,
         "policy_version": sample.policy_version,
         **({"versions": sample.versions} if sample.versions else {}),
+        **({"temperature": sample.temperature} if sample.temperature else {}),
         "columns": columns[sample.prompt.index],
     }
 

@@ -240,6 +240,26 @@ SYMPTOMS = (
         "log-probabilities of engine and trainer differ by {last:.2g}, at first by {first:.2g}",
     ),
     Symptom(
+        "grad_norm",
+        "the-gradient-grows",
+        lambda first, last: last > max(10 * first, 1.0),
+        "the gradient norm rose from {first:.2g} to {last:.2g}: lower optimizer.lr",
+    ),
+    Symptom(
+        "kl",
+        "the-kl-divergence-explodes",
+        lambda first, last: last > max(2 * first, 1.0),
+        "the KL divergence rose from {first:.2g} to {last:.2g}: raise grpo.beta, or lower "
+        "optimizer.lr",
+    ),
+    Symptom(
+        "clip_ratio/region_mean",
+        "updates-are-clipped",
+        lambda first, last: last > max(2 * first, 0.2),
+        "{last:.0%} of the tokens are clipped, at first {first:.0%}: lower optimizer.lr, "
+        "grpo.num_iterations or grpo.steps_per_generation",
+    ),
+    Symptom(
         "tokens_per_second",
         "steps-become-slower",
         lambda first, last: last < first / 3,

@@ -149,12 +149,15 @@ class GroupQueue:
             if is_open or self.num_missing(generation):
                 return None
             found = [*complete, *sorted(self._rejected[generation])]
-            return found[: self.size] if len(found) >= self.size else None
+        else:  # oldest first: these groups would be dropped next as too old
+            found = sorted(self._complete, key=lambda each: (self.opened_at[each], each))
         taken: dict[int, GroupKey] = {}
-        # Oldest first: these groups would be dropped next as too old.
-        for key in sorted(self._complete, key=lambda each: (self.opened_at[each], each)):
+        for key in found:
             taken.setdefault(self.row_of(key), key)
-        return sorted([*taken.values()][: self.size]) if len(taken) >= self.size else None
+        keys = [*taken.values()][: self.size]
+        if len(keys) < self.size:
+            return None
+        return keys if self.num_wanted is None else sorted(keys)
 
     def pop_generation(self, generation: int) -> tuple[list[GroupKey], list[GroupKey]]:
         """Remove the groups of the `next_generation`; returns them, and the rejected or spare

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import count
-from random import Random
 
 from megatron_grpo.batch.advantage_function import AdvantageFunction
 from megatron_grpo.batch.experience import Experience, compute_advantages
@@ -272,6 +271,7 @@ class GenerationRunner(Runner):
             seed = first_seed(seed, key.generation, -key.round)
         params = replace(
             first,
+            own_temperature=self._cfg.grpo.dynamic_sample_temperature if key.round == 1 else None,
             policy_version=self._policy_version,
             seed=seed,
             series=key.generation,
@@ -332,9 +332,9 @@ class GenerationRunner(Runner):
         check_failed(generation.num_failed, len(generation.totals) or 1, self._cfg.reward)
         if missing := self._queue.num_missing(number):
             tried = {self._prompt(key).index for key in self._attempts if key.generation == number}
-            # Seeded by generation and round: a resumed run must try the same prompts.
-            order = Random(f"resampled {stream.seed} {number} {last + 1}")
-            prompts = stream.others(tried, missing, order)
+            prompts = stream.others(tried, missing, number, last + 1)
+            if last == 0 and self._cfg.grpo.dynamic_sample_temperature:  # the same, at that
+                prompts = [self._prompt(key) for key in own if key not in self._queue.opened_at]
             keys = self._queue.open_round(number, len(prompts), number)
             self._replacements |= zip(keys, prompts, strict=True)
             is_alone = bool(keys) and not self._cfg.rollout.in_flight_updates

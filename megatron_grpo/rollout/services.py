@@ -50,7 +50,9 @@ class RolloutServices:
         self.loop = EventLoop()
         # First: the engines load while the trainer builds its model.
         logs = cfg.train.run_dir / "logs"
-        self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks, cfg.lora)
+        self.servers = EngineServers(
+            cfg.model, cfg.rollout, logs, token, num_ranks, cfg.lora, cfg.completions_per_engine
+        )
         served = served_here(cfg.rewards.values())
         self.pools = RewardPools(
             RewardModels(served, cfg.rollout, logs, num_ranks, self.servers) if served else None

@@ -620,7 +620,9 @@ def test_preflight_asks_engines(config):
 
 def test_preflight_takes_an_environment_for_the_reward(config, tmp_path):
     mine = f"environment.name={write_environments(tmp_path)}:Echo"
-    preflight(config(mine, "reward.functions=[]"), None)
+    cfg = config(mine, "reward.functions=[]")
+    assert "trained: " not in preflight(cfg, None).prompt
+    assert "\n  trained: " in preflight(cfg, None, starts_here=False).prompt  # as `check` does
 
 
 @pytest.mark.long

@@ -132,6 +132,35 @@ def test_oracle_is_met_where_tensor_ranks_have_all_tokens(cases: dict[str, Case]
     assert_equal(ranks, case.answers)
 
 
+@pytest.fixture(scope="module")
+def retried(tmp_path_factory: Any) -> Case:
+    """Completions of three prompts, every second at a temperature of its own."""
+    folder = tiny_model(tmp_path_factory.mktemp("retried"), "qwen3", num_hidden_layers=4)
+    names = ("grpo", "gspo-token, forking tokens", "cispo, entropy bonus")
+    temperatures = {i: 1.0 + i / 10 for i in range(0, 12, 2)}
+    return Case(folder, {name: RECIPES[name] for name in names}, {23: 4, 9: 4, 40: 4}, temperatures)
+
+
+@pytest.mark.parametrize(
+    ("dims", "shares_prompts"),
+    [
+        (ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2), False),
+        (ParallelDims(context=2, data=2), True),
+        pytest.param(ParallelDims(), True, marks=pytest.mark.slow),
+        pytest.param(ParallelDims(tensor=2, context=2), False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_each_retried_completion_is_trained_at_its_own_temperature(
+    retried: Case, dims: ParallelDims, shares_prompts: bool
+) -> None:
+    runs = [(name, budget) for name in retried.recipes for budget in BUDGETS]
+    shared = f"grpo.shared_prompts={str(shares_prompts).lower()}"
+    ranks = on_ranks(retried, dims, retried.experience(), runs, shared)
+    assert_equal(ranks, retried.answers)
+    assert_logged(ranks, retried, shared)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("dims", "step"),

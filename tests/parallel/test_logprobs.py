@@ -35,13 +35,14 @@ class Case:
         self.of_logprobs, self.of_entropy = normal(2, NUM_TOKENS)
 
     def dense(self, temperature):
-        """The definition: full log-softmax, token by token."""
+        """The definition: full log-softmax, token by token; one temperature, or one for each."""
+        temperatures = torch.as_tensor(temperature, dtype=torch.float64).expand(NUM_TOKENS)
         logprobs, entropy = (torch.zeros(NUM_TOKENS, dtype=torch.float64) for _ in range(2))
         hidden, weight = self.hidden.double(), self.weight.double()[: self.vocab_size]
         starts = set(CU_SEQLENS.tolist())
         for t in range(NUM_TOKENS):
             if t not in starts and self.select[t]:
-                everything = torch.log_softmax(weight @ hidden[t - 1] / temperature, dim=0)
+                everything = torch.log_softmax(weight @ hidden[t - 1] / temperatures[t], dim=0)
                 logprobs[t] = everything[self.tokens[t]]
                 entropy[t] = -(everything.exp() * everything).sum()
         return logprobs, entropy
@@ -86,6 +87,15 @@ def test_one_rank_equals_the_dense_definition(tile_columns, temperature, vocab_s
     case = Case(vocab_size, 16)
     expected = case.dense(temperature)
     got = case.ours(temperature=temperature, tile_columns=tile_columns)
+    torch.testing.assert_close(got, expected, **TIGHT)
+    torch.testing.assert_close(case.gradients(*got), case.gradients(*expected), **TIGHT)
+
+
+def test_each_token_is_computed_at_a_temperature_of_its_own():
+    case, temperatures = Case(13, 16), torch.linspace(0.5, 2, NUM_TOKENS, dtype=torch.float64)
+    positions = Predictions.of(whole_targets(), case.select).positions
+    expected = case.dense(temperatures)
+    got = case.ours(temperature=temperatures[positions], tile_columns=5)
     torch.testing.assert_close(got, expected, **TIGHT)
     torch.testing.assert_close(case.gradients(*got), case.gradients(*expected), **TIGHT)
 

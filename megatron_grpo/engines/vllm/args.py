@@ -59,6 +59,10 @@ LIMIT = "limit_mm_per_prompt"
 
 NO_ADAPTERS = LoraConfig()
 
+SMALL_CARD, LARGE_CARD = 256, 1024
+"""vLLM's defaults of `max_num_seqs` on GPUs of less than 70 GiB and A100s, and on larger ones (its
+`EngineArgs.get_batch_defaults`)."""
+
 
 REFUSED = {
     "model|model_weights": "set model.path",
@@ -109,12 +113,14 @@ def vllm_command(
     on_gpu: bool,
     node: EngineNode = ONE_NODE,
     lora: LoraConfig = NO_ADAPTERS,
+    num_completions: int = 0,
 ) -> list[str]:
-    """Command line of an engine on `host`:`port`, or of a further `node` of it; ValueError if vLLM
-    cannot do what the config asks for."""
+    """Command line of an engine on `host`:`port`, or of a further `node` of it, that gets at most
+    `num_completions` at once; ValueError if vLLM cannot do what the config asks for."""
     # -P: files of the working directory must not be imported instead of vLLM's own.
     command = [sys.executable, "-P", "-m"]
-    flags = [f"--model={model.path}", *engine_flags(model, rollout, on_gpu, lora)]
+    flags = engine_flags(model, rollout, on_gpu, lora, num_completions)
+    flags = [f"--model={model.path}", *flags]
     if node.nnodes > 1:
         flags += command_flags(asdict(node))
     if node.node_rank > 0:
@@ -171,7 +177,11 @@ def own_arguments(
 
 
 def engine_flags(
-    model: ModelConfig, rollout: RolloutConfig, on_gpu: bool, lora: LoraConfig = NO_ADAPTERS
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    on_gpu: bool,
+    lora: LoraConfig = NO_ADAPTERS,
+    num_completions: int = 0,
 ) -> list[str]:
     """Flags of all nodes of an engine, without the model's folder; ValueError if vLLM cannot do
     what the config asks for."""
@@ -195,6 +205,14 @@ def engine_flags(
         arguments["mamba_ssm_cache_dtype"] = "float32"
         # vLLM caches prefixes of such models only with chunked prefill, which is off on CPUs.
         arguments["enable_prefix_caching"] = None if on_gpu else False
+    elif (
+        on_gpu
+        and num_completions > SMALL_CARD * rollout.data_parallel_size
+        and "max_num_batched_tokens" not in rollout.vllm  # vLLM refuses a lower one
+    ):
+        # Else completions would queue on a small card. Not above: vLLM does not start with more
+        # sequences than the cache has blocks for their recurrent states.
+        arguments["max_num_seqs"] = LARGE_CARD
     if rollout.quantization != "none":
         arguments |= quantizing_arguments(model, rollout, arguments["hf_overrides"])
     elif read_scheme(model.path) is not None:

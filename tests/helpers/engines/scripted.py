@@ -74,6 +74,7 @@ class ScriptedEngine:
     asked: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     """`max_tokens` of each request."""
+    temperatures: list[float] = field(default_factory=list)
 
     async def respond(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
@@ -109,6 +110,7 @@ class ScriptedEngine:
     async def _complete(self, request: dict[str, Any]) -> httpx.Response:
         self.asked.append(request["priority"])
         self.num_tokens.append(request["sampling_params"]["max_tokens"])
+        self.temperatures.append(request["sampling_params"]["temperature"])
         if self.num_streamed and request.get("stream"):
             headers = {"Content-Type": EVENTS}
             return httpx.Response(200, headers=headers, content=self._stream(request))

@@ -53,7 +53,8 @@ class OracleLoss:
     rollout_rs_threshold: float = 2.0
     rollout_rs_threshold_lower: float = 0.5
     off_policy_mask_threshold: float | None = None
-    temperature: float = 1.0
+    temperature: float | Tensor = 1.0
+    """One for all sequences, or [sequences, 1, 1]."""
 
 
 # --- advantages ---------------------------------------------------------------------------------
@@ -371,14 +372,20 @@ def _product(factors: list[Tensor]) -> Tensor:
 
 
 def oracle_logprobs(
-    model: Any, prompts: list[list[int]], completions: list[list[int]], temperature: float = 1.0
+    model: Any,
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    temperature: float | Tensor = 1.0,
 ) -> list[Tensor]:
     """Response log-probabilities of each sequence under a `transformers` causal language model."""
     return oracle_logprobs_and_entropies(model, prompts, completions, temperature)[0]
 
 
 def oracle_logprobs_and_entropies(
-    model: Any, prompts: list[list[int]], completions: list[list[int]], temperature: float = 1.0
+    model: Any,
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    temperature: float | Tensor = 1.0,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Log-probability of each response token, and entropy of the distribution it was drawn from.
 

@@ -1,6 +1,6 @@
 """Loss and gradient of one optimizer step, by recipe: on ranks, and by the oracle."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -157,10 +157,18 @@ class Case:
     """A model, a batch of completions of unequal lengths, and the oracle's answers."""
 
     def __init__(
-        self, folder: Path, recipes: dict[str, Recipe], group_sizes: dict[int, int] | None = None
+        self,
+        folder: Path,
+        recipes: dict[str, Recipe],
+        group_sizes: dict[int, int] | None = None,
+        retried: Mapping[int, float] | None = None,
     ) -> None:
-        """`group_sizes`: number of samples by prompt length; None: a prompt for each sample."""
-        self.folder, self.recipes = folder, recipes
+        """`group_sizes`: number of samples by prompt length; None: a prompt for each sample.
+        `retried`: temperatures of samples with their own, by number."""
+        self.folder, self.recipes, self.retried = folder, recipes, retried or {}
+        self.temperatures = torch.tensor(
+            [self.retried.get(i, TEMPERATURE) for i in range(NUM_SEQUENCES)], dtype=torch.float64
+        )[:, None, None]
         self.model = load_oracle(folder)
         generator = torch.Generator().manual_seed(1)
 
@@ -188,7 +196,7 @@ class Case:
         self.rewards = torch.randn(NUM_SEQUENCES, generator=generator).tolist()
         self.rewards[FAILED] = torch.nan
         with torch.no_grad():
-            exact = oracle_logprobs(self.model, self.prompts, self.completions, TEMPERATURE)
+            exact = oracle_logprobs(self.model, self.prompts, self.completions, self.temperatures)
         # Off by enough for the clips on both sides, and the dual clip, to bind on some tokens.
         self.logprobs = exact
         self.old_logprobs = [near(logprobs, 0.4) for logprobs in exact]
@@ -238,7 +246,7 @@ class Case:
             OracleLoss(
                 max_completion_length=MAX_COMPLETION_LENGTH,
                 beta=BETA,
-                temperature=TEMPERATURE,
+                temperature=self.temperatures,
                 **options,
             ),
             old_logprobs=old_logprobs,
@@ -259,6 +267,7 @@ class Case:
                 finish_reason="stop",
                 text="",
                 policy_version=0,
+                temperature=self.retried.get(i),
             )
             for i, (prompt, completion, logprobs) in enumerate(
                 zip(self.prompts, self.completions, self.rollout_logprobs, strict=True)

@@ -39,6 +39,7 @@ def generation() -> Experience:
             finish_reason="stop" if i % 2 else "length",
             text=f"żółw \u2028 {i}\n",
             policy_version=GENERATION,
+            temperature=1.3 if i == 1 else None,
             loss_mask=(True, False, False, *[True] * (i - 2)) if i >= 3 else (),
             step_rewards=((0, 0.1), (i, 1 / 3)) if i >= 3 else (),
             heard=(Heard(("user",), ("add",)), Heard(("tool",), ())) if i >= 3 else (),

@@ -132,6 +132,21 @@ def test_defaults_that_follow_other_keys_are_resolved():
     assert load_config(DEMO).parallel.sequence_parallel is False
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("", 512),
+        ("rollout.num_engines=3", 171),
+        (IN_FLIGHT, 1024),
+        (f"{IN_FLIGHT} + rollout.over_sampling=1.5", 768),
+    ],
+)
+def test_an_engine_has_its_part_of_all_completions_in_progress(overrides, expected):
+    settings = [each for each in overrides.split(" + ") if each]
+    cfg = load_config(DEMO, ["grpo.generation_batch_size=512", *settings])
+    assert cfg.completions_per_engine == expected
+
+
 def test_a_held_out_set_inherits_from_the_evaluation_then_the_training(tmp_path):
     config = load_config(
         DEMO,

@@ -62,6 +62,8 @@ EXAMPLES = {
     "reward_model": f"reward.functions=[{REWARD_MODEL}]",
     "grpo.shared_prompts": "grpo.shared_prompts=true",
     "grpo.dynamic_sample": "grpo.dynamic_sample=true",
+    "grpo.dynamic_sample_temperature": "grpo.dynamic_sample=true + "
+    "grpo.dynamic_sample_temperature=1.2",
     "environment with grpo.supervision: process": f"grpo.supervision=process + {DIALOGUE}",
     "grpo.sync_ref_model": "grpo.sync_ref_model=true + grpo.beta=0.04",
     "train.replay": "train.replay=runs/a",

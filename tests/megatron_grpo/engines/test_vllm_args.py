@@ -17,6 +17,7 @@ from megatron_grpo.engines.vllm.args import (
     REFUSED,
     check_engine_arguments,
     engine_argument_names,
+    engine_flags,
     vllm_command,
 )
 
@@ -37,6 +38,25 @@ def test_vllm_command_has_the_runs_model_type_and_address():
     assert {"--host=10.0.0.7", "--port=8000"} < flags
     # Mistral's own files may lie beside those that the trainer reads.
     assert {"--config-format=hf", "--load-format=hf", "--tokenizer-mode=hf"} < flags
+
+
+@pytest.mark.parametrize(
+    ("num_completions", "settings", "limit"),
+    [
+        (256, {}, None),  # vLLM's own limit on any GPU, which may be larger
+        (257, {}, "1024"),
+        (512, {"data_parallel_size": 2}, None),  # the limit of each group
+        (512, {"vllm": {"max_num_seqs": 300}}, "300"),
+        (512, {"vllm": {"max_num_batched_tokens": 512}}, None),  # vLLM refuses a lower one
+    ],
+)
+def test_completions_of_a_generation_do_not_queue_at_vllms_limit_of_small_gpus(
+    num_completions, settings, limit
+):
+    flags = engine_flags(MODEL, config(**settings), True, num_completions=num_completions)
+    assert [f for f in flags if "max-num-seqs" in f] == [f"--max-num-seqs={limit}"] * bool(limit)
+    on_cpu = engine_flags(MODEL, config(), False, num_completions=num_completions)
+    assert not any("max-num-seqs" in flag for flag in on_cpu)
 
 
 def test_vllm_command_of_further_nodes_has_the_settings_but_no_server():

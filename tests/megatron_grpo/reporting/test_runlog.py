@@ -144,6 +144,9 @@ STEPS = {
     "entropy": ([2.0, 1.0, 0.3, 0.3], [0.09, 0.09, 0.09]),
     "completions/mean_length": ([100.0, 200, 290, 290], [600.0] * 3),
     "rollout/logprob_gap_mean": ([0.01, 0.01, 0.01, 0.04], [0.06] * 3),
+    "grad_norm": ([0.01] * 3 + [0.9] * 3, [2.0] * 3),
+    "kl": ([0.1] * 3 + [0.9] * 3, [1.5] * 3),
+    "clip_ratio/region_mean": ([0.02] * 3 + [0.19] * 3, [0.25] * 3),
     "tokens_per_second": ([900.0, 900, 900, 400], [290.0] * 3),
 }
 """Metrics of steps without the symptom, and of following steps with it."""

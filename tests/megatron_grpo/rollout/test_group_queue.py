@@ -13,13 +13,13 @@ SIZE, NUM_ROWS, NUM_GENERATIONS = 3, 4, 40
 
 def queue(max_staleness: int = 2, num_wanted: int | None = 6, **state) -> GroupQueue:
     """A queue of generations of three groups, whose prompts repeat after four."""
-    return GroupQueue(
-        SIZE,
-        max_staleness,
-        lambda key: (key.generation * SIZE + key.position) % NUM_ROWS,
-        num_wanted,
-        **state,
-    )
+    state.setdefault("row_of", row_of)
+    return GroupQueue(SIZE, max_staleness, num_wanted=num_wanted, **state)
+
+
+def row_of(key: GroupKey) -> int:
+    """Row of a prompt; each round has prompts of its own."""
+    return key.round * NUM_ROWS * SIZE + (key.generation * SIZE + key.position) % NUM_ROWS
 
 
 def numbers(groups: GroupQueue, keys: list[GroupKey]) -> list[int]:
@@ -120,6 +120,20 @@ def test_after_the_last_round_rejected_groups_fill_the_generation_behind_useful_
     keys, replaced = groups.pop_generation(7)
     assert len(rounds) == 3 and keys == [GroupKey(7, 2, 1), *rounds[0][:2]]
     assert len(replaced) == 3 * SIZE - SIZE
+
+
+def test_a_prompt_that_was_tried_again_is_taken_once():
+    groups = queue(num_wanted=None, most_rounds=1, row_of=lambda key: key.position)
+    first = groups.open_generation(7, now=7)
+    for key in first:
+        groups.reject(key)
+    again = groups.open_round(7, 3, now=7)
+    groups.complete(again[1])
+    for key in (again[0], again[2]):
+        groups.reject(key)
+    keys, replaced = groups.pop_generation(7)
+    assert keys == [again[1], first[0], first[2]]
+    assert replaced == [first[1], again[0], again[2]]
 
 
 def test_a_wider_round_opens_more_groups_than_are_missing_and_the_first_are_taken():

@@ -341,6 +341,34 @@ def test_rounds_replace_groups_of_equal_rewards_by_prompts_that_the_rewards_deci
     assert made[0].metrics["rollout/num_resampled_prompts"] == 3
 
 
+@with_options(
+    *SYNCHRONOUS,
+    "grpo.dynamic_sample=true",
+    "grpo.max_resample_times=2",
+    "grpo.dynamic_sample_temperature=1.5",
+)
+def test_the_first_round_retries_groups_of_equal_rewards_at_its_own_temperature(services):
+    engine = services.engine
+    engine.holds = False
+    always, at_first, *_ = (prompt.index for prompt in services.stream.batch(0))
+    services.score.is_equal = lambda index: (
+        index == always or (index == at_first and 1.5 not in engine.temperatures)
+    )
+    with running(services) as runner:
+        runner.begin(0, 0)
+        batch = runner.finish(0, TIMER)
+    assert engine.temperatures == [1.0] * SIZE + [1.5] * 8 + [1.0] * 4
+    taken = {sample.prompt.index: sample.temperature for sample in batch.experience.samples}
+    assert taken.pop(at_first) == 1.5 and always not in taken
+    assert [*taken.values()] == [None, None, None]
+    replaced = [group.samples[0] for group in batch.replaced]
+    assert [(sample.prompt.index, sample.temperature) for sample in replaced] == [
+        (always, None),
+        (at_first, None),
+        (always, 1.5),
+    ]
+
+
 @dataclass(frozen=True, eq=False)
 class Images:
     """The images of a prompt; `read` returns them or raises."""
