@@ -72,23 +72,24 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         held = "is empty" if table is None else f"holds {type(table).__name__}, no sections"
         needed = [name for name, field in Config.model_fields.items() if field.is_required()]
         raise ValueError(f"{path} {held}: a config needs the sections {', '.join(needed)}")
-    mistakes = []
+    return parse_config(table, overrides)
+
+
+def parse_config(table: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Validate a nested table of config values with overrides; raises the errors of `load_config`.
+
+    Remedies are tried out in the table, so that the error also has what is wrong only after them.
+    Of several the one is taken that changes no override, else the override that was given first.
+    """
+    told, added = dict[str, None](), dict[str, str]()
     for override in overrides:
         try:
             apply_override(table, override, Config)
         except ValueError as error:
             hint = "" if "=" in override else word_hint(override, known_keys())
-            mistakes.append(f"{error}{hint and ': '}{hint}")
-    return _legal(table, mistakes, [override.partition("=")[0] for override in overrides])
-
-
-def _legal(table: dict[str, Any], mistakes: Sequence[str], given: Sequence[str]) -> Config:
-    """Validate a table of config values; raises the errors of `load_config`.
-
-    Remedies are tried out, so that the error also has what is wrong only after them. Of several the
-    one is taken that changes no key in `given`, else the key that was given first.
-    """
-    told, added = dict.fromkeys([*mistakes, *_without_unknown(table)]), dict[str, str]()
+            told[f"{error}{hint and ': '}{hint}"] = None
+    given = [override.partition("=")[0] for override in overrides]
+    told |= dict.fromkeys(_without_unknown(table))
     are_words = bool(told)  # what only an edit mends
     while True:
         cfg, found = _validated(table)

@@ -48,6 +48,13 @@ class ModelConfig(Section):
 
         With `only_config`, config.json is enough.
         """
+        run = self.path.parents[1] if self.path.parent.name == "checkpoints" else self.path
+        if (run / "checkpoints").is_dir() and not (self.path / "config.json").is_file():
+            raise ValueError(
+                f"model.path {self.path} has Megatron checkpoints of a run: give {run / 'hf'}, or "
+                "the folder of `checkpoint-convert export --megatron "
+                f"{run}/checkpoints/step_N --out FOLDER`"
+            )
         if only_config and not (self.path / "config.json").is_file():
             problem = "has no config.json: plan needs only this file of a model"
         elif not self.path.is_dir():

@@ -429,6 +429,13 @@ def test_a_missing_model_is_named_with_the_command_that_downloads_it(
     assert f"hf download {name}" in str(refused.value)
 
 
+def test_checkpoints_of_a_run_are_answered_with_the_folder_of_its_export(tmp_path):
+    (step := tmp_path / "checkpoints" / "step_2").mkdir(parents=True)
+    for path in (step, tmp_path):
+        with pytest.raises(ValueError, match=f"give {tmp_path / 'hf'}, or .* export --megatron"):
+            load_config(DEMO, [f"model.path={path}"]).model.check_folder()
+
+
 def test_a_plan_needs_only_the_config_of_a_model(tmp_path):
     model = load_config(DEMO, [f"model.path={tmp_path}"]).model
     with pytest.raises(ValueError, match=r"only this file.*OWNER/NAME config\.json --local-dir"):
