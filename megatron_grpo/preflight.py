@@ -18,6 +18,8 @@ from checkpoint_convert.sidecar import sidecar_files
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.folders import latest_step
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.features import default_of, value_of
+from megatron_grpo.config.file import with_file_hashes
 from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.doctor.packages import TRACKERS
@@ -54,6 +56,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> "C
     check_files(cfg)
     # After all that names files, as waiting for another process would not bring them.
     check_run_dir(cfg.train.run_dir, starts_here=starts_here)
+    cfg = with_file_hashes(cfg)
     check_same_run(cfg)
     if starts_here:
         if cfg.train.replay is None:
@@ -70,6 +73,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> "C
     from megatron_grpo.prompt_checks import check_evaluation, check_prompts, check_reward_models
     from megatron_grpo.rollout.replay import check_replay
 
+    check_loss(cfg)
     check_reward_models(cfg)
     checked = check_prompts(cfg, shape)
     cfg = checked.cfg
@@ -146,6 +150,24 @@ def _warn_of_slow_dtype(name: str) -> None:
             "training takes many times as long as with model.dtype=float32",
             file=sys.stderr,
         )
+
+
+def check_loss(cfg: Config) -> None:
+    """Raise ValueError if the loss function fails in a trial, or takes no key that is set."""
+    from megatron_grpo.algorithm.loss_function import OWN_KEYS, LossFunction
+
+    loss, grpo = LossFunction.of(cfg.grpo), cfg.grpo
+    taken = {*loss.arguments}
+    if "ratio" in loss.inputs or grpo.use_bias_correction_kl:
+        taken.add("importance_sampling_level")
+    keys = (*OWN_KEYS, "importance_sampling_level") if "loss_type" in grpo.own_functions else ()
+    for key in keys:
+        value, default = value_of(cfg, f"grpo.{key}"), default_of(cfg, f"grpo.{key}")
+        if key not in taken and value != default:
+            parameter = key if key in OWN_KEYS else "ratio"
+            raise ValueError(
+                f"grpo.{key}={value} does nothing: {grpo.loss_type} has no parameter {parameter}"
+            )
 
 
 def _check_megatron(cfg: Config, shape: ModelShape) -> None:

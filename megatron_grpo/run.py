@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from checkpoint_convert import ModelShape
 from megatron_grpo.checkpoints.folders import latest_step
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.file import with_num_steps
+from megatron_grpo.config.file import with_file_hashes, with_num_steps
 from megatron_grpo.engine_weights.checksums import loaded_sums, pushed_sender
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.launch.launch import RankPlace
@@ -94,10 +95,14 @@ def open_run(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Run]:
 
 
 def with_rank_0_values(cfg: Config) -> Config:
-    """Replace the number of steps and the date by rank 0's: only rank 0 has read the data so far.
-    Collective."""
+    """Replace the number of steps, the date and the hashes of files by rank 0's: only rank 0 has
+    read the data so far. Collective; ValueError on a rank whose files differ from rank 0's."""
+    cfg = with_file_hashes(cfg)
+    own = [cfg.train.num_steps, cfg.data.date, cfg.grpo.file_sha256]
     # Not through the store, where a stranger could change them unseen.
-    steps, date = json.loads(broadcast_text(json.dumps([cfg.train.num_steps, cfg.data.date])))
+    steps, date, hashes = json.loads(broadcast_text(json.dumps(own)))
+    if wrong := [file for file, own in cfg.grpo.file_sha256.items() if own != hashes[file]]:
+        raise ValueError(f"{wrong[0]} on {socket.gethostname()} is not the file that rank 0 has")
     cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"date": date})})
     return with_num_steps(cfg, steps)
 

@@ -6,6 +6,8 @@ from functools import partial
 import torch
 
 from megatron_grpo.algorithm.kl import adapted_beta
+from megatron_grpo.algorithm.loss_function import LossFunction
+from megatron_grpo.batch.advantage_function import AdvantageFunction
 from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
@@ -81,6 +83,8 @@ class Trainer:
     def __init__(self, run: Run, stack: ExitStack) -> None:
         self.run, self.cfg, cfg = run, run.cfg, run.cfg
         self.schedule, self.num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
+        self.loss_function = LossFunction.of(cfg.grpo, run.device)
+        self.advantage_function = AdvantageFunction.of(cfg)
         self._due_steps = due_steps(cfg)
         run.watchdog.enter("load")  # a phase in which reading files may take long
         shape = trained_shape(cfg)
@@ -196,7 +200,11 @@ class Trainer:
         self.minibatches = self.preparation.minibatches(self.experience, cursor, self.timer)
         if self.reference and self.cfg.grpo.kl_in_reward:
             self.experience, self.minibatches = self.preparation.subtract_kl(
-                self.experience, self.minibatches, cursor.generation, self.beta
+                self.experience,
+                self.minibatches,
+                cursor.generation,
+                self.beta,
+                self.advantage_function,
             )
 
     def sleep_engines(self) -> None:
@@ -213,7 +221,13 @@ class Trainer:
         with profiled_step(self.cfg.train, self.step + 1, self.timer), self.timer.phase("train"):
             self.residency.enter("train")
             report = train_step(
-                self.policy, minibatch, self.cfg, self.run.groups, self.skipped, self.beta
+                self.policy,
+                minibatch,
+                self.cfg,
+                self.run.groups,
+                self.loss_function,
+                self.skipped,
+                self.beta,
             )
             is_skipped = report.metrics["skipped_steps"] > 0
             kept = self.preparation.after_step(minibatch, report.logprobs, is_skipped=is_skipped)

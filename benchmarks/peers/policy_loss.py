@@ -68,6 +68,7 @@ def case() -> SimpleNamespace:
 
 def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
     """Packed."""
+    from megatron_grpo.algorithm.loss_function import LossFunction
     from megatron_grpo.algorithm.advantages import group_advantages
     from megatron_grpo.algorithm.loss import LossTokens, grpo_loss
     from megatron_grpo.config.grpo import GRPOConfig
@@ -131,12 +132,14 @@ def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
         batches.append(batch)
         heads.append(ChosenTokens(positions=positions, logprobs=values, entropy=entropy))
 
+    function = LossFunction.of(cfg)
+
     def loss() -> float:
-        metrics, sums = TrainMetrics(NUM_SEQUENCES), []
+        metrics, sums = TrainMetrics(NUM_SEQUENCES, values=function.values), []
         for batch, chosen in zip(batches, heads, strict=True):
             chosen.logprobs.grad = None
             tokens = LossTokens.select(batch, chosen)
-            found = grpo_loss(tokens, cfg, 0.0)
+            found = grpo_loss(tokens, cfg, function, 0.0)
             if all_metrics:
                 metrics.add(tokens, found)
             else:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_grpo.batch.advantage_function import AdvantageFunction
 from megatron_grpo.batch.distribute import Minibatches, distribute, split_for_data_parallel
 from megatron_grpo.batch.experience import Experience, subtract_kl
 from megatron_grpo.batch.schedule import BatchSchedule, Cursor
@@ -190,6 +191,7 @@ class Preparation:
         minibatches: Minibatches,
         generation: int,
         beta: float,
+        function: AdvantageFunction,
     ) -> tuple[Experience | None, Minibatches]:
         """Recompute the advantages of `experience` and `minibatches`, from the rewards minus `beta`
         times the KL divergence from the reference."""
@@ -199,7 +201,7 @@ class Preparation:
         kl = by_sample(found, indices)
         advantages = torch.empty_like(kl)  # received from rank 0, which has the rewards
         if experience:
-            experience = subtract_kl(experience, kl, beta, self.cfg)
+            experience = subtract_kl(experience, kl, beta, function)
             advantages = experience.advantages
         advantages = advantages.to(self.device)
         dist.broadcast(advantages, src=0)

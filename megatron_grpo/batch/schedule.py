@@ -9,7 +9,6 @@ anything starts.
 
 import random
 from dataclasses import dataclass
-from functools import cache, cached_property
 
 from megatron_grpo.config.grpo import GRPOConfig
 from parallel import divisors
@@ -56,7 +55,6 @@ class BatchSchedule:
             )
 
     @staticmethod
-    @cache
     def of(grpo: GRPOConfig) -> "BatchSchedule":
         """The schedule of a config; raises ValueError with the numbers if the sizes do not fit."""
         return BatchSchedule(
@@ -72,12 +70,12 @@ class BatchSchedule:
         """Prompts per generation."""
         return self.generation_batch_size // self.num_generations
 
-    @cached_property
+    @property
     def minibatch_size(self) -> int:
         """Completions per optimizer step."""
         return self.generation_batch_size // self.steps_per_generation
 
-    @cached_property
+    @property
     def updates_per_generation(self) -> int:
         """Optimizer steps per generation. With 1 the ratio is always 1 and nothing is clipped."""
         return self.steps_per_generation * self.num_iterations

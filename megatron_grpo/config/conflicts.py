@@ -173,6 +173,8 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     "compares steps, the other reward functions",
     ("grpo.scale_rewards: group or none", _WHITENED): "its advantages are divided "
     "by the deviation of the batch",
+    ("grpo.scale_rewards: group or batch", "grpo.advantage_estimator of a file"): "your function "
+    "scales its advantages itself",
     ("grpo.delta", "grpo.loss_type: gmpo or cispo or sapo or vespo"): "that has no dual clip",
     ("grpo.rollout_rs", "grpo.loss_type: vespo"): "vespo's own weight is almost 0 for a sequence "
     "far off the policy",

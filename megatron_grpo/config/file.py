@@ -1,5 +1,6 @@
 """Read and write configs as YAML: a file plus `key.sub=value` overrides, checked strictly."""
 
+import hashlib
 import json
 import re
 import shlex
@@ -39,6 +40,8 @@ PASS_THROUGH_KEYS = (
     "rollout.vllm",
     "rollout.sglang",
     "environment.arguments",
+    "grpo.loss_arguments",
+    "grpo.file_sha256",
 )
 
 # Replaces pydantic's messages that would name Python types.
@@ -164,6 +167,24 @@ def _validated(table: dict[str, Any]) -> tuple[Config | None, Sequence[Mistake]]
     return (None if found else cfg), found
 
 
+def with_file_hashes(cfg: Config) -> Config:
+    """Write the hashes of the user's loss and advantages into `grpo.file_sha256`; ValueError for a
+    missing file, or one with another hash than the config gives."""
+    found = {}
+    for key, name in cfg.grpo.own_functions.items():
+        file = Path(name.rpartition(":")[0])
+        if not file.is_file():
+            raise ValueError(f"grpo.{key}: {file} does not exist in {Path.cwd()}")
+        found[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
+    for path, known in cfg.grpo.file_sha256.items():
+        if known != found.get(path, known):
+            raise ValueError(
+                f"{path} has changed: its hash is {found[path]}, and grpo.file_sha256 has {known}: "
+                "restore the file, or set grpo.file_sha256={} to begin with this one"
+            )
+    return cfg.model_copy(update={"grpo": cfg.grpo.model_copy(update={"file_sha256": found})})
+
+
 def with_num_steps(config: Config, num_steps: int) -> Config:
     """Replace `train.num_epochs` by `train.num_steps`; a config without epochs stays as it is.
 
@@ -238,7 +259,9 @@ def _describe(detail: ErrorDetails, fields: Mapping[str, FieldInfo]) -> Mistake:
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"use {', '.join(names)}"
         return Mistake(f"unknown config key {key!r}: {hint}")
     if detail["type"] == "value_error":
-        return _in_section(detail["ctx"]["error"], _own_section(detail["loc"]))
+        error = _in_section(detail["ctx"]["error"], _own_section(detail["loc"]))
+        hint, remedies = value_hint(key, str(detail["input"]), ())
+        return Mistake(f"{error}; {hint}", *remedies) if hint else error
     message = EXPECTED.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
     given = as_yaml(to_jsonable_python(detail["input"], fallback=str))
     shown = given if detail["input"] is None else repr(detail["input"])

@@ -97,6 +97,10 @@ NEEDS: dict[tuple[str, str], str | tuple[str, ...]] = {
         "there is no KL divergence to subtract",
         "grpo.beta=0.04",
     ),
+    (
+        "grpo.loss_arguments",
+        "a grpo.loss_type of a file",
+    ): "a built-in loss has keys of its own; set grpo.loss_type to file.py:function",
     ("lora.adapter_path", "lora.r"): "there are no adapters; set that to the rank in its "
     "adapter_config.json",
 }
@@ -111,6 +115,7 @@ IDLE = {
     ),
     "a grpo.loss_type that clips, such as dapo": ("grpo.epsilon_high",),
     "a grpo.loss_type that clips below, such as dapo": ("grpo.epsilon",),
+    "grpo.loss_aggregation: constant": ("grpo.loss_denominator",),
     "grpo.loss_type: sapo": ("grpo.sapo_temperature_pos", "grpo.sapo_temperature_neg"),
     "grpo.loss_type: vespo": (
         *("grpo.vespo_k_pos", "grpo.vespo_lambda_pos"),

@@ -5,7 +5,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +12,7 @@ from trl import GRPOConfig
 
 from megatron_grpo.config.data import OWN_TEMPLATE_ARGUMENTS, WeightedPath
 from megatron_grpo.config.file import dump_config, known_keys, load_config
-from megatron_grpo.config.grpo import LossType
+from megatron_grpo.config.grpo import LOSS_TYPES
 from megatron_grpo.config.hints import other_names, other_values
 from megatron_grpo.config.trackers import WandbConfig
 
@@ -339,8 +338,8 @@ IN_ONE_LINE = [
     # Wrong values, and the expected type or range.
     ("optimizer.lr=fast", "optimizer.lr", "'fast'", "valid number"),
     ("train.num_steps=0", "train.num_steps", "0", "greater than 0"),
-    ("grpo.loss_type=new", "grpo.loss_type", "'new'", "' or '".join(get_args(LossType)[-2:])),
-    ("grpo.loss_type=dapoo", "set grpo.loss_type=dapo"),
+    ("grpo.loss_type=new", "grpo.loss_type", "'new'", ", ".join(LOSS_TYPES)),
+    ("rollout.engine=vlm", "set rollout.engine=vllm"),
     ("grpo.loss_type=gspo", "set grpo.importance_sampling_level=sequence"),
     ("grpo.loss_type=ppo", "without a critic: set grpo.loss_type=dapo"),
     ("grpo.loss_type=reinforce", "set grpo.advantage_estimator=reinforce_plus_plus"),
