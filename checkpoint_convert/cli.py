@@ -49,7 +49,15 @@ app = typer.Typer(
     """,
 )
 
-DTYPES = {None: None, "bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+DTYPES = {
+    None: None,
+    "bf16": "BF16",
+    "fp16": "F16",
+    "fp32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+}
 WORKER_LOST, CRASHED = 3, 4  # exit codes
 NUM_WORKERS = min(8, os.cpu_count() or 1)
 
@@ -59,8 +67,10 @@ def _size(flag: str, text: str) -> Any:
 
 
 Dtype = Annotated[
-    Literal["bf16", "fp16", "fp32"] | None,
-    typer.Option(help="Dtype of all weights. Default: each keeps its own."),
+    Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"] | None,
+    typer.Option(
+        metavar="bf16|fp16|fp32", help="Dtype of all weights. Default: each keeps its own."
+    ),
 ]
 Quantized = Annotated[
     Quantization,

@@ -17,7 +17,8 @@ BEGIN = """\
 # Commands
 
 `megatron-grpo` trains and looks at runs; `checkpoint-convert` converts checkpoints. Both complete
-commands and options in bash and zsh after `--install-completion`.
+commands and options in bash and zsh after `--install-completion`, and keys of a config with their
+defaults.
 
 | exit code of `train` | meaning |
 |---|---|

@@ -7,13 +7,16 @@ from contextlib import closing
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from megatron_grpo.command_arguments import ConfigFile, Overrides
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.file import load_config
+from megatron_grpo.config.file import known_keys, load_config
+from megatron_grpo.config.hints import word_hint
+from megatron_grpo.config_commands import config, explain, init
 from megatron_grpo.inspect_commands import report, show, view
 from megatron_grpo.launch.launch import check_held_out, rank_place
 from megatron_grpo.launch.process import (
@@ -50,7 +53,23 @@ Instantiate = Annotated[
     typer.Option("--instantiate", help="Build the modules of every distinct rank, without memory."),
 ]
 
+
+class _Commands(TyperGroup):
+    """The commands; an unknown option may be a key, which is given without dashes."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as raised:
+            error: Any = raised  # click's, whose types typer does not export
+            if type(error).__name__ == "NoSuchOption":
+                hint = word_hint(error.option_name, known_keys())
+                error.message += f"; {hint}" if hint else ""
+            raise
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # markup would swallow the brackets of our examples
@@ -77,8 +96,8 @@ def options(
     """
 
 
-app.command()(train)
-app.command()(check)
+for of_config in (init, train, check, config, explain):
+    app.command()(of_config)
 
 
 @app.command("eval")

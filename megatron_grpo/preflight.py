@@ -47,16 +47,17 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> "C
     `starts_here` the run is about to start on this host, so its CPU is checked, too.
     """
     BatchSchedule.of(cfg.grpo)
-    check_run_dir(cfg.train.run_dir, starts_here=starts_here)
     shape = _check_model(cfg)
     if cfg.train.replay is None:
         check_engines(cfg, shape, token)
         quantized_engine(cfg.rollout, shape, cfg.model.dtype)
         check_adapters(cfg.lora, shape)
+    check_start(cfg)
     check_files(cfg)
+    # After all that names files, as waiting for another process would not bring them.
+    check_run_dir(cfg.train.run_dir, starts_here=starts_here)
     cfg = with_file_hashes(cfg)
     check_same_run(cfg)
-    check_start(cfg)
     if starts_here:
         if cfg.train.replay is None:
             check_kernels(cfg.rollout, shape, cfg.model.dtype)

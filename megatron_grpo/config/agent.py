@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from megatron_grpo.config.section import Section
+from megatron_grpo.config.section import Mistake, Section
 
 AGENT = "agent"
 """`Config.partner` of a run with agents, and the label of the agent's own reward; no reward
@@ -127,8 +127,9 @@ class AgentConfig(Section):
         if len(used) > 1:
             raise ValueError(f"{used[0]} and {used[1]} are both set: use one of them")
         if self.has_tools and self.weight:
-            raise ValueError(
+            raise Mistake(
                 f"agent.weight {self.weight}: tools give no reward of their own: set "
-                "agent.weight=0, and name reward functions"
+                "agent.weight=0, and name reward functions",
+                "agent.weight=0",
             )
         return self

@@ -1,12 +1,15 @@
 """Features of a run that exclude each other: docs/compatibility.md is printed from this table.
 
 A row is a pair of features, by the names of `features.py`, and the reason why they exclude each
-other. A remedy may follow a semicolon; the default is "leave out one of the two". To add a
-conflict, add a row.
+other, or a tuple of it and of overrides of which each mends it, too, besides leaving out one of the
+two. To add a conflict, add a row.
 """
 
+from collections.abc import Iterator
+
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.features import as_overrides, is_on
+from megatron_grpo.config.features import as_overrides, is_on, without
+from megatron_grpo.config.section import Mistake
 
 _GROUPS = "rollout.engine: sglang with rollout.data_parallel_size"
 _DRAFTER = "model.mtp_num_layers of a drafter"
@@ -17,27 +20,25 @@ _BY_SEQUENCE = (
 )
 _BALANCED = "model.megatron.moe_router_load_balancing_type: aux_loss"
 
-_FROZEN = "it does not support frozen weights; leave it out, or set lora.r=0"
+_FROZEN = "it does not support frozen weights"
 _IMAGES = "it does not support images yet"
-_LAYER = (
-    "it does not support the layer for multi-token prediction; leave it out, or set "
-    "model.mtp_num_layers=0"
-)
+_LAYER = "it does not support the layer for multi-token prediction"
 _TRAINED_DRAFTS = "engines must draft with the layer of model.path, which pushes update"
 _EIGHT_BITS = "it does not support quantised engines yet"
-_UNTRIED = "it is untested with several groups; leave it out, or use rollout.engine=vllm"
+_UNTRIED = "it is untested with several groups"
 _TOWERS = "vision towers are not quantised"
 _NO_MODEL = "no supported model has both"
 _SHARE = "pushes send each worker its share of the tower, not all of it"
-_OTHER_ENGINE = "it is for another engine; leave it out"
+_OTHER_ENGINE = "it is for another engine"
 _ALIKE = (
     "it compares the trainer's old log-probabilities with the engines', and they would be equal"
 )
 _ADAMW = "it is for AdamW"
-_BFLOAT16 = "it is for bfloat16 weights; leave it out, or set model.dtype=bfloat16"
+_BFLOAT16 = "it is for bfloat16 weights"
+_MERGED = "lora.sync=merged"
 _COUNTED = "its tokens would be counted by the number of ranks that split them"
 
-CONFLICTS = {
+CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     # Adapters.
     ("train.offload", "lora.r"): _FROZEN,
     ("train.export_quantization", "lora.r"): _FROZEN,
@@ -46,25 +47,34 @@ CONFLICTS = {
     ("parallel.overlap_param_gather", "lora.r"): _FROZEN,
     ("model.megatron.fp8", "lora.r"): _FROZEN,
     ("model.megatron.moe_shared_expert_overlap", "lora.r"): _FROZEN,
-    ("model.freeze_vision: false", "lora.r"): "adapters freeze all weights; leave it out, or set "
-    "lora.r=0",
-    ("lora.sync: adapter", "rollout.engine: sglang"): "adapters are pushed to engines of vLLM "
-    "alone; use rollout.engine=vllm, or set lora.sync=merged",
-    ("lora.sync: adapter", "rollout.weight_transport: disk"): "adapters are pushed to engines, not "
-    "read from a folder; use rollout.weight_transport=auto, or set lora.sync=merged",
-    ("lora.sync: adapter", "rollout.quantization"): "engines would load the weights themselves, "
-    "and ranks must push quantised ones; set lora.sync=merged, or rollout.quantization=none",
-    ("lora.sync: adapter", "rollout.router_replay"): "vLLM's engines do not serve adapters of a "
-    "mixture of experts here; set lora.sync=merged",
-    ("lora.sync: adapter", "rollout.vllm.load_format: dummy"): "engines would start with random "
-    "weights, and pushes would not replace them; leave load_format out, or set lora.sync=merged",
+    ("model.freeze_vision: false", "lora.r"): "adapters freeze all weights",
+    ("lora.sync: adapter", "rollout.engine: sglang"): (
+        "adapters are pushed to engines of vLLM alone",
+        _MERGED,
+    ),
+    ("lora.sync: adapter", "rollout.weight_transport: disk"): (
+        "adapters are pushed to engines, not read from a folder",
+        _MERGED,
+    ),
+    ("lora.sync: adapter", "rollout.quantization"): (
+        "engines would load the weights themselves, and ranks must push quantised ones",
+        _MERGED,
+    ),
+    ("lora.sync: adapter", "rollout.router_replay"): (
+        "vLLM's engines do not serve adapters of a mixture of experts here",
+        _MERGED,
+    ),
+    ("lora.sync: adapter", "rollout.vllm.load_format: dummy"): (
+        "engines would start with random weights, and pushes would not replace them",
+        _MERGED,
+    ),
     # Generations ahead.
     ("rollout.max_staleness", "rollout.enable_sleep_mode"): "engines that sleep while the ranks "
     "train cannot generate meanwhile",
     ("rollout.over_sampling", "grpo.dynamic_sample_temperature"): "it replaces a group at once by "
-    "the next prompt of the data; set rollout.over_sampling=1",
+    "the next prompt of the data",
     ("rollout.over_sampling", "dialogues"): "checkpoints have completions in progress, and "
-    "dialogues cannot be saved before they end; set rollout.over_sampling=1",
+    "dialogues cannot be saved before they end",
     ("rollout.recompute_kv_cache: false", "rollout.engine: sglang"): "SGLang does not empty its "
     "prefix cache while it has requests",
     ("rollout.recompute_kv_cache: false", "rollout.router_replay"): "vLLM caches the experts of a "
@@ -92,11 +102,14 @@ CONFLICTS = {
     ("rollout.vllm.speculative_config", "rollout.quantization"): _EIGHT_BITS,
     ("rollout.enable_sleep_mode with rollout.engine: sglang", "rollout.quantization"): "SGLang's "
     "memory saver would lose the scales of keys and values, which no push brings",
-    ("rollout.quantization: fp8_channel or int8", "rollout.engine: sglang"): "SGLang transposes "
-    "weights with a scale per row after loading; use rollout.quantization=fp8, or "
-    "rollout.engine=vllm",
-    ("rollout.quantization", "train.offload of weights"): "the ranks need the maxima of weights "
-    "before each push; set train.offload=optimizer",
+    ("rollout.quantization: fp8_channel or int8", "rollout.engine: sglang"): (
+        "SGLang transposes weights with a scale per row after loading",
+        "rollout.quantization=fp8",
+    ),
+    ("rollout.quantization", "train.offload of weights"): (
+        "the ranks need the maxima of weights before each push",
+        "train.offload=optimizer",
+    ),
     ("rollout.quantization of pushes", "model.dtype: float32"): _BFLOAT16,
     ("rollout.quantization_aware", "model.megatron.fp8"): "FP8 would round the rounded weights",
     # Routers and indexers.
@@ -105,8 +118,8 @@ CONFLICTS = {
     ("rollout.router_replay", "rollout.vllm.enable_prefix_caching: false"): "vLLM keeps the "
     "experts of tokens in its prefix cache",
     ("rollout.indexer_replay", "rollout.tensor_parallel_size"): "SGLang reports its indexers' "
-    "choices only if each worker has all attention heads; set tensor_parallel_size to 1, and "
-    "rollout.data_parallel_size to the workers of an engine",
+    "choices only if each worker has all attention heads, as those of rollout.data_parallel_size "
+    "have",
     ("rollout.indexer_replay", "rollout.sglang.enable_two_batch_overlap"): "both halves of a batch "
     "would be recorded in the same rows",
     ("rollout.indexer_replay", "rollout.sglang.chunked_prefill_size: -1"): "a whole prompt has too "
@@ -141,7 +154,7 @@ CONFLICTS = {
     ("model.mtp_num_layers", "data.image_column"): _NO_MODEL,
     ("rollout.indexer_replay", "data.image_column"): _NO_MODEL,
     ("rollout.weight_transport: disk", "model.freeze_vision: false"): "workers read only the text "
-    "tower from a folder; set rollout.weight_transport=auto, or leave freeze_vision out",
+    "tower from a folder",
     ("rollout.vllm.mm_encoder_tp_mode: data", "model.freeze_vision: false"): _SHARE,
     ("rollout.sglang.mm_enable_dp_encoder", "model.freeze_vision: false"): _SHARE,
     # Dialogues, sources and rewards.
@@ -149,38 +162,41 @@ CONFLICTS = {
     ("reward_model", "dialogues"): "it scores completions of one turn, the only one that its chat "
     "template places",
     ("rewards in parts", "sources"): "each of sources.by_name has parts of its own",
-    ("rewards in parts", "reward.clip_range"): "clip_range clips only the total; set "
-    "reward.clip_range=null",
+    ("rewards in parts", "reward.clip_range"): "clip_range clips only the total",
     # Advantages and loss.
-    ("grpo.dynamic_sample", "rewards in parts"): "equal totals may have different parts; set "
-    "grpo.dynamic_sample=false",
+    ("grpo.dynamic_sample", "rewards in parts"): "equal totals may have different parts",
     ("grpo.advantage_estimator other than grpo", "rewards in parts"): "parts are compared within "
-    "a group; set grpo.advantage_estimator=grpo",
+    "a group",
     ("grpo.scale_rewards: batch or none", "rewards in parts"): "parts are divided by the deviation "
-    "of their group; set grpo.scale_rewards=group",
+    "of their group",
     ("grpo.kl_in_reward: true", "rewards in parts"): "the KL divergence is subtracted from the "
-    "total; set grpo.kl_in_reward=false",
+    "total",
     ("grpo.supervision: process", "grpo.multi_objective_aggregation: normalize_then_sum"): "one "
-    "compares steps, the other reward functions; set grpo.supervision=outcome",
+    "compares steps, the other reward functions",
     ("grpo.scale_rewards: group or none", _WHITENED): "its advantages are divided "
-    "by the deviation of the batch; set grpo.scale_rewards=batch",
+    "by the deviation of the batch",
     ("grpo.scale_rewards: group or batch", "grpo.advantage_estimator of a file"): "your function "
-    "scales its advantages itself; leave scale_rewards out",
-    ("grpo.delta", "grpo.loss_type: gmpo or cispo or sapo or vespo"): "that has no dual clip; set "
-    "grpo.delta=null",
+    "scales its advantages itself",
+    ("grpo.delta", "grpo.loss_type: gmpo or cispo or sapo or vespo"): "that has no dual clip",
     ("grpo.rollout_rs", "grpo.loss_type: vespo"): "vespo's own weight is almost 0 for a sequence "
-    "far off the policy; set grpo.rollout_rs=null",
-    (_BY_SEQUENCE, "grpo.loss_type: vespo"): "vespo multiplies the tokens' weights "
-    "into its own weight of the sequence; use token_truncate or token_mask",
+    "far off the policy",
+    (_BY_SEQUENCE, "grpo.loss_type: vespo"): (
+        "vespo multiplies the tokens' weights into its own weight of the sequence",
+        "grpo.rollout_importance_sampling_mode=token_truncate",
+        "grpo.rollout_importance_sampling_mode=token_mask",
+    ),
     ("grpo.rollout_importance_sampling_mode", "grpo.old_logprobs: rollout"): _ALIKE,
-    ("grpo.rollout_rs", "grpo.old_logprobs: rollout"): f"{_ALIKE}; leave out one of the two, or "
-    "use grpo.off_policy_mask_threshold",
-    ("grpo.overlong_filter", "grpo.kl_in_reward: true with grpo.beta"): "completions that it masks "
-    "have no KL divergence to subtract from their rewards; set one of grpo.overlong_filter and "
-    "grpo.kl_in_reward to false",
-    ("grpo.scale_rewards: group", "grpo.kl_in_reward: true with grpo.beta"): "where rewards are "
-    "equal, the KL divergence would be divided by its own spread, so that grpo.beta has no effect; "
-    "use batch or none, or grpo.kl_in_reward=false",
+    ("grpo.rollout_rs", "grpo.old_logprobs: rollout"): f"{_ALIKE}, as "
+    "those of grpo.off_policy_mask_threshold need not be",
+    ("grpo.overlong_filter", "grpo.kl_in_reward: true with grpo.beta"): (
+        "completions that it masks have no KL divergence to subtract from their rewards",
+        "grpo.kl_in_reward=false",
+    ),
+    ("grpo.scale_rewards: group", "grpo.kl_in_reward: true with grpo.beta"): (
+        "where rewards are equal, the KL divergence would be divided by its own spread, so that "
+        "grpo.beta has no effect",
+        *("grpo.scale_rewards=batch", "grpo.scale_rewards=none", "grpo.kl_in_reward=false"),
+    ),
     # Optimizer. Megatron-Core's for the host would not update float32 weights on the GPU.
     ("optimizer.use_precision_aware_optimizer", "optimizer.optimizer: muon"): _ADAMW,
     ("optimizer.optimizer_cpu_offload", "optimizer.optimizer: muon"): _ADAMW,
@@ -201,18 +217,23 @@ CONFLICTS = {
     (_BALANCED, "parallel.dynamic_context_parallel"): _COUNTED,
     # Length and replays.
     ("train.num_epochs", "data.path with several sets"): "weighted sets complete their epochs at "
-    "different times; set train.num_epochs=null and give train.num_steps",
+    "different times, so that a run needs train.num_steps",
     ("train.replay", "eval.data or eval.sets"): "a replay starts no engines, which evaluations "
-    "need; set eval.data=null and eval.sets={}",
+    "need",
 }
+"""Why the features of each pair exclude each other, and further remedies."""
 
 
-def check_conflicts(cfg: Config) -> None:
-    """Raise ValueError for the first pair of features that `cfg` turns on together."""
-    for (a, b), reason in CONFLICTS.items():
+def conflicts(cfg: Config) -> Iterator[Mistake]:
+    """Find each pair of features that `cfg` turns on together."""
+    for (a, b), row in CONFLICTS.items():
         if is_on(cfg, a) and is_on(cfg, b):
-            why, _, instead = reason.partition("; ")
-            raise ValueError(
-                f"{as_overrides(cfg, a)} does not go with {as_overrides(cfg, b)}: {why}; "
-                f"{instead or 'leave out one of the two'}"
+            reason, *remedies = (row,) if isinstance(row, str) else row
+            told = f"set {', or '.join(remedies)}, or " if remedies else ""
+            yield Mistake(
+                f"{as_overrides(cfg, a)} does not go with {as_overrides(cfg, b)}: {reason}; {told}"
+                "leave out one of the two",
+                *remedies,
+                *without(cfg, a),
+                *without(cfg, b),
             )

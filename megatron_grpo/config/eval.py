@@ -16,7 +16,7 @@ from pydantic import (
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.reward import RewardConfig
 from megatron_grpo.config.rollout import MIN_TEMPERATURE
-from megatron_grpo.config.section import Section, completed
+from megatron_grpo.config.section import Mistake, Section, completed
 
 SET_NAME = re.compile(r"[\w-]+", re.ASCII)
 NOT_OF_A_SET = ("data", "interval", "sets")
@@ -58,19 +58,22 @@ class EvalSet(Section):
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
         if too_many := [k for k in self.k if k > self.num_generations]:
-            raise ValueError(
+            raise Mistake(
                 f"k {too_many[0]} is above num_generations {self.num_generations}: raise that to "
-                f"{max(too_many)}, or lower k"
+                f"{max(too_many)}, or lower k",
+                f"num_generations={max(too_many)}",
             )
         if self.temperature == 0 and self.num_generations > 1:
-            raise ValueError(
+            raise Mistake(
                 f"temperature 0 makes num_generations {self.num_generations} identical "
-                "completions of a prompt: use num_generations 1, or a temperature above 0"
+                "completions of a prompt: use num_generations 1, or a temperature above 0",
+                "num_generations=1",
             )
         if self.temperature is not None and 0 < self.temperature < MIN_TEMPERATURE:
-            raise ValueError(
+            raise Mistake(
                 f"temperature {self.temperature} would be raised to {MIN_TEMPERATURE}: use 0, "
-                f"or at least {MIN_TEMPERATURE}"
+                f"or at least {MIN_TEMPERATURE}",
+                "temperature=0",
             )
         if self.top_k < 1 and self.top_k != -1:
             raise ValueError(f"top_k {self.top_k}: use -1 for all tokens, or at least 1")
@@ -85,9 +88,10 @@ class EvalSet(Section):
                 "eval.data.path=FILE, or several sets in eval.sets"
             )
         if value is not None and value.shuffle:
-            raise ValueError(
+            raise Mistake(
                 "data.shuffle true: prompts of an evaluation keep the order of their rows; leave "
-                "it out"
+                "it out",
+                "data.shuffle=false",
             )
         return value
 

@@ -5,10 +5,10 @@ nor the default, `KEY: VALUE` or `KEY: VALUE or VALUE` with that value, and `A w
 `FEATURES` has the features that depend on more than one key.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic_core import to_jsonable_python
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import parts_moved
@@ -91,6 +91,9 @@ _KEYS = {
 }
 """Keys of features whose names do not begin with a key."""
 
+_SECTIONS = {"eval.data or eval.sets": "eval", "sources": "sources"}
+"""Features that are off only with all of a section."""
+
 
 def is_on(cfg: Config, name: str) -> bool:
     if name in FEATURES:
@@ -119,6 +122,22 @@ def as_overrides(cfg: Config, name: str) -> str:
     given = [key for key in keys if len(keys) == 1 or value_of(cfg, key) != default_of(cfg, key)]
     shown = [f"{key}={as_yaml(to_jsonable_python(value_of(cfg, key)))}" for key in given]
     return " with ".join(shown) or name
+
+
+def without(cfg: Config, name: str) -> list[str]:
+    """Overrides that turn a feature off, for each of its parts."""
+    if name in _SECTIONS:
+        return [f"{_SECTIONS[name]}={{}}"]
+    parts = [name] if name in FEATURES else name.split(" with ")
+    return [each for part in parts if (each := " and ".join(_defaults(cfg, keys_of(part))))]
+
+
+def _defaults(cfg: Config, keys: Sequence[str]) -> Iterator[str]:
+    """Overrides that give `keys` their defaults; none for required keys."""
+    for key in keys:
+        default = default_of(cfg, key)
+        if default is not PydanticUndefined and value_of(cfg, key) != default:
+            yield f"{key}={as_yaml(to_jsonable_python(default))}"
 
 
 def value_of(cfg: Config, key: str) -> Any:

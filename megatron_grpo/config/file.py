@@ -1,22 +1,33 @@
 """Read and write configs as YAML: a file plus `key.sub=value` overrides, checked strictly."""
 
-import difflib
 import hashlib
 import json
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, to_jsonable_python
 
-from megatron_grpo.config.checks import check_config
+from megatron_grpo.config.checks import check_config, mistakes_in
 from megatron_grpo.config.config import Config, RewardFunction
 from megatron_grpo.config.data import KINDS_OF_PATH, WeightedPath
 from megatron_grpo.config.eval import EvalSet, section_of
+from megatron_grpo.config.hints import (
+    key_hint,
+    meant_key,
+    near_files,
+    nearest_keys,
+    value_hint,
+    word_hint,
+)
 from megatron_grpo.config.overrides import apply_override
+from megatron_grpo.config.section import Mistake, as_yaml, fields_of, meaning_of, within
 from megatron_grpo.config.sources import Source
 from megatron_grpo.config.yaml_text import Loader, dump
 from megatron_grpo.unicode import is_unicode
@@ -42,14 +53,6 @@ EXPECTED = {
 }
 
 
-NEAR = 0.75
-"""Similarity from which a key counts as a misspelling: num_epochs and num_steps have 0.74."""
-
-
-OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
-"""Last one or two parts of keys of verl, TRL and Megatron-LM, and their equivalents here."""
-
-
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML config and apply overrides such as `optimizer.lr=1e-6`: see `overrides`.
 
@@ -61,7 +64,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             f"config {path} is a folder: give a YAML file, such as a run's config.yaml"
         )
     if not path.is_file():
-        raise ValueError(f"config file {path} does not exist")
+        near = [*map(str, near_files(path))]
+        advice = f"did you mean {' or '.join(near)}?" if near else "see configs/ for examples"
+        raise ValueError(f"config file {path} does not exist: {advice}")
     try:
         table = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
@@ -70,35 +75,96 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         held = "is empty" if table is None else f"holds {type(table).__name__}, no sections"
         needed = [name for name, field in Config.model_fields.items() if field.is_required()]
         raise ValueError(f"{path} {held}: a config needs the sections {', '.join(needed)}")
+    return parse_config(table, overrides)
+
+
+def parse_config(table: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Validate a nested table of config values with overrides; raises the errors of `load_config`.
+
+    Remedies are tried out in the table, so that the error also has what is wrong only after them.
+    Of several the one is taken that changes no override, else the override that was given first.
+    """
+    told, added = dict[str, None](), dict[str, str]()
     for override in overrides:
-        apply_override(table, override, Config)
-    return parse_config(table)
+        try:
+            apply_override(table, override, Config)
+        except ValueError as error:
+            hint = "" if "=" in override else word_hint(override, known_keys())
+            told[f"{error}{hint and ': '}{hint}"] = None
+    given = [override.partition("=")[0] for override in overrides]
+    told |= dict.fromkeys(_without_unknown(table))
+    are_words = bool(told)  # what only an edit mends
+    while True:
+        cfg, found = _validated(table)
+        told |= dict.fromkeys(map(str, found))
+        chosen = [each for mistake in found for each in _remedy(mistake, given, added)]
+        for override in chosen:
+            apply_override(table, override, Config)
+        if not chosen:
+            break
+    if cfg and not told:
+        return cfg
+    paste = "to make it legal, add" if cfg and not are_words else "after that, add"
+    line = [f"{paste}: {shlex.join(added.values())}"] if added else []
+    raise ValueError("\n".join([*told, *line]))
 
 
-def parse_config(table: dict[str, Any]) -> Config:
-    """Validate a nested table of config values; raises the errors of `load_config`."""
+def _remedy(mistake: Mistake, given: Sequence[str], added: dict[str, str]) -> Sequence[str]:
+    """Choose a remedy that changes no key in `added`, and add its overrides there."""
+    options = [
+        {each.partition("=")[0]: each for each in remedy.split(" and ")}
+        for remedy in mistake.remedies
+    ]
+    ranks = {key: rank for rank, key in enumerate(given)}
+    chosen = min(
+        (each for each in options if each.keys().isdisjoint(added)),
+        key=lambda each: max(ranks.get(key, -1) for key in each),
+        default={},
+    )
+    added |= chosen
+    return [*chosen.values()]
+
+
+def _without_unknown(table: dict[str, Any]) -> Iterator[str]:
+    """Take unknown keys out of the table, or correct their spelling; yield what they should be."""
     sections: dict[str, type[BaseModel]] = {"": Config}
     sections |= {f"eval.sets.{name}.": EvalSet for name in _names(table, "eval", "sets")}
     sections |= {f"sources.by_name.{name}.": Source for name in _names(table, "sources", "by_name")}
-    known = [key for start, section in sections.items() for key, _ in _known_keys(section, start)]
-    leaves = dict(_leaves(table))
-    unknown = [key for key in leaves if not _is_known(key, known)]
-    if unknown:
-        raise ValueError(
-            "\n".join(f"unknown config key {key!r}: {_instead_of(key, known)}" for key in unknown)
-        )
-    for key, value in leaves.items():
+    known = [key for start, section in sections.items() for key, _ in fields_of(section, start)]
+    for key, value in [*_take_unknown(table, known)]:
+        yield f"unknown config key {key!r}: {key_hint(key, known)}"
+        # A value that cannot be moved is left out, as that of a key without a near one.
+        with suppress(ValueError):
+            if meant := meant_key(key, known):
+                apply_override(table, f"{meant}={as_yaml(value)}", Config)
+
+
+def _take_unknown(
+    table: dict[Any, Any], known: Sequence[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Remove the values of unknown keys from nested tables, and yield them by dotted names."""
+    for name, value in [*table.items()]:
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            yield from _take_unknown(value, known, f"{key}.")
+            if not table[name]:
+                del table[name]
+        elif not _is_known(key, known):
+            yield key, table.pop(name)
+
+
+def _validated(table: dict[str, Any]) -> tuple[Config | None, Sequence[Mistake]]:
+    """The config of a table of known keys, or its mistakes."""
+    for key, value in _leaves(table):
         if not is_unicode(json.dumps({key: value}, ensure_ascii=False, default=str, skipkeys=True)):
-            raise ValueError(
-                f"config key {key!r} = {value!r}: half of a surrogate pair is no text; correct it, "
-                "or leave it out"
-            )
+            message = "half of a surrogate pair is no text; correct it, or leave it out"
+            return None, [Mistake(f"config key {key!r} = {value!r}: {message}")]
     try:
         cfg = Config.model_validate(table)
     except ValidationError as error:
-        raise ValueError("\n".join(_mistakes(error))) from None
-    check_config(cfg)
-    return cfg
+        return None, [*_mistakes(error)]
+    found = [*mistakes_in(cfg)]
+    return (None if found else cfg), found
 
 
 def with_file_hashes(cfg: Config) -> Config:
@@ -137,41 +203,6 @@ def dump_config(config: Config) -> str:
     return dump(config.model_dump(mode="json"))
 
 
-def _instead_of(key: str, known: Sequence[str]) -> str:
-    """Suggest the known key nearest to `key`, or list the sections."""
-    section = key.partition(".")[0]
-    if key == "lora.modules_to_save":  # PEFT has it
-        return "layers have adapters or stay as they are: leave it out"
-    *_, parent, name = ["", *key.split(".")]
-    others = yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8"))
-    for other in (f"{parent}.{name}", name):
-        if other in others:
-            return f"here it is {others[other]}"
-    if keys := _nearest_keys(key, known):
-        return f"did you mean {' or '.join(map(repr, keys))}?"
-    elsewhere = "docs/coming-from.md has names of other trainers"
-    if "." in key and section in Config.model_fields:
-        return f"section {section} has no such key; docs/config.md lists all, {elsewhere}"
-    return f"the sections are {', '.join(Config.model_fields)}; {elsewhere}"
-
-
-def _nearest_keys(key: str, known: Sequence[str]) -> Sequence[str]:
-    """Find the known key that is spelt alike in each part, or all keys with the same last part."""
-    section, _, name = key.rpartition(".")
-    likeness = {each: _likeness((section, name), each) for each in known}
-    nearest = max(known, key=lambda each: likeness[each])
-    if likeness[nearest] >= NEAR:
-        return [nearest]
-    return [each for each in known if each.rpartition(".")[2] == name]
-
-
-def _likeness(parts: tuple[str, str], candidate: str) -> float:
-    """Similarity from 0 to 1 of the less similar part: the section or the name."""
-    section, _, name = candidate.rpartition(".")
-    pairs = zip(parts, (section, name), strict=True)
-    return min(difflib.SequenceMatcher(None, a, b).ratio() for a, b in pairs)
-
-
 def _parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader)
@@ -180,16 +211,9 @@ def _parse_yaml(text: str, source: str) -> Any:
         raise ValueError(f"{source} is not valid YAML: {error}{advice}") from None
 
 
-def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every settable key below `section`, with its description."""
-    for name, field in section.model_fields.items():
-        kind: Any = field.annotation
-        if isinstance(kind, UnionType):  # Section | None
-            kind = kind.__args__[0]
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _known_keys(kind, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", " ".join((field.description or "").split())
+def known_keys() -> list[str]:
+    """Every settable key, without those of named sets and sources."""
+    return [key for key, _ in fields_of(Config)]
 
 
 def _leaves(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -215,33 +239,58 @@ def _is_known(key: str, known: Sequence[str]) -> bool:
     return key in known or is_section or key.startswith(passed_through)
 
 
-def _mistakes(error: ValidationError) -> Iterator[str]:
+def _mistakes(error: ValidationError) -> Iterator[Mistake]:
     """Describe each mistake on one line: the key, the given value and the expected one."""
-    descriptions = dict(_known_keys(Config))
+    fields = dict(fields_of(Config))
     for detail in error.errors():
         # A default that depends on an invalid field: that field's own error is reported already.
         if detail["type"] != "default_factory_not_called":
-            yield _describe(detail, descriptions)
+            yield _describe(detail, fields)
 
 
-def _describe(detail: ErrorDetails, descriptions: Mapping[str, str]) -> str:
+def _describe(detail: ErrorDetails, fields: Mapping[str, FieldInfo]) -> Mistake:
     key = ".".join(str(part) for part in detail["loc"] if part not in KINDS_OF_PATH)
+    meaning = meaning_of(fields[key]) if key in fields else ""
     if detail["type"] == "missing":
-        return f"config key {key} is missing. {descriptions.get(key, '')}".rstrip()
+        return Mistake(f"config key {key} is missing. {meaning}".rstrip())
     if detail["type"] == "extra_forbidden":  # in a list, which `_leaves` does not descend into
-        section = WeightedPath if "path" in detail["loc"] else RewardFunction
-        fields = list(section.model_fields)
-        nearest = _nearest_keys(str(detail["loc"][-1]), fields)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"use {', '.join(fields)}"
-        return f"unknown config key {key!r}: {hint}"
+        names = list((WeightedPath if "path" in detail["loc"] else RewardFunction).model_fields)
+        nearest = nearest_keys(str(detail["loc"][-1]), names)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"use {', '.join(names)}"
+        return Mistake(f"unknown config key {key!r}: {hint}")
     if detail["type"] == "value_error":
-        return f"{_held_out(detail['loc'])}{detail['ctx']['error']}"
+        error = _in_section(detail["ctx"]["error"], _own_section(detail["loc"]))
+        hint, remedies = value_hint(key, str(detail["input"]), ())
+        return Mistake(f"{error}; {hint}", *remedies) if hint else error
     message = EXPECTED.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
-    return f"config key {key} = {detail['input']!r}: {message}"
+    given = as_yaml(to_jsonable_python(detail["input"], fallback=str))
+    shown = given if detail["input"] is None else repr(detail["input"])
+    message = f"config key {key} = {shown}: {message}"
+    if first := next((each for each in fields if each.startswith(f"{key}.")), None):
+        return Mistake(f"{message}, such as {first}={given}")
+    choices = re.findall(r"'([^']*)'", detail.get("ctx", {}).get("expected", ""))
+    hint, remedies = value_hint(key, given, choices)
+    if detail["input"] is None and key in fields and not fields[key].is_required():
+        hint = "leave it out"
+        if fields[key].default_factory is None:
+            remedies = [f"{key}={as_yaml(to_jsonable_python(fields[key].default))}"]
+            hint = f"set {remedies[0]}, its default"
+    return Mistake(f"{message}; {hint}" if hint else f"{message}. {meaning}".rstrip(), *remedies)
 
 
-def _held_out(location: Sequence[str | int]) -> str:
-    """Name the held-out set of a mistake: the message itself names keys as the run has them."""
-    if location[:2] == ("eval", "sets") and len(location) > 2:
-        return f"{section_of(str(location[2]))}: "
-    return "eval: " if location[:1] == ("eval",) else ""
+def _in_section(error: ValueError, section: str) -> Mistake:
+    """Name the section whose keys the message and the remedies name as the run has them."""
+    remedies = error.remedies if isinstance(error, Mistake) else ()
+    if not section:
+        return Mistake(str(error), *remedies)
+    return Mistake(f"{section}: {error}", *(within(section, each) for each in remedies))
+
+
+def _own_section(location: Sequence[str | int]) -> str:
+    """Section of a held-out set or source, where a mistake lies; else empty."""
+    match location:
+        case ("eval", "sets", name, *_):
+            return section_of(str(name))
+        case ("sources", "by_name", name, *_):
+            return f"sources.by_name.{name}"
+    return "eval" if location[:1] == ("eval",) else ""

@@ -15,7 +15,7 @@ from pydantic import (
 
 from checkpoint_convert.shape import ModelShape
 from megatron_grpo.config.rollout import MIN_TEMPERATURE
-from megatron_grpo.config.section import Section
+from megatron_grpo.config.section import Mistake, Section
 
 LossAggregation = Literal["token", "sequence", "constant", "sum"]
 ScaleRewards = Literal["group", "batch", "none"]
@@ -266,21 +266,25 @@ class GRPOConfig(Section):
     @model_validator(mode="after")
     def _clips_fit(self) -> Self:
         if self.loss_type == "cispo" and self.epsilon_high < 1:
-            raise ValueError(
+            raise Mistake(
                 f"grpo.epsilon_high {self.epsilon_high} is the upper bound of the ratio itself for "
-                "cispo and would clip ratios of 1: use at least 1, such as 5.0"
+                "cispo and would clip ratios of 1: use at least 1, such as 5.0",
+                "grpo.epsilon_high=5.0",
             )
         if self.delta is not None and self.delta <= 1 + self.epsilon_high:
-            raise ValueError(
+            legal = math.floor(1 + self.epsilon_high) + 1.0
+            raise Mistake(
                 f"grpo.delta {self.delta} would also clip ratios of positive advantages, which "
                 f"1 + grpo.epsilon_high = {1 + self.epsilon_high} allows: use a larger one, "
-                f"such as {math.floor(1 + self.epsilon_high) + 1.0}"
+                f"such as {legal}",
+                f"grpo.delta={legal}",
             )
         wanted = LOSS_TYPES[self.loss_type].level if self.loss_type in LOSS_TYPES else None
         if wanted and self.importance_sampling_level != wanted:
-            raise ValueError(
+            raise Mistake(
                 f"grpo.loss_type {self.loss_type} has a ratio of its own: set "
-                f"grpo.importance_sampling_level={wanted}, not {self.importance_sampling_level}"
+                f"grpo.importance_sampling_level={wanted}, not {self.importance_sampling_level}",
+                f"grpo.importance_sampling_level={wanted}",
             )
         return self
 
@@ -289,16 +293,20 @@ class GRPOConfig(Section):
         compares_batch = self.advantage_estimator == "reinforce_plus_plus"
         compares_batch = compares_batch or "advantage_estimator" in self.own_functions
         if self.num_generations < 2 and not compares_batch:
-            raise ValueError(
+            raise Mistake(
                 f"grpo.num_generations {self.num_generations}: a completion is compared with the "
                 "others of its prompt, use at least 2 (1 is enough for "
-                "grpo.advantage_estimator=reinforce_plus_plus)"
+                "grpo.advantage_estimator=reinforce_plus_plus)",
+                "grpo.num_generations=2",
+                "grpo.advantage_estimator=reinforce_plus_plus",
             )
         if self.dynamic_sample and self.num_generations < 2:
-            raise ValueError(
+            raise Mistake(
                 "grpo.dynamic_sample true needs groups with different rewards, and with "
                 "grpo.num_generations 1 there are none: use dynamic_sample false, or at least 2 "
-                "generations"
+                "generations",
+                "grpo.dynamic_sample=false",
+                "grpo.num_generations=2",
             )
         return self
 
@@ -313,14 +321,18 @@ class GRPOConfig(Section):
         if self.beta == 0:
             return self
         if self.kl_in_reward and self.kl_estimator != "k1":
-            raise ValueError(
+            raise Mistake(
                 f"grpo.kl_estimator {self.kl_estimator} in the reward does not hold the policy "
-                "near the reference: leave it out, for k1, or use grpo.kl_in_reward=false"
+                "near the reference: leave it out, for k1, or use grpo.kl_in_reward=false",
+                "grpo.kl_in_reward=false",
+                "grpo.kl_estimator=k1",
             )
         if not self.kl_in_reward and self.kl_estimator == "k1" and not self.use_bias_correction_kl:
-            raise ValueError(
+            raise Mistake(
                 "grpo.kl_estimator k1 in the loss has a gradient without the reference in it: use "
-                "k2 or k3, or grpo.use_bias_correction_kl=true"
+                "k2 or k3, or grpo.use_bias_correction_kl=true",
+                "grpo.use_bias_correction_kl=true",
+                "grpo.kl_estimator=k3",
             )
         return self
 

@@ -1,5 +1,6 @@
 """AdamW or Muon: the keys of `optimizer`."""
 
+from collections.abc import Iterator
 from typing import Literal, Self
 
 from pydantic import (
@@ -11,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_grpo.config.section import Section
+from megatron_grpo.config.section import Mistake, Section
 
 OPTIMIZER_MEMORY_KEYS = (
     "grad_reduce_in_fp32",
@@ -86,14 +87,17 @@ class OptimizerConfig(Section):
                 "for a language model something like 1e-6"
             )
         if self.min_lr > self.lr:
-            raise ValueError(
+            raise Mistake(
                 f"optimizer.min_lr {self.min_lr} is above optimizer.lr {self.lr}: "
-                f"use at most {self.lr}"
+                f"use at most {self.lr}",
+                f"optimizer.min_lr={self.lr}",
             )
         if self.min_lr > 0 and self.lr_decay_style == "constant":
-            raise ValueError(
+            raise Mistake(
                 f"optimizer.min_lr {self.min_lr} does nothing with optimizer.lr_decay_style "
-                "constant: use cosine or linear, or optimizer.min_lr=0"
+                "constant: use cosine or linear, or optimizer.min_lr=0",
+                "optimizer.lr_decay_style=cosine",
+                "optimizer.min_lr=0",
             )
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_steps is None:
             raise ValueError(
@@ -103,24 +107,28 @@ class OptimizerConfig(Section):
         for name, beta in ("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2"):
             dtype, decay = getattr(self, f"{name}_dtype"), getattr(self, beta)
             if dtype == "bfloat16" and decay > SLOWEST_BFLOAT16_DECAY:
-                raise ValueError(
+                raise Mistake(
                     f"optimizer.{beta} {decay} decays a moment by less per step "
                     f"than bfloat16 resolves, and optimizer.{name}_dtype is bfloat16: use at most "
-                    f"{SLOWEST_BFLOAT16_DECAY}, or optimizer.{name}_dtype=float32"
+                    f"{SLOWEST_BFLOAT16_DECAY}, or optimizer.{name}_dtype=float32",
+                    f"optimizer.{name}_dtype=float32",
+                    f"optimizer.{beta}={SLOWEST_BFLOAT16_DECAY}",
                 )
         return self
 
-    def check_schedule(self, num_steps: int) -> None:
-        """Raise ValueError if the learning-rate schedule does not fit into `num_steps`."""
+    def schedule_mistakes(self, num_steps: int) -> Iterator[Mistake]:
+        """Find what of the learning-rate schedule does not fit into `num_steps`."""
         warmup, decay = self.lr_warmup_steps, self.lr_wsd_decay_steps
         if warmup >= num_steps:
-            raise ValueError(
+            yield Mistake(
                 f"optimizer.lr_warmup_steps {warmup} must be below train.num_steps {num_steps}: "
-                f"use at most {num_steps - 1}"
+                f"use at most {num_steps - 1}",
+                f"optimizer.lr_warmup_steps={num_steps - 1}",
             )
-        if decay is not None and decay > num_steps - warmup:
-            raise ValueError(
+        elif decay is not None and decay > num_steps - warmup:
+            yield Mistake(
                 f"optimizer.lr_wsd_decay_steps {decay} would begin before the warm-up ends, as "
                 f"train.num_steps is {num_steps} and optimizer.lr_warmup_steps {warmup}: use at "
-                f"most {num_steps - warmup}"
+                f"most {num_steps - warmup}",
+                f"optimizer.lr_wsd_decay_steps={num_steps - warmup}",
             )

@@ -1,12 +1,12 @@
 """Rewards of the model: the keys of `reward` and of `environment`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from megatron_grpo.config.agent import AGENT
-from megatron_grpo.config.section import Section
+from megatron_grpo.config.section import Mistake, Section
 
 ENVIRONMENT = "environment"
 """`Config.partner` of a run with environments, and the label of their reward; no reward function
@@ -160,8 +160,10 @@ class EnvironmentConfig(Section):
         return value
 
 
-def check_judges(terms: Sequence[RewardFunction], threshold: float, section: str) -> None:
-    """Raise ValueError if bonuses or penalties could decide whether an answer passes."""
+def judge_mistakes(
+    terms: Sequence[RewardFunction], threshold: float, section: str
+) -> Iterator[Mistake]:
+    """Find bonuses or penalties that could decide whether an answer passes."""
     judges = [term for term in terms if term.weight != 0]
     names = [term.name for term in judges]
     # A weight below 1 would keep right answers, which score 1, under the default threshold of 1.
@@ -171,9 +173,11 @@ def check_judges(terms: Sequence[RewardFunction], threshold: float, section: str
         judge = next(iter(sorted(unshaped, key=lambda name: name not in RIGHT)), "math_answer")
         sums = ", ".join(f"{term.name} * {term.weight:g}" for term in judges)
         has_own = not {ENVIRONMENT, AGENT}.isdisjoint(names)
-        functions = "" if has_own else f"{section}.reward.functions=[{judge}], or "
-        raise ValueError(
+        remedies = [] if has_own else [f"{section}.reward.functions=[{judge}]"]
+        yield Mistake(
             f"{section}.pass_threshold {threshold} is for rewards that score right answers alone, "
             f"and completions are scored by {sums}: set "
-            f"{functions}{section}.pass_threshold to the lowest weighted sum that passes"
+            + "".join(f"{each}, or " for each in remedies)
+            + f"{section}.pass_threshold to the lowest weighted sum that passes",
+            *remedies,
         )

@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from checkpoint_convert.quantized.scheme import EngineQuantization
-from megatron_grpo.config.section import Section
+from megatron_grpo.config.section import Mistake, Section
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this, except 0, which is greedy."""
@@ -149,16 +149,18 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _check_requests(self) -> Self:
         if self.max_staleness and self.over_sampling > self.max_staleness + 1:
-            raise ValueError(
+            raise Mistake(
                 f"rollout.over_sampling {self.over_sampling} has more prompts at the engines than "
                 f"can be trained on within rollout.max_staleness {self.max_staleness}: set it to "
-                f"at most {self.max_staleness + 1}"
+                f"at most {self.max_staleness + 1}",
+                f"rollout.over_sampling={self.max_staleness + 1}",
             )
         if self.top_p != 1.0 or self.top_k != -1:
-            raise ValueError(
+            raise Mistake(
                 f"rollout.top_p {self.top_p} and rollout.top_k {self.top_k} would sample from a "
                 "truncated distribution, whose log-probabilities the trainer cannot reproduce: "
-                "use top_p 1.0 and top_k -1"
+                "use top_p 1.0 and top_k -1; eval.top_p and eval.top_k are free",
+                "rollout.top_p=1.0 and rollout.top_k=-1",
             )
         if "" in self.stop:
             raise ValueError(
@@ -205,9 +207,10 @@ class RolloutConfig(Section):
         if not self.base_urls:
             return self
         if self.num_engines != len(self.base_urls):
-            raise ValueError(
+            raise Mistake(
                 f"rollout.num_engines {self.num_engines} is not the number of rollout.base_urls "
-                f"{len(self.base_urls)}: set it to {len(self.base_urls)}, or leave it out"
+                f"{len(self.base_urls)}: set it to {len(self.base_urls)}, or leave it out",
+                f"rollout.num_engines={len(self.base_urls)}",
             )
         for url in self.base_urls:
             parts = urlsplit(url)

@@ -1,12 +1,14 @@
-"""Base class of every table of the config."""
+"""Base class of every table of the config, and what a mistake in one says."""
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import UnionType
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
@@ -17,6 +19,36 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+def fields_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every settable key below `section`, with its field."""
+    for name, field in section.model_fields.items():
+        kind: Any = field.annotation
+        if isinstance(kind, UnionType):  # Section | None
+            kind = kind.__args__[0]
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from fields_of(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def meaning_of(field: FieldInfo) -> str:
+    """The docstring of a key, on one line."""
+    return " ".join((field.description or "").split())
+
+
+class Mistake(ValueError):
+    """A mistake in a config; each of `remedies`, overrides joined by " and ", mends it alone."""
+
+    def __init__(self, message: str, *remedies: str) -> None:
+        super().__init__(message)
+        self.remedies = remedies
+
+
+def within(section: str, remedy: str) -> str:
+    """Move the keys of a remedy into a section that has tables of its own."""
+    return " and ".join(f"{section}.{each}" for each in remedy.split(" and "))
 
 
 def as_yaml(value: Any) -> str:

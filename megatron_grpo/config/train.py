@@ -18,7 +18,7 @@ from pydantic import (
 from checkpoint_convert.quantized.scheme import Quantization
 from megatron_grpo.config.megatron_fields import DEEPEP_RANKS, uses_deepep
 from megatron_grpo.config.offload import Offload
-from megatron_grpo.config.section import Section
+from megatron_grpo.config.section import Mistake, Section
 from parallel import ParallelDims
 
 HUB_NAME = re.compile(r"(?!models/)[\w.-]+/[\w.-]+")
@@ -48,6 +48,13 @@ class ModelConfig(Section):
 
         With `only_config`, config.json is enough.
         """
+        run = self.path.parents[1] if self.path.parent.name == "checkpoints" else self.path
+        if (run / "checkpoints").is_dir() and not (self.path / "config.json").is_file():
+            raise ValueError(
+                f"model.path {self.path} has Megatron checkpoints of a run: give {run / 'hf'}, or "
+                "the folder of `checkpoint-convert export --megatron "
+                f"{run}/checkpoints/step_N --out FOLDER`"
+            )
         if only_config and not (self.path / "config.json").is_file():
             problem = "has no config.json: plan needs only this file of a model"
         elif not self.path.is_dir():
@@ -132,15 +139,18 @@ class TrainConfig(Section):
     def _check_steps(self) -> Self:
         if (self.num_steps is None) == (self.num_epochs is None):
             given = "missing" if self.num_steps is None else f"{self.num_steps}, with num_epochs"
-            raise ValueError(
+            remedies = ("train.num_epochs=null", "train.num_steps=null") if self.num_steps else ()
+            raise Mistake(
                 f"train.num_steps is {given}: give either the number of optimizer steps or, as "
-                "train.num_epochs, of passes over the prompts, and set the other to null"
+                "train.num_epochs, of passes over the prompts, and set the other to null",
+                *remedies,
             )
         if self.keep_every and self.keep_every % self.save_interval:
             legal = self.save_interval * (self.keep_every // self.save_interval + 1)
-            raise ValueError(
+            raise Mistake(
                 f"train.keep_every {self.keep_every} is no multiple of train.save_interval "
-                f"{self.save_interval}: set it to {legal}"
+                f"{self.save_interval}: set it to {legal}",
+                f"train.keep_every={legal}",
             )
         return self
 
@@ -207,9 +217,10 @@ class ParallelConfig(Section):
         sizes = self.expert_parallel_size, self.expert_tensor_parallel_size
         if not uses_deepep(megatron) or prod(sizes) in (1, *DEEPEP_RANKS):
             return
-        raise ValueError(
+        raise Mistake(
             f"model.megatron.moe_token_dispatcher_type flex: DeepEP sends tokens among "
             f"{', '.join(map(str, DEEPEP_RANKS))} ranks, and expert({sizes[0]}) * "
             f"expert_tensor({sizes[1]}) = {prod(sizes)}: change parallel.expert_parallel_size, or "
-            "use alltoall"
+            "use alltoall",
+            "model.megatron.moe_token_dispatcher_type=alltoall",
         )

@@ -108,6 +108,16 @@ def read_rows(data: DataConfig, path: str, invalid: InvalidRows, first: int = 0)
     return records
 
 
+def first_row(data: DataConfig) -> Row:
+    """Read the first readable row; ValueError if there is none."""
+    for path in data.paths:
+        for _, rows in _sources(data, path.path):
+            for _, row in rows:
+                if not isinstance(row, Fault):
+                    return row
+    raise ValueError(f"data.path {data.path} has no rows")
+
+
 def _without_nulls(row: Row, prompt_column: str) -> Row | Fault:
     """Remove the null fields that tables add to the messages of a row's prompt."""
     chat = row.get(prompt_column)

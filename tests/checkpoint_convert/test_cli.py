@@ -165,6 +165,12 @@ def test_main_reports_a_mistake_and_writes_nothing(model, truncated, tmp_path, c
     assert (tmp_path / "taken").read_text() == "precious"
 
 
+def test_a_dtype_has_the_name_of_a_config_too(tmp_path):
+    arguments = ("import", "--hf", tmp_path / "no", "--out", tmp_path / "out")
+    finished = run_cli(*arguments, "--dtype", "bfloat16", logs=tmp_path / "logs")
+    assert "no does not exist" in finished.errors
+
+
 def test_main_prints_the_usage_with_bad_options(model, tmp_path):
     arguments = ("import", "--hf", model, "--out", tmp_path / "out", "--dtype", "fp8")
     finished = run_cli(*arguments, logs=tmp_path / "logs")

@@ -1,16 +1,19 @@
+import dataclasses
 import inspect
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from transformers import PreTrainedTokenizerBase
+from trl import GRPOConfig
 
 from megatron_grpo.config.data import OWN_TEMPLATE_ARGUMENTS, WeightedPath
-from megatron_grpo.config.file import OTHER_NAMES, dump_config, load_config
+from megatron_grpo.config.file import dump_config, known_keys, load_config
 from megatron_grpo.config.grpo import LOSS_TYPES
+from megatron_grpo.config.hints import other_names, other_values
 from megatron_grpo.config.trackers import WandbConfig
 
 pytestmark = pytest.mark.fast
@@ -23,11 +26,31 @@ IN_FLIGHT = (
 )
 
 
+PASTE = re.compile(r"\n(to make it legal|after that), add: (.*)")
+
+
 def refusal(*overrides: str, path: Path = DEMO) -> str:
-    """The error message of the demo's config with `overrides`."""
+    """The mistakes of the demo's config with `overrides`, one on each line."""
     with pytest.raises(ValueError) as refused:
         load_config(path, overrides)
-    return str(refused.value)
+    return PASTE.sub("", str(refused.value))
+
+
+def error_of(*overrides: str) -> str:
+    """Why the demo's config is refused with `overrides`; empty if it is not."""
+    try:
+        load_config(DEMO, overrides)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def pasted(*overrides: str) -> tuple[str, list[str]]:
+    """What the error of the demo's config with `overrides` says to paste, and after what."""
+    with pytest.raises(ValueError) as refused:
+        load_config(DEMO, overrides)
+    when, line = PASTE.search(str(refused.value)).groups()
+    return when, shlex.split(line)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -273,25 +296,45 @@ def test_a_folder_is_no_config(tmp_path):
     assert "is a folder: give a YAML file" in refusal(path=tmp_path)
 
 
-def test_keys_of_other_trainers_are_answered_with_existing_keys():
-    others = yaml.safe_load(OTHER_NAMES.read_text())
-    keys = [re.match(r"[\w.]+\w", meaning)[0] for meaning in others.values()]
-    [message] = refusal("unknown=1", *(f"{key}=1" for key in keys)).splitlines()
-    assert "unknown config key 'unknown'" in message
+def test_names_and_values_of_other_trainers_are_answered_with_existing_keys():
+    meanings = [each for names in other_names().values() for each in names.values()]
+    keys = [re.match(r"[\w.]+\w", each)[0] for each in meanings if not each.startswith("no key")]
+    message = refusal("unknown=1", *(f"{key}=1" for key in keys))
+    unknown = [line for line in message.splitlines() if line.startswith("unknown config key")]
+    assert [line.partition(":")[0] for line in unknown] == ["unknown config key 'unknown'"]
+    assert other_values().keys() <= set(known_keys())
+    given = [(key, value) for key, values in other_values().items() for value in values]
+    meanings += [refusal(f"{key}={value}").rpartition("; ")[2] for key, value in given]
+    for setting in {word for each in meanings for word in re.findall(r"\w+\.[\w.]+=\w+", each)}:
+        found = re.findall(r"^.*config key .*", error_of(setting), re.MULTILINE)
+        assert found == [], setting
 
 
-SECTIONS = "the sections are model, lora, data, train, "
+def test_all_fields_of_trls_config_have_a_counterpart_or_a_reason():
+    """Those that it declares; it inherits 110 more from transformers."""
+    fields = {each.name for each in dataclasses.fields(GRPOConfig)}
+    own = fields & GRPOConfig.__annotations__.keys()
+    assert len(own) == 79
+    assert own - other_names()["TRL"].keys() == set()
+
+
+def test_all_arguments_of_ms_swifts_megatron_trainer_have_a_counterpart_or_a_reason():
+    """323 of RLHFMegatronArgumentsMixin, MegatronTunerMixin and MegatronArguments at its commit
+    3602360 of August 2026, and two of MegatronRLHFArguments."""
+    assert len(other_names()["ms-swift"]) == 325
+
+
+SECTIONS = "no section has the key"
 IN_ONE_LINE = [
     # Unknown keys, and the suggested one.
     ("optimiser.lr=1", "'optimiser.lr'", "optimizer.lr"),
     ("lr=1", "'lr'", "optimizer.lr"),
     ("eval.data.splt=1", "'eval.data.splt'", "eval.data.split"),
     ("eval.sets.a.data.splt=1", "'eval.sets.a.data.splt'", "eval.sets.a.data.split"),
-    ("eval.sets.a.interval=1", "'eval.sets.a.interval'", "eval.interval"),
     ("grpo.eps=1", "'grpo.eps'", "section grpo has no such key"),
     ("train.total_steps=1", "'train.total_steps'", "section train has no such key"),
-    ("peft.rank=1", "'peft.rank'", SECTIONS),
-    ("num_layers=1", "'num_layers'", SECTIONS),
+    ("peft.alphas=1", "'peft.alphas'", SECTIONS),
+    ("num_blocks=1", "'num_blocks'", SECTIONS),
     # Keys of other trainers.
     ("actor_rollout_ref.rollout.n=1", "'actor_rollout_ref.rollout.n': here it is grpo.num_gen"),
     ("custom_reward_function.path=1", "here it is reward.functions, as file.py:function"),
@@ -299,12 +342,30 @@ IN_ONE_LINE = [
     ("grpo.kl_loss_type=1", "here it is grpo.kl_estimator"),
     ("train.learning_rate=1", "'train.learning_rate': here it is optimizer.lr"),
     ("actor_rollout_ref.actor.optim.lr=1", "did you mean 'optimizer.lr'?"),
-    ("trainer.nnodes=1", "docs/coming-from.md has names of other trainers"),
+    ("trainer.device=1", "docs/coming-from.md has names of other trainers"),
+    ("rollout.max_tokens=5", "here it is rollout.max_completion_length"),
+    ("agents.max_tokens=5", "did you mean 'agent.max_tokens'?"),
+    ("lora.rank=8", "here it is lora.r"),
+    ("resume", "not of the form key.sub=value", "the same command resumes the run"),
+    ("resume=true", "the same command resumes the run"),
+    ("train.resume_from=runs/a", "the same command resumes", "train.init_from starts a new run"),
+    ("grpo.kl_coef=0.1", "here it is grpo.beta; with grpo.kl_in_reward=true where it is"),
     # Wrong values, and the expected type or range.
     ("optimizer.lr=fast", "optimizer.lr", "'fast'", "valid number"),
     ("train.num_steps=0", "train.num_steps", "0", "greater than 0"),
-    ("grpo.loss_type=ppo", "grpo.loss_type", "'ppo'", ", ".join(LOSS_TYPES)),
-    ("model.path=null", "model.path", "None", "expected a path"),
+    ("grpo.loss_type=new", "grpo.loss_type", "'new'", ", ".join(LOSS_TYPES)),
+    ("rollout.engine=vlm", "set rollout.engine=vllm"),
+    ("grpo.loss_type=gspo", "set grpo.importance_sampling_level=sequence"),
+    ("grpo.loss_type=ppo", "without a critic: set grpo.loss_type=dapo"),
+    ("grpo.loss_type=reinforce", "set grpo.advantage_estimator=reinforce_plus_plus"),
+    ("grpo.advantage_estimator=gae", "there is no critic: all estimators compare completions"),
+    ("rollout.temperature=0", "eval.temperature=0 evaluates greedily"),
+    ("rollout.temperature=0.001", "Sampling temperature, at least 0.01"),
+    ("model.dtype=bf16", "set model.dtype=bfloat16"),
+    ("grpo.beta=", "grpo.beta = null", "set grpo.beta=0.0, its default"),
+    ("grpo.epsilon_high=", "grpo.epsilon_high = null", "leave it out"),
+    ("eval.data=test.jsonl", "expected a table of keys, such as eval.data.path=test.jsonl"),
+    ("model.path=null", "model.path", "null", "expected a path"),
     ("model.dtype=no", "model.dtype", "'no'", "'bfloat16' or 'float32'"),
     ("train=3", "train", "3", "expected a table of keys"),
     ("rollout.base_urls=http://x", "rollout.base_urls", "expected a list"),
@@ -382,6 +443,13 @@ def test_a_missing_model_is_named_with_the_command_that_downloads_it(
     assert f"hf download {name}" in str(refused.value)
 
 
+def test_checkpoints_of_a_run_are_answered_with_the_folder_of_its_export(tmp_path):
+    (step := tmp_path / "checkpoints" / "step_2").mkdir(parents=True)
+    for path in (step, tmp_path):
+        with pytest.raises(ValueError, match=f"give {tmp_path / 'hf'}, or .* export --megatron"):
+            load_config(DEMO, [f"model.path={path}"]).model.check_folder()
+
+
 def test_a_plan_needs_only_the_config_of_a_model(tmp_path):
     model = load_config(DEMO, [f"model.path={tmp_path}"]).model
     with pytest.raises(ValueError, match=r"only this file.*OWNER/NAME config\.json --local-dir"):
@@ -402,7 +470,7 @@ SHORT_FORMS = {"HALF": HALF, "PRECISE": f"{HALF} + optimizer.use_precision_aware
 REFUSED = [
     ("train.num_epochs=1", "train.num_steps is 15, with num_epochs: give either"),
     ("train.num_steps=null", "train.num_steps is missing: give either"),
-    ("data.path=null", "config key data.path = None: input should be a valid string"),
+    ("data.path=null", "config key data.path = null: input should be a valid string"),
     ("data.path=[a.jsonl]", "config key data.path.0 = 'a.jsonl': expected a table of keys"),
     ("data.path=[]", "data.path is empty: name a file, a folder or a data set"),
     ("data.path=[{path: a.jsonl}]", "config key data.path.0.weight is missing"),
@@ -517,6 +585,72 @@ def test_values_that_do_not_go_together_are_refused(overrides, word):
     assert word in refusal(*overrides.split(" + "))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "num_mistakes", "paste"),
+    [
+        (
+            ["rollout.max_staleness=4"],
+            2,
+            ["rollout.in_flight_updates=true", "grpo.old_logprobs=rollout"],
+        ),
+        (
+            ["rollout.in_flight_updates=true"],
+            2,
+            ["rollout.max_staleness=1", "grpo.old_logprobs=rollout"],
+        ),
+        (
+            ["agent.tools=[python]"],
+            3,
+            ["agent.weight=0", "data.max_prompt_length=1024", "rollout.tool_call_parser=hermes"],
+        ),
+        (
+            ["eval.k=[2]", "train.num_epochs=1"],
+            3,
+            ["train.num_steps=null", "eval.num_generations=2", "eval={}"],
+        ),
+        (["grpo.beta=", "grpo.delta=1"], 2, ["grpo.beta=0.0", "grpo.delta=2.0"]),
+        (
+            ["rollout.stop=[a]", "eval.data={}", "reward.functions=[repetition, exact]"],
+            1,
+            ["eval.reward.functions=[exact]"],
+        ),
+    ],
+)
+def test_all_mistakes_are_told_at_once_with_the_overrides_that_mend_them(
+    overrides, num_mistakes, paste
+):
+    assert len(refusal(*overrides).splitlines()) == num_mistakes
+    assert pasted(*overrides) == ("to make it legal", paste)
+    load_config(DEMO, [*overrides, *paste])
+
+
+def test_a_remedy_changes_the_key_that_was_given_first_or_not_at_all(tmp_path):
+    """The file's `train.offload` gives way to the override, and of two overrides the first."""
+    path = tmp_path / "config.yaml"
+    path.write_text(DEMO.read_text() + "\nlora:\n  r: 8\n")
+    with pytest.raises(ValueError, match=r"legal, add: lora\.r=0$"):
+        load_config(path, ["train.init_from=runs/a"])
+    assert pasted("train.init_from=runs/a", "lora.r=8")[1] == ["train.init_from=null"]
+    assert pasted("lora.r=8", "train.init_from=runs/a")[1] == ["lora.r=0"]
+
+
+def test_what_only_an_edit_mends_is_told_with_the_rest():
+    """The misspelt key counts with its right name, so that the rest is right, too."""
+    overrides = ["rollout.max_stalenes=1", "rollout.in_flight_updates=true", "train.seed"]
+    assert [line.partition(":")[0] for line in refusal(*overrides).splitlines()] == [
+        "override 'train.seed' is not of the form key.sub=value",
+        "unknown config key 'rollout.max_stalenes'",
+        "rollout.max_staleness=1 needs a correction for older weights",
+    ]
+    assert pasted(*overrides) == ("after that", ["grpo.old_logprobs=rollout"])
+
+
+def test_a_missing_config_is_named_with_those_of_a_similar_name(monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    assert "did you mean configs/gsm8k_smollm2_135m.yaml?" in refusal(path=Path("gsm"))
+    assert "see configs/ for examples" in refusal(path=Path("nothing"))
+
+
 def test_an_environment_is_a_term_of_the_reward_and_may_be_the_only_one():
     environment = ["environment.name=mine.py:Game", "environment.arguments.size=3"]
     config = load_config(DEMO, [*environment, "reward.functions=[]", "environment.weight=2.0"])
@@ -588,7 +722,8 @@ def test_arguments_of_transformers_are_no_variables_of_a_chat_template():
 )
 def test_an_option_that_would_do_nothing_is_refused_with_its_default(overrides, need):
     hint = re.fullmatch(
-        r"\w+.\w+=\S+ does nothing without (.*): set that, or (\S+)", refusal(*overrides)
+        r"\w+.\w+=\S+ does nothing without (.*): set that, or (\S+)",
+        refusal(*overrides).splitlines()[0],
     )
     assert need in hint[1]
     key = hint[2].partition("=")[0]

@@ -1,5 +1,6 @@
 """Runs are refused for the pairs that `CONFLICTS` and `NEEDS` have, and for no other pair."""
 
+import re
 from itertools import combinations
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_grpo.config.conflicts import CONFLICTS
 from megatron_grpo.config.features import is_on, keys_of
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.needs import NEEDS
+from megatron_grpo.config.overrides import apply_override
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.data.images import check_images
 from megatron_grpo.engines.support import check_drafts, check_towers_served
@@ -217,10 +219,21 @@ def unchecked(monkeypatch):
 
     def load(*overrides: str) -> Config:
         with monkeypatch.context() as patch:
-            patch.setattr(file, "check_config", lambda cfg: None)
+            patch.setattr(file, "mistakes_in", lambda cfg: ())
             return load_config(TINY_CONFIG, ["model.dtype=bfloat16", *overrides])
 
     return load
+
+
+def have(cfg: Config, remedy: str, *features: str) -> bool:
+    """Whether the config with the overrides of a remedy has all the features."""
+    table = cfg.model_dump(exclude_unset=True)
+    for override in remedy.split(" and "):
+        apply_override(table, override, Config)
+    if remedy == "train.num_epochs=null":
+        table["train"]["num_steps"] = 1  # of which only the user knows the number
+    other = Config.model_validate(table)
+    return all(is_on(other, each) for each in features)
 
 
 @pytest.mark.parametrize("pair", CONFLICTS, ids=" + ".join)
@@ -230,11 +243,14 @@ def test_a_pair_is_refused_with_both_keys_the_reason_and_what_to_do(pair, unchec
     with pytest.raises(ValueError):
         check_config(cfg)
     monkeypatch.setattr(conflicts, "CONFLICTS", {pair: CONFLICTS[pair]})
-    with pytest.raises(ValueError, match=r"does not go with .*: .*; [a-z]") as refused:
-        check_config(cfg)
+    [refused] = conflicts.conflicts(cfg)
+    assert re.search(r" does not go with .*: .*; [a-z]", str(refused))
     for feature in pair:
         names = keys_of(feature) or (feature,)
-        assert any(name in str(refused.value) for name in names)
+        assert any(name in str(refused) for name in names)
+    for remedy in refused.remedies:
+        assert not have(cfg, remedy, *pair), remedy
+    assert refused.remedies
 
 
 @pytest.mark.parametrize("pair", NEEDS, ids=" + ".join)
@@ -242,8 +258,11 @@ def test_a_feature_is_refused_without_what_it_needs(pair, unchecked, monkeypatch
     feature, needed = pair
     cfg = unchecked(*keys(feature), *WITHOUT.get(needed, ()))
     assert (is_on(cfg, feature), is_on(cfg, needed)) == (True, False)
-    monkeypatch.setattr(conflicts, "CONFLICTS", {})
     monkeypatch.setattr(needs, "NEEDS", {pair: NEEDS[pair]})
-    with pytest.raises(ValueError, match=r"needs .*: .*; [a-z]") as refused:
-        check_config(cfg)
-    assert keys_of(feature)[0] in str(refused.value)
+    monkeypatch.setattr(needs, "IDLE", {})
+    [refused] = needs.unmet_needs(cfg)
+    assert re.search(r" needs .*: .*; [a-z]", str(refused))
+    assert keys_of(feature)[0] in str(refused)
+    for remedy in refused.remedies:
+        assert have(cfg, remedy, needed) or not have(cfg, remedy, feature), remedy
+    assert refused.remedies
