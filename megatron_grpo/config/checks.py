@@ -4,13 +4,16 @@ Only the config is needed here; `preflight.py` checks it against the model and t
 `prompt_checks.py` against the data.
 """
 
+from math import lcm
+
 from megatron_grpo.config.agent import AGENT
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.conflicts import check_conflicts
-from megatron_grpo.config.eval import EvalConfig, section_of
+from megatron_grpo.config.eval import EvalConfig, metric_prefix, section_of
 from megatron_grpo.config.needs import check_needs
 from megatron_grpo.config.reward import ENVIRONMENT, check_judges
 from megatron_grpo.config.sources import OWN_SECTIONS
+from parallel.alignment import round_up
 
 
 def check_config(cfg: Config) -> None:
@@ -38,6 +41,27 @@ def _check(cfg: Config) -> None:
     if not cfg.sources.by_name:
         _check_rewards(cfg)
     _check_evaluations(cfg)
+    if cfg.train.keep_best is not None:
+        _check_best(cfg, cfg.train.keep_best)
+
+
+def _check_best(cfg: Config, metric: str) -> None:
+    """Refuse a metric that no evaluation has, and evaluations without a checkpoint."""
+    known = [
+        f"{metric_prefix(name)}{each}"
+        for name, held_out in cfg.eval.named_sets.items()
+        for each in (*(f"pass@{k}" for k in held_out.k), f"mean@{held_out.num_generations}")
+    ]
+    if metric not in known:
+        raise ValueError(f"train.keep_best {metric}: evaluations have {', '.join(known)}")
+    interval, every = cfg.eval.interval, cfg.train.save_interval
+    updates = cfg.grpo.steps_per_generation * cfg.grpo.num_iterations
+    if interval % (both := lcm(every, updates)):
+        raise ValueError(
+            f"train.keep_best {metric} needs a checkpoint after each evaluation, and they are "
+            f"written every {every} steps (train.save_interval), between generations of {updates}: "
+            f"set eval.interval to {round_up(interval, both)}, or lower train.save_interval"
+        )
 
 
 def _check_rewards(cfg: Config) -> None:

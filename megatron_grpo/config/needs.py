@@ -66,6 +66,8 @@ NEEDS = {
     "the model's, such as hermes",
     ("grpo.supervision: process", "rewards of steps"): "it compares these; name an environment in "
     "environment.name, or a reward_model with step_tag, or use grpo.supervision=outcome",
+    ("train.keep_best", "eval.data or eval.sets"): "it compares evaluations; name held-out "
+    "prompts, such as eval.data.path=FILE, or leave it out",
     # Divergence and adapters.
     ("grpo.sync_ref_model", "grpo.beta"): "it updates the reference model, and grpo.beta=0 loads "
     "none; use a beta above 0, such as 0.04, or leave it out",

@@ -48,6 +48,7 @@ CALLERS = (
     "functions.py",
     "advantage_function.py",
     "loss_function.py",
+    "hooks.py",
     "user_file.py",
     "supervised.py",
     "actors.py",

@@ -176,6 +176,8 @@ REFUSED = [
         "reward.functions=[demo/rewards.py:exct] + data.max_prompt_length=1",
         "demo/rewards.py has no function 'exct'",
     ),
+    ("train.hooks=[demo/rewards.py:Stop]", "demo/rewards.py has no class 'Stop'"),
+    ("train.hooks=[mine.py:Stop]", "file of a hook mine.py does not exist"),
     (f"reward.functions=[{OVERLONG}]", "length 60", "below soft_max_length 50", "such as 10"),
     # Features that a kind of model lacks.
     ("SGLANG + rollout.indexer_replay=true", "and this model has no indexers: leave it out"),
