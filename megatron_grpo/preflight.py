@@ -28,6 +28,7 @@ from megatron_grpo.engines.http import status_of
 from megatron_grpo.engines.server import check_arguments, check_model_served
 from megatron_grpo.engines.support import check_kernels
 from megatron_grpo.engines.vllm.args import check_adapters
+from megatron_grpo.hooks import load_hook
 from megatron_grpo.launch.launch import check_files
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, check_run_dir, check_token
 from megatron_grpo.resume_checks import check_same_run, check_start
@@ -58,6 +59,8 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> "C
     check_run_dir(cfg.train.run_dir, starts_here=starts_here)
     cfg = with_file_hashes(cfg)
     check_same_run(cfg)
+    for hook in cfg.train.hooks:
+        load_hook(hook, cfg)
     if starts_here:
         if cfg.train.replay is None:
             check_kernels(cfg.rollout, shape, cfg.model.dtype)

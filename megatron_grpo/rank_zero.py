@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
@@ -9,6 +10,7 @@ from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.spec_decode_metrics import SpecDecodeMetrics
+from megatron_grpo.hooks import Hooks
 from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.policy.export import keep_export
 from megatron_grpo.reporting.metrics import StepReport
@@ -33,6 +35,7 @@ class RankZero:
     stream: PromptStream
     log: RunLog
     runner: Runner
+    hooks: Hooks
     drafts: SpecDecodeMetrics | None
 
     @classmethod
@@ -62,7 +65,7 @@ class RankZero:
         stack.enter_context(closing(runner))
         if services and cfg.rollout.vllm.get("speculative_config"):
             drafts = SpecDecodeMetrics(services.engines, are_new=not cfg.rollout.base_urls)
-        return cls(cfg, watchdog, services, stream, log, runner, drafts)
+        return cls(cfg, watchdog, services, stream, log, runner, Hooks(cfg), drafts)
 
     @property
     def with_engines(self) -> RolloutServices:
@@ -96,7 +99,8 @@ class RankZero:
         with as_rollout_aborted(what, lambda: self.watchdog.is_preempted):
             evaluated = self.with_engines.evaluations.run(step, timer, self.log.bar.evaluation.show)
         with timer.phase("eval", "log"):
-            self.log.evaluation(step, evaluated, timer.metrics()["time/eval"])
+            metrics = self.log.evaluation(step, evaluated, timer.metrics()["time/eval"])
+        self.hooks.call("on_evaluation", step, metrics, timer)
 
     def record(self, step: int, generation: int, batch: RolloutBatch, timer: PhaseTimer) -> None:
         """Log the groups that dynamic sampling replaced in the generation that `step` begins. With
@@ -121,10 +125,11 @@ class RankZero:
         report: StepReport,
         experience: Experience,
         timer: PhaseTimer,
-    ) -> None:
-        """Log optimizer step `step`, counted from 1, which trained on `experience`."""
+    ) -> dict[str, Any]:
+        """Log optimizer step `step`, counted from 1, which trained on `experience`; returns its
+        record."""
         updates = BatchSchedule.of(self.cfg.grpo).updates_per_generation
         metrics["epoch"] = self.stream.epochs(step / updates)
         with timer.phase("log"):
             metrics |= self.drafts.metrics() if self.drafts else {}
-            self.log.step(step, metrics, report, experience, timer)
+            return self.log.step(step, metrics, report, experience, timer)

@@ -42,6 +42,8 @@ CHANGEABLE = (
     "train.export_quantization",
     "train.keep_checkpoints",
     "train.keep_every",
+    "train.keep_best",
+    "train.hooks",
     "train.hang_timeout",
     "train.max_skipped_steps",
     "train.save_generations",

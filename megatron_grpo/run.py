@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint_convert import ModelShape
-from megatron_grpo.checkpoints.folders import latest_step
+from megatron_grpo.checkpoints.folders import how_ended
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import with_file_hashes, with_num_steps
@@ -81,7 +81,8 @@ def open_run(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Run]:
     del served  # now `store` keeps it
     limits = Limits.from_config(cfg, on_gpu=torch.cuda.is_available())
     watchdog = Watchdog(place, store, limits, cfg.train.run_dir, token=token or "")
-    if place.rank == 0 and latest_step(cfg.train.run_dir / "checkpoints") < cfg.num_steps:
+    checkpoints = cfg.train.run_dir / "checkpoints"
+    if place.rank == 0 and not how_ended(checkpoints, cfg.num_steps, cfg.train.hooks):
         print(_beginning(cfg), flush=True)
     lock = run_lock(cfg.train.run_dir) if place.rank == 0 else nullcontext()
     with watchdog, lock:

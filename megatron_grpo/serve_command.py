@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_grpo.checkpoints.folders import latest_step
+from megatron_grpo.checkpoints.folders import how_ended
 from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.process import allow_open_files
 from megatron_grpo.launch.run_dir import check_token, take_token
@@ -84,6 +84,6 @@ def serve(
     checkpoints, num_steps = cfg.train.run_dir / "checkpoints", cfg.train.num_steps
 
     def is_complete() -> bool:  # the config.yaml of a run has num_steps in place of num_epochs
-        return num_steps is not None and latest_step(checkpoints) >= num_steps
+        return num_steps is not None and how_ended(checkpoints, num_steps, cfg.train.hooks) != ""
 
     serve_engine(cfg, host, port, token, node, is_complete if join else None)

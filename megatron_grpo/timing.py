@@ -35,21 +35,27 @@ class PhaseTimer:
         self._enter, self._record = enter, record
         self._start = time.perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
+        self._phase, self._inner = IDLE, 0.0
+        """The current phase, and the seconds of phases within it."""
 
     @contextmanager
     def phase(self, name: str, part: str = "") -> Iterator[None]:
-        """Add the block's seconds to phase `name`; with a `part`, it is entered as `name_part`."""
+        """Add the block's seconds to phase `name`; with a `part`, it is entered as `name_part`. A
+        phase within another one interrupts that."""
         both = f"{name}_{part}" if part else name
         self._enter(both)
+        outer, before = self._phase, self._inner
+        self._phase, self._inner = both, 0.0
         began, start = time.time(), time.perf_counter()
         try:
             yield
         finally:
             seconds = time.perf_counter() - start
-            self._seconds[name] += seconds
+            self._seconds[name] += seconds - self._inner
+            self._phase, self._inner = outer, before + seconds
             if self._record:
                 self._record(both, began, seconds)
-        self._enter(IDLE)  # not in `finally`: an exception belongs to the phase
+        self._enter(outer)  # not in `finally`: an exception belongs to the phase
 
     def leave_out(self, seconds: float) -> None:
         """Leave past `seconds` out of the time of the step."""

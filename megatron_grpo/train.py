@@ -2,6 +2,8 @@
 
 from contextlib import ExitStack, closing, suppress
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,8 +16,9 @@ from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.batch.schedule import BatchSchedule, Cursor
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.experience_file import OPEN, ready_prefix
-from megatron_grpo.checkpoints.newest import steps_done
+from megatron_grpo.checkpoints.newest import how_ended
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
+from megatron_grpo.config.train import Hook
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engine_weights.checksums import pushed_weights
 from megatron_grpo.engines.http import RolloutAborted
@@ -47,13 +50,10 @@ def train(run: Run) -> None:
     Raises Preempted on all ranks, after saving, if any rank is preempted, and RolloutAborted if no
     more generations can be made.
     """
-    num_steps, run_dir = run.cfg.num_steps, run.cfg.train.run_dir
-    if (done := steps_done(run_dir / "checkpoints")) >= num_steps:
+    run_dir = run.cfg.train.run_dir
+    if end := how_ended(run_dir / "checkpoints", run.cfg.num_steps, run.cfg.train.hooks):
         if run.groups.rank == 0:
-            print(
-                f"{run_dir} is complete: {done} of {num_steps} steps; its model is {run_dir / 'hf'}"
-                f"; train.num_steps above {done} continues it"
-            )
+            print(f"{run_dir} is complete: {end}; its model is {run_dir / 'hf'}")
         return
     with ExitStack() as stack:
         trainer = Trainer(run, stack)
@@ -62,7 +62,7 @@ def train(run: Run) -> None:
             stack.callback(run.watchdog.enter, "close")
             stack.push(run.watchdog.report)  # runs before the stack stops the engines: seconds
             with resumable(run_dir):
-                while trainer.step < num_steps:
+                while trainer.step < trainer.num_steps:
                     trainer.stop_if_preempted()
                     report = trainer.update(trainer.next_minibatch())
                     trainer.log(report)
@@ -85,6 +85,8 @@ class Trainer:
         self.schedule, self.num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
         self.loss_function = LossFunction.of(cfg.grpo, run.device)
         self.advantage_function = AdvantageFunction.of(cfg)
+        self._stopped_by: Hook | None = None
+        """The hook for which `num_steps` was lowered to the current step; only on rank 0."""
         self._due_steps = due_steps(cfg)
         run.watchdog.enter("load")  # a phase in which reading files may take long
         shape = trained_shape(cfg)
@@ -97,7 +99,8 @@ class Trainer:
         self.residency = build_residency(cfg, *models, run.device, run.ranks_per_host)
         cost = CostModel.transformer(shape.hidden_size, shape.attending_share)
         self.preparation = Preparation(*models, cost, cfg, run.groups, run.device)
-        self.checkpoints = stack.enter_context(closing(Checkpoints(cfg, *models, self.residency)))
+        checkpoints = Checkpoints(cfg, *models, self.residency, self._on_checkpoint)
+        self.checkpoints = stack.enter_context(closing(checkpoints))
         self.state = self.checkpoints.load()
         self.state.check_base(self.policy.adapters.base if self.policy.adapters else None)
         run.watchdog.enter(START)  # all ranks have loaded
@@ -249,11 +252,14 @@ class Trainer:
         metrics, self._unlogged = self._unlogged, {}
         if self.run.device.type == "cuda":
             metrics |= peak_memory(self.run.device)
+        record: dict[str, Any] = {}
         if self.zero and self.experience:
-            self.zero.log_step(self.step, metrics, report, self.experience, self.timer)
-        # The log comes before the save: no checkpoint then has a step that the log lacks. The push
-        # and save of this step count towards the next one.
+            record = self.zero.log_step(self.step, metrics, report, self.experience, self.timer)
+        # The log comes before the save: no checkpoint then has a step that the log lacks. The
+        # hooks, push and save of this step count towards the next one.
         self._begin_step()
+        if self.zero:
+            self.zero.hooks.call("on_step_end", self.step, record, self.timer)
 
     def _is_within_generation(self) -> bool:
         """Whether the next step trains on the same generation as the last one."""
@@ -296,8 +302,23 @@ class Trainer:
         )
         self.timer.leave_out(aside.metrics()["time/step"])
 
+    def _on_checkpoint(self, step: int, folder: Path) -> None:
+        if self.zero:
+            self.zero.hooks.call("on_checkpoint", step, folder, self.timer)
+
+    def _stop_if_asked(self) -> None:
+        """Make this step the last, on all ranks, if a hook wants the run to end; within a
+        generation, which no checkpoint can hold, the run goes on to its end."""
+        is_end = self.step in (self._first_step, self.num_steps)
+        if not self.cfg.train.hooks or is_end or self._is_within_generation():
+            return
+        stopped_by = self.zero.hooks.stopped_by if self.zero else None
+        if any_rank(stopped_by is not None):
+            self.num_steps, self._stopped_by = self.step, stopped_by
+
     def save(self, *, now: bool = False) -> None:
         """Export and checkpoint, if due; always after the last step."""
+        self._stop_if_asked()
         train = self.cfg.train
         is_last = self.step == self.num_steps
         saves = now or is_last or self.schedule.saves_after(self.step, train.save_interval)
@@ -320,7 +341,7 @@ class Trainer:
             if is_last or now:
                 self.checkpoints.wait()  # within the save phase, in which files may take long
         if is_last and self.zero:
-            self.zero.log.finish(self.step)
+            self.zero.log.finish(self.step, self._stopped_by)
 
     def _checkpoint(self) -> None:
         groups, samples, done = self.zero.runner.open_groups() if self.zero else (None, None, {})
@@ -335,10 +356,11 @@ class Trainer:
             base=self.policy.adapters.base if self.policy.adapters else None,
             ready=tuple(Ready(generation=n, metrics=batch.metrics) for n, batch in ready.items()),
             groups=groups,
+            stopped_by=self._stopped_by.model_dump() if self._stopped_by else None,
         )
         saved: dict[str, Experience | None] = {OPEN: samples}
         saved |= {ready_prefix(i): each.experience for i, each in enumerate(ready.values())}
-        self.checkpoints.save(state, saved)
+        self.checkpoints.save(state, saved, self.zero.log.best_values() if self.zero else {})
 
     def stop_if_preempted(self) -> None:
         """Raise Preempted on all ranks if any rank is preempted."""

@@ -76,8 +76,9 @@ def train(
 
     A mistake in data or rewards then shows when the engines are there: run `check` before.
 
-    Exit code: 0 when all steps are done and the model is exported, 1 after a failure, 2 for a
-    mistake found before the first step, 75 after SIGTERM or SIGUSR1: it saves and stops.
+    Exit code: 0 when all steps are done, or a hook has ended the run, and the model is exported, 1
+    after a failure, 2 for a mistake found before the first step, 75 after SIGTERM or SIGUSR1: it
+    saves and stops.
 
     \b
     Examples (the second one on host 0 of 8; on the others with their own number):

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ class _Saving:
     step: int
     folder: Path
     task: Future[dict[str, FileHash]]
+    best_values: Mapping[int, float]
     is_written: bool = False
     """Whether all ranks have written their files; the task is then the publishing."""
 
@@ -104,8 +106,11 @@ class Checkpoints:
         policy: Policy,
         reference: Reference | None,
         residency: Residency = EVERYTHING_STAYS,
+        on_complete: Callable[[int, Path], None] = lambda step, folder: None,
     ) -> None:
+        """`on_complete` is called on all ranks with each checkpoint that is on disk."""
         self._folder, self._residency = cfg.train.run_dir / "checkpoints", residency
+        self._on_complete = on_complete
         self._cfg, self._policy, self._reference = cfg, policy, reference
         # Now, while all tensors are on their device: torch cannot cut views of an offloaded tensor.
         self._parts = megatron_state.parts_saved(policy, reference)
@@ -138,12 +143,17 @@ class Checkpoints:
         """Read the samples that the checkpoint of `step` has under `prefix`."""
         return read_experience(folders.step_folder(self._folder, step), prompts, prefix)
 
-    def save(self, state: TrainerState, experiences: Mapping[str, Experience | None]) -> None:
+    def save(
+        self,
+        state: TrainerState,
+        experiences: Mapping[str, Experience | None],
+        best_values: Mapping[int, float] = MappingProxyType({}),
+    ) -> None:
         """Start to save both models in their current state, after waiting for the previous save.
 
         `experiences` of rank 0 are the ready generations and the samples of open groups, by the
-        prefix of their files. Raises FloatingPointError on all ranks, and writes nothing, if a
-        tensor is not finite.
+        prefix of their files; its `best_values` those of `train.keep_best` by step. Raises
+        FloatingPointError on all ranks, and writes nothing, if a tensor is not finite.
         """
         self.wait()
         gather_weights(self._policy.chunks)  # in place: the parts are views
@@ -166,7 +176,7 @@ class Checkpoints:
             return own | (write_shared(folder) if write_shared else {})
 
         self.newest_step = state.step
-        self._saving = _Saving(state.step, folder, self._submit(folder, write))
+        self._saving = _Saving(state.step, folder, self._submit(folder, write), best_values)
 
     def poll(self) -> None:
         """Advance the save in progress if all ranks have finished its stage. Costs an all-reduce of
@@ -195,6 +205,7 @@ class Checkpoints:
         hashes: dict[str, FileHash] = {}
         raise_first_failure(lambda: hashes.update(saving.task.result()), OSError)
         if saving.is_written:
+            self._on_complete(saving.step, folders.step_folder(self._folder, saving.step))
             return
         gathered: list[Any] | None = [None] * self._num_ranks if self._rank == 0 else None
         dist.gather_object(hashes, gathered)
@@ -206,11 +217,11 @@ class Checkpoints:
             if self._rank == 0:
                 manifest.write_manifest(saving.folder, hashes)
                 keep = self._cfg.train.keep_checkpoints
-                folders.publish(saving.folder, saving.step, keep, self._is_kept)
+                folders.publish(saving.folder, saving.step, keep, self._is_kept, saving.best_values)
             return {}
 
         task = self._submit(saving.folder, publish)
-        self._saving = _Saving(saving.step, saving.folder, task, is_written=True)
+        self._saving = replace(saving, task=task, is_written=True)
 
     def _is_kept(self, step: int) -> bool:
         """Whether the checkpoint of `step` stays for good: `train.keep_every`."""

@@ -1,21 +1,28 @@
-"""The folders of a run's checkpoints: `step_N` after N optimizer steps, and the pointer `LATEST`.
+"""The folders of a run's checkpoints: `step_N` after N optimizer steps, the pointer `LATEST`, and
+the link `best`.
 
 A checkpoint is written under a temporary name and renamed once all of it is on disk. Does not
 import torch, as a config is validated before anything starts.
 """
 
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from checkpoint_convert.new_folder import sync, sync_tree
+from megatron_grpo.config.train import Hook
 from megatron_grpo.launch.run_dir import POINTER
 
 PARTIAL = ".partial"
 REPLACED = ".replaced"
+STATE_FILE = "trainer.json"
+BEST = "best"
+"""Symbolic link to the checkpoint with the highest value of `train.keep_best`."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -42,11 +49,33 @@ def latest_step(folder: Path) -> int:
     return next(iter(candidates(folder)), 0)
 
 
+def how_ended(folder: Path, num_steps: int, hooks: Collection[Hook]) -> str:
+    """Say how the run came to its end, and what continues it; empty if it has not. One that a hook
+    has ended goes on with other `hooks`."""
+    step = latest_step(folder)
+    if step >= num_steps:
+        return f"{step} of {num_steps} steps (train.num_steps above {step} continues it)"
+    try:
+        state = json.loads((step_folder(folder, step) / STATE_FILE).read_text(encoding="utf-8"))
+        stopped_by = state["state"].get("stopped_by")
+    except (OSError, ValueError, KeyError):  # none, or damaged: the load will say so
+        return ""
+    if stopped_by not in [hook.model_dump() for hook in hooks]:
+        return ""
+    name = stopped_by["name"]
+    return f"{name} stopped it after step {step} of {num_steps} (other train.hooks continue it)"
+
+
+def best_step(folder: Path) -> int:
+    """Step of the checkpoint `best`; 0 without one."""
+    return _step_of((folder / BEST).resolve().name)
+
+
 def checkpoint_at(path: Path) -> Path:
     """Find the checkpoint that `train.init_from` names: the newest of a run directory, or `path`
     itself. Raises ValueError if there is none."""
-    if _step_of(path.name) and path.is_dir():
-        return path
+    if _step_of((named := path.resolve()).name) and named.is_dir():  # `best` is a link
+        return named
     checkpoints = path / "checkpoints"
     if (step := latest_step(checkpoints)) == 0:
         raise ValueError(
@@ -83,17 +112,24 @@ def remove_leftovers(folder: Path) -> None:
         original = replaced.with_name(replaced.name.removesuffix(REPLACED))
         remove(replaced) if original.exists() else replaced.rename(original)
     for unfinished in folder.glob(f"*{PARTIAL}"):
+        if unfinished.is_symlink():
+            unfinished.unlink()
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def publish(
-    partial: Path, step: int, keep: int, is_kept: Callable[[int], bool] = lambda _: False
+    partial: Path,
+    step: int,
+    keep: int,
+    is_kept: Callable[[int], bool] = lambda _: False,
+    values: Mapping[int, float] = MappingProxyType({}),
 ) -> None:
     """Make the complete folder `partial` the newest checkpoint; drop old ones.
 
-    The `keep` newest stay, and the steps of which `is_kept` is true. An interruption at any point
-    leaves a complete checkpoint. Once the new one has its final name, it counts as the newest,
-    because `remove_leftovers` then updates `LATEST`.
+    The `keep` newest stay, the steps of which `is_kept` is true, and the first with the highest of
+    `values`, which the link `best` names. An interruption at any point leaves a complete
+    checkpoint. Once the new one has its final name, it counts as the newest, because
+    `remove_leftovers` then updates `LATEST`.
     """
     folder = partial.parent
     final = step_folder(folder, step)
@@ -113,7 +149,26 @@ def publish(
     sync(folder)
     if replaced.exists():
         remove(replaced)
-    _drop_others(folder, step, keep, is_kept)
+    steps = sorted(_steps(folder))
+    own = [other for other in steps if other <= step]
+    best = max((other for other in own if other in values), key=values.__getitem__, default=0)
+    _name_best(folder, best)
+    # Later ones, too: the run went back and discarded them.
+    for other in {*steps} - {*own[-keep:], *filter(is_kept, own), best}:
+        remove(step_folder(folder, other))
+
+
+def _name_best(folder: Path, step: int) -> None:
+    """Let `best` name the checkpoint of `step`, or with 0 nothing."""
+    link, new = folder / BEST, folder / (BEST + PARTIAL)
+    if link.is_dir() and not link.is_symlink():  # the run was copied by a tool that follows links
+        remove(link)
+    if step == 0:
+        link.unlink(missing_ok=True)
+    elif best_step(folder) != step:
+        new.symlink_to(step_folder(folder, step).name)
+        os.replace(new, link)
+        sync(folder)
 
 
 def remove(checkpoint: Path) -> None:
@@ -123,16 +178,6 @@ def remove(checkpoint: Path) -> None:
     name = f"{checkpoint.name}.{secrets.token_hex(4)}{PARTIAL}"
     leftover = checkpoint.rename(checkpoint.with_name(name))
     shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _drop_others(folder: Path, step: int, keep: int, is_kept: Callable[[int], bool]) -> None:
-    """Drop old checkpoints, and later ones: the run went back and discarded them."""
-    steps = sorted(_steps(folder))
-    own = [other for other in steps if other <= step]
-    kept = {*own[-keep:], *filter(is_kept, own)}
-    for other in steps:
-        if other not in kept:
-            remove(step_folder(folder, other))
 
 
 def _steps(folder: Path) -> set[int]:

@@ -5,7 +5,7 @@ objects as pickles: all of them are screened first.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from megatron_grpo.checkpoints import folders, manifest, trainer_state
 from megatron_grpo.checkpoints import state as megatron_state
 from megatron_grpo.checkpoints.shard_file import read_parts
 from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.config.train import Hook
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.reference import Reference
 from parallel import ParallelDims
@@ -31,6 +32,12 @@ def steps_done(folder: Path) -> int:
     ValueError of `folders.latest_step`.
     """
     return _from_rank_0(lambda: folders.latest_step(folder))
+
+
+def how_ended(folder: Path, num_steps: int, hooks: Collection[Hook]) -> str:
+    """Say how the run in `folder` came to its end, as rank 0 sees it: `folders.how_ended`.
+    Collective."""
+    return _from_rank_0(lambda: folders.how_ended(folder, num_steps, hooks))
 
 
 def load_newest(

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint_convert.formats import errors_named
+from megatron_grpo.checkpoints.folders import STATE_FILE
 from parallel import ParallelDims
 
-STATE_FILE = "trainer.json"
 RANDOM_FILE = "random_states.safetensors"
 
 
@@ -59,6 +59,8 @@ class TrainerState:
     groups: OpenGroups | None = None
     """Groups in the queue of `rollout.over_sampling`; with `rollout.in_flight_updates` alone, the
     groups of generations in progress."""
+    stopped_by: dict[str, Any] | None = None
+    """The hook that ended the run here, as the config names it."""
 
     def check_base(self, now: int | None) -> None:
         """Raise ValueError if the frozen weights differ from those that the adapters were trained

@@ -5,15 +5,17 @@ Only the config is needed here; `preflight.py` checks it against the model and t
 """
 
 from collections.abc import Iterator
+from math import lcm
 
 from megatron_grpo.config.agent import AGENT
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.conflicts import conflicts
-from megatron_grpo.config.eval import EvalConfig, section_of
+from megatron_grpo.config.eval import EvalConfig, metric_prefix, section_of
 from megatron_grpo.config.needs import unmet_needs
 from megatron_grpo.config.reward import ENVIRONMENT, judge_mistakes
 from megatron_grpo.config.section import Mistake, within
 from megatron_grpo.config.sources import OWN_SECTIONS
+from parallel.alignment import round_up
 
 
 def check_config(cfg: Config) -> None:
@@ -61,6 +63,33 @@ def _mistakes(cfg: Config) -> Iterator[Mistake]:
     if not cfg.sources.by_name:
         yield from _reward_mistakes(cfg)
     yield from _evaluation_mistakes(cfg)
+    # Without evaluations it is an unmet need.
+    if cfg.train.keep_best is not None and cfg.eval.named_sets:
+        yield from _best_mistakes(cfg, cfg.train.keep_best)
+
+
+def _best_mistakes(cfg: Config, metric: str) -> Iterator[Mistake]:
+    """Find a metric that no evaluation has, and evaluations without a checkpoint."""
+    known = [
+        f"{metric_prefix(name)}{each}"
+        for name, held_out in cfg.eval.named_sets.items()
+        for each in (*(f"pass@{k}" for k in held_out.k), f"mean@{held_out.num_generations}")
+    ]
+    if metric not in known:
+        yield Mistake(
+            f"train.keep_best {metric}: evaluations have {', '.join(known)}",
+            f"train.keep_best={known[0]}",
+        )
+    interval, every = cfg.eval.interval, cfg.train.save_interval
+    updates = cfg.grpo.steps_per_generation * cfg.grpo.num_iterations
+    if interval % (both := lcm(every, updates)):
+        legal = round_up(interval, both)
+        yield Mistake(
+            f"train.keep_best {metric} needs a checkpoint after each evaluation, and they are "
+            f"written every {every} steps (train.save_interval), between generations of {updates}: "
+            f"set eval.interval to {legal}, or lower train.save_interval",
+            f"eval.interval={legal}",
+        )
 
 
 def _reward_mistakes(cfg: Config) -> Iterator[Mistake]:

@@ -148,6 +148,10 @@ def section_of(name: str) -> str:
     return f"eval.sets.{name}" if name else "eval"
 
 
+def metric_prefix(name: str) -> str:
+    return f"eval/{name}/" if name else "eval/"
+
+
 def with_defaults(evaluation: dict[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the table `evaluation` with defaults.
 

@@ -83,6 +83,8 @@ NEEDS: dict[tuple[str, str], str | tuple[str, ...]] = {
     ),
     ("grpo.supervision: process", "rewards of steps"): "it compares these; name an environment in "
     "environment.name, or a reward_model with step_tag",
+    ("train.keep_best", "eval.data or eval.sets"): "it compares evaluations; name held-out "
+    "prompts, such as eval.data.path=FILE",
     # Divergence and adapters.
     ("grpo.sync_ref_model", "grpo.beta"): (
         "it updates the reference model, and grpo.beta=0 loads none",

@@ -1,7 +1,7 @@
 """The trainer: the keys of `model`, `train` and `parallel`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -12,6 +12,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
@@ -71,6 +72,27 @@ class ModelConfig(Section):
         )
 
 
+class Hook(Section):
+    """A class of yours whose methods rank 0 calls during the run (docs/hooks.md)."""
+
+    name: str
+    """`file.py:ClassName`."""
+    arguments: dict[str, Any] = Field(default={})
+    """Keyword arguments of the class."""
+
+    @property
+    def label(self) -> str:
+        """Name in the timeline: the class's name without its file."""
+        return self.name.rpartition(":")[2]
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_class(cls, value: str) -> str:
+        if not all(value.rpartition(":")):
+            raise ValueError(f"train.hooks {value!r} is not of the form file.py:ClassName")
+        return value
+
+
 class TrainConfig(Section):
     """Length, folder and limits of the run."""
 
@@ -110,6 +132,12 @@ class TrainConfig(Section):
     keep_every: PositiveInt | None = None
     """Keep the first checkpoint at or after each multiple of this many steps for good; a multiple
     of save_interval. Null: keep only the newest."""
+    keep_best: str | None = None
+    """Metric of the evaluations, such as `eval/pass@1`: the checkpoint with its highest value stays
+    for good, as checkpoints/best. Null: none."""
+    hooks: tuple[Hook, ...] = Field(default=(), strict=False)
+    """Classes that are called after steps, evaluations and checkpoints, and may end the run: each
+    `file.py:ClassName`, or a table with name and arguments (docs/hooks.md)."""
     hang_timeout: PositiveFloat | None = None
     """Seconds without progress in a training phase that stop the run; null: 45, on GPUs 300. The
     first step, phases that took long before and computation on CPUs get more (docs/cluster.md);
@@ -134,6 +162,13 @@ class TrainConfig(Section):
     tensorboard: bool = False
     """Also write metrics for TensorBoard, to `tensorboard` in run_dir; needs the extra
     `tensorboard`."""
+
+    @field_validator("hooks", mode="before")
+    @classmethod
+    def _names_are_hooks(cls, value: Any) -> Any:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ValueError("train.hooks is a list: write [file.py:ClassName]")
+        return [{"name": item} if isinstance(item, str) else item for item in value]
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:

@@ -13,7 +13,7 @@ from checkpoint_convert import ModelShape
 from megatron_grpo.agents.partners import Partners
 from megatron_grpo.batch.experience import completion_metrics, dialogue_metrics
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.eval import EvalSet, section_of
+from megatron_grpo.config.eval import EvalSet, metric_prefix, section_of
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
 from megatron_grpo.data.samples import Sample, columns_by_prompt
 from megatron_grpo.engines.group import Group, features_of, print_failures, sample_alone
@@ -248,10 +248,6 @@ def eval_metrics(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> dict[str
     counts = {"failed": float(sum(map(math.isnan, totals))), "num_prompts": float(len(groups))}
     prefix = metric_prefix(name)
     return {f"{prefix}{metric}": value for metric, value in (means | lengths | counts).items()}
-
-
-def metric_prefix(name: str) -> str:
-    return f"eval/{name}/" if name else "eval/"
 
 
 def metrics_of(name: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -134,6 +134,7 @@ def _user_code(cfg: Config) -> Iterator[tuple[str, str]]:
     functions = [each.name for reward in cfg.rewards.values() for each in reward.functions]
     yield from (("file of reward functions", name) for name in functions if ":" in name)
     yield from ((f"file of grpo.{key}", name) for key, name in cfg.grpo.own_functions.items())
+    yield from (("file of a hook", hook.name) for hook in cfg.train.hooks)
     for view in cfg.by_source.values():
         if view.environment.name is not None:
             yield "file of an environment", view.environment.name

@@ -15,10 +15,13 @@ from megatron_grpo.batch.experience import (
     source_metrics,
 )
 from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.checkpoints.folders import best_step
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.eval import metric_prefix
 from megatron_grpo.config.file import dump_config
+from megatron_grpo.config.train import Hook
 from megatron_grpo.data.samples import Sample, columns_by_prompt
-from megatron_grpo.evaluation.evaluation import Evaluated, eval_metrics, eval_rows, metric_prefix
+from megatron_grpo.evaluation.evaluation import Evaluated, eval_metrics, eval_rows
 from megatron_grpo.launch.run_dir import write_whole
 from megatron_grpo.reporting.completions import completion_rows, sample_row, token_rows
 from megatron_grpo.reporting.metrics import (
@@ -63,8 +66,9 @@ class RunLog:
         report: StepReport,
         experience: Experience,
         timer: PhaseTimer,
-    ) -> None:
-        """Log optimizer step `step` (from 1), and its completions if no step has used them yet."""
+    ) -> dict[str, Any]:
+        """Log optimizer step `step` (from 1), and its completions if no step has used them yet;
+        returns its record in metrics.jsonl."""
         cfg, samples, cursor = self._cfg, experience.samples, self._batches.cursor(step - 1)
         indices = self._batches.minibatches(cursor.generation, cfg.train.seed)[cursor.minibatch]
         updates, times = self._batches.updates_per_generation, timer.metrics()
@@ -107,11 +111,12 @@ class RunLog:
                 step, experience, indices, report, cfg.data.prompt_column, self._tokenizer
             )
         tokens = token_rows(step, experience, indices, report.tokens, self._tokenizer)
-        self.tracking.log(step, metrics, rows, tokens)
+        record = self.tracking.log(step, metrics, rows, tokens)
         self.bar.show(step, metrics)
         if shown := rows[: cfg.train.print_completions]:
             self.bar.show_completions(shown)
         self.symptoms.check(step, metrics)
+        return record
 
     def replaced(self, step: int, scored: Sequence[tuple[Sample, dict[str, float], float]]) -> None:
         """Log (sample, scores, total) of samples that dynamic sampling replaced before `step`."""
@@ -132,9 +137,11 @@ class RunLog:
         names = [f"{metric_prefix(name)}num_prompts" for name in self._cfg.eval.named_sets]
         return self.tracking.has_metrics(step, names)
 
-    def evaluation(self, step: int, evaluated: Mapping[str, Evaluated], seconds: float) -> None:
-        """Show and log results of held-out sets by name; metrics are added to the record of
-        `step`."""
+    def evaluation(
+        self, step: int, evaluated: Mapping[str, Evaluated], seconds: float
+    ) -> dict[str, float]:
+        """Show and log results of held-out sets by name; their metrics, which are returned, are
+        added to the record of `step`."""
         rows: list[dict[str, Any]] = []
         metrics: dict[str, float] = {}
         for name, result in evaluated.items():
@@ -143,7 +150,9 @@ class RunLog:
             metrics |= eval_metrics(result, held_out, name)
             self.bar.show_evaluation(step, name, metrics)
         self.tracking.log_evaluated(step, rows)
-        self.tracking.amend(step, metrics | {"time/eval": seconds})
+        metrics["time/eval"] = seconds
+        self.tracking.amend(step, metrics)
+        return metrics
 
     def begin(self, num_prompts: int) -> None:
         first = f", after step {self._first_step}" if self._first_step else ""
@@ -152,11 +161,22 @@ class RunLog:
             f"recorded in {self.run_dir}"
         )
 
-    def finish(self, step: int) -> None:
-        """Print the model's path; warn if the last step has no evaluation."""
-        model = self.run_dir / "hf"
+    def best_values(self) -> dict[int, float]:
+        """Values of `train.keep_best` so far, by step; empty without it."""
+        metric = self._cfg.train.keep_best
+        return self.tracking.values_of(metric) if metric else {}
+
+    def finish(self, step: int, stopped_by: Hook | None) -> None:
+        """Print the model's path and the best step; warn if the last step has no evaluation."""
+        model, end, best = self.run_dir / "hf", "done", ""
+        if stopped_by:
+            end = f"stopped by {stopped_by.name} after step {step} of {self._cfg.num_steps}"
+        if number := best_step(self.run_dir / "checkpoints"):
+            value = self.best_values()[number]
+            metric = self._cfg.train.keep_best
+            best = f"; the best {metric}, {value:.4g}, is of step {number}, in checkpoints/best"
         look = f"look into the run with `megatron-grpo view {self.run_dir}`"
-        self.bar.tell(f"done: the model is {model}; {look}")
+        self.bar.tell(f"{end}: the model is {model}{best}; {look}")
         self.warn_if_not_evaluated(step, f"use `megatron-grpo eval CONFIG model.path={model}`")
 
     def warn_if_not_evaluated(self, step: int, advice: str) -> None:

@@ -54,16 +54,19 @@ class Tracking:
         metrics: Mapping[str, float],
         completions: Sequence[Mapping[str, Any]],
         tokens: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
+    ) -> dict[str, Any]:
         """Record a finished optimizer step (counted from 1), with rows of `completion_rows` and
-        `token_rows`. Raises ValueError with the names of metrics that are not finite."""
+        `token_rows`; returns its record. Raises ValueError with the names of metrics that are not
+        finite."""
         _check_finite(step, metrics)
         # Metrics last: a step with a record has its completions and tokens, wherever a run dies.
         append_rows(self._run_dir / COMPLETIONS_FILE, completions)
         append_rows(self._run_dir / TOKENS_FILE, tokens)
-        append_rows(self._run_dir / METRICS_FILE, [{"step": step, **UNKNOWN, **metrics}])
+        record = {"step": step, **UNKNOWN, **metrics}
+        append_rows(self._run_dir / METRICS_FILE, [record])
         for tracker in self._trackers:
             tracker.log(step, metrics, completions)
+        return record
 
     def log_replaced(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record completions that dynamic sampling replaced."""
@@ -80,6 +83,12 @@ class Tracking:
         with (self._run_dir / METRICS_FILE).open("rb") as file:
             last = next((json.loads(line) for _, line in _lines_backwards(file)), {"step": None})
         return last["step"] == step and last.keys() >= set(names)
+
+    def values_of(self, metric: str) -> dict[int, float]:
+        """Values of a metric so far, by step."""
+        lines = (self._run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        records = map(json.loads, lines)
+        return {each["step"]: each[metric] for each in records if metric in each}
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to the last record if it is of `step`, else to a new record."""

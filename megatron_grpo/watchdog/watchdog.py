@@ -17,6 +17,7 @@ from types import TracebackType
 from torch.distributed import DistError, Store
 
 from megatron_grpo.engines.http import RolloutAborted
+from megatron_grpo.hooks import HookError
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.process import (
     EXIT_PREEMPTED,
@@ -198,6 +199,7 @@ def _failure(error: BaseException, step: int) -> Failure:
     is_for_user = is_early and is_user_error(error)
     # System errors (with errno) say neither what was tried nor where.
     has_own_message = isinstance(error, OSError) and error.errno is None
-    if str(error) and (is_early or has_own_message or isinstance(error, RewardError)):
+    of_user_code = isinstance(error, (RewardError, HookError))
+    if str(error) and (is_early or has_own_message or of_user_code):
         return Failure(str(error), trace, is_for_user, is_consequence)
     return Failure(trace, "", is_for_user, is_consequence)

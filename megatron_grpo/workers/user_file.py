@@ -33,7 +33,7 @@ def load_named(name: str, kind: str) -> Callable[..., Any]:
     path, _, attribute = name.rpartition(":")
     found = getattr(load_user_file(Path(path), kind), attribute, None)
     if not callable(found):
-        raise ValueError(f"{path} has no function {attribute!r}")
+        raise ValueError(f"{path} has no function or class {attribute!r}")
     return found
 
 
@@ -60,6 +60,7 @@ CALLERS = (
     "functions.py",
     "advantage_function.py",
     "loss_function.py",
+    "hooks.py",
     "user_file.py",
     "supervised.py",
     "actors.py",

@@ -147,24 +147,67 @@ def test_run_names_an_evaluation_that_it_never_makes(
     assert list(evaluations(tmp_path / "run")) == [0]
 
 
+HOOKS = """
+class Stop:
+    def on_step_end(self, step, metrics):
+        return step == 1
+
+class Notes:
+    def __init__(self, run_dir):
+        self.file = run_dir / "notes"
+
+    def on_step_end(self, step, metrics):
+        self.note("step", step, metrics["reward"])
+
+    def on_evaluation(self, step, metrics):
+        self.note("evaluation", step, metrics["eval/a/mean@8"])
+
+    def on_checkpoint(self, step, folder):
+        self.note("checkpoint", step, (folder / "manifest.json").exists())
+
+    def note(self, *what):
+        with self.file.open("a") as file:
+            print(*what, file=file)
+"""
+
+
 @pytest.mark.slow
-def test_extended_run_can_be_evaluated_on_two_sets(runs, undisturbed, tmp_path):
-    """`eval` does not change what is learnt: a resumed run may gain or lose it."""
+def test_run_that_a_hook_ends_goes_on_with_another_and_two_sets(runs, undisturbed, tmp_path):
+    """`Stop` asks amid a generation. Neither `eval` nor hooks change what is learnt: a resumed run
+    may gain or lose them. Among its checkpoints, the one that it resumed from may be the best."""
+    run_dir, file = tmp_path / "run", tmp_path / "mine.py"
+    file.write_text(HOOKS)
+    ended = runs.finish(run_dir, f"train.hooks=[{file}:Stop]")
+    last = f"stopped by {file}:Stop after step 2 of {NUM_STEPS}: the model is {run_dir / 'hf'};"
+    assert last in ended.output
+    ended = runs.finish(run_dir, f"train.hooks=[{file}:Stop]")
+    assert f"is complete: {file}:Stop stopped it after step 2" in ended.output
     sets = [*SETS, "eval.sets.b.num_generations=4", "eval.sets.b.max_prompts=3"]
-    run_dir = tmp_path / "run"
-    runs.finish(run_dir, "train.num_steps=2")
-    ended = runs.finish(run_dir, *SAMPLING, "eval.interval=2", *sets)
+    options = [*SAMPLING, "eval.interval=2", *sets, f"train.hooks=[{file}:Notes]"]
+    options += ["train.keep_best=eval/a/mean@8", "train.keep_checkpoints=1"]
+    ended = runs.finish(run_dir, *options)
     assert f"step 2/{NUM_STEPS}  evaluation of a  pass@1 0." in ended.output
     assert f"step 2/{NUM_STEPS}  evaluation of b  pass@1 0." in ended.output
     assert_same_run(run_dir, undisturbed)
-    assert list(evaluations(run_dir)) == [*range(2, NUM_STEPS + 1, 2)]
-    for metrics in evaluations(run_dir).values():
+    found = evaluations(run_dir)
+    assert list(found) == [*range(2, NUM_STEPS + 1, 2)]
+    for metrics in found.values():
         assert metrics.keys() > {"eval/a/mean@8", "eval/b/mean@4", "eval/a/pass@4"}
         assert (metrics["eval/a/num_prompts"], metrics["eval/b/num_prompts"]) == (NUM_PROMPTS, 3)
     rows = read_json_lines(run_dir / "eval_completions.jsonl")
-    found = Counter((row["step"], row["set"]) for row in rows)
     of_step = {"a": 48, "b": 12}
-    assert found == {(s, name): n for s in evaluations(run_dir) for name, n in of_step.items()}
+    assert Counter((row["step"], row["set"]) for row in rows) == {
+        (s, name): n for s in found for name, n in of_step.items()
+    }
+    values = {step: metrics["eval/a/mean@8"] for step, metrics in found.items()}
+    best = max(values, key=values.__getitem__)
+    kept = {path.name for path in (run_dir / "checkpoints").iterdir()}
+    assert kept == {f"step_{best}", f"step_{NUM_STEPS}", "best", "LATEST"}
+    assert f"is of step {best}, in checkpoints/best" in ended.output
+    told = [f"step {record['step']} {record['reward']}" for record in read_metrics(run_dir)[2:]]
+    told += [f"evaluation {step} {value}" for step, value in values.items()]
+    told += ["checkpoint 4 True", f"checkpoint {NUM_STEPS} True"]
+    assert Counter((run_dir / "notes").read_text().splitlines()) == Counter(told)
 
 
 def evaluate(*arguments: str, timeout: float = 300) -> Finished:
@@ -252,7 +295,7 @@ def test_the_command_evaluates_dialogues(arguments, tmp_path):
         (["rollout.vllm.max_model_len=60"], ["eval.max_completion_length 12", "max_model_len 60"]),
         (
             ["eval.reward.functions=[demo/rewards.py:math]"],
-            ["eval: reward functions", "demo/rewards.py has no function 'math'"],
+            ["eval: reward functions", "demo/rewards.py has no function or class 'math'"],
         ),
         ([*SETS, "eval.sets.b.data.path=none.jsonl"], ["eval.sets.b: data.path none.jsonl does"]),
         (

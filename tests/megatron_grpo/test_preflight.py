@@ -175,8 +175,10 @@ REFUSED = [
     ("parallel.tensor_parallel_size=3 + data.path=none.jsonl", "tensor(3)"),
     (
         "reward.functions=[demo/rewards.py:exct] + data.max_prompt_length=1",
-        "demo/rewards.py has no function 'exct'",
+        "demo/rewards.py has no function or class 'exct'",
     ),
+    ("train.hooks=[demo/rewards.py:Stop]", "demo/rewards.py has no class 'Stop'"),
+    ("train.hooks=[mine.py:Stop]", "file of a hook mine.py does not exist"),
     (f"reward.functions=[{OVERLONG}]", "length 60", "below soft_max_length 50", "such as 10"),
     # Features that a kind of model lacks.
     ("SGLANG + rollout.indexer_replay=true", "and this model has no indexers: leave it out"),

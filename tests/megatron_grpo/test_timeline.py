@@ -1,3 +1,4 @@
+import time
 from contextlib import closing
 
 from helpers.runs.train import read_timeline
@@ -27,6 +28,18 @@ def test_timeline_has_each_phase_as_soon_as_it_is_over(tmp_path):
         "tid": ROLLOUT,
         "args": {"generation": 2, "policy_version": 1},
     }
+
+
+def test_phase_within_another_interrupts_it():
+    """A hook, while a checkpoint is written: each second belongs to one phase."""
+    entered = []
+    timer = PhaseTimer(entered.append)
+    with timer.phase("save"), timer.phase("hooks", "Slow"):
+        time.sleep(0.05)
+    assert entered == ["save", "hooks_Slow", "save", ""]
+    seconds = timer.metrics()
+    assert seconds["time/save"] < 0.05 <= seconds["time/hooks"] <= seconds["time/step"]
+    assert seconds["time/save"] + seconds["time/hooks"] <= seconds["time/step"]
 
 
 def test_timeline_goes_on_behind_an_unfinished_line(tmp_path):

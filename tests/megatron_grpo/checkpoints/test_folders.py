@@ -1,5 +1,6 @@
 """The checkpoint in use, whatever a killed process has left in the folder."""
 
+import json
 import os
 import shutil
 from contextlib import suppress
@@ -9,12 +10,16 @@ import pytest
 
 from megatron_grpo.checkpoints.folders import (
     candidates,
+    checkpoint_at,
+    how_ended,
     latest_step,
     publish,
     remove,
     remove_leftovers,
     step_folder,
+    step_in,
 )
+from megatron_grpo.config.train import Hook
 
 
 def make(folder: Path, *names: str) -> None:
@@ -64,6 +69,49 @@ def test_a_complete_folder_becomes_the_newest_and_the_oldest_go(
     assert names(tmp_path) == {*(f"step_{each}" for each in kept), "LATEST"}
     assert (tmp_path / f"step_{step}" / "made_as").read_text() == f"step_{step}.partial"
     assert candidates(tmp_path)[0] == step
+
+
+@pytest.mark.parametrize(
+    ("there", "step", "values", "kept", "best"),
+    [
+        ([10, 20], 30, {0: 0.9, 10: 0.5, 20: 0.2, 30: 0.1}, [10, 30], "step_10"),
+        ([10, 20], 30, {10: 0.5, 20: 0.2, 30: 0.6}, [30], "step_30"),
+        ([10, 20], 30, {10: 0.5, 20: 0.5}, [10, 30], "step_10"),  # the first of equal ones
+        ([10, 20], 30, {5: 0.9, 20: 0.1}, [20, 30], "step_20"),  # of those that are still there
+        ([10, 20, 40], 30, {10: 0.5, 40: 0.9}, [10, 30], "step_10"),  # the run went back
+        ([10, 20], 30, {}, [30], None),
+    ],
+)
+@pytest.mark.parametrize("before", ["a link", "a copy"])
+def test_the_best_checkpoint_stays_and_has_a_name(
+    tmp_path, there, step, values, kept, best, before
+):
+    make(tmp_path, *(f"step_{each}" for each in there), f"step_{step}.partial")
+    if before == "a link":
+        (tmp_path / "best").symlink_to("step_20")
+    else:  # the run was copied by a tool that follows links
+        make(tmp_path, "best")
+    publish(tmp_path / f"step_{step}.partial", step, keep=1, values=values)
+    assert names(tmp_path) == {*(f"step_{n}" for n in kept), "LATEST"} | (
+        {"best"} if best else set()
+    )
+    if best:
+        assert os.readlink(tmp_path / "best") == best, "relative: the run may move"
+        assert checkpoint_at(tmp_path / "best") == tmp_path / best
+
+
+def test_how_ended_knows_a_hook_that_the_run_still_has(tmp_path):
+    make(tmp_path, "step_4")
+    state = tmp_path / "step_4" / "trainer.json"
+    patience = {"name": "early.py:Patience", "arguments": {"patience": 3}}
+    state.write_text(json.dumps({"state": {"stopped_by": patience}}))
+    hooks = Hook(**patience), Hook(name="notes.py:Notes")
+    assert "early.py:Patience stopped it after step 4 of 9" in how_ended(tmp_path, 9, hooks)
+    more = Hook(name="early.py:Patience", arguments={"patience": 5})
+    assert how_ended(tmp_path, 9, [more]) == how_ended(tmp_path / "new", 9, hooks) == ""
+    assert "4 of 4 steps" in how_ended(tmp_path, 4, [more])
+    state.write_text(json.dumps({"state": {"step": 4}}))  # of an earlier release
+    assert how_ended(tmp_path, 9, hooks) == ""
 
 
 def test_a_pointer_without_any_checkpoint_does_not_begin_anew(tmp_path):
@@ -121,7 +169,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing in the program catches it."""
 
 
-SYSTEM_CALLS = ("rename", "replace", "fsync", "unlink", "rmdir")
+SYSTEM_CALLS = ("rename", "replace", "fsync", "symlink", "unlink", "rmdir")
 
 
 def killed_at(number: int, patch: pytest.MonkeyPatch) -> None:
@@ -151,10 +199,11 @@ def test_killed_between_any_two_system_calls_a_complete_checkpoint_is_there(
     partial = tmp_path / ("step_9.partial" if is_again else "step_20.partial")
     step = 9 if is_again else 20
     (tmp_path / "LATEST").write_text("step_5\n" if is_again else "step_9\n")
+    (tmp_path / "best").symlink_to("step_5")
     with pytest.MonkeyPatch.context() as patch:
         killed_at(number, patch)
         with suppress(Killed):
-            publish(partial, step, keep=1)
+            publish(partial, step, keep=1, values={5: 0.1, step: 0.2})
     before = latest_step(tmp_path)  # read before the ranks start
     has_its_name = partial.name in {f.read_text() for f in tmp_path.glob(f"step_{step}/made_as")}
     kill_starts_after(tmp_path)
@@ -163,6 +212,8 @@ def test_killed_between_any_two_system_calls_a_complete_checkpoint_is_there(
     made_as = (step_folder(tmp_path, newest) / "made_as").read_text()
     is_published = made_as == partial.name
     assert is_published == has_its_name, "complete means published"
+    best = (tmp_path / "best").resolve(strict=True)  # never a checkpoint that is gone
+    assert step_in(best) in (5, step)
     assert is_published or (newest == before and made_as == f"step_{before}")
     assert is_published or number < 40 - 1, "it was not killed"
     assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.replaced"))
@@ -171,11 +222,11 @@ def test_killed_between_any_two_system_calls_a_complete_checkpoint_is_there(
 def kill_starts_after(folder: Path) -> None:
     """Assert that copies whose next start is killed, too, reach the same state."""
     whole = folder.parent / f"{folder.name}_whole"
-    shutil.copytree(folder, whole)
+    shutil.copytree(folder, whole, symlinks=True)
     remove_leftovers(whole)
     for number in range(8):
         killed = folder.parent / f"{folder.name}_{number}"
-        shutil.copytree(folder, killed)
+        shutil.copytree(folder, killed, symlinks=True)
         with pytest.MonkeyPatch.context() as patch:
             killed_at(number, patch)
             with suppress(Killed):

@@ -497,6 +497,15 @@ REFUSED = [
         "use at most 0.99609375, or optimizer.exp_avg_sq_dtype=float32",
     ),
     ("train.save_interval=10 + train.keep_every=25", "set it to 30"),
+    ("train.hooks=mine.py:Stop", "is a list: write [file.py:ClassName]"),
+    ("train.hooks=[Stop]", "train.hooks 'Stop' is not of the form file.py:ClassName"),
+    ("train.keep_best=eval/pass@2 + eval.data={}", "have eval/pass@1, eval/mean@1"),
+    ("train.keep_best=eval/a/mean@4 + eval.sets.a.data={}", "have eval/a/pass@1, eval/a/mean@1"),
+    (
+        "train.keep_best=eval/pass@1 + eval.data={} + eval.interval=8 + train.save_interval=4 "
+        "+ grpo.num_iterations=3",
+        "set eval.interval to 12, or lower train.save_interval",
+    ),
     ("grpo.num_generations=1", "at least 2"),
     ("grpo.loss_type=cispo", "at least 1, such as 5.0"),
     ("grpo.delta=1.2", "such as 2.0"),

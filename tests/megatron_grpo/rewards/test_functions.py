@@ -137,7 +137,7 @@ def test_cosine_passes_its_arguments_to_math_answer():
         ("exact", {"pattern": "a"}, "no argument 'pattern': it has none"),
         ("soft_overlong", {"soft_max_length": 100, "soft_cache_length": 100}, "such as 20"),
         ("no_file.py:reward", {}, "no_file.py does not exist"),
-        ("{mine}:nothing", {}, "has no function 'nothing'"),
+        ("{mine}:nothing", {}, "has no function or class 'nothing'"),
         ("{mine}:reward", {"colour": 1}, "unexpected keyword argument 'colour'"),
     ],
 )

@@ -393,7 +393,7 @@ def test_output_of_a_function_is_no_answer(pool, capfd):
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("nothing", r"mine.py has no function 'nothing'"),
+        ("nothing", r"mine.py has no function or class 'nothing'"),
         (
             "bonus",
             "reward function bonus requires 'bonus': .*"

@@ -107,7 +107,7 @@ def test_silent_rank_is_named():
 
 @pytest.mark.parametrize(
     ("step", "phase", "seconds"),
-    [(2, "train", 45), (2, "", 45), (2, "push", 75), (1, "train", 300)],
+    [(2, "train", 45), (2, "", 45), (2, "hooks_Mine", 45), (2, "push", 75), (1, "train", 300)],
 )
 def test_limit_is_that_of_the_phase_of_rank_0(step, phase, seconds):
     found = job(step=step, phase=phase)

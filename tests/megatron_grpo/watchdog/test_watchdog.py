@@ -15,6 +15,7 @@ import torch.distributed as dist
 from helpers.runs.stopped import stop_for
 from helpers.runs.watched import INTERVALS, LIMITS, World, watched_ranks
 from megatron_grpo.engines.http import EngineError
+from megatron_grpo.hooks import HookError
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rewards.scoring import RewardError
@@ -119,6 +120,7 @@ REPORTS = [  # of an error in a step: whether one line says all, and whether the
     (7, ValueError("what some library does not take"), False, False),
     (7, PermissionError(13, "may not"), False, False),
     (7, RewardError("reward function f on prompt 3: it raised"), True, False),
+    (7, HookError("on_step_end of train.hooks mine.py:Stop, after step 6: it raised"), True, False),
     (7, EngineError("rollout engine http://a refuses"), True, False),
     (7, TimeoutError("rollout engine http://a did not answer"), True, False),
     (7, OSError("step_3 cannot be written"), True, False),
