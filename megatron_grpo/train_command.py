@@ -122,11 +122,11 @@ def _be_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     from parallel.megatron_import import import_megatron
 
     import_megatron()
-    from megatron_grpo.run import open_run
-    from megatron_grpo.train import train as train_on
+    from megatron_grpo.rank import open_rank
+    from megatron_grpo.trainer import train as train_on
 
-    with open_run(cfg, place, token) as run:
-        train_on(run)
+    with open_rank(cfg, place, token) as rank:
+        train_on(rank)
 
 
 def _check_host(cfg: Config) -> None:
