@@ -41,9 +41,17 @@ class Checked(NamedTuple):
     cfg: Config
     """With `train.num_epochs` converted to steps, and the date of the chat template."""
     prompt: str
-    """The first prompt as the model will see it, for people, and scores of trial completions."""
-    tried: str
-    """User code that was run, as the end of a sentence."""
+    """The first prompt as the model will see it, for people."""
+    trials: Sequence[Trial]
+    """Completions of it, and their scores."""
+
+    def __repr__(self) -> str:
+        """Text of `megatron-grpo check`."""
+        tried = what_was_tried(self.cfg, self.trials)
+        return (
+            f"{self.prompt}{trial_table(self.trials)}\nthe run in {self.cfg.train.run_dir} can "
+            f"start: no mistakes in settings, model, folders, data{tried}"
+        )
 
 
 def check_prompts(cfg: Config, shape: ModelShape) -> Checked:
@@ -76,7 +84,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> Checked:
                     try_agent(pool, view.agent, first)
             _check_turns(view, tokenizer, ends)
         described = _described(prompts[0], tokenizer, ends, cfg)
-        return Checked(cfg, described + trial_table(trials), what_was_tried(cfg, trials))
+        return Checked(cfg, described, trials)
 
 
 def trial_table(trials: Sequence[Trial]) -> str:

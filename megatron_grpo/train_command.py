@@ -168,6 +168,4 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """
     allow_open_files()
     cfg = load_config(config, overrides or [])
-    checked = _preflight(cfg, take_token(os.environ), starts_here=False)
-    print(checked.prompt)
-    print(f"{config} can start: no mistakes in settings, model, folders, data{checked.tried}")
+    print(_preflight(cfg, take_token(os.environ), starts_here=False))
