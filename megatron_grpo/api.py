@@ -40,7 +40,7 @@ MESSAGE = "megatron-grpo: "
 
 @dataclass(frozen=True)
 class Report:
-    """End of a run that has not failed."""
+    """End of a run that has not failed: `state`, `run_dir`, `steps`, `metrics` and `model`."""
 
     state: Literal["complete", "preempted"]
     """`preempted`: SIGTERM or SIGUSR1 has stopped it, and the same call resumes it."""

@@ -146,7 +146,7 @@ def allow_open_files() -> None:
 
 def silence_libraries() -> None:
     """Suppress warnings of libraries that are meant for developers, not for users of a run."""
-    for module in ("megatron", "torch", "parallel.cpu_device"):
+    for module in ("megatron", "torch", "tqdm", "parallel.cpu_device"):
         warnings.filterwarnings("ignore", module=rf"{module}\b")
     for module in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(module).setLevel(logging.ERROR)
