@@ -55,8 +55,8 @@ import torch
 from megatron_grpo.algorithm.loss import loss_weights
 
 lengths = torch.tensor([2, 6])
-for loss_type in ("grpo", "dapo", "dr_grpo"):
-    print(loss_type, loss_weights(lengths, loss_type, max_completion_length=8))
+for aggregation in ("sequence", "token", "constant"):
+    print(aggregation, loss_weights(lengths, aggregation, constant=8))
 """
 KL = """
 import torch
@@ -119,6 +119,7 @@ from parallel.alignment import Alignment
 from parallel.logprobs import ChosenTokens
 from parallel.packing import TokenSequence, pack
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.config.grpo import GRPOConfig
 
 completion = TokenSequence(
@@ -134,9 +135,9 @@ logprobs = torch.tensor([-0.5, -2.0, -0.6], requires_grad=True)
 positions = torch.tensor([1, 2, 3])
 chosen = ChosenTokens(positions=positions, logprobs=logprobs, entropy=torch.zeros(3))
 cfg = GRPOConfig(generation_batch_size=8, loss_type="grpo")
-loss = grpo_loss(LossTokens.select(batch, chosen), cfg, beta=0.0)
+loss = grpo_loss(LossTokens.select(batch, chosen), LossFunction.of(cfg), beta=0.0)
 loss.total.backward()
-print(loss.total.item(), loss.clipped_high, logprobs.grad)
+print(loss.total.item(), loss.mask("clipped_high"), logprobs.grad)
 """
 RESHARD = """
 from parallel.layout import Box, Layout, ShardMapping, intersect

@@ -18,6 +18,8 @@ from checkpoint_convert.sidecar import sidecar_files
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.folders import latest_step
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.features import default_of, value_of
+from megatron_grpo.config.file import with_file_hashes
 from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.doctor.packages import TRACKERS
@@ -45,6 +47,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> "C
     `starts_here` the run is about to start on this host, so its CPU is checked, too.
     """
     BatchSchedule.of(cfg.grpo)
+    cfg = with_file_hashes(cfg)
     check_run_dir(cfg.train.run_dir, starts_here=starts_here)
     shape = _check_model(cfg)
     if cfg.train.replay is None:
@@ -69,6 +72,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> "C
     from megatron_grpo.prompt_checks import check_evaluation, check_prompts, check_reward_models
     from megatron_grpo.rollout.replay import check_replay
 
+    check_loss(cfg)
     check_reward_models(cfg)
     checked = check_prompts(cfg, shape)
     cfg = checked.cfg
@@ -145,6 +149,19 @@ def _warn_of_slow_dtype(name: str) -> None:
             "training takes many times as long as with model.dtype=float32",
             file=sys.stderr,
         )
+
+
+def check_loss(cfg: Config) -> None:
+    """Raise ValueError if the loss function fails in a trial, or takes no key that is set."""
+    from megatron_grpo.algorithm.loss_function import OWN_KEYS, LossFunction
+
+    taken = LossFunction.of(cfg.grpo).arguments
+    for key in OWN_KEYS if ":" in cfg.grpo.loss_type else ():
+        value, default = value_of(cfg, f"grpo.{key}"), default_of(cfg, f"grpo.{key}")
+        if key not in taken and value != default:
+            raise ValueError(
+                f"grpo.{key}={value} does nothing: {cfg.grpo.loss_type} has no argument {key}"
+            )
 
 
 def _check_megatron(cfg: Config, shape: ModelShape) -> None:

@@ -6,11 +6,14 @@ from contextlib import ExitStack, closing
 from math import isnan
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from checkpoint_convert import ModelShape
 from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.agents.agents import actor_pool, try_agent
 from megatron_grpo.agents.fork_pool import ForkPool
 from megatron_grpo.agents.turns import ObservationTemplate, end_of_turn
+from megatron_grpo.batch.advantage_function import AdvantageFunction
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.agent import AGENT
 from megatron_grpo.config.config import Config
@@ -20,6 +23,7 @@ from megatron_grpo.config.reward import ENVIRONMENT, served_here
 from megatron_grpo.data.images import check_images
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts, with_date
 from megatron_grpo.data.rows import Row
+from megatron_grpo.data.samples import made_up
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.arguments import PLANNED, engine_number
 from megatron_grpo.engines.reward_models import check_served
@@ -75,6 +79,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> Checked:
         _check_engine_context(cfg, prompts, "data", "rollout")
         _check_token_budget(cfg, prompts)
         trials = rewards.try_out(prompts)
+        _try_advantages(cfg, prompts)
         for name, view in cfg.by_source.items():
             if pool := _dialogue_pool(view):
                 stack.callback(pool.close)
@@ -85,6 +90,18 @@ def check_prompts(cfg: Config, shape: ModelShape) -> Checked:
             _check_turns(view, tokenizer, ends)
         described = _described(prompts[0], tokenizer, ends, cfg)
         return Checked(cfg, described, trials)
+
+
+def _try_advantages(cfg: Config, prompts: Sequence[Prompt]) -> None:
+    """Raise ValueError if the user's advantages fail on made-up completions of two prompts."""
+    samples = [
+        made_up(prompt, index, str(index))
+        for prompt in prompts[:2]
+        for index in range(cfg.grpo.num_generations)
+    ]
+    rewards = torch.rand(len(samples), generator=torch.Generator().manual_seed(0))
+    group_ids = torch.tensor([sample.prompt.index for sample in samples])
+    AdvantageFunction.of(cfg)(rewards.double(), group_ids, samples)
 
 
 def trial_table(trials: Sequence[Trial]) -> str:

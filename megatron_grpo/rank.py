@@ -14,7 +14,7 @@ from checkpoint_convert import ModelShape
 from megatron_grpo.checkpoints.folders import latest_step
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.file import with_num_steps
+from megatron_grpo.config.file import with_file_hashes, with_num_steps
 from megatron_grpo.engine_weights.checksums import loaded_sums, pushed_sender
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.launch.launch import RankPlace
@@ -94,12 +94,16 @@ def open_rank(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Rank
 
 
 def with_rank_0_values(cfg: Config) -> Config:
-    """Replace the number of steps and the date by rank 0's: only rank 0 has read the data so far.
-    Collective."""
+    """Replace the number of steps, the date and the hashes of files by rank 0's: only rank 0 has
+    read the data so far. Collective; ValueError on a rank whose files differ from rank 0's."""
+    own = [cfg.train.num_steps, cfg.data.date, with_file_hashes(cfg).grpo.file_sha256]
     # Not through the store, where a stranger could change them unseen.
-    steps, date = json.loads(broadcast_text(json.dumps([cfg.train.num_steps, cfg.data.date])))
-    cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"date": date})})
-    return with_num_steps(cfg, steps)
+    steps, date, hashes = json.loads(broadcast_text(json.dumps(own)))
+    sections = {
+        "data": cfg.data.model_copy(update={"date": date}),
+        "grpo": cfg.grpo.model_copy(update={"file_sha256": hashes}),
+    }
+    return with_num_steps(with_file_hashes(cfg.model_copy(update=sections)), steps)
 
 
 def _beginning(cfg: Config) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.profiler import profile
 
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.train import TrainConfig
@@ -37,6 +38,7 @@ def train_step(
     batches: Sequence[PackedBatch],
     cfg: Config,
     groups: Groups,
+    function: LossFunction,
     skipped: SkippedSteps,
     beta: float,
 ) -> StepReport:
@@ -51,7 +53,7 @@ def train_step(
     and no values that are not finite. A gradient of exactly 0 (no token has a weight or an
     advantage) leaves the weights, too, but the learning rate schedule advances.
     """
-    metrics = accumulate_gradient(policy, batches, cfg, groups, beta)
+    metrics = accumulate_gradient(policy, batches, cfg, groups, function, beta)
     grad_norm = gradient_norm(policy.optimizer)
     cause = _nonfinite_cause(policy, metrics, grad_norm, batches[0].tokens.device)
     if cause and groups.rank == 0:
@@ -91,7 +93,12 @@ def _nonfinite_cause(
 
 
 def accumulate_gradient(
-    policy: Policy, batches: Sequence[PackedBatch], cfg: Config, groups: Groups, beta: float
+    policy: Policy,
+    batches: Sequence[PackedBatch],
+    cfg: Config,
+    groups: Groups,
+    function: LossFunction,
+    beta: float,
 ) -> TrainMetrics:
     """Zero the gradient buffers and accumulate the gradient of the optimizer batch; returns this
     rank's part of the metrics."""
@@ -100,6 +107,7 @@ def accumulate_gradient(
     metrics = TrainMetrics(
         schedule.minibatch_size,
         batches[0].tokens.device,
+        values=function.values,
         old_is_rollout=cfg.grpo.old_logprobs == "rollout",
         num_logged_tokens=cfg.train.log_tokens,
     )
@@ -109,7 +117,7 @@ def accumulate_gradient(
             policy.mtp.add_loss(hidden, batch, policy.head_weight)
         chosen = response_logprobs(policy, hidden, batch, cfg.rollout.temperature, groups)
         tokens = LossTokens.select(batch, chosen, groups.contexts[batch.context_size])
-        loss = grpo_loss(tokens, cfg.grpo, beta)
+        loss = grpo_loss(tokens, function, beta)
         metrics.add(tokens, loss)
         # No old log-probabilities: the policy is still the generating one, and these are the old
         # log-probabilities of further updates.

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from megatron_grpo.algorithm.kl import adapted_beta
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
@@ -81,6 +82,7 @@ class Trainer:
     def __init__(self, rank: Rank, stack: ExitStack) -> None:
         self.rank, self.cfg, cfg = rank, rank.cfg, rank.cfg
         self.schedule, self.num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
+        self.loss_function = LossFunction.of(cfg.grpo)
         self._due_steps = due_steps(cfg)
         rank.watchdog.enter("load")  # a phase in which reading files may take long
         shape = trained_shape(cfg)
@@ -213,7 +215,13 @@ class Trainer:
         with profiled_step(self.cfg.train, self.step + 1, self.timer), self.timer.phase("train"):
             self.residency.enter("train")
             report = train_step(
-                self.policy, minibatch, self.cfg, self.rank.groups, self.skipped, self.beta
+                self.policy,
+                minibatch,
+                self.cfg,
+                self.rank.groups,
+                self.loss_function,
+                self.skipped,
+                self.beta,
             )
             is_skipped = report.metrics["skipped_steps"] > 0
             kept = self.preparation.after_step(minibatch, report.logprobs, is_skipped=is_skipped)

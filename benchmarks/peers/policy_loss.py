@@ -68,6 +68,7 @@ def case() -> SimpleNamespace:
 
 def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
     """Packed."""
+    from megatron_grpo.algorithm.loss_function import LossFunction
     from megatron_grpo.algorithm.advantages import group_advantages
     from megatron_grpo.algorithm.loss import LossTokens, grpo_loss
     from megatron_grpo.config.grpo import GRPOConfig
@@ -136,11 +137,11 @@ def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
         for batch, chosen in zip(batches, heads, strict=True):
             chosen.logprobs.grad = None
             tokens = LossTokens.select(batch, chosen)
-            found = grpo_loss(tokens, cfg, 0.0)
+            found = grpo_loss(tokens, LossFunction.of(cfg), 0.0)
             if all_metrics:
                 metrics.add(tokens, found)
             else:
-                is_cut = found.clipped_low | found.clipped_high
+                is_cut = found.mask("clipped_low") | found.mask("clipped_high")
                 is_bounded = (found.log_ratio > math.log(DELTA)) & (tokens.advantages < 0)
                 kept = (found.per_token, found.log_ratio, is_cut, is_bounded)
                 sums.append([each.sum().item() for each in kept])

@@ -18,6 +18,7 @@ from helpers.ranks.measure import counted_flops
 from helpers.models.tiny import tiny_model
 from helpers.oracle.policies import start_policy, tiny_config
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.data.prompts import Prompt
@@ -98,10 +99,10 @@ def _on_rank(
     ((share,),) = split_for_data_parallel(_experience(), 0, cost, cfg, dims, Alignment())
     batches = share.pack(Alignment(), share_prompts=shared)
     with counted_flops() as counter:
-        accumulate_gradient(policy, batches, cfg, groups, 0.0)
+        accumulate_gradient(policy, batches, cfg, groups, LossFunction.of(cfg.grpo), 0.0)
     gradients = {name: p.main_grad.clone() for name, p in policy.parameters().items()}
     start = time.perf_counter()
-    accumulate_gradient(policy, batches, cfg, groups, 0.0)
+    accumulate_gradient(policy, batches, cfg, groups, LossFunction.of(cfg.grpo), 0.0)
     figures = {
         "seconds": time.perf_counter() - start,
         "flops": float(counter.get_total_flops()),

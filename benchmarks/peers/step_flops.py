@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM
 from helpers.ranks.measure import counted_flops
 from helpers.models.tiny import PAD_ID, tiny_model
 from helpers.oracle.policies import gradient_boxes, start_policy, tiny_config
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.batch.experience import compute_advantages as experience_of
 from megatron_grpo.batch.prepare import add_logprobs
@@ -146,7 +147,7 @@ def ours(folder: Path) -> dict[str, float]:
 
     def step() -> float:
         batches = add_logprobs(minibatch, policy, None, cfg, groups, is_next=True)
-        report = train_step(policy, batches, cfg, groups, SkippedSteps(1, 0), 0.0)
+        report = train_step(policy, batches, cfg, groups, LossFunction.of(cfg.grpo), SkippedSteps(1, 0), 0.0)
         return report.metrics["loss"]
 
     loss, flops = count(step)

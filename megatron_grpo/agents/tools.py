@@ -9,14 +9,13 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.agent import LIMITS, PYTHON
 from megatron_grpo.unicode import as_unicode
 from megatron_grpo.workers.proxies import is_here, proxy_hint
 from megatron_grpo.workers.sandbox import Sandbox
-from megatron_grpo.workers.user_file import load_user_file
+from megatron_grpo.workers.user_file import load_named
 
 Json = dict[str, Any]
 Call = Callable[..., Awaitable[Any]]
@@ -26,12 +25,9 @@ Call = Callable[..., Awaitable[Any]]
 def load_tool(name: str) -> tuple[Callable[..., Any], Json]:
     """Load `file.py:function`; returns the function and its schema. Raises ValueError if there is
     no such function, or if its arguments are not documented."""
-    path, _, function_name = name.rpartition(":")
-    if not path:
+    if ":" not in name:
         raise ValueError(f"agent.tools: {name!r} is no tool: use {PYTHON}, or file.py:function")
-    found = getattr(load_user_file(Path(path), "file of a tool"), function_name, None)
-    if not callable(found):
-        raise ValueError(f"{path} has no function {function_name!r}")
+    found = load_named(name, "file of a tool")
     if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
         raise ValueError(f"{name} is a generator: the model gets the value that a tool returns")
     return found, schema_of(found, name)

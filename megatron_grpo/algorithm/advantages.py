@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_grpo.config.grpo import AdvantageEstimator, ScaleRewards
+from megatron_grpo.config.grpo import ScaleRewards
 
 EPSILON = 1e-4
 """Added to every standard deviation before dividing by it, as in TRL and ms-swift."""
@@ -26,7 +26,7 @@ def group_advantages(
     group_ids: Tensor,
     scale_rewards: ScaleRewards = "group",
     *,
-    estimator: AdvantageEstimator = "grpo",
+    estimator: str = "grpo",
     epsilon: float = EPSILON,
 ) -> Tensor:
     """Advantages [N] in float64 of N completions in complete groups, which may differ in size.
@@ -56,7 +56,7 @@ def group_advantages(
     if not valid.any():
         return advantages
     groups = RewardGroups(rewards[valid], group_ids[valid])
-    centered = _centered(groups, estimator)
+    centered = CENTERED[estimator](groups)
     if scale_rewards == "group":
         centered = centered / (groups.std()[groups.index] + epsilon)
     elif scale_rewards == "batch":
@@ -67,18 +67,31 @@ def group_advantages(
     return advantages
 
 
-def _centered(groups: "RewardGroups", estimator: AdvantageEstimator) -> Tensor:
-    if estimator == "reinforce_plus_plus":
-        if not differ(groups.rewards.min(), groups.rewards.max()):
-            return torch.zeros_like(groups.rewards)
-        return groups.rewards - groups.rewards.mean()
+def _by_group(groups: "RewardGroups") -> Tensor:
     # Equal rewards may differ from their rounded mean: only the mask makes advantages exactly 0.
-    centered = groups.centered.masked_fill(~groups.has_reward_variance[groups.index], 0.0)
-    if estimator == "rloo":
-        # r - (sum - r) / (n - 1) = n / (n - 1) (r - m)
-        n = groups.count.double()
-        centered = centered * (n / (n - 1).clamp(min=1))[groups.index]
-    return centered
+    return groups.centered.masked_fill(~groups.has_reward_variance[groups.index], 0.0)
+
+
+def _by_others(groups: "RewardGroups") -> Tensor:
+    # r - (sum - r) / (n - 1) = n / (n - 1) (r - m)
+    n = groups.count.double()
+    return _by_group(groups) * (n / (n - 1).clamp(min=1))[groups.index]
+
+
+def _by_batch(groups: "RewardGroups") -> Tensor:
+    if not differ(groups.rewards.min(), groups.rewards.max()):
+        return torch.zeros_like(groups.rewards)
+    return groups.rewards - groups.rewards.mean()
+
+
+CENTERED = {
+    "grpo": _by_group,
+    "rloo": _by_others,
+    "reinforce_plus_plus": _by_batch,
+    "reinforce_plus_plus_baseline": _by_group,
+}
+"""Rewards minus the baseline of each `grpo.advantage_estimator`. To add one: its function, a line
+here and in `SCALE_REWARDS`, and its formula in tests/helpers/oracle/grpo.py."""
 
 
 def normalized_sum_advantages(scores: Tensor, weights: Tensor, group_ids: Tensor) -> Tensor:

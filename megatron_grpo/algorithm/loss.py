@@ -4,20 +4,15 @@ Token weights are global: the losses of microbatches and ranks add up.
 """
 
 from dataclasses import dataclass
-from typing import assert_never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.algorithm.kl import kl_estimate
-from megatron_grpo.algorithm.objectives import (
-    importance_ratio,
-    mismatch_weights,
-    objective,
-    on_policy_mask,
-)
-from megatron_grpo.config.grpo import GRPOConfig, LossType
+from megatron_grpo.algorithm.loss_function import LossFunction
+from megatron_grpo.algorithm.objectives import importance_ratio, mismatch_weights, on_policy_mask
+from megatron_grpo.config.grpo import LossAggregation
 from parallel.logprobs import ChosenTokens
 from parallel.packing import PackedBatch
 from parallel.sequences import SequenceMeans, counted_lengths
@@ -86,19 +81,18 @@ class LossTokens:
         )
 
 
-def loss_weights(lengths: Tensor, loss_type: LossType, max_completion_length: int) -> Tensor:
+def loss_weights(lengths: Tensor, aggregation: LossAggregation, constant: float) -> Tensor:
     """Weight of a response token in each of the N sequences of the whole optimizer batch.
 
     With L_i response tokens in sequence i:
 
-    - "grpo", "sapo", "gmpo": 1 / (N L_i), the mean over sequences of the per-sequence means (arXiv
+    - "sequence": 1 / (N L_i), the mean over sequences of the per-sequence means (GRPO, arXiv
       2402.03300, eq. 3);
-    - "dapo", "bnpo", "cispo", "vespo": 1 / sum L, the mean over all tokens (arXiv 2503.14476, eq.
-      8). Elsewhere bnpo is the mean over one device's tokens, and the loss depends on the layout;
-      here it equals dapo;
-    - "dr_grpo": 1 / (N max_completion_length), a constant without the bias of "grpo" towards short
-      correct and long wrong answers (arXiv 2503.20783);
-    - "luspo": 1 / N, a sum over tokens and a mean over sequences (arXiv 2602.05261).
+    - "token": 1 / sum L, the mean over all tokens (DAPO, arXiv 2503.14476, eq. 8). Elsewhere bnpo
+      is the mean over one device's tokens, and the loss depends on the layout; here it equals dapo;
+    - "constant": 1 / (N `constant`), without the bias of "sequence" towards short correct and long
+      wrong answers (Dr. GRPO, arXiv 2503.20783, with the longest completion as constant);
+    - "sum": 1 / N, a sum over tokens and a mean over sequences (LUSPO, arXiv 2602.05261).
 
     Weights are global: the loss is a sum of weighted tokens over microbatches, context and data
     ranks, and is not divided later.
@@ -107,18 +101,13 @@ def loss_weights(lengths: Tensor, loss_type: LossType, max_completion_length: in
     float64, always finite: a sequence without counted tokens has an unused weight.
     """
     tokens, num_sequences = lengths.double(), len(lengths)
-    match loss_type:
-        case "grpo" | "sapo" | "gmpo":
-            denominators = num_sequences * tokens
-        case "dr_grpo":
-            denominators = torch.full_like(tokens, num_sequences * max_completion_length)
-        case "luspo":
-            denominators = torch.full_like(tokens, num_sequences)
-        case "dapo" | "bnpo" | "cispo" | "vespo":
-            denominators = tokens.sum().expand_as(tokens)
-        case other:
-            assert_never(other)
-    return 1 / denominators.clamp(min=1)
+    denominators = {
+        "sequence": num_sequences * tokens.clamp(min=1),
+        "token": tokens.sum().clamp(min=1).expand_as(tokens),
+        "constant": torch.full_like(tokens, num_sequences * constant),
+        "sum": torch.full_like(tokens, num_sequences),
+    }
+    return 1 / denominators[aggregation]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,15 +118,18 @@ class GRPOLoss:
     per_token: Tensor  # weighted; sums to `total`
     policy_loss: Tensor  # the loss without KL penalty and entropy bonus
     log_ratio: Tensor  # log(new policy / old policy)
-    clipped_low: Tensor  # bool: the lower clip removed the gradient
-    clipped_high: Tensor  # bool: the upper clip removed the gradient or bounded the weight
+    values: dict[str, Tensor]  # other values of the loss function, such as masks of clipped tokens
     kl: Tensor | None  # estimate of KL(policy || reference); None without a reference
     rollout_weight: Tensor | None  # importance weight trainer / engine; None without a correction
     off_policy: Tensor | None  # bool: masked because its sequence is too far off-policy
 
+    def mask(self, name: str) -> Tensor:
+        """[K] bool: one of `values`, all False if the loss function has none of this name."""
+        return self.values.get(name, torch.zeros_like(self.log_ratio, dtype=torch.bool))
 
-def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, beta: float) -> GRPOLoss:
-    """Loss of one microbatch's tokens: objective (`objectives.py`), KL penalty and entropy bonus.
+
+def grpo_loss(tokens: LossTokens, function: LossFunction, beta: float) -> GRPOLoss:
+    """Loss of one microbatch's tokens: objective (`function`), KL penalty and entropy bonus.
 
     For each token, with the weight w from `loss_weights` and masks m in {0, 1}, which are 1 unless
     configured::
@@ -151,6 +143,7 @@ def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, beta: float) -> GRPOLoss:
     log-probabilities, the generating policy is the current one: the ratio is exactly 1, and the
     gradient the plain policy gradient.
     """
+    cfg = function.cfg
     assert (tokens.ref_logprobs is None) == (cfg.beta == 0.0), (
         f"beta is {cfg.beta}: reference log-probabilities are needed if and only if it is not 0"
     )
@@ -158,8 +151,15 @@ def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, beta: float) -> GRPOLoss:
     old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
     log_ratio = logprobs - old
     weights = mismatch_weights(old - tokens.rollout_logprobs, sequences, cfg)
-    found = objective(logprobs, log_ratio, advantages, weights, sequences, cfg)
-    per_token, off_policy, kl = found.loss, None, None
+    per_token, values = function(
+        logprobs=logprobs,
+        log_ratio=log_ratio,
+        advantages=advantages,
+        entropy=tokens.entropy,
+        rollout_weights=weights,
+        sequences=sequences,
+    )
+    off_policy, kl = None, None
     if cfg.off_policy_mask_threshold is not None:
         off_policy = ~on_policy_mask(
             logprobs.detach(),
@@ -188,8 +188,7 @@ def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, beta: float) -> GRPOLoss:
         per_token=per_token.detach(),
         policy_loss=policy_loss,
         log_ratio=log_ratio.detach(),
-        clipped_low=found.clipped_low,
-        clipped_high=found.clipped_high,
+        values={name: each.detach() for name, each in values.items()},
         kl=None if kl is None else kl.detach(),
         rollout_weight=weights,
         off_policy=off_policy,

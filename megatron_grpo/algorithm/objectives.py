@@ -8,8 +8,6 @@ completion may be older than the policy.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -23,48 +21,10 @@ LOG_BOUND = 20.0
 LOG_LEAST = -18.420680743952367  # of 1e-8
 """Bounds of VESPO's log-weights, as in the authors' code and in TRL."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Objective:
-    """Losses of tokens, and masks of clipped tokens: [K] each."""
-
-    loss: Tensor
-    clipped_low: Tensor
-    clipped_high: Tensor
-
-
-def objective(
-    logprobs: Tensor,
-    log_ratio: Tensor,
-    advantages: Tensor,
-    rollout_weights: Tensor | None,
-    sequences: SequenceMeans,
-    cfg: GRPOConfig,
-) -> Objective:
-    """Objective of ``cfg.loss_type``, times `rollout_weights` [K] if given.
-
-    `log_ratio` [K]: `logprobs` minus old log-probabilities. `sequences` maps tokens to sequences.
-    """
-    level = cfg.importance_sampling_level
-    match cfg.loss_type:
-        case "vespo":
-            return vespo(logprobs, log_ratio, advantages, rollout_weights, sequences, cfg)
-        case "gmpo":
-            found = gmpo(log_ratio, advantages, sequences, cfg)
-        case "cispo":
-            ratio = importance_ratio(logprobs, log_ratio, sequences, level)
-            found = cispo(logprobs, ratio, advantages, cfg)
-        case "sapo":
-            ratio = importance_ratio(logprobs, log_ratio, sequences, level)
-            found = sapo(ratio, advantages, cfg)
-        case "grpo" | "bnpo" | "dapo" | "dr_grpo" | "luspo":
-            ratio = importance_ratio(logprobs, log_ratio, sequences, level)
-            found = clipped(ratio, advantages, cfg)
-        case other:
-            assert_never(other)
-    if rollout_weights is None:
-        return found
-    return replace(found, loss=found.loss * rollout_weights)
+CLIPPED = frozenset({"clipped_low", "clipped_high"})
+TokenLosses = tuple[Tensor, dict[str, Tensor]]
+"""Losses [K], with gradient, and other values [K] by name, whose means become metrics.
+`CLIPPED` are masks of tokens whose gradient the lower or upper clip removed or bounded."""
 
 
 def importance_ratio(
@@ -88,7 +48,14 @@ def importance_ratio(
     return log.clamp(max=LOG_MOST).exp()
 
 
-def clipped(ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:
+def clipped(
+    ratio: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float,
+    epsilon_high: float,
+    delta: float | None,
+) -> TokenLosses:
     """PPO's clipped surrogate, used by grpo, bnpo, dapo, dr_grpo and luspo.
 
     DeepSeekMath, arXiv 2402.03300, eq. 3:
@@ -97,49 +64,57 @@ def clipped(ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:
     defines it, from INTELLECT-2 (arXiv 2505.07291): it bounds the ratio where the advantage is
     negative, which the plain clip leaves unbounded, and must be above 1 + epsilon_high.
     """
-    least, most = 1 - cfg.epsilon, 1 + cfg.epsilon_high
-    bound = math.inf if cfg.delta is None else cfg.delta  # above `most`: the config checks this
+    least, most = 1 - epsilon, 1 + epsilon_high
+    bound = math.inf if delta is None else delta  # above `most`: the config checks this
     # For A < 0 the minimum is A clamp(r, least, delta), else A min(r, most).
     negative = advantages < 0
     # `where` of two Python numbers would be float32, whatever the dtype of the ratio.
     low = torch.where(negative, ratio.new_full((), least), ratio.new_full((), -math.inf))
     high = torch.where(negative, ratio.new_full((), bound), ratio.new_full((), most))
-    return Objective(
-        loss=-advantages * ratio.clamp(low, high),
-        clipped_low=ratio < low,
-        clipped_high=(ratio > most) & (advantages > 0),
-    )
+    masks = {"clipped_low": ratio < low, "clipped_high": (ratio > most) & (advantages > 0)}
+    return -advantages * ratio.clamp(low, high), masks
 
 
-def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:
+def cispo(
+    logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, epsilon_high: float
+) -> TokenLosses:
     """REINFORCE with a clipped importance weight, so that no token loses its gradient.
 
     MiniMax-M1, arXiv 2506.13585, with only the upper bound, as in ScaleRL (arXiv 2510.13786):
     ``-min(r, epsilon_high).detach() A logprob``
     """
-    weight = ratio.detach().clamp(max=cfg.epsilon_high)
-    return Objective(
-        loss=-weight * advantages * logprobs,
-        clipped_low=torch.zeros_like(advantages, dtype=torch.bool),
-        clipped_high=(ratio > cfg.epsilon_high) & (advantages > 0),
-    )
+    weight = ratio.detach().clamp(max=epsilon_high)
+    masks = {
+        "clipped_low": torch.zeros_like(advantages, dtype=torch.bool),
+        "clipped_high": (ratio > epsilon_high) & (advantages > 0),
+    }
+    return -weight * advantages * logprobs, masks
 
 
-def sapo(ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:
+def sapo(
+    ratio: Tensor,
+    advantages: Tensor,
+    *,
+    sapo_temperature_pos: float,
+    sapo_temperature_neg: float,
+) -> TokenLosses:
     """A soft gate instead of the clip: SAPO, arXiv 2511.20347.
 
     ``-4 / tau sigmoid(tau (r - 1)) A``, where tau depends on the sign of A.
     """
-    tau = torch.full_like(advantages, cfg.sapo_temperature_neg)
-    tau = tau.masked_fill(advantages > 0, cfg.sapo_temperature_pos)
-    never = torch.zeros_like(advantages, dtype=torch.bool)
-    loss = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
-    return Objective(loss=loss, clipped_low=never, clipped_high=never)
+    tau = torch.full_like(advantages, sapo_temperature_neg)
+    tau = tau.masked_fill(advantages > 0, sapo_temperature_pos)
+    return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages, {}
 
 
 def gmpo(
-    log_ratio: Tensor, advantages: Tensor, sequences: SequenceMeans, cfg: GRPOConfig
-) -> Objective:
+    log_ratio: Tensor,
+    advantages: Tensor,
+    sequences: SequenceMeans,
+    *,
+    epsilon: float,
+    epsilon_high: float,
+) -> TokenLosses:
     """Geometric mean of clipped token ratios: GMPO, arXiv 2507.20673.
 
     ``-A exp(mean over the sequence of s min(s log r, s clip(log r, -epsilon, epsilon_high)))``
@@ -147,13 +122,13 @@ def gmpo(
     """
     # Not `advantages.sign()`, whose 0 for A = 0 would count the token with ratio 1 in the mean.
     sign = torch.where(advantages >= 0, 1.0, -1.0).to(log_ratio)
-    cut = log_ratio.clamp(-cfg.epsilon, cfg.epsilon_high)
+    cut = log_ratio.clamp(-epsilon, epsilon_high)
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * cut)
-    return Objective(
-        loss=-advantages * sequences.mean(pessimistic).exp(),
-        clipped_low=(log_ratio < -cfg.epsilon) & (advantages < 0),
-        clipped_high=(log_ratio > cfg.epsilon_high) & (advantages > 0),
-    )
+    masks = {
+        "clipped_low": (log_ratio < -epsilon) & (advantages < 0),
+        "clipped_high": (log_ratio > epsilon_high) & (advantages > 0),
+    }
+    return -advantages * sequences.mean(pessimistic).exp(), masks
 
 
 def vespo(
@@ -162,8 +137,12 @@ def vespo(
     advantages: Tensor,
     rollout_weights: Tensor | None,
     sequences: SequenceMeans,
-    cfg: GRPOConfig,
-) -> Objective:
+    *,
+    vespo_k_pos: float,
+    vespo_lambda_pos: float,
+    vespo_k_neg: float,
+    vespo_lambda_neg: float,
+) -> TokenLosses:
     """REINFORCE with a soft weight of the whole sequence: VESPO, arXiv 2602.10693.
 
     ``-phi(w).detach() A logprob`` with ``phi(w) = exp(lambda) w**k exp(-lambda w)``; phi(1) = 1.
@@ -175,12 +154,10 @@ def vespo(
         log_weight = log_weight + sequences.sum(rollout_weights.log().clamp(LOG_LEAST, LOG_BOUND))
     log_weight = log_weight.clamp(LOG_LEAST, LOG_BOUND)
     positive = advantages >= 0
-    k = torch.full_like(log_weight, cfg.vespo_k_neg).masked_fill(positive, cfg.vespo_k_pos)
-    tilt = torch.full_like(log_weight, cfg.vespo_lambda_neg)
-    tilt = tilt.masked_fill(positive, cfg.vespo_lambda_pos)
+    k = torch.full_like(log_weight, vespo_k_neg).masked_fill(positive, vespo_k_pos)
+    tilt = torch.full_like(log_weight, vespo_lambda_neg).masked_fill(positive, vespo_lambda_pos)
     phi = (tilt + k * log_weight - tilt * log_weight.exp()).exp()
-    never = torch.zeros_like(positive)
-    return Objective(loss=-phi * advantages * logprobs, clipped_low=never, clipped_high=never)
+    return -phi * advantages * logprobs, {}
 
 
 def mismatch_weights(

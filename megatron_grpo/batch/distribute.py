@@ -167,8 +167,8 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
         masks.append(torch.from_numpy(np.asarray(sample.loss_mask, np.bool_) & counts))
     weights = loss_weights(
         torch.stack([mask.sum() for mask in masks]),
-        cfg.grpo.loss_type,
-        cfg.rollout.max_completion_length,
+        cfg.grpo.loss_aggregation,
+        cfg.grpo.loss_denominator or cfg.rollout.max_completion_length,
     )
     lengths = [len(sample.completion_ids) for sample in samples]
     log_rows = first_rows(lengths, cfg.train.log_tokens)

@@ -9,11 +9,8 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithm.advantages import (
-    group_advantages,
-    normalized_sum_advantages,
-    process_advantages,
-)
+from megatron_grpo.algorithm.advantages import normalized_sum_advantages, process_advantages
+from megatron_grpo.batch.advantage_function import AdvantageFunction
 from megatron_grpo.config.agent import AGENT
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.reward import ENVIRONMENT
@@ -45,12 +42,12 @@ def compute_advantages(
     samples: list[Sample],
     rewards: list[dict[str, float]],
     sums: Sequence[float],
-    cfg: Config,
+    function: AdvantageFunction,
 ) -> Experience:
     """Compute the advantages of scored samples: from the weighted `sums` of their rewards, from the
     scores of each function (`normalize_then_sum`), or from rewards of steps. A group is all samples
     of one prompt."""
-    grpo = cfg.grpo
+    cfg, grpo = function.cfg, function.cfg.grpo
     totals = torch.tensor(sums, dtype=torch.float64)
     group_ids = torch.tensor([sample.prompt.index for sample in samples])
     if grpo.multi_objective_aggregation == "normalize_then_sum":
@@ -63,9 +60,7 @@ def compute_advantages(
     elif grpo.supervision == "process":
         return _process_supervision(samples, rewards, totals, group_ids, cfg)
     else:
-        advantages = group_advantages(
-            totals, group_ids, grpo.scale_rewards, estimator=grpo.advantage_estimator
-        )
+        advantages = function(totals, group_ids, samples)
     return Experience(samples, rewards, totals, group_ids, advantages)
 
 
@@ -97,12 +92,12 @@ def _process_supervision(
     return Experience(samples, rewards, totals, group_ids, advantages, token_advantages=by_token)
 
 
-def subtract_kl(experience: Experience, kl: Tensor, beta: float, cfg: Config) -> Experience:
+def subtract_kl(
+    experience: Experience, kl: Tensor, beta: float, function: AdvantageFunction
+) -> Experience:
     """Recompute the advantages from the rewards minus `beta` times the KL divergence `kl` [N]."""
-    totals, group_ids, grpo = experience.totals - beta * kl, experience.group_ids, cfg.grpo
-    advantages = group_advantages(
-        totals, group_ids, grpo.scale_rewards, estimator=grpo.advantage_estimator
-    )
+    totals = experience.totals - beta * kl
+    advantages = function(totals, experience.group_ids, experience.samples)
     return replace(experience, advantages=advantages)
 
 

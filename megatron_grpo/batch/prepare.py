@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_grpo.batch.advantage_function import AdvantageFunction
 from megatron_grpo.batch.distribute import Minibatches, distribute, split_for_data_parallel
 from megatron_grpo.batch.experience import Experience, subtract_kl
 from megatron_grpo.batch.schedule import BatchSchedule, Cursor
@@ -116,6 +117,10 @@ class Preparation:
     def alignment(self) -> Alignment:
         return self.cfg.alignment
 
+    @cached_property
+    def advantage_function(self) -> AdvantageFunction:
+        return AdvantageFunction.of(self.cfg)
+
     def packed(self, experience: Experience | None, generation: int) -> Minibatches:
         """This rank's shard of the generation, without log-probabilities."""
         cfg, groups, shards = self.cfg, self.groups, None
@@ -199,7 +204,7 @@ class Preparation:
         kl = by_sample(found, indices)
         advantages = torch.empty_like(kl)  # received from rank 0, which has the rewards
         if experience:
-            experience = subtract_kl(experience, kl, beta, self.cfg)
+            experience = subtract_kl(experience, kl, beta, self.advantage_function)
             advantages = experience.advantages
         advantages = advantages.to(self.device)
         dist.broadcast(advantages, src=0)

@@ -9,7 +9,7 @@ anything starts.
 
 import random
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 from megatron_grpo.config.grpo import GRPOConfig
 from parallel import divisors
@@ -56,7 +56,6 @@ class BatchSchedule:
             )
 
     @staticmethod
-    @cache
     def of(grpo: GRPOConfig) -> "BatchSchedule":
         """The schedule of a config; raises ValueError with the numbers if the sizes do not fit."""
         return BatchSchedule(

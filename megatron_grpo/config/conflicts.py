@@ -162,6 +162,8 @@ CONFLICTS = {
     "compares steps, the other reward functions; set grpo.supervision=outcome",
     ("grpo.scale_rewards: group or none", _WHITENED): "its advantages are divided "
     "by the deviation of the batch; set grpo.scale_rewards=batch",
+    ("grpo.scale_rewards: group or batch", "grpo.advantage_estimator of a file"): "your function "
+    "scales its advantages itself; leave scale_rewards out",
     ("grpo.delta", "grpo.loss_type: gmpo or cispo or sapo or vespo"): "that has no dual clip; set "
     "grpo.delta=null",
     ("grpo.rollout_rs", "grpo.loss_type: vespo"): "vespo's own weight is almost 0 for a sequence "

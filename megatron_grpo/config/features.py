@@ -35,10 +35,6 @@ def _has_reward_model(cfg: Config) -> bool:
     return any(function.name == REWARD_MODEL for function in functions)
 
 
-def _clips_below(cfg: Config) -> bool:
-    return cfg.grpo.has_clip and cfg.grpo.loss_type != "cispo"
-
-
 def _corrects(cfg: Config) -> bool:
     weighs = cfg.grpo.rollout_importance_sampling_mode is not None
     return weighs or cfg.grpo.old_logprobs == "rollout"
@@ -46,14 +42,16 @@ def _corrects(cfg: Config) -> bool:
 
 FEATURES: dict[str, Callable[[Config], object]] = {
     "a correction for older weights": _corrects,
-    "a grpo.loss_type that clips below, such as dapo": _clips_below,
-    "a grpo.loss_type that clips, such as dapo": lambda cfg: cfg.grpo.has_clip,
+    "a grpo.loss_type of a file": lambda cfg: ":" in cfg.grpo.loss_type,
+    "a grpo.loss_type that clips below, such as dapo": lambda cfg: cfg.grpo.takes("epsilon"),
+    "a grpo.loss_type that clips, such as dapo": lambda cfg: cfg.grpo.takes("epsilon_high"),
     "agent": lambda cfg: cfg.agent.is_used,
     "agent.tools": lambda cfg: cfg.agent.has_tools,
     "data.path with several sets": lambda cfg: not isinstance(cfg.data.path, str),
     "dialogues": lambda cfg: cfg.partner,
     "environment": lambda cfg: cfg.environment.name is not None,
     "eval.data or eval.sets": lambda cfg: cfg.eval.named_sets,
+    "grpo.advantage_estimator of a file": lambda cfg: ":" in cfg.grpo.advantage_estimator,
     "grpo.advantage_estimator other than grpo": lambda cfg: cfg.grpo.advantage_estimator != "grpo",
     # A replay starts no engines, so nothing is pushed.
     "lora.sync: adapter": lambda cfg: cfg.lora.is_served and cfg.train.replay is None,

@@ -1,6 +1,7 @@
 """Read and write configs as YAML: a file plus `key.sub=value` overrides, checked strictly."""
 
 import difflib
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ PASS_THROUGH_KEYS = (
     "rollout.vllm",
     "rollout.sglang",
     "environment.arguments",
+    "grpo.loss_arguments",
+    "grpo.file_sha256",
 )
 
 # Replaces pydantic's messages that would name Python types.
@@ -114,6 +117,24 @@ def parse_config(table: dict[str, Any], overrides: Sequence[str] = ()) -> Config
         raise ValueError("\n".join(_mistakes(error))) from None
     check_config(cfg)
     return cfg
+
+
+def with_file_hashes(cfg: Config) -> Config:
+    """Write the hashes of the user's loss and advantages into `grpo.file_sha256`; ValueError for a
+    missing file, or one with another hash than the config gives."""
+    found = {}
+    for key, name in cfg.grpo.own_functions.items():
+        file = Path(name.rpartition(":")[0])
+        if not file.is_file():
+            raise ValueError(f"grpo.{key}: {file} does not exist in {Path.cwd()}")
+        found[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
+    for path, known in cfg.grpo.file_sha256.items():
+        if known != (now := found.get(path)):
+            raise ValueError(
+                f"grpo.file_sha256: {path} had the hash {known}, and has {now}: restore the file, "
+                "or leave grpo.file_sha256 out to go on with this one"
+            )
+    return cfg.model_copy(update={"grpo": cfg.grpo.model_copy(update={"file_sha256": found})})
 
 
 def with_num_steps(config: Config, num_steps: int) -> Config:

@@ -1,15 +1,22 @@
 """The table `grpo` of the config: batch sizes, advantages and loss."""
 
 import math
-from typing import Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from checkpoint_convert.shape import ModelShape
 from megatron_grpo.config.section import Section
 
-LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "gmpo", "sapo", "luspo", "vespo"]
-AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+LossAggregation = Literal["token", "sequence", "constant", "sum"]
 ScaleRewards = Literal["group", "batch", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 ImportanceLevel = Literal["token", "sequence", "sequence_token"]
@@ -24,7 +31,47 @@ MismatchMode = Literal[
     "geometric_mask",
 ]
 
-_SCALE_OF: dict[str, ScaleRewards] = {"grpo": "group", "rloo": "none"}
+
+class LossType(NamedTuple):
+    """A built-in `grpo.loss_type`."""
+
+    function: str
+    """Name in `algorithm/objectives.py`."""
+    aggregation: LossAggregation
+    keys: tuple[str, ...]
+    """Keys of `grpo` that are arguments of the function."""
+    level: ImportanceLevel | None = None
+    """The only level of the importance ratio that it has; None: any."""
+
+
+_CLIP = ("epsilon", "epsilon_high", "delta")
+_SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
+_VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+LOSS_TYPES = {
+    "grpo": LossType("clipped", "sequence", _CLIP),
+    "bnpo": LossType("clipped", "token", _CLIP),
+    "dapo": LossType("clipped", "token", _CLIP),
+    "dr_grpo": LossType("clipped", "constant", _CLIP),
+    "cispo": LossType("cispo", "token", ("epsilon_high",)),
+    "gmpo": LossType("gmpo", "sequence", ("epsilon", "epsilon_high"), "token"),
+    "sapo": LossType("sapo", "sequence", _SAPO),
+    "luspo": LossType("clipped", "sum", _CLIP, "sequence"),
+    "vespo": LossType("vespo", "token", _VESPO, "token"),
+}
+"""To add a loss: its function, a line here, and its formula in tests/helpers/oracle/grpo.py."""
+SCALE_REWARDS: dict[str, ScaleRewards] = {
+    "grpo": "group",
+    "rloo": "none",
+    "reinforce_plus_plus": "batch",
+    "reinforce_plus_plus_baseline": "batch",
+}
+"""Built-in `grpo.advantage_estimator`, with the default of `grpo.scale_rewards`."""
+_KL_IN_REWARD = SCALE_REWARDS.keys() - {"grpo"}
+
+
+def _aggregation_of(data: dict[str, Any]) -> LossAggregation:
+    known = LOSS_TYPES.get(data.get("loss_type", ""))
+    return known.aggregation if known else "token"
 
 
 class GRPOConfig(Section):
@@ -57,23 +104,33 @@ class GRPOConfig(Section):
     overlong_filter: bool = False
     """Leave completions that reached the length limit out of the loss."""
 
-    advantage_estimator: AdvantageEstimator = "grpo"
+    advantage_estimator: str = "grpo"
     """Baseline of a reward: the group's mean (`grpo`, `reinforce_plus_plus_baseline`), the mean of
-    the group's other rewards (`rloo`), or the batch mean (`reinforce_plus_plus`)."""
+    the group's other rewards (`rloo`), the batch mean (`reinforce_plus_plus`), or your function,
+    `file.py:function`."""
     # Pydantic gives a default factory only the fields above its own: their order matters.
     scale_rewards: ScaleRewards = Field(
-        default_factory=lambda data: _SCALE_OF.get(data["advantage_estimator"], "batch")
+        default_factory=lambda data: SCALE_REWARDS.get(data.get("advantage_estimator", ""), "none")
     )
     """Standard deviation that divides the advantages; default: `group` for the estimator grpo,
-    `none` for rloo, `batch` otherwise."""
+    `batch` for the two reinforce_plus_plus, `none` otherwise."""
     multi_objective_aggregation: Aggregation = "sum_then_normalize"
     """Order for several rewards; `normalize_then_sum` normalizes each in its group first (GDPO)."""
     supervision: Literal["outcome", "process"] = "outcome"
     """Rewards per completion (`outcome`), or per step of an environment or a process reward model
     (`process`, DeepSeekMath)."""
 
-    loss_type: LossType = "dapo"
-    """Objective and its average over tokens (docs/formulas.md)."""
+    loss_type: str = "dapo"
+    """Objective: `grpo`, `bnpo`, `dapo`, `dr_grpo`, `cispo`, `gmpo`, `sapo`, `luspo`, `vespo`, or
+    your function, `file.py:function` (docs/algorithms.md)."""
+    loss_arguments: dict[str, Any] = Field(default={})
+    """Keyword arguments of your function in loss_type."""
+    loss_aggregation: LossAggregation = Field(default_factory=_aggregation_of)
+    """Average over tokens: of all tokens alike (`token`), of the means of completions (`sequence`),
+    of their sums (`sum`), or of their sums divided by loss_denominator (`constant`); default: the
+    loss type's own, `token` for your function."""
+    loss_denominator: PositiveFloat | None = None
+    """With loss_aggregation constant, the divisor; null: rollout.max_completion_length."""
     importance_sampling_level: ImportanceLevel = "token"
     """Level of the importance ratio; `sequence` is GSPO, `sequence_token` GSPO-token."""
     epsilon: float = Field(default=0.2, gt=0, lt=1)
@@ -110,9 +167,11 @@ class GRPOConfig(Section):
     ref_model_sync_steps: PositiveInt = 512
     """TR-DPO's tau, optimizer steps between updates of the reference; generations that begin later
     use the new one."""
-    kl_in_reward: bool = Field(default_factory=lambda data: data["advantage_estimator"] != "grpo")
-    """Subtract the KL divergence from the rewards instead of adding it to the loss; default: false
-    for the estimator grpo, true otherwise."""
+    kl_in_reward: bool = Field(
+        default_factory=lambda data: data.get("advantage_estimator", "grpo") in _KL_IN_REWARD
+    )
+    """Subtract the KL divergence from the rewards instead of adding it to the loss; default: true
+    for the estimators rloo, reinforce_plus_plus and reinforce_plus_plus_baseline, else false."""
     kl_estimator: KLEstimator = Field(
         default_factory=lambda data: "k1" if data["kl_in_reward"] else "k3"
     )
@@ -149,6 +208,10 @@ class GRPOConfig(Section):
     """Leave out completions with a negative advantage whose mean log-probability per token fell by
     more than this since sampling; null: keep all."""
 
+    file_sha256: dict[str, str] = Field(default={})
+    """Hashes of your files in loss_type and advantage_estimator, which the run writes down; a file
+    with another hash is refused."""
+
     @property
     def corrects_rollouts(self) -> bool:
         """Whether the loss corrects engines' log-probabilities, where they differ from the
@@ -162,10 +225,16 @@ class GRPOConfig(Section):
         normalizes_each = self.multi_objective_aggregation == "normalize_then_sum"
         return normalizes_each or self.supervision == "process"
 
+    def takes(self, key: str) -> bool:
+        """Whether the loss has the key as an argument; a function of the user's may."""
+        known = LOSS_TYPES.get(self.loss_type)
+        return known is None or key in known.keys
+
     @property
-    def has_clip(self) -> bool:
-        """Whether the loss type clips ratios; sapo and vespo weigh them smoothly."""
-        return self.loss_type not in ("sapo", "vespo")
+    def own_functions(self) -> dict[str, str]:
+        """`file.py:function` of the user's own loss and advantages, by key."""
+        keys = ("loss_type", "advantage_estimator")
+        return {key: name for key in keys if ":" in (name := getattr(self, key))}
 
     @property
     def num_old_passes(self) -> int:
@@ -178,6 +247,17 @@ class GRPOConfig(Section):
         if self.top_entropy_quantile < 1 or (self.old_logprobs == "recompute" and is_kl_reward):
             return self.steps_per_generation
         return self.steps_per_generation - 1 if self.old_logprobs == "recompute" else 0
+
+    @field_validator("loss_type", "advantage_estimator")
+    @classmethod
+    def _names_a_function(cls, value: str, info: ValidationInfo) -> str:
+        known = LOSS_TYPES if info.field_name == "loss_type" else SCALE_REWARDS
+        if value not in known and not all(value.rpartition(":")):
+            raise ValueError(
+                f"grpo.{info.field_name} {value!r} is unknown: use {', '.join(known)}, or "
+                "file.py:function"
+            )
+        return value
 
     @model_validator(mode="after")
     def _clips_fit(self) -> Self:
@@ -192,7 +272,7 @@ class GRPOConfig(Section):
                 f"1 + grpo.epsilon_high = {1 + self.epsilon_high} allows: use a larger one, "
                 f"such as {math.floor(1 + self.epsilon_high) + 1.0}"
             )
-        wanted = {"luspo": "sequence", "gmpo": "token", "vespo": "token"}.get(self.loss_type)
+        wanted = LOSS_TYPES[self.loss_type].level if self.loss_type in LOSS_TYPES else None
         if wanted and self.importance_sampling_level != wanted:
             raise ValueError(
                 f"grpo.loss_type {self.loss_type} has a ratio of its own: set "
@@ -202,7 +282,9 @@ class GRPOConfig(Section):
 
     @model_validator(mode="after")
     def _advantages_fit(self) -> Self:
-        if self.num_generations < 2 and self.advantage_estimator != "reinforce_plus_plus":
+        works_alone = ":" in (estimator := self.advantage_estimator)
+        works_alone = works_alone or estimator == "reinforce_plus_plus"
+        if self.num_generations < 2 and not works_alone:
             raise ValueError(
                 f"grpo.num_generations {self.num_generations}: a completion is compared with the "
                 "others of its prompt, use at least 2 (1 is enough for "

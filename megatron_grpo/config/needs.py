@@ -75,6 +75,8 @@ NEEDS = {
     "term in the loss; leave it out, or use grpo.kl_in_reward=false and a grpo.beta above 0",
     ("grpo.kl_in_reward: true with grpo.advantage_estimator: grpo", "grpo.beta"): "there is no KL "
     "divergence to subtract; set that, or grpo.kl_in_reward=false",
+    ("grpo.loss_arguments", "a grpo.loss_type of a file"): "a built-in loss has keys of its own; "
+    "leave them out, or set grpo.loss_type to file.py:function",
     ("lora.adapter_path", "lora.r"): "there are no adapters; set that to the rank in its "
     "adapter_config.json, or leave it out",
 }
@@ -88,6 +90,7 @@ IDLE = {
     ),
     "a grpo.loss_type that clips, such as dapo": ("grpo.epsilon_high",),
     "a grpo.loss_type that clips below, such as dapo": ("grpo.epsilon",),
+    "grpo.loss_aggregation: constant": ("grpo.loss_denominator",),
     "grpo.loss_type: sapo": ("grpo.sapo_temperature_pos", "grpo.sapo_temperature_neg"),
     "grpo.loss_type: vespo": (
         *("grpo.vespo_k_pos", "grpo.vespo_lambda_pos"),

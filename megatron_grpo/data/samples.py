@@ -186,3 +186,16 @@ def _hash(*numbers: int) -> int:
     # int64, which must also hold `first_seed` plus the index of a sample.
     digest = hashlib.blake2b("/".join(map(str, numbers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 2
+
+
+def made_up(prompt: "Prompt", index: int, text: str, finish_reason: str = "stop") -> Sample:
+    """A completion of one token, to try out a user's function before a run."""
+    return Sample(
+        prompt=prompt,
+        sample_index=index,
+        completion_ids=prompt.token_ids[-1:],
+        logprobs=[0.0],
+        finish_reason=finish_reason,
+        text=text,
+        policy_version=0,
+    )

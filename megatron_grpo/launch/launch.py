@@ -133,6 +133,7 @@ def _user_code(cfg: Config) -> Iterator[tuple[str, str]]:
     """(kind of file, `file.py:name`) of all code that a config names."""
     functions = [each.name for reward in cfg.rewards.values() for each in reward.functions]
     yield from (("file of reward functions", name) for name in functions if ":" in name)
+    yield from (("file of a loss", name) for name in cfg.grpo.own_functions.values())
     for view in cfg.by_source.values():
         if view.environment.name is not None:
             yield "file of an environment", view.environment.name

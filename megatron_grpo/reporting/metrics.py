@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_grpo.algorithm.advantages import RewardGroups
 from megatron_grpo.algorithm.loss import GRPOLoss, LossTokens
+from megatron_grpo.algorithm.objectives import CLIPPED
 from megatron_grpo.batch.token_log import VALUES, TokenLog, first_rows
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.config.rollout import RolloutConfig
@@ -67,11 +68,16 @@ class TrainMetrics:
         num_sequences: int,
         device: torch.device | str = "cpu",
         *,
+        values: Sequence[str] = (),
         old_is_rollout: bool = False,
         num_logged_tokens: int = 0,
     ) -> None:
         size = num_sequences * len(_BY_SEQUENCE)
-        self.sums = torch.zeros(size + len(_TOTALS), dtype=torch.float64, device=device)
+        self._has_clip = not CLIPPED.isdisjoint(values)
+        self._values = [name for name in values if name not in CLIPPED]
+        self._names = [*_TOTALS, *(f"loss/{name}" for name in self._values)]
+        num_sums = size + len(self._names)
+        self.sums = torch.zeros(num_sums, dtype=torch.float64, device=device)
         self.maxima = torch.full([len(_MAXIMA)], -torch.inf, dtype=torch.float64, device=device)
         self._by_sequence = self.sums[:size].view(num_sequences, len(_BY_SEQUENCE))
         self._totals = self.sums[size:]
@@ -114,17 +120,16 @@ class TrainMetrics:
             "rollout_ratio": rollout_ratios,
             "rollout_weight": weights.sum(),
             "squared_weight": weights.square().sum(),
-            "off_policy": zero
-            if loss.off_policy is None
-            else loss.off_policy.sum(dtype=torch.float64),
+            "off_policy": zero if loss.off_policy is None else loss.off_policy.double().sum(),
             "high_entropy": (high > -torch.inf).sum(dtype=torch.float64),
             "stale_gap": zero if self._old_is_rollout else log_ratio.abs().sum(),
         }
-        self._totals += torch.stack([totals[name] for name in _TOTALS])
+        totals |= {f"loss/{name}": loss.values[name].double().sum() for name in self._values}
+        self._totals += torch.stack([totals[name] for name in self._names])
         sums = {
             "tokens": tokens.sequences.lengths.double(),
-            "clipped_low": tokens.sequences.local_sums(loss.clipped_low.double()),
-            "clipped_high": tokens.sequences.local_sums(loss.clipped_high.double()),
+            "clipped_low": tokens.sequences.local_sums(loss.mask("clipped_low").double()),
+            "clipped_high": tokens.sequences.local_sums(loss.mask("clipped_high").double()),
             "entropy": tokens.sequences.local_sums(tokens.entropy.detach().double()),
             "rollout_gap": tokens.sequences.local_sums(gap),
             "rollout_masked": tokens.sequences.local_sums((weights == 0).double()),
@@ -156,7 +161,7 @@ class TrainMetrics:
         sums = dict(zip(_BY_SEQUENCE, self._by_sequence.cpu().T, strict=True))
         found = self.maxima.masked_fill(self.maxima.isneginf(), 0.0)
         maxima = dict(zip(_MAXIMA, found.tolist(), strict=True))
-        totals = dict(zip(_TOTALS, self._totals.tolist(), strict=True))
+        totals = dict(zip(self._names, self._totals.tolist(), strict=True))
         totals |= {name: float(values.sum()) for name, values in sums.items()}
         by_sequence = {name: values / sums["tokens"] for name, values in sums.items()}
         has_tokens, none = sums["tokens"] > 0, torch.zeros(1)
@@ -165,7 +170,7 @@ class TrainMetrics:
             for name, values in by_sequence.items()
         }
         return StepReport(
-            _token_metrics(totals, maxima, counted, grpo),
+            _token_metrics(totals, maxima, counted, grpo, has_clip=self._has_clip),
             by_sequence["entropy"].tolist(),
             by_sequence["rollout_gap"].tolist(),
             self.token_log.values.cpu(),
@@ -178,6 +183,8 @@ def _token_metrics(
     maxima: Mapping[str, float],
     counted: Mapping[str, Tensor],
     grpo: GRPOConfig,
+    *,
+    has_clip: bool,
 ) -> dict[str, float]:
     """Metrics from sums and maxima over tokens, and from means of sequences with tokens.
 
@@ -195,7 +202,7 @@ def _token_metrics(
         "ratio/mean": mean["ratio"],
         "ratio/max": maxima["ratio"],
     }
-    if grpo.has_clip:
+    if has_clip:
         metrics |= {
             "clip_ratio/region_mean": mean["clipped_low"] + mean["clipped_high"],
             "clip_ratio/low_mean": mean["clipped_low"],
@@ -213,6 +220,7 @@ def _token_metrics(
         "rollout/ratio_mean": mean["rollout_ratio"],
         "rollout/stale_gap_mean": mean["stale_gap"],
     }
+    metrics |= {name: value for name, value in mean.items() if name.startswith("loss/")}
     if grpo.beta > 0:
         metrics["kl"] = mean["kl"]
     if (grpo.beta > 0 and not grpo.kl_in_reward) or grpo.entropy_coef:

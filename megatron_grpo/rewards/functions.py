@@ -8,13 +8,12 @@ import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.reward import RewardFunction
 from megatron_grpo.workers.user_file import (
     accepted_columns,
-    load_user_file,
+    load_named,
     required_parameters,
     select_accepted,
 )
@@ -128,20 +127,17 @@ class LoadedFunction:
 def load_function(spec: RewardFunction) -> LoadedFunction:
     """Import the function of `spec`; raises ValueError if there is none or if it does not take the
     config's arguments. Built-in functions also check their values."""
-    path, colon, name = spec.name.rpartition(":")
-    module = (
-        load_user_file(Path(path), "file of reward functions")
-        if colon
-        else import_module(f"megatron_grpo.rewards.{BUILT_IN[name]}")
-    )
-    if not callable(getattr(module, name, None)):
-        raise ValueError(f"{path} has no function {name!r}")
-    function = getattr(module, name)
+    is_own = ":" in spec.name
+    if is_own:
+        function = load_named(spec.name, "file of reward functions")
+    else:
+        module = import_module(f"megatron_grpo.rewards.{BUILT_IN[spec.name]}")
+        function = getattr(module, spec.name)
     try:
         inspect.signature(function).bind_partial(**spec.arguments)
     except TypeError as error:
         raise ValueError(f"arguments {spec.arguments} of reward {spec.name}: {error}") from None
-    return LoadedFunction(function, spec.arguments) if colon else _built_in(spec, function)
+    return LoadedFunction(function, spec.arguments) if is_own else _built_in(spec, function)
 
 
 def _built_in(spec: RewardFunction, function: Callable[..., Any]) -> LoadedFunction:

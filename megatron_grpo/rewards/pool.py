@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from megatron_grpo.bars import Show
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.data.samples import Sample
+from megatron_grpo.data.samples import Sample, made_up
 from megatron_grpo.rewards.functions import LOAD, Answer
 from megatron_grpo.rewards.scoring import Call, RewardError, Scores, Scoring
 from megatron_grpo.workers.supervised import SupervisedWorker, load_seconds
@@ -179,15 +179,7 @@ class RewardPool:
         answer = prompt.row.get("answer")
         answers = [(answer, "stop")] if isinstance(answer, str) else []
         samples = [
-            Sample(
-                prompt=prompt,
-                sample_index=index,
-                completion_ids=prompt.token_ids[-1:],
-                logprobs=[0.0],
-                finish_reason=reason,
-                text=text,
-                policy_version=0,
-            )
+            made_up(prompt, index, text, reason)
             for index, (text, reason) in enumerate([*answers, *MADE_UP_COMPLETIONS])
         ]
         scores = self.score(samples, num_completions=math.inf)

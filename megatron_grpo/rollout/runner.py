@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from itertools import count
 from random import Random
 
+from megatron_grpo.batch.advantage_function import AdvantageFunction
 from megatron_grpo.batch.experience import Experience, compute_advantages
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
@@ -67,7 +68,7 @@ class GenerationRunner(Runner):
         # Finished generations in the checkpoint count as taken.
         self._num_taken = state.step // schedule.updates_per_generation + len(state.ready)
         self._over_samples = cfg.rollout.over_sampling > 1
-        self._is_ahead = cfg.rollout.max_staleness > 0
+        self._is_ahead, self._advantages = cfg.rollout.max_staleness > 0, AdvantageFunction.of(cfg)
         size, groups = schedule.num_prompts, state.groups
         self._queue = queue = GroupQueue(
             size=size,
@@ -152,7 +153,7 @@ class GenerationRunner(Runner):
             [sample for group in groups for sample in group.samples],
             [reward for group in groups for reward in group.rewards],
             [total for group in groups for total in group.totals],
-            self._cfg,
+            self._advantages,
         )
         metrics = generation.metrics(len(rejected), self._cfg.grpo)
         metrics["rollout/num_engines"] = len({url for each in taken for url in each.group.engines})

@@ -3,7 +3,7 @@
 import math
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import Parameter
 from pathlib import Path
@@ -28,6 +28,15 @@ def load_user_file(file: Path, kind: str) -> ModuleType:
     return module
 
 
+def load_named(name: str, kind: str) -> Callable[..., Any]:
+    """Import the function or class `file.py:name`; ValueError if the file has none."""
+    path, _, attribute = name.rpartition(":")
+    found = getattr(load_user_file(Path(path), kind), attribute, None)
+    if not callable(found):
+        raise ValueError(f"{path} has no function {attribute!r}")
+    return found
+
+
 MAX_TEXT = 4000
 """Last characters of an error that are kept: the end of a traceback says what happened."""
 
@@ -37,6 +46,8 @@ CALLERS = (
     "worker.py",
     "fork_server.py",
     "functions.py",
+    "advantage_function.py",
+    "loss_function.py",
     "user_file.py",
     "supervised.py",
     "actors.py",

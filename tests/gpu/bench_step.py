@@ -30,6 +30,7 @@ from torch.profiler import profile
 from checkpoint_convert import hf_tensors, read_shape
 from helpers.oracle.policies import tiny_config
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.skipped_steps import SkippedSteps
@@ -158,7 +159,7 @@ def measure(
     skipped = SkippedSteps(cfg.train.max_skipped_steps, 0)
 
     def step() -> None:
-        report = train_step(policy, [batch], cfg, groups, skipped, 0.0)
+        report = train_step(policy, [batch], cfg, groups, LossFunction.of(cfg.grpo), skipped, 0.0)
         assert not report.metrics["skipped_steps"], report.metrics
 
     seconds = [timed(step, device) for _ in range(WARM_UP + num_steps)][WARM_UP:]

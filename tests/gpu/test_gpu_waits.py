@@ -8,6 +8,7 @@ import torch
 from helpers.models.tiny import tiny_model
 from helpers.oracle.policies import pack_all, start_policy, tiny_config
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.train_step import accumulate_gradient
 from parallel import ParallelDims
@@ -45,7 +46,7 @@ def step_without_waiting(rank: int, folder: Path, dims: ParallelDims, *overrides
     for mode in ("default", "error"):
         torch.cuda.set_sync_debug_mode(mode)
         compute_logprobs(policy, batches, 1.0, groups)
-        accumulate_gradient(policy, batches, cfg, groups, 0.0)
+        accumulate_gradient(policy, batches, cfg, groups, LossFunction.of(cfg.grpo), 0.0)
     torch.cuda.set_sync_debug_mode("default")
 
 

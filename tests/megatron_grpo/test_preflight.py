@@ -723,6 +723,28 @@ def test_check_same_run_lets_a_date_be_left_out_or_given(config, tmp_path):
     assert reason in refusal_of(check_same_run, config("data.date=2024-05-07"))
 
 
+def test_a_run_goes_on_with_the_loss_that_it_began_with(config, tmp_path):
+    file, run = tmp_path / "mine.py", tmp_path / "run"
+    file.write_text("def mine(ratio, advantages): return -ratio * advantages\n")
+    loss = f"grpo.loss_type={file}:mine"
+    cfg = preflight(config(loss), None).cfg
+    started_run(run, cfg)
+    preflight(config(loss), None)
+    file.write_text("def mine(ratio, advantages): return -ratio.log() * advantages\n")
+    of_file = f"grpo.file_sha256.{file}: "
+    assert of_file in refusal(config(loss))
+    [given] = cfg.grpo.file_sha256.values()
+    saved = load_config(run / "config.yaml", [f"train.run_dir={tmp_path / 'again'}"])
+    assert f"{file} had the hash {given}" in refusal(saved)
+
+
+def test_preflight_refuses_a_key_that_a_users_loss_does_not_take(config, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def mine(ratio, advantages): return -ratio * advantages\n")
+    loss = f"grpo.loss_type={file}:mine"
+    assert "grpo.epsilon=0.1 does nothing" in refusal(config(loss, "grpo.epsilon=0.1"))
+
+
 def test_check_same_run_keeps_records_whose_checkpoints_are_gone(config, tmp_path):
     run = tmp_path / "run"
     started_run(run, config("train.save_interval=5"))

@@ -29,6 +29,7 @@ from helpers.oracle.train_steps import (
     on_ranks,
 )
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.train import TrainConfig
 from megatron_grpo.policy.model import build_policy
@@ -195,7 +196,7 @@ def stale_gaps(
     gaps = []
     for cfg in configs:
         batches = batches_of(policy, experience, cfg, groups)
-        metrics = accumulate_gradient(policy, batches, cfg, groups, BETA)
+        metrics = accumulate_gradient(policy, batches, cfg, groups, LossFunction.of(cfg.grpo), BETA)
         report = metrics.reduce(lambda tensor, op: None, cfg.grpo)
         gaps.append(report.metrics["rollout/stale_gap_mean"])
     return gaps

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ class OracleLoss:
     """Hyperparameters of the loss."""
 
     loss_type: str = "dapo"
+    loss_arguments: dict[str, float] = field(default_factory=dict)
+    loss_aggregation: str | None = None
+    loss_denominator: float | None = None
     importance_sampling_level: str = "token"
     max_completion_length: int = 16
     epsilon: float = 0.2
@@ -181,18 +184,27 @@ def oracle_loss(
     return loss - cfg.entropy_coef * bonus / max(num_chosen, 1)
 
 
+AVERAGES = {
+    **dict.fromkeys(["grpo", "sapo", "gmpo"], "sequence"),
+    **dict.fromkeys(["dapo", "bnpo", "cispo", "vespo"], "token"),
+    "luspo": "sum",
+    "dr_grpo": "constant",
+}
+
+
 def _averaged(per_sequence: list[list[Tensor]], cfg: OracleLoss) -> Tensor:
     everything = [term for terms in per_sequence for term in terms]
     if not everything:
         return torch.zeros((), dtype=torch.float64)
-    if cfg.loss_type in ("grpo", "sapo", "gmpo"):  # mean over sequences of the mean over tokens
+    average = cfg.loss_aggregation or AVERAGES[cfg.loss_type]
+    if average == "sequence":  # mean over sequences of the mean over tokens
         return sum(sum(terms) / len(terms) for terms in per_sequence if terms) / len(per_sequence)
-    if cfg.loss_type in ("dapo", "bnpo", "cispo", "vespo"):  # mean over all tokens
+    if average == "token":  # mean over all tokens
         return sum(everything) / len(everything)
-    if cfg.loss_type == "luspo":  # mean over sequences of the mean times the length
+    if average == "sum":  # mean over sequences of the mean times the length
         return sum(everything) / len(per_sequence)
-    assert cfg.loss_type == "dr_grpo"
-    return sum(everything) / (len(per_sequence) * cfg.max_completion_length)
+    constant = cfg.loss_denominator or cfg.max_completion_length
+    return sum(everything) / (len(per_sequence) * constant)
 
 
 def divergence(new: Tensor, ref: Tensor, estimator: str) -> Tensor:
@@ -248,6 +260,10 @@ class _Sequence:
         elif cfg.loss_type == "sapo":  # arXiv 2511.20347: sigmoid(tau (r - 1)) 4 / tau
             tau = cfg.sapo_temperature_pos if a > 0 else cfg.sapo_temperature_neg
             found = 4 / (tau * (1 + torch.exp(-tau * (self.ratio(t) - 1)))) * a
+        elif cfg.loss_type.endswith(":soft"):  # own_loss.py
+            tau, ratios = cfg.loss_arguments["tau"], map(self.token_ratio, range(len(self.new)))
+            drift = statistics.mean(ratio.item() for ratio in ratios)
+            found = a * drift * torch.tanh(tau * torch.log(self.token_ratio(t))) / tau
         else:
             found = self.clipped(self.ratio(t), a)
         return found * self.rollout_weight(t)

@@ -22,6 +22,8 @@ from helpers.oracle.grpo import (
 )
 from helpers.oracle.policies import gradient_boxes, load_oracle, tiny_config, unstacked
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.algorithm.loss_function import LossFunction
+from megatron_grpo.batch.advantage_function import AdvantageFunction
 from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.batch.experience import Experience, subtract_kl
 from megatron_grpo.batch.prepare import add_logprobs
@@ -138,6 +140,14 @@ RECIPES["token weights, rejected sequences"] = {
     "rollout_rs": "geometric",
     "rollout_rs_threshold": 1.04,
     "rollout_rs_threshold_lower": 0.98,
+}
+RECIPES["a user's own loss"] = {
+    "loss_type": f"{Path(__file__).with_name('own_loss.py')}:soft",
+    "loss_arguments": {"tau": 2.0},
+    "loss_aggregation": "constant",
+    "loss_denominator": 7.0,
+    "rollout_importance_sampling_mode": "token_truncate",
+    "rollout_importance_sampling_threshold": 1.1,
 }
 
 Gradients = dict[str, torch.Tensor]
@@ -326,7 +336,7 @@ def batches_of(
         batches = [replace(batch, ref_logprobs=reference(batch.old_logprobs)) for batch in batches]
     if cfg.grpo.kl_in_reward:
         kl = sequence_kl([batches], NUM_SEQUENCES, groups)
-        compared = subtract_kl(experience, kl[0], BETA, cfg)
+        compared = subtract_kl(experience, kl[0], BETA, AdvantageFunction.of(cfg))
         [batches] = with_advantages([batches], [compared.advantages])
     return batches
 
@@ -352,7 +362,7 @@ def gradients_on_rank(
         by_token = experience.token_advantages if name == PROCESS else None
         own = replace(experience, token_advantages=by_token)
         batches = batches_of(policy, own, cfg, groups)
-        metrics = accumulate_gradient(policy, batches, cfg, groups, BETA)
+        metrics = accumulate_gradient(policy, batches, cfg, groups, LossFunction.of(cfg.grpo), BETA)
         loss = torch.tensor(sum(map(float, metrics.losses)), dtype=torch.float64)
         dist.all_reduce(loss, group=groups.data_context)
         dist.all_reduce(loss, group=groups.pipeline)

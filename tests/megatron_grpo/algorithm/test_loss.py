@@ -1,7 +1,6 @@
 import math
 from dataclasses import replace
 from itertools import product
-from typing import get_args
 
 import pytest
 import torch
@@ -21,16 +20,16 @@ from megatron_grpo.algorithm.advantages import (
 )
 from megatron_grpo.algorithm.kl import kl_estimate
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.algorithm.objectives import clipped, gmpo
 from megatron_grpo.batch.token_values import keep_high_entropy, with_entropy_weights
-from megatron_grpo.config.grpo import GRPOConfig, LossType
+from megatron_grpo.config.grpo import LOSS_TYPES, GRPOConfig
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.microbatches import plan_microbatches
 from parallel.packing import PackedBatch, TokenSequence, pack
 from parallel.sequences import SequenceMeans
 
-LOSS_TYPES = get_args(LossType)
 FITTING = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}
 """Options that a loss type requires."""
 
@@ -45,7 +44,9 @@ def loss_of(logprobs, batch, cfg, entropy=None, mask=None, beta=None):
     mask = batch.loss_mask if mask is None else mask
     entropy = torch.zeros_like(logprobs) if entropy is None else entropy
     chosen = chosen_tokens(mask, logprobs, entropy)
-    return grpo_loss(LossTokens.select(batch, chosen), cfg, cfg.beta if beta is None else beta)
+    return grpo_loss(
+        LossTokens.select(batch, chosen), LossFunction.of(cfg), cfg.beta if beta is None else beta
+    )
 
 
 def one_sequence(old=None, *, advantages, weights=None, ref=None, mask=None, rollout=None):
@@ -86,7 +87,7 @@ def test_the_worked_example_of_ratios_clips_and_their_mean():
     assert objective[0] == pytest.approx(-1.838, abs=1e-3)
     assert f"{objective[1]:.3f}" == "-1.146"
     assert f"{objective.mean():.3f}" == "-1.492"
-    assert loss.clipped_low.tolist() == [False, True]
+    assert loss.mask("clipped_low").tolist() == [False, True]
     assert grad[0] == pytest.approx(1.432 * math.exp(0.25))
     assert grad[1] == 0
 
@@ -97,10 +98,10 @@ def test_the_worked_example_of_k3():
     assert f"{value:.4f}" == "0.0074"
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_loss_weights_are_finite_when_nothing_counts(loss_type):
-    assert loss_weights(torch.zeros(2), loss_type, 10).isfinite().all()
-    assert loss_weights(torch.zeros(0), loss_type, 10).tolist() == []
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant", "sum"])
+def test_loss_weights_are_finite_when_nothing_counts(aggregation):
+    assert loss_weights(torch.zeros(2), aggregation, 10).isfinite().all()
+    assert loss_weights(torch.zeros(0), aggregation, 10).tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_an_infinite_ratio_is_clipped_with_a_gradient_of_zero(loss_type, level):
 @pytest.mark.parametrize("loss_type", ["grpo", "cispo", "gmpo"])
 def test_clip_metrics_at_advantage_zero_report_nothing(loss_type):
     loss, _ = token_losses([3.0, -3.0], 0.0, loss_type=loss_type, **FITTING.get(loss_type, {}))
-    assert not loss.clipped_low.any() and not loss.clipped_high.any()
+    assert not any(mask.any() for mask in loss.values.values())
 
 
 @pytest.mark.parametrize("delta", [None, 1.5])
@@ -130,8 +131,8 @@ def test_the_clipped_surrogate_and_its_gradient_are_the_papers_minimum(delta):
     ratio = torch.linspace(0.05, 3, 60, dtype=torch.float64).repeat(3)
     advantages = torch.tensor([-2.0, 0.0, 0.7], dtype=torch.float64).repeat_interleave(60)
     ours, paper = ratio.clone().requires_grad_(), ratio.clone().requires_grad_()
-    cfg = grpo_config(epsilon=0.2, epsilon_high=0.3, delta=delta)
-    found = clipped(ours, advantages, cfg).loss
+    clips = {"epsilon": 0.2, "epsilon_high": 0.3, "delta": delta}
+    found, _ = clipped(ours, advantages, **clips)
     bounded = paper if delta is None else paper.clamp(max=delta)
     expected = -torch.minimum(bounded * advantages, paper.clamp(0.8, 1.3) * advantages)
     assert torch.equal(found, expected)
@@ -139,17 +140,16 @@ def test_the_clipped_surrogate_and_its_gradient_are_the_papers_minimum(delta):
         torch.autograd.grad(loss.sum(), at) for loss, at in [(found, ours), (expected, paper)]
     )
     assert torch.equal(gradient, of_paper)
-    at_bounds = clipped(
-        torch.tensor([0.8, 1.3], dtype=torch.float64), torch.tensor([-1.0, 1.0]), cfg
-    )
-    assert not at_bounds.clipped_low.any() and not at_bounds.clipped_high.any()
+    at_bounds = torch.tensor([0.8, 1.3], dtype=torch.float64)
+    _, masks = clipped(at_bounds, torch.tensor([-1.0, 1.0]), **clips)
+    assert not masks["clipped_low"].any() and not masks["clipped_high"].any()
 
 
 def test_a_log_ratio_at_a_bound_of_gmpo_is_not_clipped():
-    cfg = grpo_config(loss_type="gmpo", epsilon=0.25, epsilon_high=0.5)
     each = SequenceMeans(torch.tensor([1, 1]), None)
-    at_bounds = gmpo(torch.tensor([-0.25, 0.5]), torch.tensor([-1.0, 1.0]), each, cfg)
-    assert not at_bounds.clipped_low.any() and not at_bounds.clipped_high.any()
+    at_bounds, advantages = torch.tensor([-0.25, 0.5]), torch.tensor([-1.0, 1.0])
+    _, masks = gmpo(at_bounds, advantages, each, epsilon=0.25, epsilon_high=0.5)
+    assert not masks["clipped_low"].any() and not masks["clipped_high"].any()
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
@@ -315,7 +315,8 @@ def packed_batches(options, advantages, rollout, packing):
     dims, max_tokens = packing
     tokens = random_tokens()
     lengths = torch.tensor(COMPLETION_LENGTHS)
-    weights = loss_weights(lengths, options["loss_type"], MAX_COMPLETION_LENGTH)
+    aggregation = LOSS_TYPES[options["loss_type"]].aggregation
+    weights = loss_weights(lengths, aggregation, MAX_COMPLETION_LENGTH)
     sequences = [
         TokenSequence(
             tokens=tokens[i],

@@ -23,6 +23,7 @@ from torch import nn
 from helpers.oracle.losses import BigramModel, chosen_tokens
 from megatron_grpo.algorithm.advantages import group_advantages, normalized_sum_advantages
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.batch.token_values import keep_high_entropy, with_entropy_weights
 from megatron_grpo.config.grpo import GRPOConfig
 from parallel.alignment import Alignment
@@ -178,7 +179,9 @@ def our_values(case, options, one_rank):
         advantages = normalized_sum_advantages(scores, weights, ids)
     else:
         advantages = group_advantages(scores @ weights, ids, cfg.scale_rewards)
-    of_tokens = loss_weights(torch.tensor(COMPLETION_LENGTHS), cfg.loss_type, MAX_COMPLETION_LENGTH)
+    of_tokens = loss_weights(
+        torch.tensor(COMPLETION_LENGTHS), cfg.loss_aggregation, MAX_COMPLETION_LENGTH
+    )
     sequences = [
         TokenSequence(
             tokens=tokens,
@@ -203,7 +206,7 @@ def our_values(case, options, one_rank):
     if cfg.entropy_coef:
         [batch] = with_entropy_weights([batch], one_rank)
     chosen = chosen_tokens(batch.loss_mask, logprobs, entropy)
-    loss = grpo_loss(LossTokens.select(batch, chosen), cfg, cfg.beta)
+    loss = grpo_loss(LossTokens.select(batch, chosen), LossFunction.of(cfg), cfg.beta)
     (gradient,) = torch.autograd.grad(loss.total, case.policy.table)
     return advantages, loss.total.detach(), gradient
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from helpers.oracle.policies import tiny_config
+from megatron_grpo.batch.advantage_function import AdvantageFunction
 from megatron_grpo.batch.distribute import DataParallelShard, split_for_data_parallel
 from megatron_grpo.batch.experience import Experience, compute_advantages, subtract_kl
 from megatron_grpo.config.config import Config
@@ -58,7 +59,7 @@ def scores(*values: float) -> list[dict[str, float]]:
 
 def experience_of(given: list[Sample], rewards: list[dict[str, float]], cfg: Config) -> Experience:
     totals = total_rewards(rewards, cfg.reward_terms, cfg.reward.clip_range)
-    return compute_advantages(given, rewards, totals, cfg)
+    return compute_advantages(given, rewards, totals, AdvantageFunction.of(cfg))
 
 
 def split(experience: Experience, cfg: Config) -> Iterator[list[DataParallelShard]]:
@@ -121,9 +122,33 @@ def test_the_divergence_is_subtracted_before_rewards_are_compared():
     cfg = config("grpo.scale_rewards=none")
     experience = experience_of(samples(), scores(1, 0, 0, 1), cfg)
     kl = torch.tensor([2.0, 0, 0, 0], dtype=torch.float64)
-    less = subtract_kl(experience, kl, 0.25, cfg)
+    less = subtract_kl(experience, kl, 0.25, AdvantageFunction.of(cfg))
     assert less.advantages.tolist() == [0.25, -0.25, -0.5, 0.5]
     assert less.totals.tolist() == experience.totals.tolist()  # rewards stay
+
+
+def test_a_users_advantages_get_the_columns_that_they_name(tmp_path):
+    file = tmp_path / "mine.py"
+    cfg = config(f"grpo.advantage_estimator={file}:mine", "grpo.beta=0.1", "grpo.kl_in_reward=true")
+    function = "def mine(rewards, group_ids, kind, finish_reasons, **_):\n    return "
+    weights = "[{'a': 1.0, 'b': 2.0}[k] * (r == 'stop') for k, r in zip(kind, finish_reasons)]"
+    file.write_text(f"import torch\n{function}(rewards - 1) * torch.tensor({weights})\n")
+    prompts = [
+        Prompt(index=i // 2, token_ids=(5,), text="", row={"kind": "ab"[i // 2]}) for i in range(4)
+    ]
+    given = samples(prompt=prompts, finish_reason=["stop", "length", "stop", "stop"])
+    experience = experience_of(given, scores(3, 3, math.nan, 2), cfg)
+    assert experience.advantages.tolist() == [2, 0, 0, 2]
+    kl = torch.ones(4, dtype=torch.float64)
+    assert subtract_kl(experience, kl, 0.5, AdvantageFunction.of(cfg)).advantages.tolist() == [
+        1.5,
+        0,
+        0,
+        1,
+    ]
+    file.write_text(f"{function}rewards[:2]\n")
+    with pytest.raises(ValueError, match=r"returns the shape \[2\] for 4 rewards, not \[4\]"):
+        experience_of(given, scores(3, 3, 1, 2), cfg)
 
 
 def test_under_process_supervision_a_token_has_the_steps_that_end_at_it_or_later():

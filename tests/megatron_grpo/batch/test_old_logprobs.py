@@ -18,6 +18,7 @@ from helpers.oracle.policies import (
     tiny_config,
 )
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.batch.prepare import Preparation, add_logprobs, with_old_logprobs
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.model import Policy
@@ -69,7 +70,7 @@ def step_on(
     policy: Policy, batches: Sequence[PackedBatch], cfg: Config, groups: Groups
 ) -> tuple[Step, Sequence[PackedBatch]]:
     """Results of a step on `batches`, and the batches with old log-probabilities."""
-    metrics = accumulate_gradient(policy, batches, cfg, groups, 0.0)
+    metrics = accumulate_gradient(policy, batches, cfg, groups, LossFunction.of(cfg.grpo), 0.0)
     kept = with_old_logprobs(batches, metrics.logprobs, groups)
     found = {f"loss {number}": loss for number, loss in enumerate(metrics.losses)}
     for number, batch in enumerate(kept):
@@ -129,7 +130,9 @@ def kept_after_skipped_steps(
     policy, groups = start_policy(rank, folder, dims, *RECIPE)
     cfg = tiny_config(folder, dims, *RECIPE)
     batches = packed(cfg, groups)
-    found = accumulate_gradient(policy, batches, cfg, groups, 0.0).logprobs
+    found = accumulate_gradient(
+        policy, batches, cfg, groups, LossFunction.of(cfg.grpo), 0.0
+    ).logprobs
     broken = [torch.full_like(of_batch, torch.nan) for of_batch in found]
     cpu = torch.device("cpu")
     preparation = Preparation(policy, None, CostModel.transformer(64), cfg, groups, cpu)

@@ -16,6 +16,7 @@ from helpers.models.tiny import tiny_model
 from helpers.oracle.policies import LENGTHS, pack_all, start_policy, tiny_config
 from helpers.ranks.measure import counted_waits
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.batch.token_values import with_entropy_weights
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.train_step import accumulate_gradient
@@ -67,7 +68,7 @@ def waits_of_a_step(rank: int, folder: Path, dims: ParallelDims, *overrides: str
     )
     with counted_waits() as waits:
         compute_logprobs(policy, batches, 1.0, groups)
-        accumulate_gradient(policy, batches, cfg, groups, 0.05)
+        accumulate_gradient(policy, batches, cfg, groups, LossFunction.of(cfg.grpo), 0.05)
     return waits
 
 

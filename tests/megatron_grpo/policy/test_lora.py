@@ -48,6 +48,7 @@ from helpers.oracle.policies import (
 )
 from helpers.oracle.train_steps import BETA, BUDGETS, CLIPS, Case, OffPolicy, batches_of, config
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.checkpoints import manifest
 from megatron_grpo.checkpoints.state import REFERENCE
 from megatron_grpo.checkpoints.trainer_state import TrainerState
@@ -309,7 +310,7 @@ def step_of_each(
         policy = build_policy(cfg, read_shape(cfg.model.path), groups)
         set_b(policy)
         batches = batches_of(policy, experience, cfg, groups)
-        metrics = accumulate_gradient(policy, batches, cfg, groups, BETA)
+        metrics = accumulate_gradient(policy, batches, cfg, groups, LossFunction.of(cfg.grpo), BETA)
         tokens, loss = sum(len(each.tokens) for each in batches), sum(map(float, metrics.losses))
         found[name] = tokens, loss, gradient_boxes(policy)
     return found

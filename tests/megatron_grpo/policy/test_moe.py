@@ -35,6 +35,7 @@ from helpers.oracle.policies import (
     tiny_config,
 )
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.train_step import train_step
 from parallel import ParallelDims
@@ -96,7 +97,7 @@ def losses_on_rank(
     others = [replace(batch, tokens=batch.tokens.flip(0)) for batch in batches]
     cfg, skipped = tiny_config(folder, dims, *overrides), SkippedSteps(1)
     for each in (others, batches):
-        report = train_step(policy, each, cfg, groups, skipped, 0.0)
+        report = train_step(policy, each, cfg, groups, LossFunction.of(cfg.grpo), skipped, 0.0)
     metrics = {name: value for name, value in report.metrics.items() if name.startswith("moe/")}
     return numbers, metrics
 

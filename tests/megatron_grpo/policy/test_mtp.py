@@ -22,6 +22,7 @@ from helpers.oracle.optimizers import state_of, wholes
 from helpers.oracle.policies import assert_equal_tensors, layout
 from helpers.oracle.train_steps import BUDGETS, Case, batches_of, config
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.trained_shape import trained_shape
@@ -53,7 +54,9 @@ def trained_on_rank(rank, dims, experience, configs):
         policy = build_policy(cfg, trained_shape(cfg), groups)
         batches = batches_of(policy, experience, cfg, groups)
         steps = [
-            train_step(policy, batches, cfg, groups, SkippedSteps(1), 0.05).metrics
+            train_step(
+                policy, batches, cfg, groups, LossFunction.of(cfg.grpo), SkippedSteps(1), 0.05
+            ).metrics
             for _ in range(3)
         ]
         found[name] = steps, {n: p.detach().clone() for n, p in policy.parameters().items()}
@@ -135,7 +138,7 @@ def train_and_save(rank, folder, dims, case, run_dir):
     batches = batches_of(policy, case, cfg, groups)
     states = []
     for step in range(3):
-        train_step(policy, batches, cfg, groups, SkippedSteps(1), 0.0)
+        train_step(policy, batches, cfg, groups, LossFunction.of(cfg.grpo), SkippedSteps(1), 0.0)
         if step > 0:
             states.append(state_of(policy))
         if step == 1:
@@ -149,7 +152,15 @@ def resume(rank, folder, dims, case, run_dir):
     policy, cfg, groups, checkpoints = start(rank, folder, dims, run_dir)
     assert checkpoints.load().step == 2
     states = [state_of(policy)]
-    train_step(policy, batches_of(policy, case, cfg, groups), cfg, groups, SkippedSteps(1), 0.0)
+    train_step(
+        policy,
+        batches_of(policy, case, cfg, groups),
+        cfg,
+        groups,
+        LossFunction.of(cfg.grpo),
+        SkippedSteps(1),
+        0.0,
+    )
     return [*states, state_of(policy)]
 
 
@@ -219,7 +230,9 @@ def train_with_nan(rank, folder, case, run_dir):
     before = {name: p.detach().nan_to_num() for name, p in policy.parameters().items()}
     batches = batches_of(policy, case, cfg, groups)
     with redirect_stderr(io.StringIO()) as output:
-        metrics = train_step(policy, batches, cfg, groups, SkippedSteps(1), 0.0).metrics
+        metrics = train_step(
+            policy, batches, cfg, groups, LossFunction.of(cfg.grpo), SkippedSteps(1), 0.0
+        ).metrics
     after = {name: p.detach().nan_to_num() for name, p in policy.parameters().items()}
     moved = {name for name in after if not torch.equal(after[name], before[name])}
     return metrics, moved, output.getvalue()

@@ -8,6 +8,7 @@ from helpers.models.tiny import tiny_model
 from helpers.oracle.policies import pack_all, start_policy, tiny_config
 from helpers.ranks.measure import LargestTensor
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.batch.token_values import with_entropy_weights
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.skipped_steps import SkippedSteps
@@ -32,7 +33,7 @@ def largest_tensors(rank: int, folder: Path, dims: ParallelDims) -> tuple[int, i
     with LargestTensor() as of_pass:
         compute_logprobs(policy, batches, 1.0, groups)
     with LargestTensor() as of_step:
-        train_step(policy, batches, cfg, groups, SkippedSteps(1), 0.0)
+        train_step(policy, batches, cfg, groups, LossFunction.of(cfg.grpo), SkippedSteps(1), 0.0)
     return of_pass.num_elements, of_step.num_elements
 
 

@@ -15,6 +15,7 @@ from checkpoint_convert import read_shape
 from helpers.models.tiny import tiny_model
 from helpers.oracle.policies import LENGTHS, pack_all, start_policy, tiny_config
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.train_step import train_step
@@ -59,7 +60,15 @@ class Steps:
 
     def step(self, batches: list[PackedBatch] | None = None) -> dict[str, float]:
         batches, beta = batches or self.batches, self.cfg.grpo.beta
-        report = train_step(self.policy, batches, self.cfg, self.groups, self.skipped, beta)
+        report = train_step(
+            self.policy,
+            batches,
+            self.cfg,
+            self.groups,
+            LossFunction.of(self.cfg.grpo),
+            self.skipped,
+            beta,
+        )
         parts = self.policy.optimizer.chained_optimizers
         applied = [parameter for part in parts for parameter in part.get_parameters()]
         assert all(each.grad is None for each in applied), "a copy of gradients would stay"

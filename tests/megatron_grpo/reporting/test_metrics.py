@@ -8,6 +8,7 @@ import torch.distributed as dist
 from helpers.oracle.losses import chosen_tokens
 from helpers.ranks.processes import run_ranks
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
+from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.batch.experience import completion_metrics
 from megatron_grpo.batch.token_log import VALUES, first_rows
 from megatron_grpo.config.grpo import GRPOConfig
@@ -36,7 +37,7 @@ def grpo_config(**options):
 
 def count(members, cfg, tokens=TOKENS, old_is_rollout=False, num_logged_tokens=0):
     """Metrics of one microbatch with these sequences, and its total loss."""
-    weights = loss_weights(torch.tensor([len(own) for own in tokens]), "grpo", 8)
+    weights = loss_weights(torch.tensor([len(own) for own in tokens]), "sequence", 8)
     log_rows = first_rows([len(own) for own in tokens], num_logged_tokens)
     sequences = [
         TokenSequence(
@@ -67,9 +68,13 @@ def count(members, cfg, tokens=TOKENS, old_is_rollout=False, num_logged_tokens=0
         else None,
     )
     tokens_of_batch = LossTokens.select(batch, chosen_tokens(batch.loss_mask, logprobs, entropy))
-    loss = grpo_loss(tokens_of_batch, cfg, cfg.beta)
+    function = LossFunction.of(cfg)
+    loss = grpo_loss(tokens_of_batch, function, cfg.beta)
     metrics = TrainMetrics(
-        len(tokens), old_is_rollout=old_is_rollout, num_logged_tokens=num_logged_tokens
+        len(tokens),
+        values=function.values,
+        old_is_rollout=old_is_rollout,
+        num_logged_tokens=num_logged_tokens,
     )
     metrics.add(tokens_of_batch, loss)
     return metrics, loss.total.item()
@@ -222,7 +227,7 @@ def test_logprob_gap_without_old_logprobs_is_to_the_policy():
     logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
     tokens = LossTokens.select(batch, chosen_tokens(batch.loss_mask, logprobs, torch.zeros(2)))
     metrics = TrainMetrics(1)
-    metrics.add(tokens, grpo_loss(tokens, cfg, 0.0))
+    metrics.add(tokens, grpo_loss(tokens, LossFunction.of(cfg), 0.0))
     result = metrics.reduce(no_peers, cfg).metrics
     assert result["rollout/logprob_gap_mean"] == pytest.approx(0.5)
     assert result["approx_kl"] == 0

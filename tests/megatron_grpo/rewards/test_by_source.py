@@ -11,6 +11,7 @@ import torch
 
 from helpers.runs.rewards import sample_of
 from helpers.runs.train import TINY_CONFIG
+from megatron_grpo.batch.advantage_function import AdvantageFunction
 from megatron_grpo.batch.experience import (
     compute_advantages,
     dialogue_metrics,
@@ -62,7 +63,7 @@ def test_score_has_functions_weights_and_bounds_by_source():
     assert totals[:3] == [1.5, 0.0, 3 * 0.75]
     assert isnan(totals[3])
     assert totals[4:] == [1.0, 0.0]
-    experience = compute_advantages(made, scores, totals, CONFIG)
+    experience = compute_advantages(made, scores, totals, AdvantageFunction.of(CONFIG))
     assert experience.advantages[:2].sum() == 0 < experience.advantages[0]
     found = source_metrics(experience)
     assert {name: value for name, value in found.items() if "game" in name} == {
