@@ -23,7 +23,7 @@ from checkpoint_convert.quantized.scheme import (
     quantization_table,
     scheme_of,
 )
-from checkpoint_convert.rope import num_positions, read_ropes
+from checkpoint_convert.rope import num_positions, read_ropes, rotated_part
 from checkpoint_convert.shape import LatentShape, ModelShape, MoeShape, Stacks
 from checkpoint_convert.text_tower import is_multimodal, text_config
 
@@ -67,38 +67,35 @@ def read_shape(folder: str | Path) -> ModelShape:
             f"and the text of {[*MULTIMODAL]}"
         )
     family = FAMILIES[model_type]
-    values = _with_defaults(family, config)
+    values = _with_defaults(path, family, config)
     # First: it sets num_hidden_layers and rms_norm_eps, which the other readers need.
     block_types = read_blocks(path, values) if family.has_block_types else ()
     _check_supported(path, family, values)
     _scheme(path, whole)  # refuses an unsupported scheme
     window, windowed_layers = read_windows(path, values, family)
     rope_theta, rope_scaling, window_rope_theta = read_ropes(path, values, family)
-    num_heads = integer(path, values, "num_attention_heads")
-    hidden_size = integer(path, values, "hidden_size")
-    if values["num_key_value_heads"] is None:
-        values["num_key_value_heads"] = num_heads
-    if "head_dim" in values and values["head_dim"] is None:
-        values["head_dim"] = hidden_size // num_heads
     latent = _latent(path, values) if family.has_mla else None
     linear, linear_layers = read_linear(path, values, family, block_types)
+    attention_bias = _switch(path, values, family.attention_bias)
     return ModelShape(
         family=family.model_type,
         num_layers=integer(path, values, "num_hidden_layers"),
-        hidden_size=hidden_size,
-        num_attention_heads=num_heads,
-        num_key_value_heads=_num_key_value_heads(path, values, num_heads),
+        hidden_size=values["hidden_size"],
+        num_attention_heads=values["num_attention_heads"],
+        num_key_value_heads=_num_key_value_heads(path, values),
         head_dim=_head_dim(path, values, latent),
         intermediate_size=integer(path, values, "intermediate_size"),
         vocab_size=integer(path, values, "vocab_size"),
         tie_word_embeddings=boolean(path, values, "tie_word_embeddings"),
-        attention_bias=_switch(path, values, family.attention_bias),
+        attention_bias=attention_bias,
+        has_output_bias=attention_bias and family.has_output_bias,
         qk_norm=_switch(path, values, family.norms.of_heads),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rms_norm_eps=number(path, values, "rms_norm_eps"),
         max_position_embeddings=num_positions(path, values),
         eos_token_ids=_eos_token_ids(path, values),
+        partial_rotary_factor=rotated_part(path, values, family),
         query_pre_attn_scalar=_number(path, values, family.query_scale),
         **_of_family(family),
         window=window,
@@ -126,7 +123,6 @@ def _of_family(family: Family) -> dict[str, Any]:
         "has_sinks": family.has_sinks,
         "has_output_gate": family.has_output_gate,
         "activation": family.activation,
-        "partial_rotary_factor": family.rope.partial_factor,
     }
 
 
@@ -136,8 +132,8 @@ def _head_dim(path: Path, values: Mapping[str, Any], latent: LatentShape | None)
     return integer(path, values, "qk_nope_head_dim") + latent.rotary_dim
 
 
-def _num_key_value_heads(path: Path, values: Mapping[str, Any], num_heads: int) -> int:
-    number = integer(path, values, "num_key_value_heads")
+def _num_key_value_heads(path: Path, values: Mapping[str, Any]) -> int:
+    number, num_heads = integer(path, values, "num_key_value_heads"), values["num_attention_heads"]
     if num_heads % number:
         raise ValueError(
             f"{path}: num_key_value_heads({number}) must divide num_attention_heads({num_heads})"
@@ -187,7 +183,7 @@ def _scheme(path: Path, config: Mapping[str, Any]) -> Scheme | Mxfp4Scheme | Non
     return scheme_of(path, table, NAMES[dtype])
 
 
-def _with_defaults(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(path: Path, family: Family, config: dict[str, Any]) -> dict[str, Any]:
     """The values of config.json as transformers' config class would have them."""
     values = {**family.defaults, **config}
     if family.experts is not None:  # transformers reads both names, and writes the second
@@ -199,6 +195,12 @@ def _with_defaults(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     # transformers and vLLM read null as absent, except where absent is not 1.
     if family.rope.partial_factor == 1.0 and values.get("partial_rotary_factor") is None:
         values.pop("partial_rotary_factor", None)
+    num_heads = integer(path, values, "num_attention_heads")
+    hidden_size = integer(path, values, "hidden_size")
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = num_heads
+    if "head_dim" in values and values["head_dim"] is None:
+        values["head_dim"] = hidden_size // num_heads
     return values
 
 
@@ -282,7 +284,7 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
             or size * _count(path, values, keys.num_shared)
         ),
         has_shared_gate=keys.has_shared_gate,
-        num_dense_layers=_num_dense_layers(path, values, keys.num_dense_layers),
+        dense_layers=_dense_layers(path, values, keys),
         **_stacks(path.parent, keys),
     )
 
@@ -312,24 +314,33 @@ def _count(path: Path, values: Mapping[str, Any], key: str | None, minimum: int 
     return 0 if key is None else integer(path, values, key, minimum)
 
 
-def _num_dense_layers(path: Path, values: Mapping[str, Any], key: str | None) -> int:
-    num, num_layers = _count(path, values, key), integer(path, values, "num_hidden_layers")
-    if num >= num_layers:
+def _dense_layers(path: Path, values: Mapping[str, Any], keys: Experts) -> tuple[int, ...]:
+    """Layers with a dense MLP in place of experts."""
+    layers = range(integer(path, values, "num_hidden_layers"))
+    first, every = _count(path, values, keys.num_dense_layers), _count(path, values, keys.every, 1)
+    given = (keys.dense_layers and values[keys.dense_layers]) or []
+    if not isinstance(given, list):
+        raise ValueError(f"{path}: {keys.dense_layers} is {given!r}; it must be a list of layers")
+    dense = tuple(i for i in layers if i < first or i in given or (every and (i + 1) % every))
+    names = (keys.num_dense_layers, keys.dense_layers, keys.every)
+    said = " and ".join(f"{name}({values[name]})" for name in names if name)
+    if len(dense) == len(layers):
         raise ValueError(
-            f"{path}: {key}({num}) leaves none of num_hidden_layers({num_layers}) with experts"
+            f"{path}: {said} leaves none of num_hidden_layers({len(layers)}) with experts"
         )
     kinds = values.get("mlp_layer_types")
-    if kinds is not None and kinds != ["dense"] * num + ["sparse"] * (num_layers - num):
+    if kinds is not None and kinds != ["dense" if i in dense else "sparse" for i in layers]:
         raise ValueError(
-            f"{path}: of num_hidden_layers({num_layers}), mlp_layer_types must have 'dense' for "
-            f"the first {num} ({key}) and 'sparse' for the others"
+            f"{path}: of num_hidden_layers({len(layers)}), mlp_layer_types must have 'dense' for "
+            f"{[*dense]}, by {said}, and 'sparse' for the others"
         )
-    return num
+    return dense
 
 
 def _check_supported(path: Path, family: Family, config: Mapping[str, Any]) -> None:
     factor = family.rope.partial_factor
-    rotary = {"partial_rotary_factor": factor} if factor else {}  # without RoPE nobody reads it
+    # Without RoPE nobody reads it; where config.json says it, any value is supported.
+    rotary = {"partial_rotary_factor": factor} if factor else {}
     refused = [
         f"{key} is {config[key]!r}, only {supported!r} is supported"
         for key, supported in {**_REQUIRED, **rotary, **family.required}.items()
@@ -342,6 +353,7 @@ def _check_supported(path: Path, family: Family, config: Mapping[str, Any]) -> N
         if config.get(key) != supported
     ]
     if family.rope.size is not None:
+        assert factor is not None, "a size is of a fixed part"
         size, given = integer(path, config, "head_dim"), config.get(family.rope.size)
         if given != (own := round(factor * size)):
             key = f"with head_dim {size}, {family.rope.size}"

@@ -137,8 +137,8 @@ def _fields_of_model(shape: ModelShape) -> Iterator[tuple[str, Any]]:
         yield "moe_intermediate_size", moe.intermediate_size
         if moe.shared_intermediate_size:
             yield "shared_expert_intermediate_size", moe.shared_intermediate_size
-        if moe.num_dense_layers:
-            yield "first_k_dense_replace", moe.num_dense_layers
+        if moe.dense_layers:
+            yield "dense MLP", f"in {counted(len(moe.dense_layers), 'layer')}"
     if shape.num_mtp_layers:
         trained = ", trained" if shape.trains_mtp else ""
         yield "num_nextn_predict_layers", f"{shape.num_mtp_layers}{trained}"

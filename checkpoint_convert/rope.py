@@ -1,7 +1,7 @@
 """Reads the RoPE settings of config.json; refuses any that would change what is computed."""
 
 from collections.abc import Mapping
-from math import log
+from math import log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,7 @@ from checkpoint_convert.layer_types import FULL, WINDOWED
 
 # Parameters that vLLM reads, with one supported value for every RoPE type.
 _REQUIRED: dict[str, Any] = {"rope_dim": None, "use_fope": False}
-# The supported RoPE types, and further parameters with one supported value: Megatron-Core has these
-# numbers of Llama 3's scaling built in.
-_REQUIRED_OF_TYPE: dict[str, dict[str, Any]] = {
-    "default": {},
-    "linear": {},
-    "llama3": {
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "yarn": {},
-}
+_TYPES = ("default", "linear", "llama3", "longrope", "yarn")
 _TRAINED_LENGTH = "original_max_position_embeddings"
 # RoPE's keys at the top level: both forms of its parameters, and the base.
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
@@ -36,7 +25,7 @@ def read_ropes(
     For two RoPEs, `rope_parameters` has an object for each kind of layer. The older `rope_scaling`
     and `rope_theta` are of layers without a window. See `read_rope`.
     """
-    if not family.rope.partial_factor:  # no layer has RoPE
+    if family.rope.partial_factor == 0:  # no layer has RoPE
         return 10_000.0, None, None
     windows = family.windows
     if windows is None or windows.rope_theta is None:
@@ -75,7 +64,7 @@ def read_rope(
 
     `config` holds the values of the file at `path`. Raises ValueError for unsupported settings.
     """
-    rope, partial_rotary_factor = _parameters(path, config), family.rope.partial_factor
+    rope, partial_rotary_factor = _parameters(path, config), rotated_part(path, config, family)
     required = {"partial_rotary_factor": partial_rotary_factor, **family.rope.required}
     _check(path, rope, _REQUIRED | required)
     theta = number(path, rope, "rope_theta")
@@ -94,17 +83,36 @@ def read_rope(
                 "that part alone: set rope_type to 'default'"
             )
         return theta, _yarn(path, config, rope, has_mla=family.has_mla)
-    kept = ("rope_type", "factor", *_REQUIRED_OF_TYPE[rope["rope_type"]])
-    return theta, {key: value for key, value in rope.items() if key in kept}
+    if rope["rope_type"] == "longrope":
+        return theta, _longrope(path, config, rope, partial_rotary_factor)
+    scaling = {"rope_type": rope["rope_type"], "factor": number(path, rope, "factor")}
+    return theta, scaling | (_llama3(path, rope) if rope["rope_type"] == "llama3" else {})
 
 
 def num_positions(path: Path, config: Mapping[str, Any]) -> int:
     """Supported context length: `max_position_embeddings`, or less (see Ministral 3)."""
     num, rope = integer(path, config, "max_position_embeddings"), _parameters(path, config)
-    if not rope.get("llama_4_scaling_beta"):
-        return num
-    # `llama_4_scaling_beta` changes queries from this position on, in transformers alone.
-    return min(num, integer(path, rope, _TRAINED_LENGTH))
+    # `llama_4_scaling_beta` changes queries from the trained length on, in transformers alone.
+    # Beyond it longrope has long factors: in transformers for the longer sequences, in vLLM for all
+    # sequences of an engine with such a `max_model_len`.
+    if rope["rope_type"] == "longrope" or rope.get("llama_4_scaling_beta"):
+        return min(num, integer(path, rope, _TRAINED_LENGTH))
+    return num
+
+
+def rotated_part(path: Path, config: Mapping[str, Any], family: Family) -> float:
+    """Read `ModelShape.partial_rotary_factor`."""
+    if family.rope.partial_factor is not None:
+        return family.rope.partial_factor
+    key = "partial_rotary_factor"
+    rope = {key: config.get(key, 1.0), **_parameters(path, config)}
+    part, head_dim = number(path, rope, key), integer(path, config, "head_dim")
+    if part > 1 or part * head_dim % 2:
+        raise ValueError(
+            f"{path}: {key} is {part:g}; it must be at most 1, and give an even number of the "
+            f"{head_dim} elements of a head"
+        )
+    return part
 
 
 def _parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,7 +124,7 @@ def _parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = dict(scaling)
     rope_type = scaling.pop("rope_type", scaling.pop("type", "default"))
     # A value at the top level of config.json takes precedence in transformers and vLLM.
-    if rope_type in ("llama3", "yarn") and _TRAINED_LENGTH in config:
+    if rope_type in ("llama3", "longrope", "yarn") and _TRAINED_LENGTH in config:
         scaling[_TRAINED_LENGTH] = config[_TRAINED_LENGTH]
     return {"rope_theta": config.get("rope_theta", 10000.0), **scaling, "rope_type": rope_type}
 
@@ -124,25 +132,32 @@ def _parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def _check(path: Path, rope: Mapping[str, Any], required: Mapping[str, Any]) -> None:
     """Raise ValueError for an unsupported type or value; `required` are values for every type."""
     rope_type = rope["rope_type"]
-    if rope_type not in list(_REQUIRED_OF_TYPE):  # a list, as a JSON value may be unhashable
+    if rope_type not in _TYPES:
         raise ValueError(
-            f"{path}: RoPE scaling {rope_type!r} is not supported; "
-            f"supported: {sorted(_REQUIRED_OF_TYPE)}"
+            f"{path}: RoPE scaling {rope_type!r} is not supported; supported: {[*_TYPES]}"
         )
     by_layer = sorted(key for key, value in rope.items() if isinstance(value, dict))
     if by_layer:
         raise ValueError(f"{path}: separate RoPE parameters for {by_layer} are not supported")
-    if rope_type != "default":
+    if rope_type not in ("default", "longrope"):
         if "factor" not in rope:
             raise ValueError(f"{path}: {rope_type} RoPE scaling has no factor")
         number(path, rope, "factor")
-    # Absent keys pass in `required`, and fail in `_REQUIRED_OF_TYPE`. Null, false and 0 are equal.
-    given = {**required, **rope}
-    for key, value in {**required, **_REQUIRED_OF_TYPE[rope_type]}.items():
-        if given.get(key) != value and (given.get(key) or value):
-            raise ValueError(
-                f"{path}: RoPE {key} is {given.get(key)!r}, only {value!r} is supported"
-            )
+    for key, value in required.items():
+        given = rope.get(key, value)
+        if given != value and (given or value):  # null, false and 0 are equal
+            raise ValueError(f"{path}: RoPE {key} is {given!r}, only {value!r} is supported")
+
+
+def _llama3(path: Path, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Further parameters of Llama 3's scaling, which slows long wavelengths by `factor`."""
+    low, high = (number(path, rope, f"{end}_freq_factor") for end in ("low", "high"))
+    if low >= high:  # between the two wavelengths, transformers and vLLM would differ
+        raise ValueError(
+            f"{path}: low_freq_factor({low:g}) must be less than high_freq_factor({high:g})"
+        )
+    length = integer(path, rope, _TRAINED_LENGTH)
+    return {"low_freq_factor": low, "high_freq_factor": high, _TRAINED_LENGTH: length}
 
 
 def _yarn(
@@ -173,6 +188,34 @@ def _yarn(
             if has_mla
             else _attention_factor(path, rope, factor)
         ),
+    }
+
+
+def _longrope(
+    path: Path, config: Mapping[str, Any], rope: Mapping[str, Any], part: float
+) -> dict[str, Any]:
+    """Parameters of LongRoPE (arXiv 2402.13753) within the trained length: see `num_positions`."""
+    trained_length = integer(path, rope, _TRAINED_LENGTH, minimum=2)
+    ratio = integer(path, config, "max_position_embeddings") / trained_length
+    # transformers reads the first two, vLLM the others.
+    only = {"factor": ratio, "attention_factor": None, "short_mscale": None, "long_mscale": None}
+    for key, supported in only.items():
+        if rope.get(key) not in (None, supported):
+            raise ValueError(
+                f"{path}: RoPE {key} is {rope[key]!r}, only {supported!r} is supported"
+            )
+    pairs, factors = round(part * config["head_dim"]) // 2, rope.get("short_factor")
+    if not isinstance(factors, list) or len(factors) != pairs:
+        raise ValueError(
+            f"{path}: RoPE short_factor is {factors!r}; it must be a list of {pairs} numbers, one "
+            "for each pair of rotated elements"
+        )
+    each = {f"short_factor {pair}": factor for pair, factor in enumerate(factors)}
+    growth = log(max(ratio, 1.0)) / log(trained_length)
+    return {
+        "rope_type": "longrope",
+        "short_factor": [number(path, each, name) for name in each],
+        "attention_factor": sqrt(1 + growth),
     }
 
 

@@ -98,7 +98,7 @@ class LinearShape:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeShape:
-    """The mixture of experts that replaces the MLP of every layer but the first few."""
+    """The mixture of experts that replaces the MLP of every layer but `dense_layers`."""
 
     num_experts: int
     experts_per_token: int
@@ -120,8 +120,8 @@ class MoeShape:
     """Intermediate size of the shared expert, which processes every token; 0: there is none."""
     has_shared_gate: bool = False
     """Whether the shared expert's output is multiplied by a sigmoid gate of one element."""
-    num_dense_layers: int = 0
-    """Number of layers with an MLP instead; they come first."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers with an MLP instead."""
     stacks: Stacks | None = None
     """How weight files stack a layer's experts, with gate and up fused; None: they do not."""
     mtp_stacks: Stacks | None = None
@@ -172,8 +172,10 @@ class ModelShape:
     """Whether embeddings are multiplied by sqrt(hidden_size)."""
     query_pre_attn_scalar: float | None = None
     """Products of queries and keys are divided by its square root; None: `head_dim`."""
+    has_output_bias: bool = False
+    """Whether attention's output projection has a bias."""
     has_linear_biases: bool = False
-    """Whether attention's output projection, routers and experts have biases, too."""
+    """Whether routers and experts have biases, too."""
     has_sinks: bool = False
     """Whether heads have sinks: trained scores in the softmax whose value is zero."""
     activation: str = "silu"
@@ -221,6 +223,11 @@ class ModelShape:
         return self.linear is not None and self.linear.is_mamba
 
     @property
+    def rope_type(self) -> str:
+        """Kind of RoPE's scaling, `default` without."""
+        return "default" if self.rope_scaling is None else self.rope_scaling["rope_type"]
+
+    @property
     def has_gates(self) -> bool:
         """Whether MLPs and experts have gates."""
         return self.activation != "relu2"
@@ -229,7 +236,7 @@ class ModelShape:
         """The modules of a layer, each with a residual connection."""
         if self.block_types:
             return (self.block_types[layer],)
-        is_dense = self.moe is None or layer < self.moe.num_dense_layers
+        is_dense = self.moe is None or layer in self.moe.dense_layers
         attention: Module = "linear" if layer in self.linear_layers else "attention"
         return attention, "mlp" if is_dense else "moe"
 
@@ -238,7 +245,7 @@ class ModelShape:
 
     @property
     def num_dense_layers(self) -> int:
-        """Number of layers with a dense MLP; where layers have two modules they come first."""
+        """Number of layers with a dense MLP."""
         return self.num_layers_with("mlp")
 
     @property
@@ -268,7 +275,7 @@ class ModelShape:
         # As `non_homogeneous_layers` in Megatron-Core's TransformerBlock.sharded_state_dict.
         if self.linear_layers or self.block_types:
             return False
-        return self.moe is None or self.moe.num_dense_layers in (0, self.num_layers)
+        return self.moe is None or not self.moe.dense_layers
 
 
 def named_fields(shape: ModelShape) -> dict[str, Any]:

@@ -135,9 +135,9 @@ logprobs = torch.tensor([-0.5, -2.0, -0.6], requires_grad=True)
 positions = torch.tensor([1, 2, 3])
 chosen = ChosenTokens(positions=positions, logprobs=logprobs, entropy=torch.zeros(3))
 cfg = GRPOConfig(generation_batch_size=8, loss_type="grpo")
-loss = grpo_loss(LossTokens.select(batch, chosen), LossFunction.of(cfg), beta=0.0)
+loss = grpo_loss(LossTokens.select(batch, chosen), cfg, LossFunction.of(cfg), beta=0.0)
 loss.total.backward()
-print(loss.total.item(), loss.mask("clipped_high"), logprobs.grad)
+print(loss.total.item(), loss.clipped_high, logprobs.grad)
 """
 RESHARD = """
 from parallel.layout import Box, Layout, ShardMapping, intersect

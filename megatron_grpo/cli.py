@@ -27,6 +27,13 @@ from megatron_grpo.place_command import place
 from megatron_grpo.serve_command import serve
 from megatron_grpo.train_command import check, train
 
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        help="GPU: h100 (the default), a100, h200, b200, b300, gb200, l40s, rtx-6000-ada, "
+        "rtx-pro-6000, or figures of another: 96GB,990TFLOPs,4TB/s."
+    ),
+]
 Lengths = Annotated[
     Path | None,
     typer.Option(
@@ -133,16 +140,15 @@ app.command()(place)
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="GPU model: a100, h100 (the default), h200 or b200.")
-    ] = None,
+    gpu: Gpu = None,
     gpus: Annotated[
         int | None,
         typer.Option(min=1, help="Number of GPUs. Default: as few whole nodes as needed."),
     ] = None,
     lengths: Lengths = None,
     suggest: Annotated[
-        bool, typer.Option("--suggest", help="List parallel layouts that fit, fastest first.")
+        bool,
+        typer.Option("--suggest", help="Divide GPUs, and list layouts that fit, fastest first."),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print all figures as JSON, for scripts.")

@@ -47,16 +47,16 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> "C
     `starts_here` the run is about to start on this host, so its CPU is checked, too.
     """
     BatchSchedule.of(cfg.grpo)
-    cfg = with_file_hashes(cfg)
     check_run_dir(cfg.train.run_dir, starts_here=starts_here)
     shape = _check_model(cfg)
     if cfg.train.replay is None:
         check_engines(cfg, shape, token)
         quantized_engine(cfg.rollout, shape, cfg.model.dtype)
         check_adapters(cfg.lora, shape)
+    check_files(cfg)
+    cfg = with_file_hashes(cfg)
     check_same_run(cfg)
     check_start(cfg)
-    check_files(cfg)
     if starts_here:
         if cfg.train.replay is None:
             check_kernels(cfg.rollout, shape, cfg.model.dtype)
@@ -155,12 +155,17 @@ def check_loss(cfg: Config) -> None:
     """Raise ValueError if the loss function fails in a trial, or takes no key that is set."""
     from megatron_grpo.algorithm.loss_function import OWN_KEYS, LossFunction
 
-    taken = LossFunction.of(cfg.grpo).arguments
-    for key in OWN_KEYS if ":" in cfg.grpo.loss_type else ():
+    loss, grpo = LossFunction.of(cfg.grpo), cfg.grpo
+    taken = {*loss.arguments}
+    if "ratio" in loss.inputs or grpo.use_bias_correction_kl:
+        taken.add("importance_sampling_level")
+    keys = (*OWN_KEYS, "importance_sampling_level") if "loss_type" in grpo.own_functions else ()
+    for key in keys:
         value, default = value_of(cfg, f"grpo.{key}"), default_of(cfg, f"grpo.{key}")
         if key not in taken and value != default:
+            parameter = key if key in OWN_KEYS else "ratio"
             raise ValueError(
-                f"grpo.{key}={value} does nothing: {cfg.grpo.loss_type} has no argument {key}"
+                f"grpo.{key}={value} does nothing: {grpo.loss_type} has no parameter {parameter}"
             )
 
 

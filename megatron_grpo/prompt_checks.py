@@ -93,15 +93,15 @@ def check_prompts(cfg: Config, shape: ModelShape) -> Checked:
 
 
 def _try_advantages(cfg: Config, prompts: Sequence[Prompt]) -> None:
-    """Raise ValueError if the user's advantages fail on made-up completions of two prompts."""
-    samples = [
-        made_up(prompt, index, str(index))
-        for prompt in prompts[:2]
-        for index in range(cfg.grpo.num_generations)
-    ]
-    rewards = torch.rand(len(samples), generator=torch.Generator().manual_seed(0))
-    group_ids = torch.tensor([sample.prompt.index for sample in samples])
-    AdvantageFunction.of(cfg)(rewards.double(), group_ids, samples)
+    """Raise ValueError if the user's advantages fail on made-up completions of three prompts: with
+    different rewards, with equal ones, and with a failed score among them."""
+    function, size = AdvantageFunction.of(cfg), cfg.grpo.num_generations
+    function.check_columns([prompt.row for prompt in prompts])
+    groups = [prompts[i % len(prompts)] for i in range(3)]
+    samples = [made_up(prompt, index, "") for prompt in groups for index in range(size)]
+    rewards = torch.rand(3, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rewards[1], rewards[2, 0] = 1.0, torch.nan
+    function(rewards.flatten(), torch.arange(3).repeat_interleave(size), samples)
 
 
 def trial_table(trials: Sequence[Trial]) -> str:

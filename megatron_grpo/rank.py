@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -96,14 +97,14 @@ def open_rank(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Rank
 def with_rank_0_values(cfg: Config) -> Config:
     """Replace the number of steps, the date and the hashes of files by rank 0's: only rank 0 has
     read the data so far. Collective; ValueError on a rank whose files differ from rank 0's."""
-    own = [cfg.train.num_steps, cfg.data.date, with_file_hashes(cfg).grpo.file_sha256]
+    cfg = with_file_hashes(cfg)
+    own = [cfg.train.num_steps, cfg.data.date, cfg.grpo.file_sha256]
     # Not through the store, where a stranger could change them unseen.
     steps, date, hashes = json.loads(broadcast_text(json.dumps(own)))
-    sections = {
-        "data": cfg.data.model_copy(update={"date": date}),
-        "grpo": cfg.grpo.model_copy(update={"file_sha256": hashes}),
-    }
-    return with_num_steps(with_file_hashes(cfg.model_copy(update=sections)), steps)
+    if wrong := [file for file, own in cfg.grpo.file_sha256.items() if own != hashes[file]]:
+        raise ValueError(f"{wrong[0]} on {socket.gethostname()} is not the file that rank 0 has")
+    cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"date": date})})
+    return with_num_steps(cfg, steps)
 
 
 def _beginning(cfg: Config) -> str:

@@ -117,7 +117,7 @@ def accumulate_gradient(
             policy.mtp.add_loss(hidden, batch, policy.head_weight)
         chosen = response_logprobs(policy, hidden, batch, cfg.rollout.temperature, groups)
         tokens = LossTokens.select(batch, chosen, groups.contexts[batch.context_size])
-        loss = grpo_loss(tokens, function, beta)
+        loss = grpo_loss(tokens, cfg.grpo, function, beta)
         metrics.add(tokens, loss)
         # No old log-probabilities: the policy is still the generating one, and these are the old
         # log-probabilities of further updates.

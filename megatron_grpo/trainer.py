@@ -7,6 +7,7 @@ import torch
 
 from megatron_grpo.algorithm.kl import adapted_beta
 from megatron_grpo.algorithm.loss_function import LossFunction
+from megatron_grpo.batch.advantage_function import AdvantageFunction
 from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
@@ -82,7 +83,8 @@ class Trainer:
     def __init__(self, rank: Rank, stack: ExitStack) -> None:
         self.rank, self.cfg, cfg = rank, rank.cfg, rank.cfg
         self.schedule, self.num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
-        self.loss_function = LossFunction.of(cfg.grpo)
+        self.loss_function = LossFunction.of(cfg.grpo, rank.device)
+        self.advantage_function = AdvantageFunction.of(cfg)
         self._due_steps = due_steps(cfg)
         rank.watchdog.enter("load")  # a phase in which reading files may take long
         shape = trained_shape(cfg)
@@ -198,7 +200,11 @@ class Trainer:
         self.minibatches = self.preparation.minibatches(self.experience, cursor, self.timer)
         if self.reference and self.cfg.grpo.kl_in_reward:
             self.experience, self.minibatches = self.preparation.subtract_kl(
-                self.experience, self.minibatches, cursor.generation, self.beta
+                self.experience,
+                self.minibatches,
+                cursor.generation,
+                self.beta,
+                self.advantage_function,
             )
 
     def sleep_engines(self) -> None:

@@ -68,9 +68,10 @@ class ParallelDims:
             )
         if self.stage_size % self.expert_tensor:
             raise ValueError(
-                f"expert_tensor({self.expert_tensor}) must divide the {self.stage_size} ranks of a "
-                f"pipeline stage, tp({self.tensor}) * cp({self.context}) * dp({self.data}): legal "
-                f"values are {divisors(self.stage_size)}"
+                f"expert_tensor({self.expert_tensor}) must divide the "
+                f"{counted(self.stage_size, 'rank')} of a pipeline stage, tp({self.tensor}) * "
+                f"cp({self.context}) * dp({self.data}): legal values are "
+                f"{divisors(self.stage_size)}"
             )
         expert_groups = self.stage_size // self.expert_tensor
         if expert_groups % self.expert:

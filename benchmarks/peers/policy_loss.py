@@ -132,16 +132,18 @@ def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
         batches.append(batch)
         heads.append(ChosenTokens(positions=positions, logprobs=values, entropy=entropy))
 
+    function = LossFunction.of(cfg)
+
     def loss() -> float:
-        metrics, sums = TrainMetrics(NUM_SEQUENCES), []
+        metrics, sums = TrainMetrics(NUM_SEQUENCES, values=function.values), []
         for batch, chosen in zip(batches, heads, strict=True):
             chosen.logprobs.grad = None
             tokens = LossTokens.select(batch, chosen)
-            found = grpo_loss(tokens, LossFunction.of(cfg), 0.0)
+            found = grpo_loss(tokens, cfg, function, 0.0)
             if all_metrics:
                 metrics.add(tokens, found)
             else:
-                is_cut = found.mask("clipped_low") | found.mask("clipped_high")
+                is_cut = found.clipped_low | found.clipped_high
                 is_bounded = (found.log_ratio > math.log(DELTA)) & (tokens.advantages < 0)
                 kept = (found.per_token, found.log_ratio, is_cut, is_bounded)
                 sums.append([each.sum().item() for each in kept])

@@ -217,7 +217,7 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
     ]
     if shape.attention_bias:
         parameters.append(qkv("bias"))
-    if shape.has_linear_biases:
+    if shape.has_output_bias:
         bias = Tensor(source + "o_proj.bias", (hidden,))
         parameters.append(Parameter(target + "linear_proj.bias", (bias,)))
     if shape.has_sinks:

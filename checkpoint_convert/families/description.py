@@ -47,6 +47,10 @@ class Experts:
     """See `MoeShape`."""
     num_dense_layers: str | None = None
     """Config key of the number of layers with a dense MLP, which come first; None: 0."""
+    dense_layers: str | None = None
+    """Config key of a list of layers with a dense MLP; None: there is none."""
+    every: str | None = None
+    """Config key of n, where only every n-th layer has experts; None: 1."""
     bias: str = "gate.e_score_correction_bias"
     """Name of the biases with which a sigmoid router chooses experts."""
     has_groups: bool = False
@@ -89,8 +93,8 @@ class Norms:
 class Rope:
     """How RoPE rotates, and how it may be scaled."""
 
-    partial_factor: float = 1.0
-    """See `ModelShape.partial_rotary_factor`."""
+    partial_factor: float | None = 1.0
+    """See `ModelShape.partial_rotary_factor`; None: config.json says."""
     size: str | None = None
     """Config key of the size of the rotated part, which vLLM needs; None: there is none."""
     types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
@@ -122,6 +126,8 @@ class Family:
     """Required keys that must be present: vLLM has another value for an absent one."""
     attention_bias: bool | str = False
     """Whether queries, keys and values have a bias, or the config key that says so."""
+    has_output_bias: bool = False
+    """Whether attention's output projection has a bias where these have."""
     norms: Norms = Norms()
     rope: Rope = Rope()
     scales_embeddings: bool = False

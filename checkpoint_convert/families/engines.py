@@ -19,6 +19,8 @@ class Vllm:
     parallelism."""
     has_mixed_windows: bool = True
     """Whether it serves models where only some layers have a window."""
+    has_output_bias: bool = True
+    """Whether it computes a bias of attention's output projection; otherwise it drops it."""
     renames_experts: bool = False
     """Whether it looks for ignored experts as `mlp.experts`, unlike the weight files."""
 
@@ -44,6 +46,8 @@ class Sglang:
     `modules_to_not_convert` to its fused matrix."""
     follows_stored_dtype: bool = False
     """Whether it creates some layers in the dtype that config.json names."""
+    has_dense_layers: bool = True
+    """Whether some layers of a mixture may have a dense MLP."""
     was_tried_in_groups: bool = False
     """Whether engines were tested with several groups of workers; for sparse attention, which needs
     GPUs, only loading was."""

@@ -22,6 +22,7 @@ GEMMA3_TEXT = Family(
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
     },
+    # `parallel/logprobs.py` knows no softcapping of logits.
     required={
         "attention_bias": False,
         "hidden_activation": "gelu_pytorch_tanh",

@@ -42,6 +42,7 @@ GPT_OSS = Family(
         "tie_word_embeddings": False,
     },
     attention_bias=True,
+    has_output_bias=True,
     has_linear_biases=True,
     has_sinks=True,
     activation="swigluoai",

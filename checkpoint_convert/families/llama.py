@@ -12,8 +12,11 @@ LLAMA = Family(
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
         "eos_token_id": 2,
+        "attention_bias": False,
     },
     # transformers gives `sliding_window` to the cache, not to the model.
-    required={"attention_bias": False, "mlp_bias": False, "sliding_window": None},
+    required={"mlp_bias": False, "sliding_window": None},
+    attention_bias="attention_bias",
+    has_output_bias=True,
     engines=Engines(sglang=Sglang(drops_scales=True)),
 )

@@ -1,7 +1,8 @@
-"""Phi-4 and Phi-4-reasoning, of 14B: Llama with fused matrices in the weight files.
+"""Phi-3 and Phi-4: Llama with fused matrices in the weight files.
 
-Phi-3-mini-4k has a window of attention in every layer. Other Phi-3 models and Phi-4-mini scale RoPE
-by `longrope`, which is refused; so is `yarn`, which transformers reads as `longrope`.
+Phi-3-mini-4k has a window of attention in every layer. Phi-4-mini and Phi-3's models for long
+contexts scale RoPE by `longrope`, and Phi-4-mini rotates a part of each head. `yarn` is refused, as
+transformers reads it as `longrope`.
 """
 
 from checkpoint_convert.families.description import Family, Rope, Windows
@@ -13,6 +14,7 @@ PHI3 = Family(
         "num_key_value_heads": None,
         "head_dim": None,
         "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "eos_token_id": 32000,
@@ -26,6 +28,6 @@ PHI3 = Family(
     },
     windows=Windows(),
     has_fused_weights=True,
-    rope=Rope(types=("default",)),
+    rope=Rope(partial_factor=None, types=("default", "longrope")),
     engines=Engines(sglang=Sglang(drops_scales=True)),
 )

@@ -1,4 +1,4 @@
-"""Qwen3 with experts in every layer, such as Qwen3-30B-A3B, and the text of Qwen3-VL-30B-A3B."""
+"""Qwen3 with experts, such as Qwen3-30B-A3B, and the text of Qwen3-VL-30B-A3B."""
 
 from checkpoint_convert.families.description import Experts, Family, Norms, Windows
 from checkpoint_convert.families.engines import Engines, Sglang
@@ -19,22 +19,20 @@ QWEN3_MOE = Family(
         "norm_topk_prob": False,
         "use_sliding_window": False,
         "sliding_window": 4096,
-    },
-    # mlp_only_layers, and all but every decoder_sparse_step-th layer, have a dense MLP. Only vLLM
-    # knows a shared expert, which sees every token.
-    required={
-        "attention_bias": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "shared_expert_intermediate_size": 0,
     },
+    # vLLM drops `attention_bias` of the output projection, and alone knows a shared expert.
+    required={"attention_bias": False, "shared_expert_intermediate_size": 0},
     norms=Norms(of_heads=True),
     windows=Windows(switch="use_sliding_window"),
     experts=Experts(
         num_experts="num_experts",
         intermediate_size="moe_intermediate_size",
         normalize_topk="norm_topk_prob",
+        dense_layers="mlp_only_layers",
+        every="decoder_sparse_step",
         tower_stacks="transposed",
     ),
-    engines=Engines(sglang=Sglang(was_tried_in_groups=True)),
+    engines=Engines(sglang=Sglang(was_tried_in_groups=True, has_dense_layers=False)),
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_grpo.algorithm.kl import kl_estimate
 from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.algorithm.objectives import importance_ratio, mismatch_weights, on_policy_mask
-from megatron_grpo.config.grpo import LossAggregation
+from megatron_grpo.config.grpo import GRPOConfig, LossAggregation
 from parallel.logprobs import ChosenTokens
 from parallel.packing import PackedBatch
 from parallel.sequences import SequenceMeans, counted_lengths
@@ -118,17 +118,15 @@ class GRPOLoss:
     per_token: Tensor  # weighted; sums to `total`
     policy_loss: Tensor  # the loss without KL penalty and entropy bonus
     log_ratio: Tensor  # log(new policy / old policy)
-    values: dict[str, Tensor]  # other values of the loss function, such as masks of clipped tokens
+    clipped_low: Tensor  # bool: the lower clip removed the gradient
+    clipped_high: Tensor  # bool: the upper clip removed the gradient or bounded the weight
+    values: dict[str, Tensor]  # all values that the loss function returned beside the losses
     kl: Tensor | None  # estimate of KL(policy || reference); None without a reference
     rollout_weight: Tensor | None  # importance weight trainer / engine; None without a correction
     off_policy: Tensor | None  # bool: masked because its sequence is too far off-policy
 
-    def mask(self, name: str) -> Tensor:
-        """[K] bool: one of `values`, all False if the loss function has none of this name."""
-        return self.values.get(name, torch.zeros_like(self.log_ratio, dtype=torch.bool))
 
-
-def grpo_loss(tokens: LossTokens, function: LossFunction, beta: float) -> GRPOLoss:
+def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, function: LossFunction, beta: float) -> GRPOLoss:
     """Loss of one microbatch's tokens: objective (`function`), KL penalty and entropy bonus.
 
     For each token, with the weight w from `loss_weights` and masks m in {0, 1}, which are 1 unless
@@ -143,7 +141,6 @@ def grpo_loss(tokens: LossTokens, function: LossFunction, beta: float) -> GRPOLo
     log-probabilities, the generating policy is the current one: the ratio is exactly 1, and the
     gradient the plain policy gradient.
     """
-    cfg = function.cfg
     assert (tokens.ref_logprobs is None) == (cfg.beta == 0.0), (
         f"beta is {cfg.beta}: reference log-probabilities are needed if and only if it is not 0"
     )
@@ -159,15 +156,11 @@ def grpo_loss(tokens: LossTokens, function: LossFunction, beta: float) -> GRPOLo
         rollout_weights=weights,
         sequences=sequences,
     )
-    off_policy, kl = None, None
+    values = {name: each.detach() for name, each in values.items()}
+    off_policy, kl, never = None, None, torch.zeros_like(advantages, dtype=torch.bool)
     if cfg.off_policy_mask_threshold is not None:
-        off_policy = ~on_policy_mask(
-            logprobs.detach(),
-            tokens.rollout_logprobs,
-            advantages,
-            sequences,
-            cfg.off_policy_mask_threshold,
-        )
+        sampled, threshold = tokens.rollout_logprobs, cfg.off_policy_mask_threshold
+        off_policy = ~on_policy_mask(logprobs.detach(), sampled, advantages, sequences, threshold)
         per_token = per_token.masked_fill(off_policy, 0.0)
     if tokens.high_entropy is not None:
         per_token = per_token.masked_fill(tokens.high_entropy.isneginf(), 0.0)
@@ -175,11 +168,8 @@ def grpo_loss(tokens: LossTokens, function: LossFunction, beta: float) -> GRPOLo
     if tokens.ref_logprobs is not None:
         kl = kl_estimate(logprobs, tokens.ref_logprobs, cfg.kl_estimator)
         if not cfg.kl_in_reward:
-            penalty = kl
-            if cfg.use_bias_correction_kl:
-                level = cfg.importance_sampling_level
-                penalty = kl * importance_ratio(logprobs, log_ratio, sequences, level)
-            per_token = per_token + beta * penalty
+            weight = _kl_weight(tokens, log_ratio, cfg)
+            per_token = per_token + beta * (kl if weight is None else kl * weight)
     per_token = tokens.weights * per_token
     if tokens.entropy_weights is not None:
         per_token = per_token - cfg.entropy_coef * tokens.entropy_weights * tokens.entropy
@@ -188,8 +178,18 @@ def grpo_loss(tokens: LossTokens, function: LossFunction, beta: float) -> GRPOLo
         per_token=per_token.detach(),
         policy_loss=policy_loss,
         log_ratio=log_ratio.detach(),
-        values={name: each.detach() for name, each in values.items()},
+        clipped_low=values.get("clipped_low", never),
+        clipped_high=values.get("clipped_high", never),
+        values=values,
         kl=None if kl is None else kl.detach(),
         rollout_weight=weights,
         off_policy=off_policy,
     )
+
+
+def _kl_weight(tokens: LossTokens, log_ratio: Tensor, cfg: GRPOConfig) -> Tensor | None:
+    """Factor [K] of the KL penalty; None for 1."""
+    if not cfg.use_bias_correction_kl:
+        return None
+    level = cfg.importance_sampling_level
+    return importance_ratio(tokens.logprobs, log_ratio, tokens.sequences, level)

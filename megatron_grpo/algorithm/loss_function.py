@@ -10,117 +10,71 @@ from torch import Tensor
 
 from megatron_grpo.algorithm import objectives
 from megatron_grpo.algorithm.objectives import TokenLosses, importance_ratio
-from megatron_grpo.config.grpo import LOSS_TYPES, GRPOConfig
-from megatron_grpo.workers.user_file import error_text, load_named
+from megatron_grpo.config.grpo import LOSS_TYPES, GRPOConfig, ImportanceLevel
+from megatron_grpo.workers.user_file import error_text, load_function
 from parallel.sequences import SequenceMeans
 
-INPUTS = (
-    *("ratio", "log_ratio", "advantages", "logprobs", "entropy"),
-    *("rollout_weights", "sequences"),
-)
+INPUTS = ["ratio", "log_ratio", "advantages", "logprobs", "entropy", "rollout_weights", "sequences"]
 """Parameters that a loss function may have, by name."""
 OWN_KEYS = ("epsilon", "epsilon_high", "delta")
 """Keys of `grpo` that are given to a user's function that names them."""
 LENGTHS = [3, 0, 5]
-"""Tokens of the trial's completions; a rank may have none."""
+"""Tokens of a trial's completions; a rank may have none."""
+ORDER = [2, 0, 1, 7, 3, 5, 6, 4]
+"""A permutation within these completions: a context rank has any of their tokens."""
 ROUNDING = 1e-5
-"""Relative, in float32: the order of a sum over a completion may differ."""
+"""Relative, in float32: sums over a completion are rounded by the order of its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossFunction:
     """Maps the K tokens of a microbatch to losses [K] before their weights, and other values.
 
-    The function takes those of `INPUTS` that it names, [K] each: the importance `ratio` at
-    `grpo.importance_sampling_level`, `log_ratio` of the tokens, `advantages`, `logprobs` and
-    `entropy` under the policy being trained. `sequences.sum(values)` and `.mean(values)` are over
-    whole completions, wherever their tokens are. Who takes `rollout_weights`, the importance
-    weights of trainer over engine or None, applies them; otherwise they multiply the losses.
+    The function takes those of `INPUTS` that it names, [K] each: the importance `ratio` at `level`,
+    `log_ratio` of the tokens, `advantages`, `logprobs` and `entropy` under the policy being
+    trained. `sequences.sum(values)` and `.mean(values)` are over whole completions, wherever their
+    tokens are. A function with `rollout_weights`, the importance weights of trainer over engine or
+    None, applies them; otherwise they multiply the losses.
     """
 
-    cfg: GRPOConfig
+    name: str
     function: Callable[..., Any]
     inputs: tuple[str, ...]
     arguments: Mapping[str, Any]
+    level: ImportanceLevel
     values: tuple[str, ...] = ()
-    """Names of the other values, equal on all ranks: found by `tried`."""
+    """Names of the other values, equal on all ranks."""
 
     @classmethod
-    def of(cls, cfg: GRPOConfig) -> "LossFunction":
-        """Load the function and try it out; ValueError if it cannot be trained with."""
+    def of(cls, cfg: GRPOConfig, device: torch.device | str = "cpu") -> "LossFunction":
+        """Load the function and try it out on `device`; ValueError if it cannot be trained with."""
         known = LOSS_TYPES.get(cfg.loss_type)
         if known:
             function, keys = getattr(objectives, known.function), known.keys
         else:
-            function, keys = load_named(cfg.loss_type, "file of a loss"), OWN_KEYS
+            function, keys = load_function(cfg.loss_type, "file of a loss"), OWN_KEYS
         parameters = inspect.signature(function).parameters
         inputs = tuple(name for name in INPUTS if name in parameters)
         arguments = {key: getattr(cfg, key) for key in keys if key in parameters}
-        try:
-            inspect.signature(function).bind(
-                **dict.fromkeys(inputs), **(arguments | cfg.loss_arguments)
+        if given := {*INPUTS, *OWN_KEYS} & {*cfg.loss_arguments}:
+            raise ValueError(
+                f"grpo.loss_arguments: the run gives {', '.join(sorted(given))}: leave it out"
             )
+        arguments |= cfg.loss_arguments
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(inputs), **arguments)
         except TypeError as error:
             raise ValueError(
                 f"grpo.loss_type {cfg.loss_type}: {error}; the run gives {', '.join(INPUTS)} to a "
                 "function that names them, grpo.loss_arguments everything else"
             ) from None
-        arguments |= cfg.loss_arguments
-        return cls(cfg=cfg, function=function, inputs=inputs, arguments=arguments).tried()
-
-    def tried(self) -> "LossFunction":
-        """Call the function on random tokens: ValueError unless losses are finite, one per token,
-        with a gradient, and those of a completion the same with and without others."""
-        name, random = self.cfg.loss_type, torch.Generator().manual_seed(0)
-        drawn = torch.randn(3, sum(LENGTHS), generator=random)
-        whole, values, gradient = self._trial(drawn, LENGTHS)
-        alone = [self._trial(part, [part.shape[1]])[0] for part in drawn.split(LENGTHS, dim=1)]
-        if not (whole.isfinite().all() and gradient.isfinite().all()):
-            raise ValueError(
-                f"grpo.loss_type {name}: a trial gave losses {whole.tolist()} with the "
-                f"gradients {gradient.tolist()}, which must be finite"
-            )
-        if not gradient.any():
-            raise ValueError(
-                f"grpo.loss_type {name}: its losses have no gradient by the "
-                "log-probabilities: compute them from ratio, log_ratio or logprobs"
-            )
-        if not torch.allclose(whole, torch.cat(alone), rtol=ROUNDING, atol=ROUNDING):
-            raise ValueError(
-                f"grpo.loss_type {name}: the losses of a completion change with the others in its "
-                "microbatch, so the result would depend on the layout: take `sequences`, whose "
-                "sum(values) and mean(values) are over whole completions"
-            )
-        return replace(self, values=tuple(sorted(values)))
-
-    def _trial(self, drawn: Tensor, lengths: list[int]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Losses, other values, and the gradient by the log-probabilities."""
-        log_ratio, advantages, entropy = drawn * torch.tensor([[0.3], [1.0], [1.0]])
-        logprobs = (log_ratio - 2).requires_grad_()
-        try:
-            losses, values = self(
-                logprobs=logprobs,
-                log_ratio=logprobs + 2,
-                advantages=advantages,
-                entropy=entropy.abs(),
-                rollout_weights=None,
-                sequences=SequenceMeans(torch.tensor(lengths), None),
-            )
-            shapes = {"loss": losses.shape} | {name: each.shape for name, each in values.items()}
-        except Exception as error:
-            raise ValueError(
-                f"grpo.loss_type {self.cfg.loss_type} has failed on {len(log_ratio)} tokens: "
-                f"{error_text(error, 'the host')}"
-            ) from None
-        if wrong := {name: [*each] for name, each in shapes.items() if each != log_ratio.shape}:
-            raise ValueError(
-                f"grpo.loss_type {self.cfg.loss_type}: for {len(log_ratio)} tokens it returns "
-                f"shapes {wrong}, not [{len(log_ratio)}]"
-            )
-        if not losses.requires_grad:
-            return losses, values, torch.zeros_like(logprobs)
-        [gradient] = torch.autograd.grad(losses.sum(), logprobs, allow_unused=True)
-        return losses.detach(), values, torch.zeros_like(logprobs) if gradient is None else gradient
+        level = cfg.importance_sampling_level
+        loaded = cls(
+            name=cfg.loss_type, function=function, inputs=inputs, arguments=arguments, level=level
+        )
+        weighs = bool(cfg.rollout_importance_sampling_mode or cfg.rollout_rs)
+        values = _try_out(loaded, weighs, torch.device(device))
+        return replace(loaded, values=tuple(sorted(values)))
 
     def __call__(
         self,
@@ -141,10 +95,83 @@ class LossFunction:
             "sequences": sequences,
         }
         if "ratio" in self.inputs:
-            level = self.cfg.importance_sampling_level
-            given["ratio"] = importance_ratio(logprobs, log_ratio, sequences, level)
+            given["ratio"] = importance_ratio(logprobs, log_ratio, sequences, self.level)
         found = self.function(**{name: given[name] for name in self.inputs}, **self.arguments)
         losses, values = found if isinstance(found, tuple) else (found, {})
         if rollout_weights is not None and "rollout_weights" not in self.inputs:
             losses = losses * rollout_weights
         return losses, values
+
+
+def _try_out(loss: LossFunction, weighs: bool, device: torch.device) -> set[str]:
+    """Call the function on random tokens; returns the names of its other values.
+
+    ValueError unless all numbers are finite, one per token, the losses have a gradient, and a
+    completion gets the same alone as among others, and in any order of its tokens.
+    """
+    # Where the generating policy is the current one, the log-ratio is 0.
+    drawn = torch.randn(4, sum(LENGTHS), generator=torch.Generator().manual_seed(0))
+    drawn[0, ::3] = 0
+    drawn = drawn.to(device)
+    whole = _trial(loss, drawn, LENGTHS, weighs)
+    for what, values in whole.items():
+        if not values.isfinite().all():
+            raise ValueError(
+                f"grpo.loss_type {loss.name}: in a trial with log-ratios "
+                f"{[round(each, 2) for each in drawn[0].tolist()]} the {what} is "
+                f"{values.tolist()}, and must be finite"
+            )
+    if not whole["gradient"].any():
+        raise ValueError(
+            f"grpo.loss_type {loss.name}: its losses have no gradient by the log-probabilities: "
+            "compute them from ratio, log_ratio or logprobs"
+        )
+    parts = [_trial(loss, part, [part.shape[1]], weighs) for part in drawn.split(LENGTHS, dim=1)]
+    shuffled = _trial(loss, drawn[:, ORDER], LENGTHS, weighs)
+    for what, values in whole.items():
+        alone = torch.cat([part.get(what, values[:0]) for part in parts])
+        is_same = alone.shape == values.shape and torch.allclose(alone, values, ROUNDING, ROUNDING)
+        in_order = torch.allclose(shuffled[what], values[ORDER], ROUNDING, ROUNDING)
+        if not (is_same and in_order):
+            raise ValueError(
+                f"grpo.loss_type {loss.name}: the {what} of a completion changes with "
+                f"{'the order of its tokens' if is_same else 'the others of its microbatch'}, so "
+                "that it would depend on the layout: take `sequences`, whose sum(values) and "
+                "mean(values) are over whole completions"
+            )
+    return whole.keys() - {"loss", "gradient"}
+
+
+def _trial(
+    loss: LossFunction, drawn: Tensor, lengths: list[int], weighs: bool
+) -> dict[str, Tensor]:
+    """`loss`, its `gradient` by the log-probabilities, and the other values, [K] each."""
+    log_ratio, advantages, entropy, weights = drawn
+    logprobs = (0.3 * log_ratio - 2).requires_grad_()
+    try:
+        losses, values = loss(
+            logprobs=logprobs,
+            log_ratio=logprobs + 2,
+            advantages=advantages,
+            entropy=entropy.abs(),
+            rollout_weights=weights.abs() if weighs else None,
+            sequences=SequenceMeans(torch.tensor(lengths, device=drawn.device), None),
+        )
+    except Exception as error:
+        raise ValueError(
+            f"grpo.loss_type {loss.name} has failed on {len(logprobs)} tokens: "
+            f"{error_text(error, 'the host')}"
+        ) from None
+    for what, found in ({"loss": losses} | values).items():
+        if not isinstance(found, Tensor) or found.shape != logprobs.shape:
+            shape = [*found.shape] if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(
+                f"grpo.loss_type {loss.name}: for {len(logprobs)} tokens its {what} has the shape "
+                f"{shape}, not [{len(logprobs)}]"
+            )
+    gradient = None
+    if losses.requires_grad:
+        [gradient] = torch.autograd.grad(losses.sum(), logprobs, allow_unused=True)
+    gradient = torch.zeros_like(logprobs) if gradient is None else gradient
+    values = {name: found.detach().float() for name, found in values.items()}
+    return {"loss": losses.detach(), "gradient": gradient, **values}

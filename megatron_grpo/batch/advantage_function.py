@@ -1,9 +1,8 @@
 """The function of `grpo.advantage_estimator`: built in, or a user's."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,17 +11,23 @@ from torch import Tensor
 from megatron_grpo.algorithm.advantages import group_advantages
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rewards.scoring import GIVEN
-from megatron_grpo.workers.user_file import accepted_columns, error_text, load_named
+from megatron_grpo.rewards.scoring import GIVEN, ONLY_BY_NAME, RewardError
+from megatron_grpo.workers.user_file import (
+    accepted_columns,
+    error_text,
+    load_function,
+    missing_column,
+    required_parameters,
+)
 
 
 @dataclass(frozen=True)
 class AdvantageFunction:
     """Advantages [N] of N scored samples of whole groups, in float64.
 
-    A user's function takes `rewards` [N], NaN for a sample without a score, `group_ids` [N], equal
-    for the completions of one prompt, and those columns that it names: lists of N values, of the
-    data and of `GIVEN` (`completions`, `completion_ids`, `finish_reasons`, ...).
+    A user's function takes what it names of `rewards` [N], NaN for a sample without a score,
+    `group_ids` [N], equal for the completions of one prompt, and columns of N values: those of the
+    data, and of `GIVEN`.
     """
 
     cfg: Config
@@ -31,45 +36,58 @@ class AdvantageFunction:
     @classmethod
     def of(cls, cfg: Config) -> "AdvantageFunction":
         """Load the function; ValueError if its file has none."""
-        name = cfg.grpo.advantage_estimator
-        return cls(cfg, load_named(name, "file of advantages") if ":" in name else None)
+        name = cfg.grpo.own_functions.get("advantage_estimator")
+        return cls(cfg, load_function(name, "file of advantages") if name else None)
 
     def __call__(self, rewards: Tensor, group_ids: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """Raises ValueError if a user's function fails, or returns anything but N finite
-        numbers."""
+        """Raises RewardError if a user's function fails, or does not return N finite numbers."""
         name, scale = self.cfg.grpo.advantage_estimator, self.cfg.grpo.scale_rewards
         if self.own is None:
             return group_advantages(rewards, group_ids, scale, estimator=name)
-        try:
-            found = self.own(rewards, group_ids, **self._columns(samples))
+        try:  # with copies, which the function may change
+            given = {"rewards": rewards.clone(), "group_ids": group_ids.clone()}
+            found = self.own(**self._selected(given, samples))
+            advantages = torch.as_tensor(found, dtype=torch.float64)
         except Exception as error:
-            raise ValueError(
-                f"grpo.advantage_estimator {name} has failed: {error_text(error, 'the host')}"
-            ) from None
-        advantages = torch.as_tensor(found, dtype=torch.float64)
+            text = error_text(error, "the host")
+            raise RewardError(f"grpo.advantage_estimator {name} has failed: {text}") from None
         if advantages.shape != rewards.shape:
-            raise ValueError(
+            raise RewardError(
                 f"grpo.advantage_estimator {name} returns the shape {[*advantages.shape]} for "
                 f"{len(rewards)} rewards, not [{len(rewards)}]"
             )
         advantages = advantages.masked_fill(rewards.isnan(), 0.0)  # no token of these counts
         if not advantages.isfinite().all():
-            raise ValueError(f"grpo.advantage_estimator {name} returns {advantages.tolist()}")
+            wrong = int((~advantages.isfinite()).nonzero()[0])
+            group = rewards[group_ids == group_ids[wrong]].tolist()
+            raise RewardError(
+                f"grpo.advantage_estimator {name} returns {advantages[wrong]:g} in a group with "
+                f"the rewards {group}"
+            )
         return advantages
 
-    def _columns(self, samples: Sequence[Sample]) -> dict[str, list[Any]]:
-        """The columns that the function takes behind its first two parameters."""
+    def check_columns(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError for a parameter without a default that is no column of all `rows`."""
+        if self.own is None:
+            return
+        for name in required_parameters(inspect.signature(self.own).parameters):
+            known = {"rewards", "group_ids", *GIVEN}
+            if name not in known and (missing := missing_column(name, rows)):
+                raise ValueError(
+                    f"grpo.advantage_estimator {self.cfg.grpo.advantage_estimator} requires "
+                    f"{name!r}: {missing}"
+                )
+
+    def _selected(self, given: dict[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
+        """The parameters of the function."""
         assert self.own is not None
-        parameters = inspect.signature(self.own).parameters
-        row = samples[0].prompt.row
-        wanted = accepted_columns(parameters) or [*row, *GIVEN]
-        values = {name: partial(_of_row, name) for name in row} | GIVEN
-        return {
-            name: [values[name](sample) for sample in samples]
-            for name in wanted
-            if name in values and name not in [*parameters][:2]
-        }
-
-
-def _of_row(name: str, sample: Sample) -> Any:
-    return sample.prompt.row.get(name)
+        names = accepted_columns(inspect.signature(self.own).parameters)
+        columns = {name for sample in samples for name in sample.prompt.row}
+        known = {name for name in (*columns, *GIVEN) if names is not None or name != ONLY_BY_NAME}
+        for name in known - given.keys():
+            if names is None or name in names:
+                given[name] = [
+                    GIVEN[name](each) if name in GIVEN else each.prompt.row.get(name)
+                    for each in samples
+                ]
+        return {name: each for name, each in given.items() if names is None or name in names}

@@ -117,10 +117,6 @@ class Preparation:
     def alignment(self) -> Alignment:
         return self.cfg.alignment
 
-    @cached_property
-    def advantage_function(self) -> AdvantageFunction:
-        return AdvantageFunction.of(self.cfg)
-
     def packed(self, experience: Experience | None, generation: int) -> Minibatches:
         """This rank's shard of the generation, without log-probabilities."""
         cfg, groups, shards = self.cfg, self.groups, None
@@ -195,6 +191,7 @@ class Preparation:
         minibatches: Minibatches,
         generation: int,
         beta: float,
+        function: AdvantageFunction,
     ) -> tuple[Experience | None, Minibatches]:
         """Recompute the advantages of `experience` and `minibatches`, from the rewards minus `beta`
         times the KL divergence from the reference."""
@@ -204,7 +201,7 @@ class Preparation:
         kl = by_sample(found, indices)
         advantages = torch.empty_like(kl)  # received from rank 0, which has the rewards
         if experience:
-            experience = subtract_kl(experience, kl, beta, self.advantage_function)
+            experience = subtract_kl(experience, kl, beta, function)
             advantages = experience.advantages
         advantages = advantages.to(self.device)
         dist.broadcast(advantages, src=0)

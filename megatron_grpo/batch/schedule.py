@@ -9,7 +9,6 @@ anything starts.
 
 import random
 from dataclasses import dataclass
-from functools import cached_property
 
 from megatron_grpo.config.grpo import GRPOConfig
 from parallel import divisors
@@ -71,12 +70,12 @@ class BatchSchedule:
         """Prompts per generation."""
         return self.generation_batch_size // self.num_generations
 
-    @cached_property
+    @property
     def minibatch_size(self) -> int:
         """Completions per optimizer step."""
         return self.generation_batch_size // self.steps_per_generation
 
-    @cached_property
+    @property
     def updates_per_generation(self) -> int:
         """Optimizer steps per generation. With 1 the ratio is always 1 and nothing is clipped."""
         return self.steps_per_generation * self.num_iterations

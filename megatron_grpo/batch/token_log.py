@@ -64,7 +64,7 @@ class TokenLog:
             "ratio": loss.log_ratio.exp(),
             "entropy": tokens.entropy,
             "loss_weight": weight,
-            "clipped": loss.mask("clipped_high").int() - loss.mask("clipped_low").int(),
+            "clipped": loss.clipped_high.int() - loss.clipped_low.int(),
         }
         found = torch.stack([values[name].detach().float() for name in VALUES], dim=1)
         nowhere = len(self.values)

@@ -42,7 +42,7 @@ def _corrects(cfg: Config) -> bool:
 
 FEATURES: dict[str, Callable[[Config], object]] = {
     "a correction for older weights": _corrects,
-    "a grpo.loss_type of a file": lambda cfg: ":" in cfg.grpo.loss_type,
+    "a grpo.loss_type of a file": lambda cfg: "loss_type" in cfg.grpo.own_functions,
     "a grpo.loss_type that clips below, such as dapo": lambda cfg: cfg.grpo.takes("epsilon"),
     "a grpo.loss_type that clips, such as dapo": lambda cfg: cfg.grpo.takes("epsilon_high"),
     "agent": lambda cfg: cfg.agent.is_used,
@@ -51,7 +51,9 @@ FEATURES: dict[str, Callable[[Config], object]] = {
     "dialogues": lambda cfg: cfg.partner,
     "environment": lambda cfg: cfg.environment.name is not None,
     "eval.data or eval.sets": lambda cfg: cfg.eval.named_sets,
-    "grpo.advantage_estimator of a file": lambda cfg: ":" in cfg.grpo.advantage_estimator,
+    "grpo.advantage_estimator of a file": lambda cfg: (
+        "advantage_estimator" in cfg.grpo.own_functions
+    ),
     "grpo.advantage_estimator other than grpo": lambda cfg: cfg.grpo.advantage_estimator != "grpo",
     # A replay starts no engines, so nothing is pushed.
     "lora.sync: adapter": lambda cfg: cfg.lora.is_served and cfg.train.replay is None,

@@ -129,10 +129,10 @@ def with_file_hashes(cfg: Config) -> Config:
             raise ValueError(f"grpo.{key}: {file} does not exist in {Path.cwd()}")
         found[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
     for path, known in cfg.grpo.file_sha256.items():
-        if known != (now := found.get(path)):
+        if known != found.get(path, known):
             raise ValueError(
-                f"grpo.file_sha256: {path} had the hash {known}, and has {now}: restore the file, "
-                "or leave grpo.file_sha256 out to go on with this one"
+                f"{path} has changed: its hash is {found[path]}, and grpo.file_sha256 has {known}: "
+                "restore the file, or set grpo.file_sha256={} to begin with this one"
             )
     return cfg.model_copy(update={"grpo": cfg.grpo.model_copy(update={"file_sha256": found})})
 

@@ -282,9 +282,9 @@ class GRPOConfig(Section):
 
     @model_validator(mode="after")
     def _advantages_fit(self) -> Self:
-        works_alone = ":" in (estimator := self.advantage_estimator)
-        works_alone = works_alone or estimator == "reinforce_plus_plus"
-        if self.num_generations < 2 and not works_alone:
+        compares_batch = self.advantage_estimator == "reinforce_plus_plus"
+        compares_batch = compares_batch or "advantage_estimator" in self.own_functions
+        if self.num_generations < 2 and not compares_batch:
             raise ValueError(
                 f"grpo.num_generations {self.num_generations}: a completion is compared with the "
                 "others of its prompt, use at least 2 (1 is enough for "

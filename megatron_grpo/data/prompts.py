@@ -18,6 +18,7 @@ from megatron_grpo.config.yaml_text import Loader
 from megatron_grpo.data.encoding import Chat, Encoded, chat_of, encode_rows, writes_date
 from megatron_grpo.data.images import ImageReader, PromptSources
 from megatron_grpo.data.rows import Fault, InvalidRows, Record, Row, read_rows
+from parallel.words import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -200,7 +201,8 @@ def _longest_prompt(cfg: Config, max_position_embeddings: int, limit: str) -> in
         raise ValueError(
             f"{limit} {cfg.rollout.max_completion_length} leaves no room for a prompt in the "
             f"model's context of {max_position_embeddings} tokens (max_position_embeddings of its "
-            f"config.json): use at most {max_position_embeddings - 1}"
+            "config.json, or the original one of longrope): use at most "
+            f"{max_position_embeddings - 1}"
         )
     return longest
 
@@ -233,8 +235,8 @@ def _short_ones(
     short = [prompt for prompt in prompts if len(prompt.token_ids) <= most]
     if not short:
         raise ValueError(
-            f"data.max_prompt_length {data.max_prompt_length} leaves out all {len(prompts)} "
-            f"prompts: the shortest has {min(lengths)} tokens"
+            f"data.max_prompt_length {data.max_prompt_length} leaves out all "
+            f"{counted(len(prompts), 'prompt')}: the shortest has {counted(min(lengths), 'token')}"
         )
     if warns and len(short) < len(prompts):
         logger.warning(

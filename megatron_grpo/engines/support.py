@@ -14,7 +14,7 @@ from checkpoint_convert.hf_folder import mtp_tensors
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines.arguments import reason
+from megatron_grpo.engines.arguments import engine_number, reason
 from megatron_grpo.engines.sglang.args import LIMIT, full_interval
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -79,6 +79,14 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
         _refuse({f"{key} {message}": is_set for key, is_set in untried_with_mamba.items()})
     if rollout.engine == "sglang":
         _check_sglang(rollout, shape)
+    if shape.rope_type == "longrope" and rollout.engine == "vllm":
+        limit, length = shape.max_position_embeddings, engine_number(rollout, "max_model_len")
+        if length is not None and length > limit:
+            raise ValueError(
+                f"rollout.vllm.max_model_len {length}: in an engine of more than {limit} tokens "
+                "vLLM rotates all of them by the long factors of longrope, and the trainer by the "
+                f"short ones: use at most {limit}, or leave it out"
+            )
 
 
 def _check_sglang(rollout: RolloutConfig, shape: ModelShape) -> None:
@@ -124,6 +132,10 @@ def check_attention(engine: str, shape: ModelShape) -> None:
                 "use_sliding_window to false in its config.json": (
                     is_mixed and not vllm.has_mixed_windows
                 ),
+                f"vLLM drops the bias of attention's output projection of the {family} in "
+                "model.path: use rollout.engine=sglang": (
+                    shape.has_output_bias and not vllm.has_output_bias
+                ),
             }
         )
         return
@@ -141,13 +153,21 @@ def check_attention(engine: str, shape: ModelShape) -> None:
 
 def _obstacles_of_sglang(shape: ModelShape) -> dict[str, object]:
     """Reasons why SGLang serves a model on no machine, and whether each holds."""
-    sglang, window = FAMILIES[shape.family].engines.sglang, shape.window
+    family, window = FAMILIES[shape.family], shape.window
+    sglang = family.engines.sglang
     return {
         f"as SGLang leaves out the windows of its attention ({window} tokens)": (
             window is not None and not sglang.has_windows
         ),
         "as SGLang has one base of RoPE for layers with windows and without": (
             sglang.has_one_rope and shape.window_rope_theta not in (None, shape.rope_theta)
+        ),
+        "as SGLang has experts in all of its layers": (
+            shape.moe and shape.num_dense_layers and not sglang.has_dense_layers
+        ),
+        "whose partial or long RoPE was not tried": (
+            family.rope.partial_factor is None
+            and (shape.rope_type, shape.partial_rotary_factor) != ("default", 1.0)
         ),
         "which has Mamba-2's layers": shape.has_mamba,
         "as SGLang has full attention in one layer of so many, the last of them": (
@@ -186,7 +206,7 @@ def _check_images_of_sglang(model: ModelConfig, rollout: RolloutConfig) -> None:
     patch = vision.get("patch_size", 14), vision.get("temporal_patch_size", 2)
     num_levels = len(vision.get("deepstack_visual_indexes") or ())
     needed: dict[str, tuple[Any, Any]] = {
-        "the rope_type of its text": ((shape.rope_scaling or {}).get("rope_type"), None),
+        "the rope_type of its text": (shape.rope_type, "default"),
         "rollout.sglang.rl_on_policy_target": (rollout.sglang.get("rl_on_policy_target"), None),
     }
     of_model = {

@@ -133,7 +133,7 @@ def _user_code(cfg: Config) -> Iterator[tuple[str, str]]:
     """(kind of file, `file.py:name`) of all code that a config names."""
     functions = [each.name for reward in cfg.rewards.values() for each in reward.functions]
     yield from (("file of reward functions", name) for name in functions if ":" in name)
-    yield from (("file of a loss", name) for name in cfg.grpo.own_functions.values())
+    yield from ((f"file of grpo.{key}", name) for key, name in cfg.grpo.own_functions.items())
     for view in cfg.by_source.values():
         if view.environment.name is not None:
             yield "file of an environment", view.environment.name
@@ -167,6 +167,8 @@ def start_ranks(
     found = [f"train.num_steps={cfg.num_steps}", "train.num_epochs=null"]
     if cfg.data.date is not None:
         found += [f"data.date={json.dumps(cfg.data.date)}"]
+    if cfg.grpo.file_sha256:
+        found += [f"grpo.file_sha256={json.dumps(cfg.grpo.file_sha256)}"]
     command = [*torchrun, "-m", "megatron_grpo", *arguments, *found]
     # exec keeps the process id, by which ranks know torchrun.
     # Ranks know each other by a token even where no engine needs one.

@@ -50,6 +50,13 @@ class Placement:
             for node in engine.nodes
         )
 
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of ranks, engines, or both."""
+        ranks = {(node, gpu) for node in self.trainer_nodes for gpu in range(self.ranks_per_node)}
+        engines = {(node, gpu) for at in self.engines for node in at.nodes for gpu in at.gpus}
+        return len(ranks | engines)
+
 
 def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     """Put ranks on the first nodes and engines on the remaining GPUs.

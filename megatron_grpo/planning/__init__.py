@@ -12,7 +12,8 @@ Reading order; a file imports only from files above it:
 - `activations.py`, `engine_memory.py`, `memory.py`: activations; an engine; a GPU in each phase.
 - `step_time.py`, `host.py`, `simulation.py`, `rollout_time.py`: time and traffic of a step; host
   memory; a run whose engines generate ahead; time of a generation.
-- `job_plan.py`, `suggest.py`: the plan of a config; layouts that fit.
+- `job_plan.py`, `division.py`, `suggest.py`: the plan of a config; the GPUs of ranks and engines,
+  and layouts of ranks; those that fit.
 - `advice.py`, `command.py`, `instantiate.py`: advice where a plan does not fit; the output of
   `plan` and `plan --instantiate`.
 """

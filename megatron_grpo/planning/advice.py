@@ -1,6 +1,7 @@
 """Advice where a plan does not fit: only changes that the checks of a config accept."""
 
 import shlex
+from contextlib import suppress
 from dataclasses import replace
 
 from checkpoint_convert import ModelShape
@@ -8,7 +9,14 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.vision import mrope_axes
 from megatron_grpo.engines.arguments import PLANNED, engine_number
 from megatron_grpo.planning.block import uses_transformer_engine
-from megatron_grpo.planning.job_plan import Changes, JobPlan, legal, overrides, plan_job
+from megatron_grpo.planning.job_plan import (
+    Changes,
+    JobPlan,
+    gpu_use,
+    legal,
+    overrides,
+    plan_job,
+)
 from megatron_grpo.planning.suggest import suggest
 from megatron_grpo.planning.workload import Job
 from parallel.words import counted
@@ -39,6 +47,24 @@ def _has_own_attention(cfg: Config, shape: ModelShape) -> bool:
         or shape.has_sinks
         or (cfg.dims.context > 1 and shape.window is not None)
     )
+
+
+def idle_lines(job: Job, plan: JobPlan) -> list[str]:
+    """Ways to use idle GPUs; no line without such GPUs."""
+    if not (idle := plan.gpus.idle):
+        return []
+    cfg, num_gpus = job.cfg, plan.num_gpus
+    engines = cfg.num_engines + idle // cfg.rollout.gpus_per_engine
+    copies = cfg.dims.data + idle // (cfg.dims.world_size // cfg.dims.data)
+    ways: list[Changes] = [{"parallel": {"data_parallel_size": copies}}]
+    ways += [{"rollout": {"num_engines": engines}}] if cfg.num_engines else []
+    found = []
+    for changes in ways:
+        with suppress(ValueError):  # no place for them
+            other = legal(job, changes)
+            if other and gpu_use(other.cfg, job.card, num_gpus).idle < idle:
+                found += overrides(changes)
+    return [f"hint: for the idle: {', or '.join([*found, f'--suggest --gpus {num_gpus}'])}"]
 
 
 def too_large(job: Job, plan: JobPlan) -> str:

@@ -13,18 +13,23 @@ from megatron_grpo.config.file import load_config
 from megatron_grpo.config.offload import Part, Phase, parts_away
 from megatron_grpo.config.reward import RewardFunction, served_here
 from megatron_grpo.config.trained_shape import trained_shape
-from megatron_grpo.planning.advice import flash_lines, less, too_large
+from megatron_grpo.planning.advice import flash_lines, idle_lines, less, too_large
 from megatron_grpo.planning.card import card_named
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.host import choice_lines, host_blocks
-from megatron_grpo.planning.job_plan import JobPlan, min_gpus, not_counted, plan_job
+from megatron_grpo.planning.job_plan import (
+    JobPlan,
+    forecast,
+    min_gpus,
+    plan_job,
+)
 from megatron_grpo.planning.memory import StageMemory, file_bytes
-from megatron_grpo.planning.rollout_time import RolloutTime, mode_of
-from megatron_grpo.planning.rows import facts, table
-from megatron_grpo.planning.simulation import MODES, Forecast, Loop, simulate
+from megatron_grpo.planning.rollout_time import mode_of
+from megatron_grpo.planning.rows import facts, legend, table
+from megatron_grpo.planning.simulation import MODES, Loop, simulate
 from megatron_grpo.planning.state import part_bytes
 from megatron_grpo.planning.step_time import ATTAINABLE_OF_LINK, LinkUse
-from megatron_grpo.planning.suggest import Suggestion, simulated, suggest
+from megatron_grpo.planning.suggest import UNKNOWN, suggest, suggestion_table
 from megatron_grpo.planning.workload import (
     Job,
     longest_sequence,
@@ -34,9 +39,9 @@ from megatron_grpo.planning.workload import (
 from parallel.words import counted
 
 SHOWN_STAGES = 4
-SHOWN_SUGGESTIONS = 8
 STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer", "reference")
 COMPARE = "hint: compare with any other setting: --with grpo.shared_prompts=true"
+STEP = "step with engines, simulated"
 MEASURED = "hint: sequences count as the longest; to count a run's: --lengths RUN/completions.jsonl"
 
 
@@ -114,9 +119,7 @@ def print_suggestions(
     if as_json:
         print(json.dumps([each.as_json() for each in suggestions]))
     elif suggestions:
-        print(suggestion_table(suggestions, num_gpus, gpu))
-        if forecast := simulated(suggestions[0], job):
-            print("", *_forecast_lines(suggestions[0].cfg, forecast), sep="\n")
+        print(suggestion_table(suggestions, job, gpu))
     if not suggestions:
         raise ValueError(f"no layout fits on {num_gpus} {gpu}: {less(job)}")
 
@@ -159,6 +162,7 @@ def _figures(cfg: Config, plan: JobPlan) -> dict[str, str]:
     return {
         "fits": "yes" if plan.fits else "no",
         "GPUs": f"{plan.num_gpus:,}",
+        "  idle": f"{plan.gpus.idle:,}",
         "limit of a GPU's memory": _gb(plan.memory_limit),
         "fullest stage": str(stage.stage),
         **{f"  {part}": size for part, size in _parts(cfg, stage).items()},
@@ -172,9 +176,7 @@ def _figures(cfg: Config, plan: JobPlan) -> dict[str, str]:
         "  exposed traffic": _seconds(time.waits),
         "push, least time": _seconds(push.seconds if push else None),
         "generation, least time": _seconds(rollout.seconds if rollout else None),
-        "step with engines, simulated": _seconds(
-            simulate(loop, mode_of(cfg)).seconds / steps if loop else None
-        ),
+        STEP: _seconds(forecast(cfg, loop, plan.gpus).seconds / steps if loop else None),
         "engine weights per GPU": _gb(engine.weights if engine else None),
         "engine cache per GPU": _gb(engine.cache if engine else None),
         "cached tokens per engine": f"{engine.cached_tokens:,}" if engine else "-",
@@ -183,12 +185,14 @@ def _figures(cfg: Config, plan: JobPlan) -> dict[str, str]:
 
 def job_table(job: Job, gpu: str, plan: JobPlan) -> str:
     """Blocks for memory, a step, engines, a generation, traffic and asynchrony."""
-    cfg, shape, engine, rollout = job.cfg, job.shape, plan.engine, plan.rollout
+    cfg, shape, engine = job.cfg, job.shape, plan.engine
     blocks = [
         [
             f"{shape.family} in {cfg.model.dtype} on {plan.num_gpus} {gpu}",
             f"trainer: {cfg.dims}",
             f"engines: {_engines(cfg, plan)}",
+            f"GPUs: {plan.gpus}",
+            *idle_lines(job, plan),
             *flash_lines(job, gpu),
         ],
         _memory_lines(cfg, plan),
@@ -197,9 +201,10 @@ def job_table(job: Job, gpu: str, plan: JobPlan) -> str:
         _step_lines(plan),
         facts("engine", _engine_rows(engine)) if engine else [],
         *map(_reward_model_lines, served_here(cfg.rewards.values())),
-        _generation_lines(cfg, rollout) if rollout else [],
-        _link_lines(cfg, plan),
-        _asynchrony_lines(cfg, plan.loop) if plan.loop else [],
+        _generation_lines(cfg, plan),
+        _link_lines(job, plan),
+        _asynchrony_lines(cfg, plan.loop) if plan.loop and not plan.gpus.is_shared else [],
+        [legend(("tp", "pp", "cp", "dp"))],
         [COMPARE, *([MEASURED] if job.lengths == [longest_sequence(cfg, shape)] else [])],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
@@ -208,7 +213,7 @@ def job_table(job: Job, gpu: str, plan: JobPlan) -> str:
 def _engines(cfg: Config, plan: JobPlan) -> str:
     if not cfg.num_engines:
         return "none (train.replay)"
-    where = "shared with the trainer" if plan.is_shared else "on their own GPUs"
+    where = "shared with the trainer" if plan.gpus.is_shared else "on their own GPUs"
     return f"{cfg.num_engines} x {counted(cfg.rollout.gpus_per_engine, 'GPU')}, {where}"
 
 
@@ -276,7 +281,10 @@ def _reward_model_lines(model: RewardFunction) -> list[str]:
     )
 
 
-def _generation_lines(cfg: Config, time: RolloutTime) -> list[str]:
+def _generation_lines(cfg: Config, plan: JobPlan) -> list[str]:
+    if (time := plan.rollout) is None or plan.loop is None:
+        return [UNKNOWN] if plan.engine else []
+    steps = BatchSchedule.of(cfg.grpo).updates_per_generation
     bound = (
         f"least time: {time.passes:,} passes over weights, keys and values"
         if time.memory_seconds > time.compute_seconds
@@ -289,11 +297,13 @@ def _generation_lines(cfg: Config, time: RolloutTime) -> list[str]:
     ]
     if time.network_seconds:
         rows.append((f"{time.network_seconds:.1f} s", "of it traffic between an engine's nodes"))
-    steps = BatchSchedule.of(cfg.grpo).updates_per_generation
+    seconds = forecast(cfg, plan.loop, plan.gpus).seconds / steps
+    rows.append((f"{seconds:.1f} s", f"{STEP}"))
     return facts(f"generation, for {counted(steps, 'step')}", rows)
 
 
-def _link_lines(cfg: Config, plan: JobPlan) -> list[str]:
+def _link_lines(job: Job, plan: JobPlan) -> list[str]:
+    cfg, card = job.cfg, job.card
     uses: list[LinkUse] = list(plan.time.links)
     if plan.push:
         updates = BatchSchedule.of(cfg.grpo).updates_per_generation
@@ -301,7 +311,8 @@ def _link_lines(cfg: Config, plan: JobPlan) -> list[str]:
         uses.append(replace(plan.push, purpose=f"{plan.push.purpose}{steps}"))
     rows = [["per step and GPU", "bytes", "over", "least time", "exposed"]]
     for use in uses:
-        over = "PCIe" if use.to_host else "NVLink" if use.in_node else "network"
+        in_node = card.host_link if use.to_host else card.node_link
+        over = in_node if use.in_node or use.to_host else "network"
         seconds = f"{use.seconds:.2f} s", f"{use.exposed:.2f} s"
         rows.append([use.purpose, f"{_gb(use.num_bytes)} GB", over, *seconds])
     return table(rows, left=(0, 2))
@@ -326,53 +337,3 @@ def _asynchrony_lines(cfg: Config, loop: Loop) -> list[str]:
             ]
         )
     return [*table(rows, left=(0,)), "simulated; staleness of tokens in generations; * this config"]
-
-
-def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str) -> str:
-    """The fastest layouts, and the command-line overrides for the first of them."""
-    head = ["tp", "pp", "vp", "cp", "dp", "ep", "recompute", "memory", "step", "bubble", "traffic"]
-    rows = [head, *map(_suggestion_row, suggestions[:SHOWN_SUGGESTIONS])]
-    layouts = counted(len(suggestions), "layout")
-    return "\n".join(
-        [
-            f"{layouts} for {num_gpus} {gpu}, fastest by estimate first",
-            "",
-            *table(rows, left=(head.index("recompute"),)),
-            *_not_counted(not_counted(suggestions[0].cfg)),
-            "",
-            "hint: for the first, add these after the config's name:",
-            " \\\n".join(f"  {shlex.quote(word)}" for word in suggestions[0].overrides),
-        ]
-    )
-
-
-def _suggestion_row(each: Suggestion) -> list[str]:
-    dims = each.cfg.dims
-    sizes: Iterable[int] = (
-        dims.tensor,
-        dims.pipeline,
-        dims.virtual_pipeline,
-        dims.context,
-        dims.data,
-        dims.expert,
-    )
-    return [
-        *map(str, sizes),
-        "full" if each.recomputes else "none",
-        f"{_gb(each.memory.total, 1)} GB",
-        f"{each.time.estimate:.1f} s",
-        f"{each.time.bubble:.3f}",
-        f"{each.time.waits:.1f} s",
-    ]
-
-
-def _forecast_lines(cfg: Config, forecast: Forecast) -> list[str]:
-    seconds = forecast.seconds / BatchSchedule.of(cfg.grpo).updates_per_generation
-    return facts(
-        f"simulated, with the first layout and {counted(cfg.rollout.num_engines, 'engine')}",
-        [
-            (f"{seconds:.1f} s", "step"),
-            (f"{forecast.engines_busy:.0%}", "engines busy"),
-            (f"{forecast.trainer_busy:.0%}", "trainer busy"),
-        ],
-    )

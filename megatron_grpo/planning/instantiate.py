@@ -226,7 +226,10 @@ def print_comparison(cfg: Config) -> bool:
         print(job.table)
         return True
     first = "\n".join(job.faults[:SHOWN_FAULTS])
-    print(f"megatron-grpo: {len(job.faults)} differences from the plan\n{first}", file=sys.stderr)
+    print(
+        f"megatron-grpo: {counted(len(job.faults), 'difference')} from the plan\n{first}",
+        file=sys.stderr,
+    )
     return False
 
 

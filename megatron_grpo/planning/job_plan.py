@@ -23,8 +23,13 @@ from megatron_grpo.planning.memory import (
     stages_memory,
 )
 from megatron_grpo.planning.precision import check_fp8_card
-from megatron_grpo.planning.rollout_time import RolloutTime, rollout_time, training_loop
-from megatron_grpo.planning.simulation import MODES, Loop, simulate
+from megatron_grpo.planning.rollout_time import (
+    RolloutTime,
+    mode_of,
+    rollout_time,
+    training_loop,
+)
+from megatron_grpo.planning.simulation import MODES, Forecast, Loop, Mode, simulate
 from megatron_grpo.planning.state import stage_states
 from megatron_grpo.planning.step_time import LinkUse, StepTime, push_link, step_time
 from megatron_grpo.planning.workload import Job, Workload, workload
@@ -37,12 +42,30 @@ Changes = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuUse:
+    """GPUs of a job, by what they do."""
+
+    training: int
+    generating: int
+    scoring: int
+    """GPUs that only reward models use."""
+    idle: int
+    is_shared: bool
+    """Whether ranks and engines use the same GPUs."""
+
+    def __str__(self) -> str:
+        generating = f"{self.generating} generate{' on the same' if self.is_shared else ''}"
+        uses = [f"{self.training} train", *([generating] if self.generating else [])]
+        uses += [f"{self.scoring} score"] if self.scoring else []
+        return f"{', '.join(uses)}, {self.idle or 'none'} idle"
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobPlan:
     """Needs of a config on GPUs of one kind."""
 
     num_gpus: int
-    is_shared: bool
-    """Whether trainer and engines use the same GPUs."""
+    gpus: GpuUse
     memory_limit: int
     """Bytes per card that may be used."""
     work: Workload
@@ -59,7 +82,7 @@ class JobPlan:
     host: HostUse | None
     """None if neither ranks nor engines leave anything to their hosts."""
     loop: Loop | None
-    """None without `rollout`, and on shared GPUs, where trainer and engines take turns."""
+    """None without `rollout`."""
 
     @property
     def fullest(self) -> StageMemory:
@@ -78,11 +101,17 @@ class JobPlan:
     def fits_hosts(self) -> bool:
         return self.host is None or self.host.fits
 
+    @property
+    def modes(self) -> Sequence[Mode]:
+        """Ways to overlap generations and steps: one on shared GPUs, where they take turns."""
+        return MODES[:1] if self.gpus.is_shared else MODES
+
     def as_json(self) -> dict[str, Any]:
         """All figures for scripts, in bytes, seconds and operations."""
         return {
             "num_gpus": self.num_gpus,
-            "is_shared": self.is_shared,
+            "is_shared": self.gpus.is_shared,
+            "gpus": asdict(self.gpus),
             "memory_limit": self.memory_limit,
             "fits": self.fits,
             "not_counted": self.not_counted,
@@ -99,7 +128,7 @@ class JobPlan:
             "rollout": self.rollout and asdict(self.rollout) | {"seconds": self.rollout.seconds},
             "push": self.push and asdict(self.push),
             "asynchrony": self.loop
-            and [asdict(mode) | asdict(simulate(self.loop, mode)) for mode in MODES],
+            and [asdict(mode) | asdict(simulate(self.loop, mode)) for mode in self.modes],
             "host": self.host and asdict(self.host) | {"total": self.host.total},
         }
 
@@ -112,19 +141,17 @@ def plan_job(job: Job) -> JobPlan:
     check_towers_served(cfg.model, cfg.rollout)
     engine = engine_bytes(cfg, shape, card)
     num_gpus = job.num_gpus or min_gpus(cfg, card, engine)
-    if is_shared := shares_gpus(cfg, card, num_gpus):
+    gpus = gpu_use(cfg, card, num_gpus)
+    if gpus.is_shared:
         check_shared(cfg.rollout, cfg.dims.world_size, num_gpus)
-    colocated = engine if is_shared else None
+    colocated = engine if gpus.is_shared else None
     in_node = num_gpus <= card.per_node
     work, states = workload(cfg, shape, job.lengths), list(stage_states(cfg, shape))
     time = step_time(job, states, work)
     push = push_link(engine.pushed, card, in_node=in_node) if engine else None
-    loop = None
-    if engine and push and not is_shared:
-        loop = training_loop(job, engine, time, push)
     return JobPlan(
         num_gpus=num_gpus,
-        is_shared=is_shared,
+        gpus=gpus,
         memory_limit=memory_limit(card),
         work=work,
         stages=stages_memory(job, states, work.microbatches, colocated),
@@ -134,8 +161,13 @@ def plan_job(job: Job) -> JobPlan:
         push=push,
         not_counted=not_counted(cfg),
         host=host_use(job, states, work.microbatches, colocated),
-        loop=loop,
+        loop=training_loop(job, engine, time.estimate, push) if engine and push else None,
     )
+
+
+def forecast(cfg: Config, loop: Loop, gpus: GpuUse) -> Forecast:
+    """Simulate a run of `cfg`; on shared GPUs ranks and engines take turns."""
+    return simulate(loop, MODES[0] if gpus.is_shared else mode_of(cfg))
 
 
 def check_job(job: Job) -> None:
@@ -155,7 +187,9 @@ def legal(job: Job, changes: Changes) -> Job | None:
     sections: dict[str, Section] = {name: getattr(job.cfg, name) for name in changes}
     try:
         fields = {
-            name: type(section).model_validate(section.model_dump() | dict(changes[name]))
+            name: type(section).model_validate(
+                section.model_dump(exclude_unset=True) | dict(changes[name])
+            )
             for name, section in sections.items()
         }
         cfg = job.cfg.model_copy(update=fields)
@@ -183,8 +217,8 @@ def not_counted(cfg: Config) -> list[str]:
     return shared + offload
 
 
-def shares_gpus(cfg: Config, card: GpuSpec, num_gpus: int) -> bool:
-    """Whether ranks and engines of a job share its GPUs when placed by `place`.
+def gpu_use(cfg: Config, card: GpuSpec, num_gpus: int) -> GpuUse:
+    """Count GPUs of a job whose ranks and engines are placed by `place`.
 
     Raises ValueError if the GPUs are too few, or if nodes of this card cannot hold the ranks or the
     engines.
@@ -204,8 +238,16 @@ def shares_gpus(cfg: Config, card: GpuSpec, num_gpus: int) -> bool:
         )
     nodes = [str(number) for number in range(-(-num_gpus // card.per_node))]
     placed = place(cfg, nodes, min(num_gpus, card.per_node))
-    # A job may have only part of its last node, which `place` does not take into account.
-    return placed.shares_gpus or ranks + engines + of_rewards > num_gpus
+    # Engines of `base_urls` have no place.
+    used = placed.num_gpus + of_rewards + (engines if cfg.rollout.base_urls else 0)
+    return GpuUse(
+        training=ranks,
+        generating=engines,
+        scoring=of_rewards,
+        idle=max(0, num_gpus - used),
+        # A job may have only part of its last node, which `place` does not take into account.
+        is_shared=placed.shares_gpus or ranks + engines + of_rewards > num_gpus,
+    )
 
 
 def min_gpus(cfg: Config, card: GpuSpec, engine: EngineBytes | None) -> int:

@@ -104,11 +104,11 @@ def one_of_each_kind(
         alike.setdefault((shape.modules(layer), apart(layer)), []).append(layer)
     layers = [*alike.values()]
     modules = [shape.modules(first) for first, *_ in layers]
-    num_dense = sum("mlp" in each for each in modules)
+    dense = tuple(layer for layer, each in enumerate(modules) if "mlp" in each)
     few = replace(
         shape,
         num_layers=len(layers),
-        moe=replace(shape.moe, num_dense_layers=num_dense) if shape.moe else None,
+        moe=replace(shape.moe, dense_layers=dense) if shape.moe else None,
         linear_layers=tuple(layer for layer, each in enumerate(modules) if "linear" in each),
         block_types=tuple(each for (each,) in modules) if shape.block_types else (),
     )
@@ -125,7 +125,7 @@ def _of_one_kind(shape: ModelShape, modules: tuple[Module, ...]) -> ModelShape:
     has_experts, is_linear = "moe" in modules, "linear" in modules
     return replace(
         shape,
-        moe=replace(shape.moe, num_dense_layers=0) if shape.moe and has_experts else None,
+        moe=replace(shape.moe, dense_layers=()) if shape.moe and has_experts else None,
         linear=shape.linear if is_linear else None,
         linear_layers=tuple(range(shape.num_layers)) if is_linear else (),
         block_types=modules * shape.num_layers if shape.block_types else (),

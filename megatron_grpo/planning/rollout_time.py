@@ -15,7 +15,7 @@ from megatron_grpo.planning.engine_memory import EngineBytes, worker_tensors
 from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.planning.mlp import reached_share
 from megatron_grpo.planning.simulation import Loop, Mode
-from megatron_grpo.planning.step_time import LinkUse, StepTime, active_weights
+from megatron_grpo.planning.step_time import LinkUse, active_weights
 from megatron_grpo.planning.workload import Job, spread
 
 
@@ -100,11 +100,12 @@ def mode_of(cfg: Config) -> Mode:
     return Mode(max_staleness=rollout.max_staleness, in_flight=rollout.in_flight_updates)
 
 
-def training_loop(job: Job, engine: EngineBytes, step: StepTime, push: LinkUse) -> Loop | None:
-    """Describe a job for `simulate`; None without `data.max_prompt_length`.
+def training_loop(job: Job, engine: EngineBytes, step_seconds: float, push: LinkUse) -> Loop | None:
+    """Describe a job, with the time of an optimizer step, for `simulate`; None without
+    `data.max_prompt_length`.
 
     Passes take their lower bound, as in `rollout_time`, with the mean number of cached tokens per
-    running completion. Steps take their estimate.
+    running completion.
     """
     cfg, shape, card, grpo = job.cfg, job.shape, job.card, job.cfg.grpo
     if cfg.data.max_prompt_length is None:
@@ -139,7 +140,7 @@ def training_loop(job: Job, engine: EngineBytes, step: StepTime, push: LinkUse) 
         token_seconds=prefill + network,
         recomputes=cfg.rollout.recompute_kv_cache,
         start_seconds=0.0,
-        train_seconds=step.estimate * BatchSchedule.of(grpo).updates_per_generation,
+        train_seconds=step_seconds * BatchSchedule.of(grpo).updates_per_generation,
         push_seconds=push.seconds,
     )
 

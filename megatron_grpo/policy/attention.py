@@ -1,4 +1,4 @@
-"""Attention with windows or sinks.
+"""Attention with windows, sinks, a bias of its output projection, or LongRoPE.
 
 In a layer with a window of w, a token attends to itself and the w - 1 tokens before it. A sink is a
 parameter of a head, which softmax counts as one more score.
@@ -11,11 +11,13 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from checkpoint_convert import ModelShape
+from megatron_grpo.policy.rope import softmax_scale
 from parallel.attention import PackedAttention
 
 
@@ -70,6 +72,52 @@ class WindowedAttention(SelfAttention):
         """Megatron's forward; `rotary_pos_emb` are both of `PackedRotary`'s tables [2, ...]."""
         own = rotary_pos_emb[self.table]
         return super().forward(hidden_states, *options, rotary_pos_emb=own, **named)
+
+
+class BiasedAttention(SelfAttention):
+    """Attention with a bias of its output projection; Megatron's field is for MLPs as well."""
+
+    def __init__(self, config: TransformerConfig, *positional: Any, **options: Any) -> None:
+        config = copy(config)
+        config.add_bias_linear = True
+        super().__init__(config, *positional, **options)
+
+
+class LongAttention(SelfAttention):
+    """Attention with LongRoPE, whose attention factor scales the rotated part of queries and keys.
+
+    Rotations keep factors, and only products of queries and keys count: queries get its square.
+    """
+
+    def __init__(
+        self, *positional: Any, rotary_dim: int, attention_factor: float, **options: Any
+    ) -> None:
+        super().__init__(*positional, **options)
+        self.rotary_dim, self.scale = rotary_dim, attention_factor**2
+
+    def get_query_key_value_tensors(
+        self, *positional: Any, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [t, 1, heads of this rank, head size] each."""
+        query, key, value = super().get_query_key_value_tensors(*positional, **options)
+        rotated, rest = query.tensor_split([self.rotary_dim], dim=-1)
+        return torch.cat([rotated * self.scale, rest], dim=-1), key, value
+
+
+def use_variants(layer: ModuleSpec, shape: ModelShape) -> None:
+    """Choose the class above that a model needs, if any; no family needs two."""
+    attention = layer.submodules.self_attention
+    if shape.window_rope_theta is not None:
+        attention.module = WindowedAttention
+        attention.params |= {"window_scale": softmax_scale(shape, None)}
+    if shape.has_output_bias and not shape.has_linear_biases:
+        attention.module = BiasedAttention
+    if shape.rope_scaling and shape.rope_type == "longrope":
+        attention.module = LongAttention
+        attention.params |= {
+            "rotary_dim": shape.rotary_dim,
+            "attention_factor": shape.rope_scaling["attention_factor"],
+        }
 
 
 def packed_attention_of(shape: ModelShape) -> type[PackedAttention]:

@@ -5,6 +5,7 @@ factor. Megatron-Core multiplies cosines and sines by the factor, but its fused 
 sequences takes only angles and silently drops it (test_upstream: mscale). Here the factor is part
 of the softmax scale, which every attention takes: torch's, Transformer Engine's and flex. Scores
 are equal where whole heads are rotated; with latents the factor scales both parts of a head.
+LongRoPE's factor scales the rotated part alone: see `attention.LongAttention`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,32 +78,28 @@ def packed_rotary(shape: ModelShape, axes: Sequence[int]) -> PackedRotary | None
 
 def _rotary(shape: ModelShape) -> RotaryEmbedding:
     """Angles for the rotated part of each head."""
+    kind, scaling = shape.rope_type, dict(shape.rope_scaling or {})
+    scaling.pop("rope_type", None)
     rotary = RotaryEmbedding(
         shape.rotary_dim,
         rotary_percent=1.0,
         rotary_base=shape.rope_theta,
-        **_rope_scaling(shape),
+        seq_len_interpolation_factor=scaling["factor"] if kind == "linear" else None,
     )
-    if yarn := yarn_scaling(shape):
-        rotary.inv_freq = yarn_frequencies(rotary.inv_freq, shape.rope_theta, yarn)
+    if kind == "llama3":  # Megatron's constructor takes `factor` alone
+        rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **scaling)
+    if kind == "longrope":
+        factors = torch.tensor(scaling["short_factor"], device=rotary.inv_freq.device)
+        pairs = torch.arange(0, shape.rotary_dim, 2, device=factors.device) / shape.rotary_dim
+        rotary.inv_freq = 1.0 / (factors * shape.rope_theta**pairs)
+    if kind == "yarn":
+        rotary.inv_freq = yarn_frequencies(rotary.inv_freq, shape.rope_theta, scaling)
     return rotary
-
-
-def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
-    """Arguments of Megatron's RotaryEmbedding for the scalings that it knows: linear and llama3."""
-    if shape.rope_scaling is None or yarn_scaling(shape):
-        return {}
-    factor = shape.rope_scaling["factor"]
-    if shape.rope_scaling["rope_type"] == "linear":
-        return {"seq_len_interpolation_factor": factor}
-    assert shape.rope_scaling["rope_type"] == "llama3", "read_shape refuses other kinds"
-    return {"rope_scaling": True, "rope_scaling_factor": factor}
 
 
 def yarn_scaling(shape: ModelShape) -> Mapping[str, Any] | None:
     """The model's `rope_scaling` if its type is yarn, else None."""
-    scaling = shape.rope_scaling
-    return scaling if scaling is not None and scaling["rope_type"] == "yarn" else None
+    return shape.rope_scaling if shape.rope_type == "yarn" else None
 
 
 def yarn_frequencies(inv_freq: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:

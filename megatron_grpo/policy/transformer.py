@@ -25,7 +25,7 @@ from torch.nn.functional import gelu, relu, silu
 
 from checkpoint_convert import ModelShape, MoeShape
 from checkpoint_convert.shape import Module
-from megatron_grpo.policy.attention import WindowedAttention, packed_attention_of, window_fields
+from megatron_grpo.policy.attention import packed_attention_of, use_variants, window_fields
 from megatron_grpo.policy.linear_attention import (
     leave_out,
     linear_fields,
@@ -257,9 +257,7 @@ def _use_attention(layer: ModuleSpec, shape: ModelShape) -> None:
     if shape.indexer is not None:
         attention.module = SparseAttention
         attention.params |= {"indexer": shape.indexer}
-    if shape.window_rope_theta is not None:
-        attention.module = WindowedAttention
-        attention.params |= {"window_scale": softmax_scale(shape, None)}
+    use_variants(layer, shape)
     use_gates(layer, shape)
 
 

@@ -128,8 +128,8 @@ class TrainMetrics:
         self._totals += torch.stack([totals[name] for name in self._names])
         sums = {
             "tokens": tokens.sequences.lengths.double(),
-            "clipped_low": tokens.sequences.local_sums(loss.mask("clipped_low").double()),
-            "clipped_high": tokens.sequences.local_sums(loss.mask("clipped_high").double()),
+            "clipped_low": tokens.sequences.local_sums(loss.clipped_low.double()),
+            "clipped_high": tokens.sequences.local_sums(loss.clipped_high.double()),
             "entropy": tokens.sequences.local_sums(tokens.entropy.detach().double()),
             "rollout_gap": tokens.sequences.local_sums(gap),
             "rollout_masked": tokens.sequences.local_sums((weights == 0).double()),

@@ -37,6 +37,18 @@ def load_named(name: str, kind: str) -> Callable[..., Any]:
     return found
 
 
+def load_function(name: str, kind: str) -> Callable[..., Any]:
+    """`load_named` for functions of the trainer's own process: ValueError, with file and line,
+    also if the file cannot be imported."""
+    try:
+        return load_named(name, kind)
+    except Exception as error:
+        if is_refusal(error):
+            raise
+        text = error_text(error, "the host")
+        raise ValueError(f"{kind} {name} cannot be imported: {text}") from None
+
+
 MAX_TEXT = 4000
 """Last characters of an error that are kept: the end of a traceback says what happened."""
 

@@ -15,6 +15,7 @@ TIED = (
     *("qwen2", "qwen3_5_text", "qwen3_moe"),
 )
 """Families with a tied head, where they allow it, and a single key-value head."""
+VARIANTS = {"qwen3": {"attention_bias": True}, "qwen3_moe": {"mlp_only_layers": [1, 4]}}
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +28,7 @@ def seven_layer_models(tmp_path_factory):
             tied=family in TIED,
             num_hidden_layers=7,
             num_key_value_heads=1 if family in TIED else 2,
+            **VARIANTS.get(family, {}),
         )
         for family in CONFIGS
     }

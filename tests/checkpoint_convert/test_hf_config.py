@@ -121,7 +121,12 @@ HYBRID = {"qk_norm": True, "zero_centered_norms": True, "has_output_gate": True}
 GEMMA = {"has_post_norms": True, "zero_centered_norms": True, "scales_embeddings": True}
 FLAGS = {
     "gemma3_text": GEMMA | {"qk_norm": True},
-    "gpt_oss": {"has_linear_biases": True, "has_sinks": True, "activation": "swigluoai"},
+    "gpt_oss": {
+        "has_output_bias": True,
+        "has_linear_biases": True,
+        "has_sinks": True,
+        "activation": "swigluoai",
+    },
     "minimax_m2": {"qk_norm": True, "norms_all_heads": True},
     "olmo2": OLMO,
     "olmo3": OLMO,
@@ -205,9 +210,17 @@ def moe_by_transformers(config):
         weight_scale=getattr(config, "routed_scaling_factor", 1.0),
         shared_intermediate_size=getattr(config, "shared_expert_intermediate_size", shared),
         has_shared_gate=config.model_type in HYBRIDS,
-        num_dense_layers=getattr(config, "first_k_dense_replace", 0),
+        dense_layers=dense_by_transformers(config),
         **dict.fromkeys(("stacks", "mtp_stacks"), STACKS.get(config.model_type)),
     )
+
+
+def dense_by_transformers(config):
+    """Layers without experts."""
+    if config.model_type != "qwen3_moe":
+        return tuple(range(getattr(config, "first_k_dense_replace", 0)))
+    every, given = config.decoder_sparse_step, config.mlp_only_layers
+    return tuple(i for i in range(config.num_hidden_layers) if i in given or (i + 1) % every)
 
 
 def latent_by_transformers(config):
@@ -306,7 +319,8 @@ OF_ROPE = [
     {"rope_scaling": {"type": "linear", "factor": 4.0}},
     {"rope_scaling": LINEAR_ROPE | {"type": "yarn"}},
     {"rope_scaling": LLAMA3_ROPE},
-    {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 8192},
+    {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 4096},
+    {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 2, "high_freq_factor": 8.0}},
     {
         "rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 4096},
         "original_max_position_embeddings": 8192,
@@ -332,10 +346,10 @@ OF_WINDOWS = [
     {"model_type": "gemma3_text", "sliding_window_pattern": 2},
     {"model_type": "gemma3_text", "rope_local_base_freq": 5e3, "rope_scaling": LINEAR_ROPE},
 ]
-# Published with YaRN; see test_rope.py.
-WITH_YARN = (
+# Published with YaRN or LongRoPE; see test_rope.py.
+WITH_FACTORS = (
     *("DeepSeek-V3", "DeepSeek-V3.2", "Kimi-K2", "Ministral-3-8B", "OLMo-3-7B"),
-    *("gpt-oss-20b", "gpt-oss-120b"),
+    *("Phi-4-mini", "gpt-oss-20b", "gpt-oss-120b"),
 )
 READ = {
     **{f"{family} as saved": saved_config(family) for family in CONFIGS},
@@ -349,7 +363,7 @@ READ = {
     **{
         name: config
         for name, config in PUBLISHED_MODELS.items()
-        if "text_config" not in config and name not in WITH_YARN
+        if "text_config" not in config and name not in WITH_FACTORS
     },
     **{str(rope): LLAMA | rope for rope in OF_ROPE},
     **{
@@ -411,8 +425,7 @@ HARMLESS_IN = {
         *("mtp_layers_block_type", "num_hidden_layers", "rope_parameters"),
         *("get_nemotron_h_config_for_layer", "get_text_config", "rms_norm_eps"),
     },
-    # Fields of RoPE scalings that this family does not have here.
-    "phi3": {"original_max_position_embeddings"},
+    "phi3": {"original_max_position_embeddings"},  # of LongRoPE, which the config does not have
     "qwen3_5_text": OF_QWEN3_5 | OF_EXPERTS,
     "qwen3_5_moe_text": OF_QWEN3_5,
 }
@@ -615,16 +628,16 @@ REFUSED = {
         ({"num_key_value_heads": 3}, "num_key_value_heads(3) must divide num_attention_heads(4)"),
         ({"head_dim": 25}, "head_dim is 25; it must be even"),
         # RoPE
-        ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported; supported: ['def"),
+        ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported for llama; su"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, "RoPE scaling ['linear'] is not supported"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be null or an object"),
         ({"rope_scaling": {"type": "linear"}}, "linear RoPE scaling has no factor"),
         ({"rope_scaling": LINEAR_ROPE | {"factor": None}}, "factor is None"),
         ({"rope_parameters": {"full_attention": {}}}, "separate RoPE parameters for ['full_att"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "RoPE low_freq_factor is None"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor is None"),
         (
-            {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 4096},
-            "RoPE original_max_position_embeddings is 4096, only 8192",
+            {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4}},
+            "low_freq_factor(4) must be less than high_freq_factor(4)",
         ),
         ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "RoPE partial_rotary_factor is 0.5"),
         ({"rope_scaling": {"rope_dim": 8}}, "RoPE rope_dim is 8"),
@@ -709,7 +722,14 @@ REFUSED = {
         ({"sliding_window": 8, "layer_types": [FULL] * 2}, "only ['sliding_attention', "),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1; it must be at least"),
     ],
-    "qwen3_moe": [({"num_experts": 4}, "num_experts_per_tok(8) is more than num_experts(4)")],
+    "qwen3_moe": [
+        ({"num_experts": 4}, "num_experts_per_tok(8) is more than num_experts(4)"),
+        (
+            {"mlp_only_layers": [1], "decoder_sparse_step": 2},
+            "mlp_only_layers([1]) and decoder_sparse_step(2) leaves none of num_hidden_layers(2)",
+        ),
+        ({"mlp_only_layers": 1}, "mlp_only_layers is 1; it must be a list of layers"),
+    ],
     "qwen3_next": [
         ({"shared_expert_intermediate_size": 0}, "is 0; it must be an integer of at"),
         ({"layer_types": ["linear_attention"] * 2}, "and full_attention at least once"),

@@ -98,7 +98,7 @@ def test_inspect_counts_dense_and_mtp_layers(tmp_path):
         sizes = {"num_hidden_layers": 4, "n_routed_experts": 32}
         inspect(write_config(tmp_path / "model", "DeepSeek-V3", **sizes), output=output)
     text = re.sub(r" +", " ", output.getvalue())
-    assert " first_k_dense_replace 3 \n num_nextn_predict_layers 1 \n" in text
+    assert " dense MLP in 3 layers \n num_nextn_predict_layers 1 \n" in text
 
 
 def test_inspect_needs_a_config_for_a_checkpoint(model, tmp_path):

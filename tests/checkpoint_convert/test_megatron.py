@@ -92,6 +92,8 @@ def expected_attention(weights: Tensors, shape: ModelShape, rank: int, size: int
     }
     if shape.attention_bias:
         attention["linear_qkv.bias"] = qkv("bias")
+    if shape.has_output_bias:
+        attention["linear_proj.bias"] = weights["o_proj.bias"]
     if shape.qk_norm:
         attention |= {f"{x}_layernorm.weight": weights[f"{x}_norm.weight"] for x in "qk"}
     return attention
@@ -239,7 +241,7 @@ def expected_checkpoint(weights: Tensors, shape: ModelShape, padded_vocab: int) 
         for index in range(shape.num_layers)
     ]
     if shape.moe is not None:
-        mixtures = layers[shape.moe.num_dense_layers :]
+        mixtures = [layer for i, layer in enumerate(layers) if i not in shape.moe.dense_layers]
         for layer, linear in product(mixtures, ("linear_fc1", "linear_fc2")):
             experts = [
                 layer.pop(f"mlp.experts.{linear}.weight{i}") for i in range(shape.moe.num_experts)

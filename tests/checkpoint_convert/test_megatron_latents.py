@@ -81,7 +81,7 @@ def logits_of_import(rank, shape, imported):
             f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
             for x in ("q", "kv")
         }
-        if index < shape.num_dense_layers:
+        if index in shape.moe.dense_layers:
             fused["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         modules.sharded_state_dict_keys_map = fused
     model = GPTModel(

@@ -1,4 +1,4 @@
-"""YaRN in config.json: its meaning, and refused forms."""
+"""YaRN and LongRoPE in config.json: their meaning, and refused forms."""
 
 import json
 from math import log
@@ -8,9 +8,11 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen3 import Qwen3Config
 
 from checkpoint_convert import read_shape
+from helpers.models.published import PUBLISHED_MODELS, write_config
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -206,3 +208,38 @@ def test_yarn_with_an_ambiguous_meaning_is_refused(tmp_path, config, rope_scalin
         shape_of_yarn(tmp_path, rope_scaling, config=config)
     assert str(error.value).startswith(str(tmp_path / "config.json"))
     assert words in str(error.value)
+
+
+LONGROPE = PUBLISHED_MODELS["Phi-4-mini"]["rope_scaling"]
+
+
+def test_longrope_has_the_short_factors_of_transformers_within_the_trained_length(tmp_path):
+    factors = [1 + pair / 10 for pair in range(48)]
+    longrope = LONGROPE | {"short_factor": factors}
+    shape = read_shape(write_config(tmp_path / "model", "Phi-4-mini", rope_scaling=longrope))
+    config = Phi3Config.from_pretrained(tmp_path / "model")
+    _, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](config)
+    assert shape.rope_scaling == {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "attention_factor": pytest.approx(attention_factor, rel=1e-15),
+    }
+    assert (shape.max_position_embeddings, shape.rotary_dim, shape.head_dim) == (4096, 96, 128)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        # transformers and vLLM would have different attention factors.
+        ({"factor": 16.0}, "RoPE factor is 16.0, only 32.0 is supported"),
+        ({"attention_factor": 1.5}, "RoPE attention_factor is 1.5, only None is supported"),
+        ({"short_mscale": 1.5}, "RoPE short_mscale is 1.5, only None is supported"),
+        ({"short_factor": [1.0] * 64}, "it must be a list of 48 numbers, one for each pair"),
+        ({"short_factor": [0.0] * 48}, "short_factor 0 is 0.0; it must be a finite number above"),
+        ({"partial_rotary_factor": 0.7}, "partial_rotary_factor is 0.7; it must be at most 1, and"),
+    ],
+    ids=str,
+)
+def test_longrope_with_an_ambiguous_meaning_is_refused(tmp_path, change, words):
+    with pytest.raises(ValueError, match=words):
+        read_shape(write_config(tmp_path / "x", "Phi-4-mini", rope_scaling=LONGROPE | change))

@@ -84,6 +84,10 @@ def test_engine_layouts_equal_vllms_loaded_weights(tmp_path):
         cases.append((folder, EngineDims(tensor=2, expert_parallel=family in MIXTURES)))
     folder = servable_model(tmp_path / "no latent of queries", "deepseek_v3", q_lora_rank=None)
     cases.append((folder, EngineDims(tensor=2)))
+    folder = servable_model(tmp_path / "biases", "llama", attention_bias=True)
+    cases.append((folder, EngineDims(tensor=2)))
+    folder = servable_model(tmp_path / "a dense layer", "qwen3_moe", mlp_only_layers=[1])
+    cases.append((folder, EngineDims(tensor=2, expert_parallel=True)))
     # The files are float32: we must round as vLLM does.
     assert_workers_hold_what_the_layouts_say(cases, torch.bfloat16)
 

@@ -78,6 +78,7 @@ def test_check_world_size_names_every_factor_and_a_legal_value():
             r"expert_tensor\(8\) must divide the 12 ranks of a pipeline stage, tp\(2\) \* cp\(2\) "
             r"\* dp\(3\): legal values are \[1, 2, 3, 4, 6, 12\]",
         ),
+        ({"expert_tensor": 2}, "must divide the 1 rank of a pipeline stage"),
         (
             {"tensor": 2, "data": 4, "expert_tensor": 4, "expert": 4},
             r"expert\(4\) must divide .* / expert_tensor\(4\) = 2: legal values are \[1, 2\]",

@@ -78,7 +78,7 @@ OF_SGLANG: dict[str, dict[str, Any]] = {
         }
     },
     "qwen2": {"tied": True},
-    "qwen3": {"rope_parameters": YARN},
+    "qwen3": {"rope_parameters": YARN, "attention_bias": True},
     "olmo3": {
         "hidden_size": 128,
         "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ONE_ROPE),

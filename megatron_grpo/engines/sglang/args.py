@@ -216,8 +216,8 @@ def _config_overrides(shape: ModelShape) -> dict[str, Any]:
 
 def _yarn_factor(shape: ModelShape) -> dict[str, Any]:
     """YaRN's attention factor by SGLang's keys: divided by the paper's, 0.1 ln(factor) + 1."""
-    rope = shape.rope_scaling or {}
-    if rope.get("rope_type") != "yarn":
+    rope = shape.rope_scaling
+    if rope is None or shape.rope_type != "yarn":
         return {}
     own = 1 + 0.1 * log(max(rope["factor"], 1.0))
     return {"attn_factor": rope["attention_factor"] / own, "mscale": None, "mscale_all_dim": None}

@@ -26,7 +26,7 @@ from parallel import Layout, ParallelDims, intersect
 ONE_LAYER = replace(LLAMA_70B, num_layers=1)
 # A dense layer and one of experts.
 LATENT_LAYERS = replace(
-    DEEPSEEK_V3, num_layers=2, moe=replace(DEEPSEEK_V3.moe, num_dense_layers=1, num_experts=16)
+    DEEPSEEK_V3, num_layers=2, moe=replace(DEEPSEEK_V3.moe, dense_layers=(0,), num_experts=16)
 )
 
 

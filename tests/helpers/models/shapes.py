@@ -66,7 +66,9 @@ def shapes(draw):
             score_function="sigmoid",
             weight_scale=2.5,
             shared_intermediate_size=draw(st.integers(0, 2)) * 12,
-            num_dense_layers=draw(st.integers(0, num_layers - 1)),
+            dense_layers=tuple(
+                draw(st.sets(st.integers(0, num_layers - 1), max_size=num_layers - 1))
+            ),
         )
     if family == "qwen3_next":
         moe = replace(moe, shared_intermediate_size=12, has_shared_gate=True)
@@ -97,6 +99,7 @@ def shapes(draw):
             "family": family,
             "tie_word_embeddings": draw(st.booleans()),
             "attention_bias": latent is None and draw(st.booleans()),
+            "has_output_bias": latent is None and draw(st.booleans()),
             "qk_norm": latent is None and draw(st.booleans()),
         },
     )

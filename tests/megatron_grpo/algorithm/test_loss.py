@@ -45,7 +45,10 @@ def loss_of(logprobs, batch, cfg, entropy=None, mask=None, beta=None):
     entropy = torch.zeros_like(logprobs) if entropy is None else entropy
     chosen = chosen_tokens(mask, logprobs, entropy)
     return grpo_loss(
-        LossTokens.select(batch, chosen), LossFunction.of(cfg), cfg.beta if beta is None else beta
+        LossTokens.select(batch, chosen),
+        cfg,
+        LossFunction.of(cfg),
+        cfg.beta if beta is None else beta,
     )
 
 
@@ -87,7 +90,7 @@ def test_the_worked_example_of_ratios_clips_and_their_mean():
     assert objective[0] == pytest.approx(-1.838, abs=1e-3)
     assert f"{objective[1]:.3f}" == "-1.146"
     assert f"{objective.mean():.3f}" == "-1.492"
-    assert loss.mask("clipped_low").tolist() == [False, True]
+    assert loss.clipped_low.tolist() == [False, True]
     assert grad[0] == pytest.approx(1.432 * math.exp(0.25))
     assert grad[1] == 0
 

@@ -8,13 +8,18 @@ from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.config.grpo import LOSS_TYPES, GRPOConfig
 
 REFUSED = {
-    "(advantages.mean() - advantages) * ratio": "the layout: take `sequences`",
-    "(-ratio * advantages).sum()": r"for 8 tokens it returns shapes {'loss': \[\]}, not \[8\]",
+    "(advantages.mean() - advantages) * ratio": "loss .* the others of its microbatch, so that it",
+    "-ratio * advantages * (1 + ratio.mean() - ratio.mean().detach())": "gradient .* the others of",
+    "-ratio * advantages, {'drift': ratio.mean().expand(len(ratio))}": "drift .* the others of",
+    "-ratio * advantages * ratio.detach().cumsum(0)": "loss .* changes with the",
+    "(-ratio * advantages).sum()": r"for 8 tokens its loss has the shape \[\], not \[8\]",
+    "-ratio * advantages, {'drift': 0.5}": "its drift has the shape float",
     "-ratio.detach() * advantages": "no gradient by the log-probabilities",
-    "-(ratio - 2).log() * advantages": "must be finite",
+    "-advantages * (ratio - 1).abs().sqrt()": "with log-ratios .* gradient is .*nan",
     "-ratio * advantages / undefined": "has failed on 8 tokens: .*line 1.*NameError",
-    "-ratio * advantages, {'drift': ratio.mean()}": r"shapes {'drift': \[\]}",
+    "1 +": "cannot be imported: .*line 1.*SyntaxError",
 }
+"""What a loss returns, and why it is refused."""
 
 
 @pytest.fixture
@@ -42,6 +47,16 @@ def test_a_loss_gets_its_arguments_and_the_clips_that_it_names(loaded):
     assert function.arguments == {"epsilon_high": 0.3, "k": 2}
     with pytest.raises(ValueError, match="'tau'; the run gives ratio, log_ratio"):
         loaded("-ratio * advantages", "ratio, advantages, *, tau", loss_arguments={"taw": 2})
+    with pytest.raises(ValueError, match="loss_arguments: the run gives epsilon"):
+        loaded("-ratio * advantages", takes, loss_arguments={"epsilon": 0.1})
+
+
+def test_a_loss_with_rollout_weights_is_tried_with_them(loaded):
+    takes, mode = "ratio, advantages, rollout_weights", "token_truncate"
+    weighted = "-ratio * advantages * rollout_weights"
+    loaded(weighted, takes, rollout_importance_sampling_mode=mode)
+    with pytest.raises(ValueError, match=r"(?s)has failed .*NoneType"):
+        loaded(weighted, takes)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

@@ -206,7 +206,7 @@ def our_values(case, options, one_rank):
     if cfg.entropy_coef:
         [batch] = with_entropy_weights([batch], one_rank)
     chosen = chosen_tokens(batch.loss_mask, logprobs, entropy)
-    loss = grpo_loss(LossTokens.select(batch, chosen), LossFunction.of(cfg), cfg.beta)
+    loss = grpo_loss(LossTokens.select(batch, chosen), cfg, LossFunction.of(cfg), cfg.beta)
     (gradient,) = torch.autograd.grad(loss.total, case.policy.table)
     return advantages, loss.total.detach(), gradient
 

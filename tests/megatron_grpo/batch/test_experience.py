@@ -15,7 +15,7 @@ from megatron_grpo.batch.experience import Experience, compute_advantages, subtr
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rewards.scoring import total_rewards
+from megatron_grpo.rewards.scoring import RewardError, total_rewards
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.microbatches import CostModel
@@ -147,7 +147,7 @@ def test_a_users_advantages_get_the_columns_that_they_name(tmp_path):
         1,
     ]
     file.write_text(f"{function}rewards[:2]\n")
-    with pytest.raises(ValueError, match=r"returns the shape \[2\] for 4 rewards, not \[4\]"):
+    with pytest.raises(RewardError, match=r"returns the shape \[2\] for 4 rewards, not \[4\]"):
         experience_of(given, scores(3, 3, 1, 2), cfg)
 
 

@@ -16,7 +16,7 @@ from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.command import job_table, print_plan, print_suggestions
-from megatron_grpo.planning.job_plan import min_gpus, plan_job, shares_gpus
+from megatron_grpo.planning.job_plan import gpu_use, min_gpus, plan_job
 from megatron_grpo.planning.memory import EngineBytes
 from megatron_grpo.planning.suggest import suggest
 from megatron_grpo.planning.workload import Job
@@ -128,11 +128,63 @@ def test_plan_counts_the_computed_tokens_of_shared_prompts(figures):
 
 
 def test_plan_says_that_prompts_of_unknown_length_are_not_counted(printed, figures):
-    assert "not counted: " not in printed(SHARED) + printed(UNKNOWN)
+    unknown = printed(UNKNOWN)
+    assert "not counted: " not in printed(SHARED) + unknown
+    assert (
+        "\ngeneration, and step with engines: unknown without data.max_prompt_length\n" in unknown
+    )
     assert "\nnot counted: grpo.shared_prompts\n" in printed(SHARED, UNKNOWN)
     found = [figures(UNKNOWN, *each) for each in ((), (SHARED,))]
     assert [each.pop("not_counted") for each in found] == [[], ["grpo.shared_prompts"]]
     assert found[0] == found[1]
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    """Output of `plan` for a shipped config and a published model."""
+
+    def plan(config: str, model: str, *arguments: str, **differing: Any) -> str:
+        folder = write_config(tmp_path / model, model, **differing)
+        path = CONFIGS / f"grpo_{config}.yaml"
+        app(["plan", str(path), f"model.path={folder}", *arguments], standalone_mode=False)
+        return capsys.readouterr().out
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "gpus", "overrides", "differing"),
+    [
+        ("8b", "Llama-3.1-8B", "16 h100", [], {}),
+        ("32b_32k", "Qwen3-32B", "32 h100", [], {}),
+        ("70b", "Llama-3.3-70B", "64 b200", [SMALL_BATCH], {}),
+        ("235b_a22b", "Qwen3-235B-A22B", "24 h100", [SMALL_BATCH], {"num_hidden_layers": 20}),
+        ("671b_a37b", "DeepSeek-V3", "32 h200", [SMALL_BATCH], {"num_hidden_layers": 8}),
+    ],
+)
+def test_overrides_that_suggest_prints_can_be_pasted(
+    plan, config, model, gpus, overrides, differing
+):
+    number, gpu = gpus.split()
+    options = *overrides, "--gpus", number, "--gpu", gpu
+    suggested = plan(config, model, *options, "--suggest", **differing)
+    _, used, _, head, first, *_ = suggested.splitlines()
+    pasted = suggested.partition("config's name:\n")[2].replace("\\\n", " ")
+    accepted = plan(config, model, *options, *shlex.split(pasted), **differing)
+    sizes = dict(zip(head.split(), first.split(), strict=False))
+    trainer = " * ".join(f"{axis}({sizes[axis]})" for axis in ("tp", "pp", "cp", "dp"))
+    assert f"\ntrainer: {trainer}\n" in accepted
+    assert f"\n{used}\n" in accepted and used.endswith(", none idle")
+    assert f" {first.split('  ')[-1].strip()}  step with engines, simulated\n" in accepted
+    is_dense = config in ("8b", "32b_32k", "70b")
+    assert is_dense is ("expert" not in suggested)
+
+
+def test_suggestions_say_why_gpus_stay_idle_and_that_a_config_is_the_fastest(plan):
+    model = "8b", "Llama-3.1-8B", SMALL_BATCH, "--suggest", "--gpus"
+    fixed = plan(*model, "32", "rollout.max_staleness=0")
+    assert "GPUs: 24 train, 4 generate, 4 idle\nhint: for the idle: leave out rollout.num" in fixed
+    assert plan(*model, "8").endswith("hint: the config has the first layout\n\n")
 
 
 @pytest.fixture
@@ -225,7 +277,7 @@ def test_plan_refuses_what_does_not_fit_with_a_layout_that_does(cfg, printed, ca
     with pytest.raises(ValueError, match=r"needs 8\d\.\d GB in phase train") as refused:
         printed(*NEMO_RL)
     assert "GB too much" in capsys.readouterr().out
-    suggested = cfg(*shlex.split(str(refused.value).partition("that fits: ")[2]))
+    suggested = cfg(*NEMO_RL, *shlex.split(str(refused.value).partition("that fits: ")[2]))
     assert plan_job(shaped_job(suggested)).fits
 
 
@@ -337,7 +389,24 @@ def test_min_gpus_is_the_fewest_on_which_a_job_can_be_placed(
 ):
     job = with_sizes(cfg, ranks, engines, tensor)
     assert min_gpus(job, CARD, engine) == num_gpus
-    assert shares_gpus(job, CARD, num_gpus) is (tensor == 16 and engine is None)
+    assert gpu_use(job, CARD, num_gpus).is_shared is (tensor == 16 and engine is None)
+
+
+def test_plan_names_ways_to_use_idle_gpus(cfg, printed, capsys):
+    half = "parallel.data_parallel_size=1", "rollout.num_engines=2"
+    found = printed(*half, num_gpus=64)
+    assert "\nGPUs: 32 train, 16 generate, 16 idle\n" in found
+    [hint] = [line for line in found.splitlines() if line.startswith("hint: for the idle: ")]
+    *ways, last = hint.removeprefix("hint: for the idle: ").split(", or ")
+    assert ways == ["rollout.num_engines=4"]  # 48 ranks would not divide the batch
+    assert last == "--suggest --gpus 64"
+    assert ", none idle\n" in printed(*half, *ways, num_gpus=64)
+
+
+def test_gpu_use_counts_a_gpu_once_that_ranks_and_engines_share(cfg):
+    # The first six places of each of two nodes: eight ranks, and six engines beside them.
+    use = gpu_use(with_sizes(cfg, 8, 12, 1), CARD, 16)
+    assert (use.training, use.generating, use.idle) == (8, 12, 2)
 
 
 def test_plan_refuses_generations_ahead_on_shared_gpus_that_could_be_divided(cfg):
@@ -352,12 +421,12 @@ def test_plan_refuses_generations_ahead_on_shared_gpus_that_could_be_divided(cfg
         suggest(shaped_job(one, 5))
 
 
-def test_shares_gpus_refuses_too_few_for_the_engines(cfg):
+def test_gpu_use_refuses_too_few_for_the_engines(cfg):
     with pytest.raises(ValueError, match=r"engines \(3 .* 16\) 48, but the job has 40"):
-        shares_gpus(with_sizes(cfg, 8, 3, 16), CARD, 40)
+        gpu_use(with_sizes(cfg, 8, 3, 16), CARD, 40)
     job = with_sizes(cfg, 8, 1, 12)
     with pytest.raises(ValueError, match=r"12 does not fill nodes of 8 GPUs: set it to 8.* 16"):
-        shares_gpus(job, CARD, min_gpus(job, CARD, None))
+        gpu_use(job, CARD, min_gpus(job, CARD, None))
 
 
 @pytest.mark.long
@@ -388,18 +457,18 @@ def test_plan_gives_a_reward_model_gpus_of_its_own(cfg, tmp_path):
     engine = "rollout.num_engines=1", "rollout.tensor_parallel_size=2"
     job = cfg(*layout, *engine, f"reward.functions=[{model}]")
     assert min_gpus(job, CARD, None) == 8
-    assert (shares_gpus(job, CARD, 8), shares_gpus(job, CARD, 7)) == (False, True)
+    assert [gpu_use(job, CARD, number).is_shared for number in (8, 7)] == [False, True]
     with pytest.raises(
         ValueError, match=r"\(1 of .* 2\) 2, and reward models 2, but .* use --gpus 6"
     ):
-        shares_gpus(job, CARD, 5)
+        gpu_use(job, CARD, 5)
     whole = replace(shaped_job(job), card=replace(CARD, memory=10**12))
     table = job_table(whole, "h100", plan_job(whole))
     assert "     0.02 GB  weights in its files\n" in table
     assert "           2  GPUs of rank 0's node, its own" in table
 
 
-def test_plan_counts_a_reward_model_that_shares_gpus(printed, figures, monkeypatch, tmp_path):
+def test_plan_counts_a_reward_model_that_gpu_use(printed, figures, monkeypatch, tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"0" * 20_000_000)
     vllm = "vllm: {gpu_memory_utilization: 0.1}"

@@ -58,7 +58,7 @@ ODD = [
     # Experts over data and context ranks, each split over fewer tensor ranks than attention.
     (
         "qwen3_moe",
-        {"tied": True},
+        {"tied": True, "mlp_only_layers": [1]},
         {"tensor": 4, "context": 2, "data": 2, "expert": 4, "expert_tensor": 2, "pipeline": 2},
     ),
     ("mixtral", {}, {"data": 4, "expert": 2, "expert_tensor": 2}),

@@ -11,7 +11,9 @@ from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.placement import place
 from megatron_grpo.planning import suggest as suggestions
 from megatron_grpo.planning.card import CARDS
-from megatron_grpo.planning.job_plan import plan_job
+from megatron_grpo.planning.division import divisions
+from megatron_grpo.planning.engine_memory import engine_bytes
+from megatron_grpo.planning.job_plan import gpu_use, plan_job
 from megatron_grpo.planning.suggest import simulated, suggest
 from megatron_grpo.planning.workload import Job
 
@@ -21,6 +23,9 @@ ELSEWHERE = ("rollout.num_engines=1", "rollout.vllm={}", "rollout.tensor_paralle
 ELSEWHERE += ("train.replay=runs/other",)
 """For the 70B config: engines that are not on the GPUs of the trainer."""
 SYNCHRONOUS = "rollout.max_staleness=0"
+UNSAID = "rollout={max_completion_length: 3072}"
+"""Without a number of engines."""
+SHARING = UNSAID.replace("}", ", vllm: {gpu_memory_utilization: 0.4}}")
 
 
 @pytest.fixture
@@ -70,7 +75,7 @@ def test_overrides_of_a_suggestion_give_the_suggested_plan(job):
     first = suggest(job("70b", "Llama-3.3-70B", 64))[0]
     again = job("70b", "Llama-3.3-70B", 64, *first.as_json()["overrides"])
     plan = plan_job(again)
-    assert plan.is_shared and again.cfg.rollout.num_engines == 8
+    assert plan.gpus.is_shared and again.cfg.rollout.num_engines == 8
     assert plan.fits and plan.fullest == first.memory
     assert plan.time == first.time
 
@@ -82,17 +87,34 @@ def test_suggest_keeps_engines_on_gpus_of_their_own(job):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("lengths", "in_flight"), [([1100], "true"), ([2000, 4096], "false")])
-def test_suggest_has_the_engines_that_make_a_simulated_step_shortest(in_flight, lengths, job):
-    ahead = f"rollout.in_flight_updates={in_flight}"
-    on_8 = job("8b", "Llama-3.1-8B", 8, ahead, lengths=lengths)
+@pytest.mark.parametrize(
+    ("lengths", "override"),
+    [
+        ([1100], "rollout.in_flight_updates=true"),
+        ([2000, 4096], "rollout.in_flight_updates=false"),
+        ([2000, 4096], SHARING),
+        ([4096], UNSAID),
+    ],
+)
+def test_suggest_has_the_engines_that_make_a_simulated_step_shortest(override, lengths, job):
+    on_8 = job("8b", "Llama-3.1-8B", 8, override, lengths=lengths)
     seconds = {}
-    for split, num_ranks in suggestions._splits(on_8):
-        found = suggestions._on_ranks_of(replace(on_8, cfg=split), num_ranks, None)
+    for each in divisions(on_8, engine_bytes(on_8.cfg, on_8.shape, on_8.card)):
+        found = suggestions._layouts_on(on_8, each)
         if found:  # seven engines leave one GPU, on which nothing fits
-            seconds[split.rollout.num_engines] = simulated(found[0], on_8).seconds
+            training = found[0].time.estimate
+            sizes = each.cfg.rollout.num_engines, each.num_ranks
+            seconds[sizes] = simulated(on_8, each.cfg, training).seconds
     assert len(seconds) > 3
-    assert seconds[suggest(on_8)[0].cfg.rollout.num_engines] == min(seconds.values())
+    best = suggest(on_8)[0].cfg
+    assert seconds[best.rollout.num_engines, best.dims.world_size] == min(seconds.values())
+    assert (best.dims.world_size == 8) is (override == SHARING)
+
+
+def test_suggest_leaves_no_gpu_idle_where_the_config_has_no_number_of_engines(job):
+    first = suggest(job("8b", "Llama-3.1-8B", 16, UNSAID))[0]
+    use = gpu_use(first.cfg, CARD, 16)
+    assert (use.training, use.generating, use.idle, use.is_shared) == (8, 8, 0, False)
 
 
 @pytest.mark.long
@@ -126,7 +148,7 @@ def test_suggest_has_each_layout_once_and_recomputes_only_where_it_must(job):
 @pytest.mark.parametrize(
     "given",
     [
-        ["parallel.sequence_parallel=false"],
+        ["parallel.sequence_parallel=false", "parallel.overlap_grad_reduce=true"],
         ["parallel.pipeline_parallel_size=2", "parallel.num_layers_in_last_pipeline_stage=10"],
         ["rollout.base_urls=[http://a:8000]", "rollout.num_engines=1"],  # the run starts others
     ],
@@ -138,8 +160,9 @@ def test_overrides_of_a_suggestion_have_the_layout_that_was_planned(given, job):
     assert {each.cfg.dims.tensor > 1 for each in found} == {False, True}
     for each in found:
         pasted = job("8b", "Llama-3.1-8B", 12, fields, *given, *each.as_json()["overrides"]).cfg
-        assert pasted.parallel.sequence_parallel is each.cfg.parallel.sequence_parallel
-        assert pasted.dims == each.cfg.dims
+        assert pasted.parallel.model_dump() == each.cfg.parallel.model_dump()
+        assert not any("overlap" in word for word in each.overrides)
+        assert pasted.num_engines == each.cfg.num_engines
         assert pasted.model.megatron == each.cfg.model.megatron
 
 

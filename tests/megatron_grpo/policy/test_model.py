@@ -54,9 +54,18 @@ LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
     "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    # Numbers unlike those built into Megatron-Core; frequencies of a tiny head are in all parts.
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 6.0,
+    "original_max_position_embeddings": 256,
+}
+# As in Phi-4-mini: three quarters of a head are rotated, and more positions than were trained.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 3.0],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
 }
 # As in DeepSeek's models; `mscale_all_dim` scales the scores.
 YARN = {
@@ -100,7 +109,7 @@ MODELS = {
         },
     },
     "phi3": {"tied": True},
-    "qwen3": {},
+    "qwen3": {"attention_bias": True},
     "qwen3_5_text": {"tied": True},
     "seed_oss": {"num_key_value_heads": 1},
 }
@@ -125,14 +134,18 @@ MIXTURES = {
     "mixtral": {},
     # One module in each layer: Mamba-2's, experts, attention without RoPE, an MLP without gates.
     "nemotron_h": {},
-    "qwen3_moe": {"num_experts": 8},
+    "qwen3_moe": {"num_experts": 8, "mlp_only_layers": [2]},
     "qwen3_5_moe_text": {},
     # Linear attention, before the last layer; a gate of attention, and one of the shared expert.
     "qwen3_next": {"full_attention_interval": 4, "num_key_value_heads": 1},
 }
 ONE_LAYOUT = {  # routers do not depend on the layout; DeepSeek's layers are split as Kimi's
     # The weights of a token's experts do not sum to 1.
-    PLAIN_WEIGHTS: {"norm_topk_prob": False, "num_experts_per_tok": 3},
+    PLAIN_WEIGHTS: {
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 3,
+        "decoder_sparse_step": 2,
+    },
     # One group of experts, and YaRN whose ramp has no width.
     KIMI: {
         "rope_parameters": YARN | {"beta_fast": 1.0, "beta_slow": 1.0},
@@ -145,6 +158,14 @@ ROPES = {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
     },
     "llama, llama3": {"rope_parameters": LLAMA3},
+    "phi3, longrope": {
+        "tied": True,
+        "num_hidden_layers": 5,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 256,
+        "rope_parameters": LONGROPE,
+        "initializer_range": 0.15,
+    },
     "qwen2, yarn": LONGER,
     "qwen3, yarn": LONGER,
 }
@@ -219,7 +240,7 @@ OWN_ATTENTION = [
     *("qwen3_next", "qwen3_5_moe_text"),
 ]
 """Models with parts of attention that qwen3_moe lacks: contexts split them."""
-UNLIKE_LAYERS = ["deepseek_v3", "glm4_moe", "gpt_oss", "nemotron_h", "qwen3_next"]
+UNLIKE_LAYERS = ["deepseek_v3", "glm4_moe", "gpt_oss", "nemotron_h", "qwen3_moe", "qwen3_next"]
 """Models whose layers differ from each other: a pipeline must give each its own."""
 SELECTIVE = "recompute_granularity=selective"
 FULL = options("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
@@ -272,12 +293,13 @@ MOST = [
     *exact(VISION, IMAGES),
     *exact(VISION, TRAINED),
     # In other models layers are split as in these.
-    *rows(["olmo2", "qwen3_5_text"], [WIDE]),
+    *rows(["olmo2", "qwen3", "qwen3_5_text"], [WIDE]),
     *rows(["llama", "gemma3_text", "mistral", "qwen2", "olmo3", "qwen3"], [UNEVEN]),
     *rows(["qwen3_5_text"], [UNEVEN]),
     *rows(["llama", "gemma3_text", "qwen2", "olmo3", "qwen3_5_text"], [ALL]),
     Row("llama, linear", "cp2", kind=LONG),
     Row("llama, llama3", "cp2", kind=LONG),
+    Row("phi3, longrope", "tp4 cp2", kind=LONG),
     Row("qwen2, yarn", "pp2", kind=LONG),
     Row("qwen3, yarn", "tp4 cp2", kind=LONG),
     *rows(MIXTURES, [EXPERTS]),
@@ -335,6 +357,7 @@ LONGEST = [
 ]
 SLOW = [
     *rows(MODELS, [WIDE, UNEVEN, ALL]),
+    *rows(["phi3, longrope"], [WIDE, UNEVEN, ALL], kind=LONG),
     *rows(MIXTURES, [CONTEXT, CHUNKS]),
     *rows([name for name in MIXTURES if name not in UNSPLIT], [SPLIT]),
     Row("qwen3_moe", "dp2"),

@@ -36,7 +36,7 @@ from parallel.groups import init_groups
 from parallel.reshard import check_push
 
 SHAPE = replace(
-    DEEPSEEK_V3, num_layers=2, moe=replace(DEEPSEEK_V3.moe, num_dense_layers=1, num_experts=8)
+    DEEPSEEK_V3, num_layers=2, moe=replace(DEEPSEEK_V3.moe, dense_layers=(0,), num_experts=8)
 )
 MODEL = quantized_model("fp8", SHAPE, "BF16")
 

@@ -69,7 +69,7 @@ def count(members, cfg, tokens=TOKENS, old_is_rollout=False, num_logged_tokens=0
     )
     tokens_of_batch = LossTokens.select(batch, chosen_tokens(batch.loss_mask, logprobs, entropy))
     function = LossFunction.of(cfg)
-    loss = grpo_loss(tokens_of_batch, function, cfg.beta)
+    loss = grpo_loss(tokens_of_batch, cfg, function, cfg.beta)
     metrics = TrainMetrics(
         len(tokens),
         values=function.values,
@@ -227,7 +227,7 @@ def test_logprob_gap_without_old_logprobs_is_to_the_policy():
     logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
     tokens = LossTokens.select(batch, chosen_tokens(batch.loss_mask, logprobs, torch.zeros(2)))
     metrics = TrainMetrics(1)
-    metrics.add(tokens, grpo_loss(tokens, LossFunction.of(cfg), 0.0))
+    metrics.add(tokens, grpo_loss(tokens, cfg, LossFunction.of(cfg), 0.0))
     result = metrics.reduce(no_peers, cfg).metrics
     assert result["rollout/logprob_gap_mean"] == pytest.approx(0.5)
     assert result["approx_kl"] == 0
