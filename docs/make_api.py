@@ -1,4 +1,4 @@
-"""Writes docs/api.md: the pieces that work in a notebook, from their docstrings.
+"""Writes docs/api.md: the functions for Python, from their docstrings.
 
     python docs/make_api.py
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import megatron_grpo
 from megatron_grpo.algorithm.advantages import group_advantages, process_advantages
 from megatron_grpo.algorithm.kl import kl_estimate
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
@@ -23,11 +24,12 @@ from parallel.microbatches import plan_microbatches
 from parallel.packing import pack
 
 PAGE = Path(__file__).with_name("api.md")
-HEAD = """# Pieces to import
+HEAD = """# Functions for Python
 
-The mathematics of the trainer works alone, in one process and without a GPU: for a notebook, a
-test or another trainer. This page is made by `python docs/make_api.py` from the docstrings; every
-example was executed.
+Runs start from Python as from the command line, and [a notebook](python.ipynb) shows how. The
+mathematics of the trainer works alone, too, in one process and without a GPU: for a test or another
+trainer. This page is made by `python docs/make_api.py` from the docstrings; every example of the
+mathematics was executed.
 """
 
 ADVANTAGES = """
@@ -153,6 +155,14 @@ completions = ["So it is \\\\boxed{1/2}.", "I think 0.4"]
 print(math_answer(completions, answer=["0.5", "0.5"], finish_reasons=["stop", "stop"]))
 """
 PIECES: dict[str, list[tuple[Callable[..., Any], str]]] = {
+    "Runs": [
+        (megatron_grpo.load_config, ""),
+        (megatron_grpo.check, ""),
+        (megatron_grpo.plan, ""),
+        (megatron_grpo.train, ""),
+        (megatron_grpo.Report, ""),
+        (megatron_grpo.Run, ""),
+    ],
     "Advantages": [(group_advantages, ADVANTAGES), (process_advantages, PROCESS)],
     "Losses": [
         (loss_weights, WEIGHTS),
@@ -177,7 +187,9 @@ def _lines() -> Iterator[str]:
     for heading, pieces in PIECES.items():
         yield f"## {heading}\n"
         for piece, example in pieces:
-            yield f"### `{piece.__module__}.{piece.__qualname__}`\n"
+            name = piece.__qualname__
+            room = "megatron_grpo" if name in megatron_grpo.__all__ else piece.__module__
+            yield f"### `{room}.{name}`\n"
             yield f"```python\n{_signature(piece)}\n```\n"
             yield f"```text\n{inspect.getdoc(piece)}\n```\n"
             if example:

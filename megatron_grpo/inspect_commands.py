@@ -1,6 +1,5 @@
 """The commands that look into run directories; `cli` registers them."""
 
-import json
 import math
 import signal
 from pathlib import Path
@@ -57,28 +56,16 @@ def show(
     from rich.console import Console
 
     from megatron_grpo.reporting.progress import completions_table
-    from megatron_grpo.reporting.rows import rows_of
-    from megatron_grpo.reporting.tracking import (
-        COMPLETIONS_FILE,
-        EVAL_COMPLETIONS_FILE,
-        last_step,
-    )
+    from megatron_grpo.reporting.run import Run
 
-    files = [run_dir / name for name in (COMPLETIONS_FILE, EVAL_COMPLETIONS_FILE)]
-    path = next((file for file in files if file.is_file()), None)
-    if path is None:
-        raise ValueError(
-            f"{run_dir} has no {COMPLETIONS_FILE} or {EVAL_COMPLETIONS_FILE}: give the "
-            "train.run_dir of a run, or the folder of an evaluation"
-        )
-    step = last_step(run_dir) if step is None else step
-    rows = [json.loads(line) for line in rows_of(path, step, step)]
-    rows = [row for row in rows if prompt in (None, row["prompt_index"])]
+    run = Run(run_dir)
+    step = run.last_step if step is None else step
+    rows = [row for row in run.completions(step) if prompt in (None, row["prompt_index"])]
     if not rows:
         of_prompt = "" if prompt is None else f" of prompt {prompt}"
         raise ValueError(
-            f"{path} has no completions{of_prompt} in step {step}; the last step is "
-            f"{last_step(run_dir)}"
+            f"{run_dir} has no completions{of_prompt} in step {step}; the last step is "
+            f"{run.last_step}"
         )
     if worst or best:
         rows.sort(key=lambda row: -math.inf if row["reward"] is None else row["reward"])

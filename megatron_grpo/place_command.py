@@ -109,11 +109,11 @@ def place(
 
 
 def _planned(cfg: Config, cluster: Cluster, gpu: str, arguments: Sequence[str]) -> str:
-    from megatron_grpo.planning.command import check_plan  # half a second
+    from megatron_grpo.planning.command import plan_config  # half a second
 
     manifest = cluster.run(cfg, arguments)
     cfg.model.check_folder(only_config=True)
-    check_plan(cfg, gpu, cluster.num_nodes * cluster.gpus_per_node)
+    plan_config(cfg, gpu, cluster.num_nodes * cluster.gpus_per_node, None).check()
     return manifest
 
 

@@ -46,10 +46,17 @@ class Checked(NamedTuple):
     cfg: Config
     """With `train.num_epochs` converted to steps, and the date of the chat template."""
     prompt: str
-    """For people: the first prompt as the model will see it, or a session, and scores of trial
-    completions."""
-    tried: str
-    """User code that was run, as the end of a sentence."""
+    """For people: the first prompt as the model will see it, and sessions that were played."""
+    trials: Sequence[Trial]
+    """Completions of it, and their scores."""
+
+    def __repr__(self) -> str:
+        """Text of `megatron-grpo check`."""
+        tried = what_was_tried(self.cfg, self.trials)
+        return (
+            f"{self.prompt}{trial_table(self.trials)}\nthe run in {self.cfg.train.run_dir} can "
+            f"start: no mistakes in settings, model, folders, data{tried}"
+        )
 
 
 def check_prompts(cfg: Config, shape: ModelShape, *, rehearses: bool) -> Checked:
@@ -87,7 +94,7 @@ def check_prompts(cfg: Config, shape: ModelShape, *, rehearses: bool) -> Checked
                     played.append(rehearse(view, tokenizer, ends, first))
             _check_turns(view, tokenizer, ends)
         described = "\n".join([_described(prompts[0], tokenizer, ends, cfg), *played])
-        return Checked(cfg, described + trial_table(trials), what_was_tried(cfg, trials))
+        return Checked(cfg, described, trials)
 
 
 def _try_advantages(cfg: Config, prompts: Sequence[Prompt]) -> None:

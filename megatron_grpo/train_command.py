@@ -123,11 +123,11 @@ def _be_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     from parallel.megatron_import import import_megatron
 
     import_megatron()
-    from megatron_grpo.run import open_run
-    from megatron_grpo.train import train as train_on
+    from megatron_grpo.rank import open_rank
+    from megatron_grpo.trainer import train as train_on
 
-    with open_run(cfg, place, token) as run:
-        train_on(run)
+    with open_rank(cfg, place, token) as rank:
+        train_on(rank)
 
 
 def _check_host(cfg: Config) -> None:
@@ -171,6 +171,4 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """
     allow_open_files()
     cfg = load_config(config, overrides or [])
-    checked = _preflight(cfg, take_token(os.environ), starts_here=False)
-    print(checked.prompt)
-    print(f"{config} can start: no mistakes in settings, model, folders, data{checked.tried}")
+    print(_preflight(cfg, take_token(os.environ), starts_here=False))

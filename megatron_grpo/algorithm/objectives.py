@@ -49,12 +49,7 @@ def importance_ratio(
 
 
 def clipped(
-    ratio: Tensor,
-    advantages: Tensor,
-    *,
-    epsilon: float,
-    epsilon_high: float,
-    delta: float | None,
+    ratio: Tensor, advantages: Tensor, *, epsilon: float, epsilon_high: float, delta: float | None
 ) -> TokenLosses:
     """PPO's clipped surrogate, used by grpo, bnpo, dapo, dr_grpo and luspo.
 
@@ -92,11 +87,7 @@ def cispo(
 
 
 def sapo(
-    ratio: Tensor,
-    advantages: Tensor,
-    *,
-    sapo_temperature_pos: float,
-    sapo_temperature_neg: float,
+    ratio: Tensor, advantages: Tensor, *, sapo_temperature_pos: float, sapo_temperature_neg: float
 ) -> TokenLosses:
     """A soft gate instead of the clip: SAPO, arXiv 2511.20347.
 

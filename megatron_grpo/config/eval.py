@@ -135,7 +135,7 @@ class EvalConfig(EvalSet):
         """Leave out the sets' defaults: each set has them, and `with_defaults` refuses idle
         ones."""
         table: dict[str, Any] = write(self)
-        return {key: table[key] for key in NOT_OF_A_SET} if self.sets else table
+        return {key: table[key] for key in NOT_OF_A_SET if key in table} if self.sets else table
 
     @property
     def named_sets(self) -> Mapping[str, EvalSet]:

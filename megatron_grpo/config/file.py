@@ -78,6 +78,24 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return parse_config(table, overrides)
 
 
+def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
+    """Apply overrides to a config; raises the errors of `load_config`."""
+    # Without defaults, some of which follow other keys.
+    return parse_config(config.model_dump(mode="json", exclude_unset=True), overrides)
+
+
+def as_overrides(values: Mapping[str, Any]) -> list[str]:
+    """Overrides of values by dotted keys, or in nested tables.
+
+    `{"grpo.beta": 0.04, "train": {"seed": 1}}` -> `["grpo.beta=0.04", "train.seed=1"]`
+    """
+    # JSON is YAML, and its quotes keep a text from being read as a number.
+    return [
+        f"{key}={json.dumps(value, ensure_ascii=False, default=str)}"
+        for key, value in _leaves(values)
+    ]
+
+
 def parse_config(table: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Validate a nested table of config values with overrides; raises the errors of `load_config`.
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,18 +37,20 @@ START_SIGNALS = {signal.SIGINT, *PREEMPTION_SIGNALS}
 """Signals that wait while the process that starts a run becomes its torchrun."""
 
 
-@contextmanager
-def exit_when_preempted() -> Iterator[None]:
+def exit_when_preempted() -> AbstractContextManager[None]:
     """Exit with EXIT_PREEMPTED on a preemption signal in the block: there is nothing to save."""
-    before = {
-        number: signal.signal(number, lambda _, frame: _end(EXIT_PREEMPTED, frame))
-        for number in PREEMPTION_SIGNALS
-    }
+    return when_preempted(lambda _, frame: _end(EXIT_PREEMPTED, frame))
+
+
+@contextmanager
+def when_preempted(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle preemption signals in the block, in the main thread."""
+    before = {number: signal.signal(number, handler) for number in PREEMPTION_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def exit_when_interrupted(text: Callable[[], str] | None) -> None:
@@ -144,7 +146,7 @@ def allow_open_files() -> None:
 
 def silence_libraries() -> None:
     """Suppress warnings of libraries that are meant for developers, not for users of a run."""
-    for module in ("megatron", "torch", "parallel.cpu_device"):
+    for module in ("megatron", "torch", "tqdm", "parallel.cpu_device"):
         warnings.filterwarnings("ignore", module=rf"{module}\b")
     for module in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(module).setLevel(logging.ERROR)

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
@@ -45,22 +45,35 @@ STEP = "step with engines, simulated"
 MEASURED = "hint: sequences count as the longest; to count a run's: --lengths RUN/completions.jsonl"
 
 
+class Plan(NamedTuple):
+    """A planned job; its text is that of `megatron-grpo plan`."""
+
+    job: Job
+    gpu: str
+    figures: JobPlan
+
+    def __repr__(self) -> str:
+        return job_table(self.job, self.gpu, self.figures)
+
+    def check(self) -> None:
+        """Raise ValueError, naming a layout that fits, if memory is too small."""
+        if not self.figures.fits:
+            raise ValueError(too_large(self.job, self.figures))
+
+
+def plan_config(cfg: Config, gpu: str, num_gpus: int | None, lengths: Path | None) -> Plan:
+    """Plan `cfg`; raises the errors of `plan_job`."""
+    job = _job(cfg, gpu, num_gpus, lengths)
+    return Plan(job, gpu, plan_job(job))
+
+
 def print_plan(
     cfg: Config, *, gpu: str, num_gpus: int | None, lengths_file: Path | None, as_json: bool
 ) -> None:
     """Print what `cfg` needs; ValueError, naming a layout that fits, if memory is too small."""
-    job = _job(cfg, gpu, num_gpus, lengths_file)
-    plan = plan_job(job)
-    print(json.dumps(plan.as_json()) if as_json else job_table(job, gpu, plan), flush=True)
-    if not plan.fits:
-        raise ValueError(too_large(job, plan))
-
-
-def check_plan(cfg: Config, gpu: str, num_gpus: int) -> None:
-    """Raise ValueError, naming a layout that fits, if memory is too small for `cfg`."""
-    job = _job(cfg, gpu, num_gpus, None)
-    if not (plan := plan_job(job)).fits:
-        raise ValueError(too_large(job, plan))
+    plan = plan_config(cfg, gpu, num_gpus, lengths_file)
+    print(json.dumps(plan.figures.as_json()) if as_json else plan, flush=True)
+    plan.check()
 
 
 def print_comparison(

@@ -1,6 +1,5 @@
 """Plots of a run: draws `curves.png` from `metrics.jsonl`."""
 
-import json
 from collections.abc import Sequence
 from io import BytesIO
 from itertools import cycle
@@ -14,6 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 
 from megatron_grpo.launch.run_dir import write_whole
+from megatron_grpo.reporting.run import Run
 from megatron_grpo.reporting.tracking import METRICS_FILE
 from megatron_grpo.timing import is_in_background
 
@@ -47,11 +47,7 @@ SMOOTHED_STEPS = 60
 def draw_curves(run_dir: Path) -> Path:
     """Draw reward, lengths, entropy, shares, KL, gap, gradient norm and time; returns the PNG's
     path. Raises ValueError without a `metrics.jsonl`, or without steps in it."""
-    if not (run_dir / METRICS_FILE).is_file():
-        raise ValueError(
-            f"{run_dir} has no {METRICS_FILE}: give the folder of a run (its train.run_dir)"
-        )
-    records = _read_records(run_dir / METRICS_FILE)
+    records = Run(run_dir).metrics()
     if not records:
         raise ValueError(f"{run_dir / METRICS_FILE} has no steps yet: nothing to draw")
     if not _of_steps(records):
@@ -85,20 +81,6 @@ def save_picture(figure: Figure, path: Path, dpi: int) -> None:
     picture = BytesIO()
     figure.savefig(picture, dpi=dpi)
     write_whole(path, picture.getvalue())
-
-
-def _read_records(path: Path) -> list[Record]:
-    records = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            break  # the last line was being written when the run died
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            raise ValueError(
-                f"{path}: line {number} is damaged, perhaps by a host that crashed: remove it"
-            ) from None
-    return records
 
 
 def draw_reward(axis: Axes, records: Sequence[Record]) -> None:

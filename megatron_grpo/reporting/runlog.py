@@ -32,7 +32,7 @@ from megatron_grpo.reporting.metrics import (
 )
 from megatron_grpo.reporting.progress import ProgressBar
 from megatron_grpo.reporting.trackers import open_trackers
-from megatron_grpo.reporting.tracking import Tracking, last_step
+from megatron_grpo.reporting.tracking import CONFIG_FILE, Tracking, last_step
 from megatron_grpo.timing import TIMELINE_FILE, PhaseTimer, Timeline
 from parallel.words import counted
 
@@ -51,7 +51,7 @@ class RunLog:
         self._recent = deque[tuple[float, float]](maxlen=self._batches.updates_per_generation)
         """(tokens, seconds) of the last steps, one generation long."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        write_whole(self.run_dir / "config.yaml", dump_config(cfg))
+        write_whole(self.run_dir / CONFIG_FILE, dump_config(cfg))
         self.tracking = Tracking(self.run_dir, first_step, open_trackers(cfg, first_step))
         num_rollouts = cfg.rollout.max_staleness + 1 if cfg.rollout.in_flight_updates else 1
         self.timeline = Timeline(self.run_dir / TIMELINE_FILE, num_rollouts)

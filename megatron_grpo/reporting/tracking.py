@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, Protocol
 
 from megatron_grpo.launch.run_dir import write_whole
 
+CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
 TOKENS_FILE = "tokens.jsonl"

@@ -17,15 +17,15 @@ from megatron_grpo.reporting.rows import (
     rows_since,
     steps_of_prompt,
 )
+from megatron_grpo.reporting.run import Run
 from megatron_grpo.reporting.tracking import (
     COMPLETIONS_FILE,
+    CONFIG_FILE,
     EVAL_COMPLETIONS_FILE,
     METRICS_FILE,
     TOKENS_FILE,
 )
 from megatron_grpo.timing import TIMELINE_FILE
-
-CONFIG_FILE = "config.yaml"
 
 
 class RunFiles:
@@ -44,10 +44,7 @@ class RunFiles:
     """The methods that a page may call."""
 
     def __init__(self, run_dir: Path) -> None:
-        if not (run_dir / METRICS_FILE).is_file():
-            raise ValueError(
-                f"{run_dir} has no {METRICS_FILE}: give the folder of a run (its train.run_dir)"
-            )
+        Run(run_dir).file(METRICS_FILE)  # it must have one
         self.run_dir = run_dir
 
     def answer(self, question: str, arguments: dict[str, int]) -> bytes | None:

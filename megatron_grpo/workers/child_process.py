@@ -71,7 +71,7 @@ class ChildProcess:
         cls,
         command: list[str],
         environment: Mapping[str, str],
-        output: IO[bytes],
+        output: IO[bytes] | int,
         errors: IO[bytes] | int = STDOUT,
     ) -> "ChildProcess":
         folder = Path(tempfile.mkdtemp(prefix="engine_"))

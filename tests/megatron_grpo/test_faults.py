@@ -78,7 +78,7 @@ DEATHS = {
     "rank 0 is killed while it pushes": (InPhase(die, 0, "push"), "rank 0"),
     "rank 0 is killed while it saves": (InPhase(die, 0, "save"), "rank 0"),
     "a rank is killed while it builds the model": (
-        InCall(die, 2, "megatron_grpo.run", "policy_of"),
+        InCall(die, 2, "megatron_grpo.rank", "policy_of"),
         "rank 2",
     ),
     "a rank is killed while rank 0 generates": (while_rank_0_generates(die, 3), "rank 3"),

@@ -76,7 +76,9 @@ def test_a_hook_that_could_not_be_called_is_refused(config, tmp_path, hook, erro
 def test_a_file_that_fails_is_named_with_its_line(config, tmp_path):
     cfg = config("{Notes}")
     (tmp_path / "mine.py").write_text("import no_such_package\n")
-    with pytest.raises(ValueError, match=r"file of a hook \S+mine.py:Notes cannot be imported") as refused:
+    with pytest.raises(
+        ValueError, match=r"file of a hook \S+mine.py:Notes cannot be imported"
+    ) as refused:
         load_hook(cfg.train.hooks[0], cfg)
     assert "line 1, in <module>\n    import no_such_package\n" in str(refused.value)
 

@@ -73,4 +73,4 @@ def test_show_prints_the_rows_of_an_evaluation_whatever_their_number(tmp_path):
 def test_show_says_what_there_is_if_there_is_nothing_to_show(run_dir):
     missing = show(str(run_dir), "--step", "3").exception
     assert str(missing).endswith("no completions in step 3; the last step is 2")
-    assert "give the train.run_dir of a run" in str(show(str(run_dir.parent)).exception)
+    assert "give the folder of a run" in str(show(str(run_dir.parent)).exception)

@@ -12,7 +12,7 @@ import json, sys, torch
 before = torch.compile
 from parallel.megatron_import import import_megatron
 import_megatron()
-import megatron_grpo.train
+import megatron_grpo.trainer
 assert torch.compile is before
 print(json.dumps([name for name in {names} if name in sys.modules]))
 import wandb, torch.utils.tensorboard

@@ -22,7 +22,7 @@ from parallel.megatron_import import import_megatron
 import_megatron()
 sys.path[:0] = [str(Path(__file__).parents[2])]
 for module in (
-    *("megatron_grpo.train", "transformers", "datasets", "matplotlib.pyplot", "pytest"),
+    *("megatron_grpo.trainer", "transformers", "datasets", "matplotlib.pyplot", "pytest"),
     *(
         f"helpers.{name}"
         for name in ("oracle.images", "oracle.mtp", "pushes.policies", "engines.live")

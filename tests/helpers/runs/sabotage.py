@@ -170,7 +170,7 @@ class SpoilGradient:
     def __call__(self, rank: int) -> None:
         if rank != self.rank:
             return
-        train = importlib.import_module("megatron_grpo.train")
+        train = importlib.import_module("megatron_grpo.trainer")
         original, step = train.train_step, 0
 
         def train_step(policy: Any, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The training loop that every rank runs; `run` sets up its surroundings."""
+"""The training loop that every rank runs; `rank` sets up its surroundings."""
 
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -28,6 +28,7 @@ from megatron_grpo.launch.run_dir import resumable
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.residency import build_residency
 from megatron_grpo.policy.skipped_steps import SkippedSteps
+from megatron_grpo.rank import Rank, build_models, open_rollouts, open_weight_sync
 from megatron_grpo.rank_zero import RankZero
 from megatron_grpo.reporting.metrics import StepReport, peak_memory
 from megatron_grpo.reporting.trackers import WANDB_ID_FILE
@@ -35,7 +36,6 @@ from megatron_grpo.rollout.generation import RolloutBatch
 from megatron_grpo.rollout.probe import probe_logprobs, sample_probe
 from megatron_grpo.rollout.schedule import RolloutScheduler, ask_engines
 from megatron_grpo.rollout.services import RolloutServices
-from megatron_grpo.run import Run, build_models, open_rollouts, open_weight_sync
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import profiled_step, train_step
 from megatron_grpo.watchdog import START
@@ -44,23 +44,23 @@ from parallel.microbatches import CostModel
 from parallel.packing import PackedBatch
 
 
-def train(run: Run) -> None:
+def train(rank: Rank) -> None:
     """Train from the pretrained weights, or the newest checkpoint, to the exported model.
 
     Raises Preempted on all ranks, after saving, if any rank is preempted, and RolloutAborted if no
     more generations can be made.
     """
-    run_dir = run.cfg.train.run_dir
-    if end := how_ended(run_dir / "checkpoints", run.cfg.num_steps, run.cfg.train.hooks):
-        if run.groups.rank == 0:
+    run_dir = rank.cfg.train.run_dir
+    if end := how_ended(run_dir / "checkpoints", rank.cfg.num_steps, rank.cfg.train.hooks):
+        if rank.groups.rank == 0:
             print(f"{run_dir} is complete: {end}; its model is {run_dir / 'hf'}")
         return
     with ExitStack() as stack:
-        trainer = Trainer(run, stack)
+        trainer = Trainer(rank, stack)
         try:
             trainer.start()
-            stack.callback(run.watchdog.enter, "close")
-            stack.push(run.watchdog.report)  # runs before the stack stops the engines: seconds
+            stack.callback(rank.watchdog.enter, "close")
+            stack.push(rank.watchdog.report)  # runs before the stack stops the engines: seconds
             with resumable(run_dir):
                 while trainer.step < trainer.num_steps:
                     trainer.stop_if_preempted()
@@ -80,42 +80,42 @@ class Trainer:
     step, counted from 0. Only rank 0 has `zero`, the experience and its metrics.
     """
 
-    def __init__(self, run: Run, stack: ExitStack) -> None:
-        self.run, self.cfg, cfg = run, run.cfg, run.cfg
+    def __init__(self, rank: Rank, stack: ExitStack) -> None:
+        self.rank, self.cfg, cfg = rank, rank.cfg, rank.cfg
         self.schedule, self.num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
-        self.loss_function = LossFunction.of(cfg.grpo, run.device)
+        self.loss_function = LossFunction.of(cfg.grpo, rank.device)
         self.advantage_function = AdvantageFunction.of(cfg)
         self._stopped_by: Hook | None = None
         """The hook for which `num_steps` was lowered to the current step; only on rank 0."""
         self._due_steps = due_steps(cfg)
-        run.watchdog.enter("load")  # a phase in which reading files may take long
+        rank.watchdog.enter("load")  # a phase in which reading files may take long
         shape = trained_shape(cfg)
         # Before the models: engines that share GPUs measure the memory that ranks have not taken.
-        source = open_rollouts(run, shape, stack)
+        source = open_rollouts(rank, shape, stack)
         self._engines_are_awake = False
         """Whether engines that share GPUs hold memory that the ranks need."""
-        self.policy, self.reference = build_models(run, shape)
+        self.policy, self.reference = build_models(rank, shape)
         models = self.policy, self.reference
-        self.residency = build_residency(cfg, *models, run.device, run.ranks_per_host)
+        self.residency = build_residency(cfg, *models, rank.device, rank.ranks_per_host)
         cost = CostModel.transformer(shape.hidden_size, shape.attending_share)
-        self.preparation = Preparation(*models, cost, cfg, run.groups, run.device)
+        self.preparation = Preparation(*models, cost, cfg, rank.groups, rank.device)
         checkpoints = Checkpoints(cfg, *models, self.residency, self._on_checkpoint)
         self.checkpoints = stack.enter_context(closing(checkpoints))
         self.state = self.checkpoints.load()
         self.state.check_base(self.policy.adapters.base if self.policy.adapters else None)
-        run.watchdog.enter(START)  # all ranks have loaded
+        rank.watchdog.enter(START)  # all ranks have loaded
         self.step = self._first_step = self._exported_step = self.state.step
         self.skipped = SkippedSteps(cfg.train.max_skipped_steps, self.state.num_skipped_in_a_row)
         self.beta = cfg.grpo.beta
         if cfg.grpo.kl_target is not None and self.state.beta is not None:
             self.beta = self.state.beta
         engines = source.engines if isinstance(source, RolloutServices) else None
-        sync = open_weight_sync(run, self.policy, self.residency, engines)
+        sync = open_weight_sync(rank, self.policy, self.residency, engines)
         self.weight_sync = stack.enter_context(closing(sync))
         self.zero: RankZero | None = None
-        self._new_timer = partial(PhaseTimer, run.watchdog.enter)
+        self._new_timer = partial(PhaseTimer, rank.watchdog.enter)
         if source is not None:
-            self.zero = zero = RankZero.open(cfg, run.watchdog, source, self.state, stack)
+            self.zero = zero = RankZero.open(cfg, rank.watchdog, source, self.state, stack)
             self._new_timer = partial(PhaseTimer, zero.enter, zero.log.timeline.add_step)
         self.rollouts = RolloutScheduler(cfg, self.zero.runner if self.zero else None, self.push)
         self.experience: Experience | None = None
@@ -136,7 +136,7 @@ class Trainer:
 
     def _probe_engines(self) -> None:
         if self.zero:
-            self.run.watchdog.enter("load")  # a restored generation has ended this phase
+            self.rank.watchdog.enter("load")  # a restored generation has ended this phase
             self.zero.wait_ready()
         self.push(self.step)
         experience = ask_engines(
@@ -154,7 +154,7 @@ class Trainer:
         """Attribute everything from here on to the next optimizer step, counted from 1 for
         people."""
         step = min(self.step + 1, self.num_steps)
-        self.run.watchdog.begin_step(step)
+        self.rank.watchdog.begin_step(step)
         if self.zero:
             self.zero.log.timeline.step = step
         self.timer = self._new_timer()
@@ -227,7 +227,7 @@ class Trainer:
                 self.policy,
                 minibatch,
                 self.cfg,
-                self.run.groups,
+                self.rank.groups,
                 self.loss_function,
                 self.skipped,
                 self.beta,
@@ -250,8 +250,8 @@ class Trainer:
     def log(self, report: StepReport) -> None:
         """Log the report of the step, with all metrics since the previous step."""
         metrics, self._unlogged = self._unlogged, {}
-        if self.run.device.type == "cuda":
-            metrics |= peak_memory(self.run.device)
+        if self.rank.device.type == "cuda":
+            metrics |= peak_memory(self.rank.device)
         record: dict[str, Any] = {}
         if self.zero and self.experience:
             record = self.zero.log_step(self.step, metrics, report, self.experience, self.timer)
@@ -289,7 +289,7 @@ class Trainer:
         if self.cfg.rollout.enable_sleep_mode:
             torch.cuda.empty_cache()  # engines wake once all ranks are here, and need the memory
             self._engines_are_awake = True
-        weights = pushed_weights(self.policy, self.cfg, self.run.groups)
+        weights = pushed_weights(self.policy, self.cfg, self.rank.groups)
         self.weight_sync.push(weights, policy_version, timer or self.timer)
 
     def _evaluate(self) -> None:
@@ -332,7 +332,7 @@ class Trainer:
             exports = is_last or (train.export_interval and self.step % train.export_interval == 0)
             if exports and self._exported_step < self.step:
                 folder = train.run_dir / ("hf" if is_last else f"hf_step_{self.step}")
-                export_model(folder, self.policy, self.cfg, self.run.groups, self.residency)
+                export_model(folder, self.policy, self.cfg, self.rank.groups, self.residency)
                 self._exported_step = self.step
             if saves:
                 self._checkpoint()
@@ -365,7 +365,7 @@ class Trainer:
     def stop_if_preempted(self) -> None:
         """Raise Preempted on all ranks if any rank is preempted."""
         # Ranks see a signal at different times: without agreement one could stop a step earlier.
-        if any_rank(self.run.watchdog.is_preempted):
+        if any_rank(self.rank.watchdog.is_preempted):
             raise Preempted
 
     def save_and_stop(self, reason: Preempted | RolloutAborted) -> None:
@@ -385,7 +385,7 @@ class Trainer:
             self.save()
         self.save(now=True)
         # Engines get the same signal, and may have ended before a rank saw it.
-        is_preempted = any_rank(self.run.watchdog.is_preempted)
+        is_preempted = any_rank(self.rank.watchdog.is_preempted)
         if isinstance(reason, RolloutAborted) and not is_preempted:
             raise reason
         if self.step < self.num_steps:

@@ -48,7 +48,7 @@ PREFLIGHT_TIMEOUT = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
-class Run:
+class Rank:
     """One process of a run, and its means of working with the others."""
 
     cfg: Config
@@ -65,7 +65,7 @@ class Run:
 
 
 @contextmanager
-def open_run(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Run]:
+def open_rank(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Rank]:
     """Join the other ranks under the watchdog, which ends the process if any of them fails."""
     cfg.dims.check_world_size(place.world_size)
     timeout = PREFLIGHT_TIMEOUT
@@ -92,7 +92,7 @@ def open_run(cfg: Config, place: RankPlace, token: str | None) -> Iterator[Run]:
             run_near(device)
         with process_groups(cfg, place, store) as groups:
             cfg = with_rank_0_values(cfg)
-            yield Run(cfg, groups, device, place.num_hosts, token, watchdog)
+            yield Rank(cfg, groups, device, place.num_hosts, token, watchdog)
 
 
 def with_rank_0_values(cfg: Config) -> Config:
@@ -143,18 +143,20 @@ def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator
     dist.destroy_process_group()
 
 
-def open_rollouts(run: Run, shape: ModelShape, stack: ExitStack) -> RolloutServices | Replay | None:
+def open_rollouts(
+    rank: Rank, shape: ModelShape, stack: ExitStack
+) -> RolloutServices | Replay | None:
     """Start the engines, or open the generations of a replay; None on ranks other than 0.
 
     On return the ranks may take memory: engines that share GPUs have measured the free memory, or
     given theirs back.
     """
-    cfg = run.cfg
+    cfg = rank.cfg
     source: RolloutServices | Replay | None = None
-    if run.groups.rank == 0 and cfg.train.replay is not None:
-        source = Replay(cfg, shape, lambda: run.watchdog.is_preempted)
-    elif run.groups.rank == 0:
-        services = RolloutServices(cfg, shape, run.token, run.ranks_per_host)
+    if rank.groups.rank == 0 and cfg.train.replay is not None:
+        source = Replay(cfg, shape, lambda: rank.watchdog.is_preempted)
+    elif rank.groups.rank == 0:
+        services = RolloutServices(cfg, shape, rank.token, rank.ranks_per_host)
         source = stack.enter_context(closing(services))
         services.wait_for_memory()
     if cfg.rollout.enable_sleep_mode or not cfg.rollout.base_urls:
@@ -162,9 +164,9 @@ def open_rollouts(run: Run, shape: ModelShape, stack: ExitStack) -> RolloutServi
     return source
 
 
-def build_models(run: Run, shape: ModelShape) -> tuple[Policy, Reference | None]:
+def build_models(rank: Rank, shape: ModelShape) -> tuple[Policy, Reference | None]:
     """Build the policy and, if the loss needs one, the reference; collective."""
-    cfg, groups = run.cfg, run.groups
+    cfg, groups = rank.cfg, rank.groups
     if steps_done(cfg.train.run_dir / "checkpoints"):  # the checkpoint has the adapters
         lora = cfg.lora.model_copy(update={"adapter_path": None})
         cfg = cfg.model_copy(update={"lora": lora})
@@ -174,16 +176,16 @@ def build_models(run: Run, shape: ModelShape) -> tuple[Policy, Reference | None]
     reference = reference_of(policy, cfg, groups) if cfg.grpo.beta > 0 else None
     for model in (policy, reference):
         for chunk in model.chunks if model else ():
-            chunk.register_forward_pre_hook(run.watchdog.tick)
+            chunk.register_forward_pre_hook(rank.watchdog.tick)
     return policy, reference
 
 
 def open_weight_sync(
-    run: Run, policy: Policy, residency: Residency, engines: RolloutClient | None
+    rank: Rank, policy: Policy, residency: Residency, engines: RolloutClient | None
 ) -> WeightSync:
     """Connect the weights of `policy` to the engines, which only rank 0 has; collective."""
-    cfg, shape, groups = run.cfg, policy.shape, run.groups
+    cfg, shape, groups = rank.cfg, policy.shape, rank.groups
     weights = weight_sender(policy, groups)
     loaded = loaded_sums(cfg, shape, weights, policy.parameters())
     sender = pushed_sender(policy, weights, cfg, groups)
-    return WeightSync(cfg, shape, sender, run.device, run.num_hosts, engines, residency, loaded)
+    return WeightSync(cfg, shape, sender, rank.device, rank.num_hosts, engines, residency, loaded)

@@ -15,7 +15,7 @@ from helpers.runs.jobs import finish_job, layout, write_sums
 from helpers.runs.sabotage import ListForwards
 from helpers.runs.train import finish_run, read_json_lines, read_metrics
 from megatron_grpo.launch.launch import RankPlace
-from megatron_grpo.run import process_groups
+from megatron_grpo.rank import process_groups
 from parallel import ParallelDims
 
 KL_TARGET, KL_HORIZON = 0.01, 16  # beta changes by a fifth with each generation of 16

@@ -3,7 +3,7 @@
 from helpers.ranks.processes import run_ranks
 from helpers.runs.train import TINY_CONFIG
 from megatron_grpo.config.file import load_config, with_num_steps
-from megatron_grpo.run import with_rank_0_values
+from megatron_grpo.rank import with_rank_0_values
 
 EPOCHS = ["train.num_steps=null", "train.num_epochs=3"]
 DATE = "2024-05-06T07:08:09+02:00"
