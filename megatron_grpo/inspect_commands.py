@@ -45,7 +45,7 @@ def show(
         typer.Option(help="Completions of the prompt in this row.", min=0),
     ] = None,
 ) -> None:
-    """Print completions of a step of RUN_DIR with their rewards.
+    """Print completions of a step of RUN_DIR with their rewards, by prompt.
 
     Without --worst and --best, prints all of them. A completion whose reward failed counts as the
     worst. A step that trains again on completions of an earlier one has none of its own.
@@ -56,7 +56,7 @@ def show(
     """
     from rich.console import Console
 
-    from megatron_grpo.reporting.progress import completions_table
+    from megatron_grpo.reporting.progress import completions_by_prompt
     from megatron_grpo.reporting.rows import rows_of
     from megatron_grpo.reporting.tracking import (
         COMPLETIONS_FILE,
@@ -83,7 +83,7 @@ def show(
     if worst or best:
         rows.sort(key=lambda row: -math.inf if row["reward"] is None else row["reward"])
         rows = rows[: worst or 0] + rows[max(len(rows) - (best or 0), worst or 0) :][::-1]
-    Console().print(completions_table(rows))
+    Console().print(completions_by_prompt(rows))
 
 
 def view(

@@ -17,10 +17,10 @@ from megatron_grpo.batch.experience import (
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config
-from megatron_grpo.data.samples import Sample, columns_by_prompt
+from megatron_grpo.data.samples import Sample, columns_by_prompt, sample_row
 from megatron_grpo.evaluation.evaluation import Evaluated, eval_metrics, eval_rows, metric_prefix
 from megatron_grpo.launch.run_dir import write_whole
-from megatron_grpo.reporting.completions import completion_rows, sample_row, token_rows
+from megatron_grpo.reporting.completions import completion_rows, token_rows
 from megatron_grpo.reporting.metrics import (
     StepReport,
     gap_metrics,
