@@ -176,8 +176,8 @@ SHOWN_STEPS = 2
 
 def step(run_dir: Path) -> Figure:
     """Two steps in the middle of a run with a generation ahead."""
-    text = (run_dir / "timeline.json").read_text(encoding="utf-8").rstrip().rstrip(",")
-    events = [x for x in json.loads(text if text.endswith("]") else f"{text}]") if x["ph"] == "X"]
+    timeline = json.loads((run_dir / "timeline.json").read_text(encoding="utf-8"))
+    events = [event for event in timeline if event["ph"] == "X"]
     last = max(x["args"].get("step", 0) for x in events) // 2 + 1
     shown = [x for x in events if last - SHOWN_STEPS < x["args"].get("step", 0) <= last]
     begin, end = min(x["ts"] for x in shown), max(x["ts"] + x["dur"] for x in shown)

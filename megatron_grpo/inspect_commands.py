@@ -44,7 +44,7 @@ def show(
         typer.Option(help="Completions of the prompt in this row.", min=0),
     ] = None,
 ) -> None:
-    """Print completions of a step of RUN_DIR with their rewards.
+    """Print completions of a step of RUN_DIR with their rewards, by prompt.
 
     Without --worst and --best, prints all of them. A completion whose reward failed counts as the
     worst. A step that trains again on completions of an earlier one has none of its own.
@@ -55,7 +55,7 @@ def show(
     """
     from rich.console import Console
 
-    from megatron_grpo.reporting.progress import completions_table
+    from megatron_grpo.reporting.progress import completions_by_prompt
     from megatron_grpo.reporting.run import Run
 
     run = Run(run_dir)
@@ -70,13 +70,13 @@ def show(
     if worst or best:
         rows.sort(key=lambda row: -math.inf if row["reward"] is None else row["reward"])
         rows = rows[: worst or 0] + rows[max(len(rows) - (best or 0), worst or 0) :][::-1]
-    Console().print(completions_table(rows))
+    Console().print(completions_by_prompt(rows))
 
 
 def view(
     run_dirs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN_DIR", help="Run directories with a metrics.jsonl."),
+        typer.Argument(metavar="RUN_DIR", help="Run directories, or folders of them."),
     ],
     port: Annotated[
         int, typer.Option(help="Port of 127.0.0.1 for the page.", min=1, max=65535)
@@ -90,22 +90,24 @@ def view(
 
     Shows curves, completions, tokens, evaluations, timeline and config. A click on a curve selects
     a step, and its completions can be read, the worst first; their tokens are coloured by
-    log-probability gap, ratio, advantage, entropy, loss weight or policy version. With several runs
-    their curves are drawn together, and their configs compared. The page follows a run that is
-    running. It is served on this host alone, changes nothing, and ends with Ctrl-C.
+    log-probability gap, ratio, advantage, entropy, loss weight or policy version. Several runs are
+    listed; the curves of the chosen ones are drawn together, their configs compared, and the
+    completions of a prompt shown side by side. The page follows a run that is running. It is served
+    on this host alone, changes nothing, and ends with Ctrl-C.
 
     --html writes all metrics, evaluations, timeline and config, and the completions and tokens of
     the newest steps, into one file that needs neither this command nor a network.
 
     \b
     Example, and from your machine for a run on another HOST:
-      megatron-grpo view runs/demo_smollm2_135m
+      megatron-grpo view runs
       ssh -t -L 8808:127.0.0.1:8808 HOST megatron-grpo view runs/math
     """
     from megatron_grpo.viewer.html_file import write_html
-    from megatron_grpo.viewer.run import RunFiles, run_names
+    from megatron_grpo.viewer.run import RunFiles, run_names, runs_in
     from megatron_grpo.viewer.server import HOST, Server
 
+    run_dirs = runs_in(run_dirs)
     runs = dict(zip(run_names(run_dirs), map(RunFiles, run_dirs), strict=True))
     if html:
         write_html(runs, html)

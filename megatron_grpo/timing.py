@@ -73,6 +73,8 @@ def is_in_background(name: str, metrics: Mapping[str, object]) -> bool:
 
 
 TIMELINE_FILE = "timeline.json"
+SEPARATOR, END = b",\n", b"\n]\n"
+"""Text behind each event, and behind the last one once the run has ended."""
 TRAINER, ROLLOUT = 0, 1
 """Rows: rank 0's part of the steps, and from ROLLOUT on generations in the background."""
 
@@ -80,9 +82,9 @@ TRAINER, ROLLOUT = 0, 1
 class Timeline:
     """Appends finished phases to the file, in Chrome's trace event format.
 
-    The format is a JSON array whose closing bracket may be missing, so the file of a killed run can
-    be opened and lacks only the unfinished phase. Times are wall-clock times: a resumed run
-    continues in the same file, after a gap.
+    The format is a JSON array whose closing bracket may be missing, so the file of a run that goes
+    on or was killed can be opened, and lacks only the unfinished phase; `close` makes it whole
+    JSON. Times are wall-clock times: a resumed run continues in the same file, after a gap.
 
     Rank 0 alone suffices, because ranks enter and leave phases together. A step adds some ten lines
     of about 130 bytes.
@@ -93,7 +95,7 @@ class Timeline:
         self.num_rollouts = num_rollouts
         self.step = 0
         """The trainer's current step, counted from 1; before the first, the steps already done."""
-        self._lock, self._is_broken = threading.Lock(), False
+        self._path, self._lock, self._is_broken = path, threading.Lock(), False
         is_new = not path.exists() or _cut(path) == 0
         self._file = path.open("ab", buffering=0)  # else `close` could fail on a full disk
         if is_new:
@@ -102,7 +104,7 @@ class Timeline:
                 {"name": "thread_name", "ph": "M", "tid": row, "args": {"name": name}}
                 for row, name in enumerate(["trainer", "rollout", *more])
             ]
-            self._append(rows, opening="[\n")
+            self._append(rows, opening=b"[\n")
 
     def add(self, name: str, start: float, seconds: float, row: int, **about: int) -> None:
         """Add an event that began at `start` (`time.time()`) and has ended; safe from any
@@ -122,10 +124,14 @@ class Timeline:
 
     def close(self) -> None:
         self._file.close()
+        if not self._is_broken:
+            with self._path.open("r+b") as file:
+                file.seek(-len(SEPARATOR), os.SEEK_END)
+                file.write(END)
 
-    def _append(self, events: Iterable[dict[str, Any]], opening: str = "") -> None:
-        lines = [json.dumps({**event, "pid": 0}) + ",\n" for event in events]
-        data = "".join([opening, *lines]).encode()
+    def _append(self, events: Iterable[dict[str, Any]], opening: bytes = b"") -> None:
+        lines = [json.dumps({**event, "pid": 0}).encode() + SEPARATOR for event in events]
+        data = b"".join([opening, *lines])
         with self._lock:
             if self._is_broken:
                 return
@@ -138,8 +144,13 @@ class Timeline:
 
 
 def _cut(path: Path) -> int:
-    """Cut off a line that was unfinished when the run died; return the remaining bytes."""
+    """Cut off the end of the array, or a line that was unfinished when the run died; return the
+    remaining bytes."""
     data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
+    is_whole = data.endswith(END)
+    whole = len(data) - len(END) if is_whole else data.rfind(b"\n") + 1
     os.truncate(path, whole)
+    if is_whole:
+        with path.open("ab") as file:
+            file.write(SEPARATOR)
     return whole

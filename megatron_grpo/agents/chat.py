@@ -69,8 +69,8 @@ class Turn:
     end: Place
     """Ends of the prompt and of the turn in the session's tree."""
     last_token: int
-    roles: tuple[str, ...] = ()
-    """Roles of the request's messages after its last answer."""
+    heard: Sequence[Message] = ()
+    """Messages of the request after its last answer."""
 
 
 @dataclass(frozen=True)
@@ -189,10 +189,9 @@ class ChatTemplate:
         return answer[text_end:] + text[len(rendered) :]
 
 
-def roles_since_answer(messages: Sequence[Message]) -> tuple[str, ...]:
-    """Roles of the messages after the model's last one, such as `("tool", "tool")`."""
-    since = [*takewhile(lambda each: each["role"] != "assistant", reversed(messages))]
-    return tuple(message["role"] for message in reversed(since))
+def since_answer(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages after the model's last one."""
+    return [*takewhile(lambda each: each["role"] != "assistant", reversed(messages))][::-1]
 
 
 def digests(messages: Sequence[Message], tools: Any) -> tuple[bytes, ...]:

@@ -36,7 +36,7 @@ import numpy as np
 from megatron_grpo.agents.fork_pool import ForkPool, InstanceFailed, Step
 from megatron_grpo.agents.turns import ObservationTemplate
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.data.samples import Sample, extend_spans
+from megatron_grpo.data.samples import Heard, Sample, extend_spans
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.group import Group
@@ -65,8 +65,11 @@ class Dialogue:
     routes: list[np.ndarray] = field(default_factory=list)
     """New routes of each turn; end to end they cover all tokens but the last."""
     step_rewards: list[tuple[int, float]] = field(default_factory=list)
+    heard: list[Heard] = field(default_factory=lambda: [Heard((), ())])
+    """Observation before each turn, the next one included."""
     finish_reason: str = ""
     """Empty until the dialogue ends."""
+    failure: str = ""
     _is_cut: bool = False
     """Whether the last turn has no end token."""
 
@@ -107,6 +110,7 @@ class Dialogue:
                 self._append(tokens, [0.0] * len(tokens), False)
                 extend_spans(self.spans, self.spans[-1][0], len(tokens))
                 self.text += text
+                self.heard.append(Heard(("environment",), (), (step.observation,)))
 
     def to_sample(self, params: SamplingParams) -> Sample:
         """The sample of an ended dialogue; the version of `params` counts if it failed before a
@@ -125,6 +129,8 @@ class Dialogue:
             loss_mask=self.loss_mask,
             routes=np.concatenate(routes) if routes else None,
             step_rewards=tuple(self.step_rewards),
+            heard=tuple(self.heard[: len(self.step_rewards)]),
+            failure=self.failure,
         )
 
     def _append(self, tokens: Sequence[int], logprobs: Sequence[float], is_sampled: bool) -> None:
@@ -171,7 +177,7 @@ class DialogueGroup(Group):
         except InstanceFailed as failure:
             has_begun = bool(dialogue.completion_ids)
             call = f"turn {len(dialogue.step_rewards) + 1}" if has_begun else "reset"
-            dialogue.finish_reason = "failed"
+            dialogue.finish_reason, dialogue.failure = "failed", str(failure)
             where = f"prompt {self.prompt.index}, sample {index}, {call}"
             self.failures.append(f"{where}: {failure}")
         return dialogue.to_sample(params)

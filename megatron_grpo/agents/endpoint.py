@@ -30,7 +30,7 @@ from megatron_grpo.agents.chat import (
     check_calls,
     digests,
     messages_of,
-    roles_since_answer,
+    since_answer,
 )
 from megatron_grpo.agents.openai_api import CHAT, TEXT, Answered, Json, Options, Route
 from megatron_grpo.agents.session import Session, SessionOver
@@ -188,8 +188,8 @@ class Endpoint:
             if not message.get("tool_calls") and not message.get("reasoning"):
                 message = {"role": "assistant", "content": text_of}
             [answer] = messages_of([message])
-            history, roles = digests(messages, tools), roles_since_answer(messages)
-            turn = replace(turn, history=history, answer=answer, roles=roles)
+            history, heard = digests(messages, tools), since_answer(messages)
+            turn = replace(turn, history=history, answer=answer, heard=heard)
             session.turns.append(turn)
             return self._answered(turn, choice, message, request)
 

@@ -150,6 +150,7 @@ class Session:
             heard=tuple(heard),
             branches=tree.sequences() if len(branches) > 1 else (),
             metrics=self.metrics,
+            failure=self.failure,
         )
 
     def _prompt_of(self, found: Found) -> tuple[Place | None, list[int]]:
@@ -242,4 +243,8 @@ class Session:
 def _heard(turn: Turn | None) -> Heard:
     if turn is None:  # the session ended before the turn was parsed
         return Heard((), ())
-    return Heard(turn.roles, tuple(call["name"] for call in turn.answer.get("tool_calls", ())))
+    return Heard(
+        tuple(message["role"] for message in turn.heard),
+        tuple(call["name"] for call in turn.answer.get("tool_calls", ())),
+        tuple(message["content"] for message in turn.heard),
+    )

@@ -44,6 +44,7 @@ def write_experience(folder: Path, experience: Experience, prefix: str) -> None:
             **({"branches": sample.branches} if sample.branches else {}),
             **({"heard": sample.heard} if sample.heard else {}),
             **({"metrics": sample.metrics} if sample.metrics else {}),
+            **({"failure": sample.failure} if sample.failure else {}),
             "own_prompt": _own(sample.prompt),
             "rewards": rewards,
         }
@@ -102,7 +103,8 @@ def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str) -> Exp
             loss_mask=tensors["loss_mask"][start:end].tolist(),
             step_rewards=tuple((token, reward) for token, reward in row["step_rewards"]),
             metrics=row.get("metrics", {}),
-            heard=tuple(Heard(tuple(roles), tuple(calls)) for roles, calls in row.get("heard", ())),
+            failure=row.get("failure", ""),
+            heard=tuple(Heard(*map(tuple, each)) for each in row.get("heard", ())),
             branches=tuple(
                 Branch(tuple((a, b) for a, b in context), start, end)
                 for context, start, end in row.get("branches", ())

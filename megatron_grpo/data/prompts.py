@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import yaml
@@ -53,7 +54,7 @@ class Prompt:
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", array("i", self.token_ids))
 
-    @property
+    @cached_property  # decodes images in base64, and each sample's row asks for it
     def messages(self) -> Chat:
         """Messages that `text` was rendered from; without a chat template, `text` itself."""
         if self.data is None or not self.data.apply_chat_template:

@@ -29,12 +29,15 @@ class Branch(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """Messages that an agent's model answered in a turn, and tools that it called."""
+    """Messages that the model answered in a turn of a dialogue, and tools that it called."""
 
     roles: tuple[str, ...]
-    """Roles of the messages since the previous turn, such as `tool`; empty for text completions."""
+    """Roles of the messages since the previous turn, such as `tool`; `environment` for an
+    observation; empty for text completions."""
     calls: tuple[str, ...]
     """Names of the called tools."""
+    texts: tuple[str, ...] = ()
+    """Texts of the messages, parallel to `roles`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +80,15 @@ class Sample:
     """(index of the last token, reward) of each turn that the environment answered. With an agent,
     of every turn, and the last one has the reward."""
     heard: tuple[Heard, ...] = ()
-    """Messages and tools of an agent's turns, parallel to `step_rewards`."""
+    """Messages and tools of the turns of a dialogue, parallel to `step_rewards`."""
     branches: tuple[Branch, ...] = ()
     """Training sequences of an agent that changed its messages; their own parts do not overlap.
     Default: a single sequence, the completion after the prompt."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Measurements by an agent, and counts of its tool calls."""
+    failure: str = ""
+    """Why the environment or the agent failed, such as the end of a program's stderr."""
 
     def __post_init__(self) -> None:
         mask = self.loss_mask or b"\1" * len(self.completion_ids)
@@ -120,6 +125,48 @@ def extend_spans(spans: list[tuple[int, int]], version: int, num_tokens: int) ->
         num_tokens += spans.pop()[1]
     if num_tokens:
         spans.append((version, num_tokens))
+
+
+def sample_row(
+    sample: Sample, scores: Mapping[str, float], total: float, columns: "Columns"
+) -> dict[str, Any]:
+    """Row of a scored sample for logs, without values of training. Failed scores are null."""
+    prompt, chat = sample.prompt, sample.prompt.messages
+    return {
+        "prompt_index": prompt.index,
+        "sample_index": sample.sample_index,
+        "prompt": prompt.text,
+        **({"messages": as_unicode(_texts_of(chat))} if isinstance(chat, list) else {}),
+        "completion": sample.text,
+        "num_tokens": sample.num_sampled,
+        "reward": finite_or_none(total),
+        "rewards": {name: finite_or_none(value) for name, value in scores.items()},
+        "finish_reason": sample.finish_reason,
+        "policy_version": sample.policy_version,
+        **({"versions": sample.versions} if sample.versions else {}),
+        **({"temperature": sample.temperature} if sample.temperature else {}),
+        **({"metrics": sample.metrics} if sample.metrics else {}),
+        **({"failure": as_unicode(sample.failure)} if sample.failure else {}),
+        "columns": columns[prompt.index],
+    }
+
+
+def _texts_of(chat: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Role and text of each message, with a mark for each image."""
+    contents = ((message["role"], message["content"]) for message in chat)
+    return [
+        {
+            "role": role,
+            "content": content
+            if isinstance(content, str)
+            else "".join(part.get("text", "<image>") for part in content),
+        }
+        for role, content in contents
+    ]
+
+
+def finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 MOST_CHARACTERS = 2000

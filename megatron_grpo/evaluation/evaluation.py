@@ -15,7 +15,7 @@ from megatron_grpo.batch.experience import completion_metrics, dialogue_metrics
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import EvalSet, metric_prefix, section_of
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
-from megatron_grpo.data.samples import Sample, columns_by_prompt
+from megatron_grpo.data.samples import Sample, columns_by_prompt, sample_row
 from megatron_grpo.engines.group import Group, features_of, print_failures, sample_alone
 from megatron_grpo.engines.request import SamplingParams
 from megatron_grpo.engines.router import RequestRouter
@@ -267,15 +267,8 @@ def eval_rows(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> list[dict[s
     return [
         {
             **({"set": name} if name else {}),
-            "prompt_index": sample.prompt.index,
-            "sample_index": sample.sample_index,
-            "prompt": sample.prompt.text,
-            "completion": sample.text,
-            "rewards": {label: _or_none(score) for label, score in scores.items()},
-            "reward": _or_none(total),
+            **sample_row(sample, scores, total, columns),
             "passed": None if math.isnan(total) else passes(total, cfg),
-            "finish_reason": sample.finish_reason,
-            "columns": columns[sample.prompt.index],
         }
         for sample, scores, total in zip(
             evaluated.samples, evaluated.rewards, evaluated.totals, strict=True
@@ -285,10 +278,6 @@ def eval_rows(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> list[dict[s
 
 def passes(total: float, cfg: EvalSet) -> bool:
     return total >= cfg.pass_threshold - ROUNDING
-
-
-def _or_none(score: float) -> float | None:
-    return None if math.isnan(score) else score
 
 
 class Evaluations:

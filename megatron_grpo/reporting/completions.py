@@ -1,7 +1,6 @@
 """Completions of an optimizer step, and their tokens, as rows for JSON."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,14 @@ from torch import Tensor
 
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.token_log import VALUES, first_rows
-from megatron_grpo.data.samples import Branch, Columns, Heard, Sample, columns_by_prompt
+from megatron_grpo.data.samples import (
+    Branch,
+    Heard,
+    Sample,
+    columns_by_prompt,
+    finite_or_none,
+    sample_row,
+)
 from megatron_grpo.reporting.metrics import StepReport
 
 if TYPE_CHECKING:
@@ -30,8 +36,8 @@ def completion_rows(
 ) -> list[dict[str, Any]]:
     """One row for each completion in `indices`, which `report` covers.
 
-    `prompt_index` is the data row, `columns` its other columns; dialogues have `turns`. Failed
-    scores and their sums are null, as are entropy and gap without tokens in the loss.
+    `prompt_index` is the data row, `columns` its other columns; dialogues have `turns`. Entropy and
+    gap are null without tokens in the loss.
     """
     columns = columns_by_prompt([experience.samples[i] for i in indices], prompt_column)
     return [
@@ -39,8 +45,8 @@ def completion_rows(
             "step": step,
             **sample_row(sample, experience.rewards[i], float(experience.totals[i]), columns),
             "advantage": float(experience.advantages[i]),
-            "entropy": _known(entropy),
-            "logprob_gap": _known(gap),
+            "entropy": finite_or_none(entropy),
+            "logprob_gap": finite_or_none(gap),
             **({"turns": turns_of(sample, tokenizer)} if sample.step_rewards else {}),
         }
         for i, entropy, gap in zip(indices, report.entropy, report.rollout_gap, strict=True)
@@ -48,31 +54,12 @@ def completion_rows(
     ]
 
 
-def sample_row(
-    sample: Sample, scores: Mapping[str, float], total: float, columns: Columns
-) -> dict[str, Any]:
-    """Row of a scored sample, without values of training."""
-    return {
-        "prompt_index": sample.prompt.index,
-        "sample_index": sample.sample_index,
-        "prompt": sample.prompt.text,
-        "completion": sample.text,
-        "num_tokens": sample.num_sampled,
-        "reward": _known(total),
-        "rewards": {name: _known(value) for name, value in scores.items()},
-        "finish_reason": sample.finish_reason,
-        "policy_version": sample.policy_version,
-        **({"versions": sample.versions} if sample.versions else {}),
-        **({"temperature": sample.temperature} if sample.temperature else {}),
-        "columns": columns[sample.prompt.index],
-    }
-
-
 def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[str, Any]]:
-    """Turns of a dialogue, special tokens included, or scored steps of a process reward model.
+    """Turns of a dialogue, or scored steps of a process reward model.
 
     `role` is `assistant`, or for observations `environment` or the roles of an agent's messages,
-    such as `tool`. `reward` is the reward of the step, null for observations; `calls` names the
+    such as `tool`. `text` of the assistant has its special tokens, that of others no text of the
+    chat template. `reward` is the reward of the step, null for observations; `calls` names the
     tools that a turn called; `branch` numbers the sequences of an agent with several, from 0.
     """
     rewards, mask = dict(sample.step_rewards), sample.loss_mask
@@ -92,11 +79,12 @@ def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[
         }
         if sample.branches:
             turn["branch"] = sum(first < stop for first in firsts) - 1
-        roles, calls = heard.get(stop - 1, Heard((), ()))
+        roles, calls, texts = heard.get(stop - 1, Heard((), ()))
         if calls:
             turn["calls"] = calls
         if roles and turns and turns[-1]["role"] == "environment":
             turns[-1]["role"] = ", ".join(dict.fromkeys(roles))
+            turns[-1]["text"] = "\n".join(texts) or turns[-1]["text"]
         turns.append(turn)
         start = stop
     return turns
@@ -147,11 +135,11 @@ def token_rows(
                 "tokens": token_texts(ids, tokenizer),
                 "token_ids": ids,
                 "mask": mask,
-                "rollout_logprob": [_known(x, DIGITS) for x in sample.logprobs[: len(ids)]],
-                "advantage": [_known(x, DIGITS) for x in advantages],
+                "rollout_logprob": [_rounded(x) for x in sample.logprobs[: len(ids)]],
+                "advantage": [_rounded(x) for x in advantages],
                 **{
                     name: [
-                        _known(x, DIGITS) if counts else None
+                        _rounded(x) if counts else None
                         for x, counts in zip(column, mask, strict=True)
                     ]
                     for name, column in found.items()
@@ -177,8 +165,5 @@ def token_texts(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> lis
     return texts
 
 
-def _known(value: float, digits: int | None = None) -> float | None:
-    """The value, rounded to significant `digits` if given; None unless it is finite."""
-    if not math.isfinite(value):
-        return None
-    return value if digits is None else float(f"{value:.{digits}g}")
+def _rounded(value: float) -> float | None:
+    return finite_or_none(float(f"{value:.{DIGITS}g}"))

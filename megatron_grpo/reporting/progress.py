@@ -1,11 +1,12 @@
 """Live output of a run: one line per step, and a progress bar on a terminal."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
@@ -61,7 +62,7 @@ class ProgressBar:
         self.tell(f"step {step:>{width}}/{self._num_steps}  {evaluation_line(name, metrics)}")
 
     def show_completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._console.print(completions_table(rows))
+        self._console.print(completions_by_prompt(rows))
 
     def tell(self, line: str, *, soft_wrap: bool = True) -> None:
         # Without markup and emoji: paths and names may contain brackets and colons.
@@ -115,32 +116,34 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     )
 
 
-def completions_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Table of rows of training or of an evaluation; a prompt, with its `answer` in the data, is
-    shown once, at its first completion."""
-    table = Table(show_lines=True, title=f"step {rows[0]['step']}" if "step" in rows[0] else None)
-    names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
-    for column in ("prompt", "completion"):
-        table.add_column(column, overflow="fold", ratio=1)
-    values = [name for name in ("reward", "advantage") if name in rows[0]]
-    for column in ([*names] if len(names) > 1 else []) + [*values, "end"]:
-        table.add_column(Text(column), justify="right", no_wrap=True)
-    before = None
+def completions_by_prompt(rows: Sequence[Mapping[str, Any]]) -> Group:
+    """Prompts of rows of training or of an evaluation, each with its `answer` in the data above a
+    table of its completions."""
+    by_prompt: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
-        scores = [row["rewards"].get(name, "") for name in names] if len(names) > 1 else []
-        numbers = [*scores, *(row[name] for name in values)]
-        prompt, answer = row["prompt"], row["columns"].get("answer")
-        prompt += "" if answer is None else f"\n\nanswer: {answer}"
-        texts = map(_as_it_is, ("" if prompt == before else prompt, row["completion"]))
-        table.add_row(*texts, *map(_shown, numbers), row["finish_reason"])
-        before = prompt
-    return table
+        by_prompt[row["prompt"]].append(row)
+    return Group(*(part for own in by_prompt.values() for part in _of_prompt(own)))
 
 
-def _shown(score: float | str | None) -> str:
-    """Text of a score; empty for reward functions of other sources."""
-    if isinstance(score, str):
-        return score
+def _of_prompt(rows: Sequence[Mapping[str, Any]]) -> tuple[Text, Table]:
+    first = rows[0]
+    step = f"step {first['step']}, " if "step" in first else ""
+    chat = [f"{message['role']}: {message['content']}" for message in first.get("messages", ())]
+    head = [f"{step}prompt {first['prompt_index']}", *(chat or [first["prompt"]])]
+    if (answer := first["columns"].get("answer")) is not None:
+        head.append(f"answer: {answer}")
+    table = Table(show_lines=True)
+    table.add_column("completion", overflow="fold", ratio=1)
+    names, values = list(first["rewards"]), [n for n in ("reward", "advantage") if n in first]
+    for column in [*names, *values, "end"]:
+        table.add_column(Text(column), justify="right", no_wrap=True)
+    for row in rows:
+        numbers = [*(row["rewards"][name] for name in names), *(row[name] for name in values)]
+        table.add_row(_as_it_is(row["completion"]), *map(_shown, numbers), row["finish_reason"])
+    return _as_it_is("\n".join(head)), table
+
+
+def _shown(score: float | None) -> str:
     return "failed" if score is None else f"{score:.3f}"
 
 

@@ -5,11 +5,14 @@ offsets finds the first line of a step in about 20 reads. A line without a newli
 written. A timeline may repeat steps after a resume; a search then finds any of the repetitions.
 """
 
+import heapq
+import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 STEP = re.compile(rb'"step": (\d+)')
 IDENTITY = re.compile(rb'\{"step": (\d+), "prompt_index": (\d+), "sample_index": (\d+)')
@@ -93,6 +96,16 @@ def steps_of_prompt(path: Path, prompt_index: int) -> list[int]:
             if (row := identity_of(line)) and row[1] == prompt_index:
                 steps.add(row[0])
     return sorted(steps)
+
+
+def least_rows(
+    path: Path, most: int, key: Callable[[dict[str, Any]], float | None]
+) -> list[dict[str, Any]]:
+    """At most `most` rows of all steps, the least `key` first, and of equal ones the earliest; rows
+    whose key is None are left out. Reads the whole file."""
+    rows = map(json.loads, rows_of(path, 0, NO_LIMIT))
+    keyed = ((value, row) for row in rows if (value := key(row)) is not None)
+    return [row for _, row in heapq.nsmallest(most, keyed, key=itemgetter(0))]
 
 
 def identity_of(line: bytes) -> tuple[int, ...] | None:

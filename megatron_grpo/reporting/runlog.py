@@ -1,5 +1,6 @@
 """Log of a run on rank 0: terminal, files, and warnings of symptoms (docs/symptoms.md)."""
 
+import math
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +21,10 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import metric_prefix
 from megatron_grpo.config.file import dump_config
 from megatron_grpo.config.train import Hook
-from megatron_grpo.data.samples import Sample, columns_by_prompt
+from megatron_grpo.data.samples import Sample, columns_by_prompt, sample_row
 from megatron_grpo.evaluation.evaluation import Evaluated, eval_metrics, eval_rows
 from megatron_grpo.launch.run_dir import write_whole
-from megatron_grpo.reporting.completions import completion_rows, sample_row, token_rows
+from megatron_grpo.reporting.completions import completion_rows, token_rows
 from megatron_grpo.reporting.metrics import (
     StepReport,
     gap_metrics,
@@ -167,16 +168,22 @@ class RunLog:
         return self.tracking.values_of(metric) if metric else {}
 
     def finish(self, step: int, stopped_by: Hook | None) -> None:
-        """Print the model's path and the best step; warn if the last step has no evaluation."""
-        model, end, best = self.run_dir / "hf", "done", ""
+        """Print the path of the model or adapter, and the best step; warn if the last step has no
+        evaluation."""
+        result = model = self.run_dir / "hf"
+        kind, end, best = "model", "done", ""
+        look = f"look into the run with `megatron-grpo view {self.run_dir}`"
         if stopped_by:
             end = f"stopped by {stopped_by.name} after step {step} of {self._cfg.num_steps}"
         if number := best_step(self.run_dir / "checkpoints"):
             value = self.best_values()[number]
             metric = self._cfg.train.keep_best
             best = f"; the best {metric}, {value:.4g}, is of step {number}, in checkpoints/best"
-        look = f"look into the run with `megatron-grpo view {self.run_dir}`"
-        self.bar.tell(f"{end}: the model is {model}{best}; {look}")
+        if self._cfg.lora.r:
+            kind, model, base = "LoRA adapter", self.run_dir / "merged", self._cfg.model.path
+            merge = f"checkpoint-convert merge --base {base} --adapter {result} --out {model}"
+            look = f"`{merge}` makes a model of it; {look}"
+        self.bar.tell(f"{end}: the {kind} is {result}{best}; {look}")
         self.warn_if_not_evaluated(step, f"use `megatron-grpo eval CONFIG model.path={model}`")
 
     def warn_if_not_evaluated(self, step: int, advice: str) -> None:
@@ -225,7 +232,9 @@ class Symptom:
     shows: Callable[[float, float], bool]
     """Test of (mean over the first `WINDOW` steps, mean over the last ones)."""
     message: str
-    """Text with the two means as {first} and {last}."""
+    """Text with the two means as {first} and {last}, and what to change."""
+    at_once: float = math.inf
+    """Mean that leaves no doubt before there are `WINDOW` steps."""
 
 
 SYMPTOMS = (
@@ -233,31 +242,39 @@ SYMPTOMS = (
         "frac_reward_zero_std",
         "nothing-to-learn-from",
         lambda first, last: last >= 0.9,
-        "{last:.0%} of the groups have equal rewards, and teach nothing",
+        "{last:.0%} of the groups have equal rewards, and teach nothing: at the lowest reward, try "
+        "the reward functions on an answer that you know is right; at the highest, take harder "
+        "rows; in between, raise grpo.num_generations or set grpo.dynamic_sample=true",
+        at_once=1.0,
     ),
     Symptom(
         "completions/clipped_ratio",
         "completions-are-cut",
         lambda first, last: last >= 0.5,
-        "{last:.0%} of the completions reached rollout.max_completion_length",
+        "{last:.0%} of the completions reached rollout.max_completion_length: raise it, or find "
+        "out why they do not end (rollout.stop_token_ids, the chat template)",
+        at_once=0.9,
     ),
     Symptom(
         "entropy",
         "entropy-collapses",
         lambda first, last: last < first / 10,
-        "the entropy fell from {first:.2g} to {last:.2g}",
+        "the entropy fell from {first:.2g} to {last:.2g}: raise grpo.epsilon_high or "
+        "grpo.entropy_coef, or lower optimizer.lr",
     ),
     Symptom(
         "completions/mean_length",
         "completions-grow",
         lambda first, last: last > 3 * first,
-        "completions grew from {first:.0f} to {last:.0f} tokens",
+        "completions grew from {first:.0f} to {last:.0f} tokens: unless the reward rises, set "
+        "grpo.loss_type=dapo or add the reward soft_overlong",
     ),
     Symptom(
         "rollout/logprob_gap_mean",
         "engine-and-trainer-drift-apart",
         lambda first, last: last > max(3 * first, 0.05),
-        "log-probabilities of engine and trainer differ by {last:.2g}, at first by {first:.2g}",
+        "log-probabilities of engine and trainer differ by {last:.2g}, at first by {first:.2g}: "
+        "set grpo.rollout_importance_sampling_mode, and for experts rollout.router_replay=true",
     ),
     Symptom(
         "grad_norm",
@@ -283,7 +300,8 @@ SYMPTOMS = (
         "tokens_per_second",
         "steps-become-slower",
         lambda first, last: last < first / 3,
-        "throughput fell from {first:.0f} to {last:.0f} tokens per second",
+        "throughput fell from {first:.0f} to {last:.0f} tokens per second: compare time/* of an "
+        "early and a late step, and rollout/num_engines",
     ),
 )
 
@@ -307,7 +325,7 @@ class Symptoms:
                 begun.append(metrics[name])
             recent.append(metrics[name])
             first, last = mean(begun), mean(recent)
-            if len(recent) == WINDOW and symptom.shows(first, last):
+            if last >= symptom.at_once or (len(recent) == WINDOW and symptom.shows(first, last)):
                 self._shown.add(name)
                 message = symptom.message.format(first=first, last=last)
                 where = f"docs/symptoms.md#{symptom.heading}"

@@ -81,8 +81,7 @@ class Tracking:
 
     def has_metrics(self, step: int, names: Iterable[str]) -> bool:
         """Whether the last record is of `step` and contains these metrics."""
-        with (self._run_dir / METRICS_FILE).open("rb") as file:
-            last = next((json.loads(line) for _, line in _lines_backwards(file)), {"step": None})
+        last = last_record(self._run_dir)
         return last["step"] == step and last.keys() >= set(names)
 
     def values_of(self, metric: str) -> dict[int, float]:
@@ -123,6 +122,12 @@ def _check_finite(step: int, metrics: Mapping[str, float]) -> None:
     broken = {name: value for name, value in metrics.items() if not math.isfinite(value)}
     if broken:
         raise ValueError(f"step {step}: metrics are not finite: {broken}")
+
+
+def last_record(run_dir: Path) -> dict[str, Any]:
+    """Last complete record of metrics; its step is null without records."""
+    with (run_dir / METRICS_FILE).open("rb") as file:
+        return next((json.loads(line) for _, line in _lines_backwards(file)), {"step": None})
 
 
 def last_step(run_dir: Path) -> int:

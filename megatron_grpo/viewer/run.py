@@ -1,6 +1,7 @@
 """Answers to the page about a run directory; every answer is read from disk, nothing is cached."""
 
 import json
+import math
 from collections.abc import Iterable
 from inspect import signature
 from itertools import takewhile
@@ -12,6 +13,7 @@ import yaml
 from megatron_grpo.reporting.rows import (
     NO_LIMIT,
     identity_of,
+    least_rows,
     row_with,
     rows_of,
     rows_since,
@@ -24,8 +26,12 @@ from megatron_grpo.reporting.tracking import (
     EVAL_COMPLETIONS_FILE,
     METRICS_FILE,
     TOKENS_FILE,
+    last_record,
 )
 from megatron_grpo.timing import TIMELINE_FILE
+
+FOUND_ROWS = 500
+"""Limit for a search in all steps."""
 
 
 class RunFiles:
@@ -36,6 +42,7 @@ class RunFiles:
         "metrics",
         "completions",
         "eval_completions",
+        "found",
         "token_keys",
         "tokens",
         "steps_of_prompt",
@@ -47,15 +54,25 @@ class RunFiles:
         Run(run_dir).file(METRICS_FILE)  # it must have one
         self.run_dir = run_dir
 
-    def answer(self, question: str, arguments: dict[str, int]) -> bytes | None:
+    def answer(self, question: str, arguments: dict[str, str]) -> bytes | None:
         """Call the method `question`; None if there is no such question with these arguments."""
         if question not in self.QUESTIONS:
             return None
         method = getattr(self, question)
-        if arguments.keys() != signature(method).parameters.keys():
+        parameters = signature(method).parameters
+        if arguments.keys() != parameters.keys():
             return None
-        answer: bytes = method(**arguments)
+        try:
+            values = {name: parameters[name].annotation(text) for name, text in arguments.items()}
+        except ValueError:
+            return None
+        answer: bytes = method(**values)
         return answer
+
+    def summary(self) -> dict[str, Any]:
+        """Step and reward of the last record, and when it was written, in seconds since 1970."""
+        record, changed = last_record(self.run_dir), (self.run_dir / METRICS_FILE).stat().st_mtime
+        return {"step": record["step"], "reward": record.get("reward"), "changed": changed}
 
     def config(self) -> bytes:
         """The config as nested tables, with the values of the file."""
@@ -74,6 +91,21 @@ class RunFiles:
 
     def eval_completions(self, step: int) -> bytes:
         return array(rows_of(self.run_dir / EVAL_COMPLETIONS_FILE, step, step))
+
+    def found(self, is_eval: int, field: str, sign: int, text: str, least: float) -> bytes:
+        """JSON list of completions of all steps that contain `text` and have at least the reward
+        `least`: with the least or largest (`sign` -1) `field` first, then by step."""
+
+        def key(row: dict[str, Any]) -> float | None:
+            reward, value = row["reward"], row.get(field)
+            if (-math.inf if reward is None else reward) < least:
+                return None
+            if text.lower() not in f"{row['prompt']}\n{row['completion']}".lower():
+                return None
+            return math.inf if value is None else sign * value
+
+        path = self.run_dir / (EVAL_COMPLETIONS_FILE if is_eval else COMPLETIONS_FILE)
+        return json.dumps(least_rows(path, FOUND_ROWS, key)).encode()
 
     def token_keys(self, step: int) -> bytes:
         """JSON list of (prompt_index, sample_index) of the completions with tokens in a step."""
@@ -99,6 +131,17 @@ class RunFiles:
 def array(objects: Iterable[bytes]) -> bytes:
     """Join encoded JSON objects to a JSON array."""
     return b"[" + b",".join(objects) + b"]"
+
+
+def runs_in(paths: Iterable[Path]) -> list[Path]:
+    """Run directories: `paths`, and in place of a folder of runs the runs in it, newest first."""
+
+    def runs(path: Path) -> list[Path]:
+        files = [] if (path / METRICS_FILE).exists() else [*path.glob(f"*/{METRICS_FILE}")]
+        files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
+        return [file.parent for file in files] or [path]
+
+    return [run for path in paths for run in runs(path)]
 
 
 def run_names(run_dirs: list[Path]) -> list[str]:

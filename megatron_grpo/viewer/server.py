@@ -44,7 +44,8 @@ class Server(ThreadingHTTPServer):
         parts = urlsplit(url)
         name = parts.path.removeprefix("/") or "index.html"
         if name == "api/runs":
-            return CONTENT_TYPES[".json"], json.dumps(list(self.runs)).encode()
+            runs = [{"name": name, **run.summary()} for name, run in self.runs.items()]
+            return CONTENT_TYPES[".json"], json.dumps(runs).encode()
         if name.startswith("api/"):
             body = self._ask(name.removeprefix("api/"), parts.query)
             return (CONTENT_TYPES[".json"], body) if body is not None else None
@@ -54,8 +55,8 @@ class Server(ThreadingHTTPServer):
 
     def _ask(self, question: str, query: str) -> bytes | None:
         try:
-            arguments = {name: int(value) for name, value in parse_qsl(query)}
-            run = list(self.runs.values())[arguments.pop("run")]
+            arguments = dict(parse_qsl(query, keep_blank_values=True))
+            run = list(self.runs.values())[int(arguments.pop("run"))]
         except (ValueError, KeyError, IndexError):
             return None
         return run.answer(question, arguments)

@@ -9,18 +9,19 @@ from megatron_grpo.cli import app
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run of two steps, with four completions in each: of prompts 0 and 1."""
+    """A run of two steps, with four completions in each: of prompts 0 and 1, in turns."""
     rows = [
         {
             "step": step,
-            "prompt_index": i // 2,
-            "prompt": f"What is {i}?",
+            "prompt_index": i % 2,
+            "prompt": f"<|user|>What is {i % 2}?<|assistant|>",
+            "messages": [{"role": "user", "content": f"What is {i % 2}?"}],
             "completion": f"step {step} number {i}",
-            "rewards": {"exact": reward},
+            "rewards": {"exact": reward, "short": 0.25},
             "reward": reward,
             "advantage": 0.0,
             "finish_reason": "stop",
-            "columns": {"answer": str(i)},
+            "columns": {"answer": str(i % 2)},
         }
         for step in (1, 2)
         for i, reward in enumerate((0.5, 1.0, None, 0.0))
@@ -37,18 +38,26 @@ def show(*arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("options", "numbers"),
     [
-        ([], [0, 1, 2, 3]),
-        (["--worst", "2"], [2, 3]),
-        (["--best", "2"], [1, 0]),
-        (["--worst", "3", "--best", "3"], [2, 3, 0, 1]),
-        (["--prompt", "1", "--best", "1"], [3]),
+        ([], {0: [0, 2], 1: [1, 3]}),
+        (["--worst", "2"], {0: [2], 1: [3]}),
+        (["--best", "2"], {1: [1], 0: [0]}),
+        (["--worst", "3", "--best", "3"], {0: [2, 0], 1: [3, 1]}),
+        (["--prompt", "1", "--best", "1"], {1: [1]}),
     ],
 )
-def test_show_prints_the_requested_completions_of_a_step(run_dir, options, numbers):
+def test_show_prints_the_requested_completions_of_a_step_below_their_prompts(
+    run_dir, options, numbers
+):
+    rewards = ("0.500", "1.000", "failed", "0.000")
     for step, choice in ((2, []), (1, ["--step", "1"])):
         lines = show(str(run_dir), *choice, *options).output.splitlines()
-        shown = [line.split("│")[2].strip() for line in lines if "What is" in line]
-        assert shown == [f"step {step} number {number}" for number in numbers]
+        shown = [line for line in lines if "prompt" in line or "user" in line or "number" in line]
+        expected = []
+        for prompt, own in numbers.items():
+            expected += [f"step {step}, prompt {prompt}", f"user: What is {prompt}?"]
+            expected += [(f"step {step} number {i}", rewards[i], "0.250", rewards[i]) for i in own]
+        cells = [tuple(map(str.strip, line.split("│")[1:5])) for line in shown]
+        assert [each or line for each, line in zip(cells, shown, strict=True)] == expected
 
 
 def test_show_prints_the_rows_of_an_evaluation_whatever_their_number(tmp_path):

@@ -177,7 +177,7 @@ REFUSED = [
         "reward.functions=[demo/rewards.py:exct] + data.max_prompt_length=1",
         "demo/rewards.py has no function or class 'exct'",
     ),
-    ("train.hooks=[demo/rewards.py:Stop]", "demo/rewards.py has no class 'Stop'"),
+    ("train.hooks=[demo/rewards.py:Stop]", "demo/rewards.py has no function or class 'Stop'"),
     ("train.hooks=[mine.py:Stop]", "file of a hook mine.py does not exist"),
     (f"reward.functions=[{OVERLONG}]", "length 60", "below soft_max_length 50", "such as 10"),
     # Features that a kind of model lacks.
@@ -421,14 +421,14 @@ def test_preflight_calls_the_rewards(config, tmp_path, capfd):
     checked = preflight(config(f"reward.functions=[{{name: '{file}:solution'}}]"), None)
     output = capfd.readouterr().err
     assert "KeyError: 'solution'" in output and "made-up completions" in output
-    assert "solution nan: 'The answer is 42.'" in checked.prompt
-    assert "3 of 3 trial completions have NO SCORE" in checked.tried
+    assert "solution nan: 'The answer is 42.'" in repr(checked)
+    assert "3 of 3 trial completions have NO SCORE" in repr(checked)
     right = preflight(config("reward.functions=[exact]"), None)
-    assert "\n  exact 1: '0' (the answer)\n  exact 0: 'The answer is 42.'\n" in right.prompt
-    assert right.tried == "; rewards were tried"
+    assert "\n  exact 1: '0' (the answer)\n  exact 0: 'The answer is 42.'\n" in repr(right)
+    assert repr(right).endswith("; rewards were tried")
     file.write_text("def never(completions, **_): return [0.0] * len(completions)")
     never = preflight(config(f"reward.functions=[{{name: '{file}:never'}}]"), None)
-    assert never.tried.endswith("'0' scores 0: does the reward know the right answer?")
+    assert repr(never).endswith("'0' scores 0: does the reward know the right answer?")
 
 
 def test_preflight_lists_answers_that_the_reward_cannot_read(config, tmp_path):

@@ -2,8 +2,10 @@
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -160,19 +162,83 @@ def test_a_prompt_is_compared_at_two_steps(page):
     page.wait_for("document.querySelector('#other-pane .token, #other-pane .completion')")
     ours, theirs = page.texts("#panes h2")
     assert (ours, theirs) == ("step 8, prompt 8", "step 5, prompt 8")
-    assert page.texts("#pane .text")[0] == page.texts("#other-pane .text")[0]  # the prompt
+    assert page.texts("#pane .text")[0] == page.texts("#other-pane .text")[0]  # the question
     page.type("#other-step", "7")
     page.wait_for("byId('other-pane').textContent.includes('no completions of this prompt')")
+
+
+def test_a_prompt_is_compared_in_two_runs(page):
+    go_to(page, 8)
+    page.choose("#other-run", "1")
+    page.click("#find-steps")
+    page.wait_for("document.querySelectorAll('#found-steps .chip').length")
+    assert page.texts("#found-steps .chip") == ["2", "5", "8", "11"]
+    page.click("#found-steps .chip:nth-child(3)")
+    page.wait_for("document.querySelector('#other-pane .token, #other-pane .completion')")
+    assert page.texts("#panes h2") == ["step 8, prompt 8", "faster, step 8, prompt 8"]
+    chips = "#{} .chips .chip"
+    ours, theirs = (page.texts(chips.format(pane)) for pane in ("pane", "other-pane"))
+    assert len(ours) == len(theirs) == 4 and ours != theirs
+
+
+def test_runs_are_listed_and_one_is_opened(page):
+    listed = page.texts("#runs tbody tr")
+    assert [row[:4] for row in listed] == ["math", "fast"] and listed[1].startswith("faster12")
+    page.click("#runs tr:first-child input")
+    page.wait_for("document.title === 'faster: megatron-grpo'")
+    page.wait_for("document.querySelector('#pane h2')?.textContent.startsWith('step 12,')")
+    traces = "document.querySelector('[data-metric=reward] .plot').data"
+    assert page.run(f"{traces}.map((trace) => trace.name)") == ["faster"]
+    assert page.run("state.runs[0].config.optimizer.lr") == 3e-6
+
+
+def test_the_best_of_all_steps_is_found_and_saved(page, runs, tmp_path):
+    path = runs["math"].run_dir / "completions.jsonl"
+    logged = [json.loads(line) for line in path.read_text().splitlines()]
+    best = max(row["reward"] for row in logged if row["reward"] is not None)
+    rights = [row for row in logged if row["reward"] == best]
+    page.click("#all-steps")
+    page.choose("#sort", "best")
+    page.type("#search", "WHAT IS")
+    page.wait_for("byId('count').textContent.includes(' in all steps')")
+    page.wait_for(f"state.row?.step === {rights[0]['step']} && state.row.reward === {best}")
+    assert page.run("[state.row.prompt_index, state.row.sample_index]") == [
+        rights[0]["prompt_index"],
+        rights[0]["sample_index"],
+    ]
+    page.type("#min-reward", str(best))
+    page.wait_for(f"byId('count').textContent.startsWith('{len(rights)} in all steps')")
+    bars = "[...document.querySelector('[data-field=reward] .plot').calcdata[0]]"
+    assert page.run(f"{bars}.reduce((sum, bar) => sum + bar.s, 0)") == len(rights)
+    page.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    page.click("#download")
+    saved, end = tmp_path / "math.jsonl", time.monotonic() + 10
+    while not saved.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert [json.loads(line) for line in saved.read_text().splitlines()] == rights
+    go_to(page, 5)  # shows the step again
+    assert not page.run("byId('all-steps').checked")
+
+
+def test_questions_stand_above_completions_and_failures_in_them(page, runs):
+    go_to(page, 6)
+    row = rows(runs, "completions", 6)[0]
+    assert page.texts("#list q")[0] == row["messages"][0]["content"]
+    page.click("#failed")
+    page.wait_for("document.querySelector('#pane .failure')")
+    assert page.texts("#pane .failure") == [rows(runs, "completions", 6)[3]["failure"]]
 
 
 def test_turns_of_a_dialogue_are_distinguishable(page):
     go_to(page, 5)
     page.click("#list .group:nth-child(2) .row:has(.tokens)")
-    page.wait_for("document.querySelectorAll('#pane .turn').length === 3")
-    said, told, answered = page.texts("#pane .turn .role")
+    page.wait_for("document.querySelectorAll('#pane .turn').length === 4")
+    asked, said, told, answered = page.texts("#pane .turn .role")
+    assert asked == "user"
     assert said.startswith("assistant, calls add, reward 0")
     assert said.endswith("branch 0")
     assert (told, answered[:9], answered[-8:]) == ("tool, branch 0", "assistant", "branch 1")
+    assert "calls1" in page.texts("#pane .facts div")  # a metric of the agent
     assert page.texts("#pane .turn.calling .text")[0].startswith("<tool>add(")
     assert "The result is" in page.texts("#pane .turn.tool .text")[0]
     assert page.run(
@@ -236,6 +302,10 @@ def test_a_metric_is_chosen(page):
     )
     traces = "document.querySelector('[data-metric=reward] .plot').data"
     assert page.run(f"{traces}.map((trace) => trace.name)") == ["math", "faster"]
+    page.type("#smoothing", "4")
+    page.wait_for(f"{traces}.length === 4")
+    raw, means = page.run(f"{traces}.slice(0, 2).map((trace) => [...trace.y])")
+    assert means == pytest.approx([fmean(raw[max(k - 3, 0) : k + 1]) for k in range(len(raw))])
     page.click("#chooser summary")
 
 

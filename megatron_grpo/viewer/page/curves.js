@@ -46,23 +46,31 @@ function newFigure(name) {
 
 function drawCurve(figure) {
   const name = figure.dataset.metric;
-  const traces = state.runs.map((run, i) => {
+  const width = Math.max(numberIn("smoothing"), 1);
+  const traces = state.runs.flatMap((run, i) => {
     const records = run.records.filter((record) => (record[name] ?? null) !== null);
-    return {
+    const values = records.map((record) => record[name]);
+    const trace = {
       name: run.name,
       x: records.map((record) => record.step),
-      y: records.map((record) => record[name]),
+      y: smooth(values, width),
       mode: records.length < POINTS_WITH_MARKERS ? "lines+markers" : "lines",
       line: { width: 1.6, color: runColour(i) },
-      marker: { size: 4 },
+      marker: { size: records.length === 1 ? 8 : 4 },
       hovertemplate: state.runs.length > 1 ? `%{y:.5g} ${escaped(run.name)}<extra></extra>`
         : "step %{x}: %{y:.5g}<extra></extra>",
     };
+    return width > 1 ? [{ ...trace, y: values, opacity: 0.25, hoverinfo: "skip" }, trace] : [trace];
   });
   const plot = figure.querySelector(".plot");
   const isNew = !plot.data;
   Plotly.react(plot, traces, { ...plotLayout(), shapes: [cursor()] }, PLOT_OPTIONS);
   if (isNew) plot.on("plotly_click", (event) => selectStep(event.points[0].x));
+}
+
+/* Means over each value and those before it, `width` together. */
+function smooth(values, width) {
+  return values.map((_, k) => mean(values.slice(Math.max(k + 1 - width, 0), k + 1)));
 }
 
 const PLOT_OPTIONS = { displayModeBar: false, responsive: true };
@@ -98,7 +106,7 @@ function plotLayout() {
 
 function cursor() {
   return {
-    type: "line", yref: "paper", y0: 0, y1: 1, x0: state.step, x1: state.step,
+    type: "line", layer: "below", yref: "paper", y0: 0, y1: 1, x0: state.step, x1: state.step,
     visible: state.step !== null, line: { color: cssColour("--accent"), width: 1.5, dash: "dot" },
   };
 }

@@ -12,13 +12,15 @@ const state = {
 const SECONDS_BETWEEN_POLLS = 2;
 
 async function start() {
-  const names = await source.runs();
+  const runs = await source.runs();
+  source.opened = openedOf(runs);
+  drawRuns(runs);
+  const names = source.opened.map((number) => runs[number].name);
   state.runs = await Promise.all(names.map(async (name, run) =>
     ({ name, config: await source.config(run), records: [], offset: 0 })));
-  byId("run").replaceChildren(...names.map((name, run) => h("option", { value: run }, name)));
-  byId("run").hidden = names.length === 1;
-  byId("run-names").replaceChildren(...names.map((name, run) =>
-    h("span", { style: `--colour: ${runColour(run)}` }, name)));
+  fillSelect("run", Object.entries(names));
+  fillSelect("other-run", Object.entries(names));
+  for (const id of ["run", "other-run"]) byId(id).hidden = names.length === 1;
   byId("following").hidden = !source.isLive;
   byId("only-differences").checked = names.length > 1;
   document.title = `${names.join(", ")}: megatron-grpo`;
@@ -29,6 +31,13 @@ async function start() {
   await poll();
   drawConfigs();
   if (source.isLive) pollAgain();
+}
+
+/* Numbers of the runs in the address, or of all runs that have a colour of their own. */
+function openedOf(runs) {
+  const asked = new URLSearchParams(location.search).get("runs")?.split(",").map(Number);
+  if (asked) return asked.filter((number) => number in runs);
+  return [...runs.keys()].slice(0, runs.length > RUN_COLOURS.length ? 1 : undefined);
 }
 
 function fillSelect(id, options) {
@@ -80,7 +89,7 @@ async function selectStep(step) {
   const steps = currentRun().records.map((record) => record.step);
   if (!steps.length) return;
   byId("last").textContent = `of ${steps.at(-1)}`;
-  byId("follow").checked = false;
+  byId("follow").checked = byId("all-steps").checked = false;
   await showStep(Math.min(Math.max(step, steps[0]), steps.at(-1)));
 }
 
@@ -106,11 +115,17 @@ function connect() {
   byId("previous").onclick = () => selectStep(state.step - 1);
   byId("next").onclick = () => selectStep(state.step + 1);
   byId("follow").onchange = () => byId("follow").checked && showStep(currentRun().records.at(-1).step);
-  byId("run").onchange = () => { state.run = Number(byId("run").value); selectStep(state.step); };
-  byId("kind").onchange = loadCompletions;
+  byId("run").onchange = () => {
+    state.run = Number(byId("run").value);
+    byId("other-run").value = state.run;
+    selectStep(state.step);
+  };
   for (const id of FILTERS) byId(id).oninput = showList;
+  for (const id of ["kind", "all-steps", ...QUERY]) byId(id).onchange = loadCompletions;
+  byId("download").onclick = download;
+  byId("smoothing").oninput = drawCurves;
   byId("colouring").onchange = () => state.row && read(state.row);
-  byId("other-step").onchange = () => readOther();
+  byId("other-run").onchange = byId("other-step").onchange = () => readOther();
   byId("find-steps").onclick = findSteps;
   byId("metric-search").oninput = searchMetrics;
   byId("only-differences").onchange = drawConfigs;

@@ -4,8 +4,10 @@
 const embedded = document.getElementById("embedded");
 const source = embedded ? fileSource(JSON.parse(embedded.textContent)) : serverSource();
 
+/* Questions name a run by its place among the `opened` ones, which are numbers of all runs. */
 function serverSource() {
   const ask = async (question, args = {}) => {
+    if ("run" in args) args = { ...args, run: source.opened[args.run] };
     const answer = await fetch(`api/${question}?${new URLSearchParams(args)}`);
     if (!answer.ok) throw new Error(`${question}: ${answer.status} ${answer.statusText}`);
     return answer.json();
@@ -16,6 +18,8 @@ function serverSource() {
     config: (run) => ask("config", { run }),
     metrics: (run, offset, step) => ask("metrics", { run, offset, step }),
     rows: (run, kind, step) => ask(kind, { run, step }),
+    found: (run, kind, field, sign, text, least) =>
+      ask("found", { run, is_eval: Number(kind === "eval_completions"), field, sign, text, least }),
     tokenKeys: (run, step) => ask("token_keys", { run, step }),
     tokens: (run, step, prompt_index, sample_index) =>
       ask("tokens", { run, step, prompt_index, sample_index }),
@@ -27,23 +31,25 @@ function serverSource() {
 
 /* The same questions, answered from the runs in the file. */
 function fileSource(runs) {
-  const at = (run, kind, step) => runs[run][kind].filter((row) => row.step === step);
+  const the = (run) => runs[source.opened[run]];
+  const at = (run, kind, step) => the(run)[kind].filter((row) => row.step === step);
   return {
     isLive: false,
-    runs: async () => runs.map((run) => run.name),
-    config: async (run) => runs[run].config,
-    metrics: async (run) => ({ records: runs[run].records, offset: 0, starts_again: true }),
+    runs: async () => runs.map(({ name, records }) => ({ name, ...records.at(-1) })),
+    config: async (run) => the(run).config,
+    metrics: async (run) => ({ records: the(run).records, offset: 0, starts_again: true }),
     rows: async (run, kind, step) => at(run, kind, step),
+    found: async (run, kind) => the(run)[kind],
     tokenKeys: async (run, step) =>
       at(run, "tokens", step).map((row) => [row.prompt_index, row.sample_index]),
     tokens: async (run, step, prompt, sample) =>
       at(run, "tokens", step).find(
         (row) => row.prompt_index === prompt && row.sample_index === sample) ?? null,
-    stepsOfPrompt: async (run, prompt) => [...new Set(runs[run].completions
+    stepsOfPrompt: async (run, prompt) => [...new Set(the(run).completions
       .filter((row) => row.prompt_index === prompt).map((row) => row.step))],
-    timeline: async (run, first, last) => eventsOf(runs[run].timeline, first, last),
+    timeline: async (run, first, last) => eventsOf(the(run).timeline, first, last),
     heldSteps: (run, kind) => {
-      const rows = runs[run][kind];
+      const rows = the(run)[kind];
       return rows.length ? `this file holds steps ${rows[0].step} to ${rows.at(-1).step}`
         : "this file holds none";
     },
@@ -71,6 +77,7 @@ function h(tag, attributes = {}, ...children) {
 }
 
 const byId = (id) => document.getElementById(id);
+const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 const cssColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /* A number in few characters; – for a missing one. */

@@ -9,6 +9,25 @@ function table(head, rows) {
     h("tbody", {}, ...rows));
 }
 
+/* All runs, to open one or to compare some: the page is loaded again with those that are checked. */
+function drawRuns(runs) {
+  byId("runs").hidden = runs.length === 1;
+  byId("runs").querySelector(".table").replaceChildren(table(["run", "step", "reward", "changed"],
+    runs.map(({ name, step, reward, changed }, number) => {
+      const place = source.opened.indexOf(number);
+      const box = h("input", { type: "checkbox", checked: place >= 0, value: number, onchange: openChecked });
+      const colour = place < 0 ? {} : { style: `--colour: ${runColour(place)}` };
+      return h("tr", {}, h("td", {}, h("label", colour, box, name)),
+        ...[step, reward].map((value) => h("td", {}, short(value))),
+        h("td", {}, changed ? new Date(1000 * changed).toLocaleString() : "–"));
+    })));
+}
+
+function openChecked() {
+  const checked = [...byId("runs").querySelectorAll("input:checked")].map((box) => box.value);
+  if (checked.length) location.search = `runs=${checked.join(",")}`;
+}
+
 /* One row per evaluation of each run; a click shows its completions. */
 function drawEvaluations() {
   const found = state.runs.flatMap((run, i) =>

@@ -53,7 +53,8 @@ function tokenBlocks(row, colouring, turns) {
     const colour = row.mask[k] ? background(values[k], centre, range) : "";
     blocks.at(-1).tokens.push(tokenElement(row, k, text, colour));
   });
-  const elements = blocks.map(({ turn, tokens }) => isDialogue ? turnElement(turn, tokens)
+  const elements = blocks.map(({ turn, tokens }) => isDialogue
+    ? turnElement(turn, turn.role === "assistant" || !turn.text ? tokens : [turn.text])
     : h("div", { className: "text" }, ...tokens));
   return [legend(row, colouring, range), ...elements];
 }

@@ -94,12 +94,14 @@ def completion(
     for turn, branch in zip(turns, (0, 0, 1), strict=True):
         turn |= {"num_tokens": len(pieces(turn["text"])), "branch": branch}
     turns[0]["calls"] = ["add"]
+    question = f"What is {a} + {b}? Think step by step."
     said_by_policy = turns[::2] if is_dialogue else turns[2:]
     return {
         "step": step,
         "prompt_index": index,
         "sample_index": sample,
-        "prompt": f"<|user|>\nWhat is {a} + {b}? Think step by step.\n<|assistant|>\n",
+        "prompt": f"<|user|>\n{question}\n<|assistant|>\n",
+        "messages": [{"role": "user", "content": question}],
         "completion": "".join(turn["text"] for turn in turns) if is_dialogue else text,
         "num_tokens": sum(len(pieces(turn["text"])) for turn in said_by_policy),
         "reward": reward,
@@ -109,6 +111,8 @@ def completion(
         "logprob_gap": round(0.01 + 0.02 * chance.random(), 5),
         "finish_reason": "length" if sample == 2 else "stop",
         "policy_version": step - 3 if index % NUM_PROMPTS == 2 and step > 3 else step - 1,
+        **({"metrics": {"calls": 1.0}} if is_dialogue else {}),
+        **({"failure": "its stderr ends with\nKeyError: 'sum'"} if has_failed else {}),
         "columns": {"answer": str(a + b)},
         **({"turns": turns} if is_dialogue else {}),
     }

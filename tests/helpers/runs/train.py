@@ -126,9 +126,8 @@ def read_completions(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_timeline(run_dir: Path) -> list[dict[str, Any]]:
-    """The timeline as read by a viewer that tolerates a missing closing bracket."""
-    text = (run_dir / "timeline.json").read_text(encoding="utf-8")
-    return json.loads(text.rstrip().rstrip(",") + "]")
+    """Events of a run that has ended."""
+    return json.loads((run_dir / "timeline.json").read_text(encoding="utf-8"))
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -120,6 +120,7 @@ def test_every_sampled_token_of_agents_is_trained_on_once(
             assert len(sample.sequences) == num_sequences
         assert len(sample.heard) == num_turns
         assert {" ".join(heard.roles) for heard in sample.heard} == roles
+        assert all(len(heard.texts) == len(heard.roles) for heard in sample.heard)
 
 
 @pytest.mark.long
@@ -143,7 +144,7 @@ def test_agents_mask_a_failed_one_and_leave_no_process(
         assert len(made.failures) == 2
         assert all(failure in each for each in made.failures), made.failures
         for sample in samples:
-            assert sample.finish_reason == "failed"
+            assert sample.finish_reason == "failed" and failure in sample.failure
             assert math.isnan(sample.dialogue_reward)
         assert not sleepers()
 

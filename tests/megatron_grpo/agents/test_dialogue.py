@@ -146,6 +146,7 @@ def test_dialogue_asks_for_each_turn_with_all_tokens_so_far(engine, tmp_path):
                 observed = f"\n<start>user\n{turn + 1}: {said}<eos>\n<start>assistant\n"
                 assert tokenizer.decode(parts[2 * turn + 1][1]) == observed
                 assert observed in sample.text
+                assert sample.heard[turn + 1].texts == (f"{turn + 1}: {said}",)
                 assert parts[2 * turn][1][-1] in END_IDS
         assert sample.dialogue_reward == sum(reward for _, reward in sample.step_rewards)
         assert len(whole) - len(sample.prompt.token_ids) <= 150
@@ -295,7 +296,7 @@ def test_failing_environment_fails_its_sample(reference, tmp_path, deed, turn):
     where = f"turn {turn}" if turn else "reset"
     heads = [f"prompt 1, sample {sample.sample_index}, {where}: " for sample in failed]
     found = sorted(generation.failures)
-    assert all(line.startswith(head) for line, head in zip(found, heads, strict=True))
+    assert found == [f"{head}{s.failure}" for head, s in zip(heads, failed, strict=True)]
     if turn == 0:
         assert len(failed) == 3 and not any(s.completion_ids for s in failed)
 

@@ -42,7 +42,8 @@ def generation() -> Experience:
             temperature=1.3 if i == 1 else None,
             loss_mask=(True, False, False, *[True] * (i - 2)) if i >= 3 else (),
             step_rewards=((0, 0.1), (i, 1 / 3)) if i >= 3 else (),
-            heard=(Heard(("user",), ("add",)), Heard(("tool",), ())) if i >= 3 else (),
+            failure="its stderr ends with\nżółw" if i == 3 else "",
+            heard=(Heard(("user",), ("add",)), Heard(("tool",), (), ("7",))) if i >= 3 else (),
         )
         for i in range(NUM_SAMPLES)
     ]

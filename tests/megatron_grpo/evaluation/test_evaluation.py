@@ -121,11 +121,13 @@ def test_eval_rows_say_whether_each_has_passed() -> None:
         "sample_index": 0,
         "prompt": "prompt 0",
         "completion": "completion 0",
-        "rewards": {"exact": 0.5},
+        "num_tokens": 1,
         "reward": 0.5,
-        "passed": True,
+        "rewards": {"exact": 0.5},
         "finish_reason": "length",
+        "policy_version": 0,
         "columns": {},
+        "passed": True,
     }
 
 

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from checkpoint_convert.tokenizer import load_tokenizer
 from helpers.runs.rewards import sample_of
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.token_log import VALUES
+from megatron_grpo.config.data import DataConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Branch, Heard
 from megatron_grpo.reporting.completions import completion_rows, token_rows, token_texts
@@ -84,6 +86,20 @@ def test_completion_rows_have_null_for_what_is_unknown(tokenizer: Any) -> None:
     assert (last["advantage"], last["entropy"]) == (-1.0, 2.5)
 
 
+def test_completion_rows_have_the_messages_of_the_prompt_and_what_an_agent_told(
+    tokenizer: Any,
+) -> None:
+    made = experience(metrics={"calls": 2.0}, failure="its stderr ends with\n\udce9")
+    data = DataConfig(path="x", prompt_column="question", system_prompt="Be brief.")
+    samples = [replace(s, prompt=replace(s.prompt, data=data)) for s in made.samples]
+    row = rows(tokenizer, replace(made, samples=samples))[0]
+    assert row["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 7 + 5?"},
+    ]
+    assert (row["metrics"], row["failure"]) == ({"calls": 2.0}, "its stderr ends with\n?")
+
+
 def test_turns_of_a_dialogue_have_tokens_and_rewards(tokenizer: Any) -> None:
     eos = tokenizer.eos_token_id
     made = experience(
@@ -91,13 +107,14 @@ def test_turns_of_a_dialogue_have_tokens_and_rewards(tokenizer: Any) -> None:
         logprobs=[0.0] * 6,
         loss_mask=(1, 1, 0, 0, 1, 1),
         step_rewards=((1, 0.25), (5, 1.0)),
+        heard=(Heard((), ()), Heard(("environment",), (), ("warmer",))),
     )
     assert rows(tokenizer, made)[0]["turns"] == [
-        {"role": role, "text": tokenizer.decode(ids), "reward": reward, "num_tokens": 2}
-        for role, ids, reward in (
-            ("assistant", [33, eos], 0.25),
-            ("environment", [40, 41], None),
-            ("assistant", [34, eos], 1.0),
+        {"role": role, "text": text, "reward": reward, "num_tokens": 2}
+        for role, text, reward in (
+            ("assistant", tokenizer.decode([33, eos]), 0.25),
+            ("environment", "warmer", None),  # without the chat template
+            ("assistant", tokenizer.decode([34, eos]), 1.0),
         )
     ]
 
@@ -109,7 +126,11 @@ def test_turns_of_an_agent_have_roles_calls_and_branches(tokenizer: Any) -> None
         logprobs=[0.0] * 9,
         loss_mask=(1, 1, 0, 0, 1, 1, 0, 1, 1),
         step_rewards=((1, 0.0), (5, 0.0), (8, 1.0)),
-        heard=(Heard(("user",), ("add",)), Heard(("tool", "tool"), ()), Heard(("user",), ())),
+        heard=(
+            Heard(("user",), ("add",), ("7 + 5?",)),
+            Heard(("tool", "tool"), (), ("12", "13")),
+            Heard(("user",), (), ("again",)),
+        ),
         branches=(Branch(((0, 2),), 0, 6), Branch(((0, 2),), 6, 9)),
     )
     found = rows(tokenizer, made)[0]["turns"]
@@ -121,6 +142,7 @@ def test_turns_of_an_agent_have_roles_calls_and_branches(tokenizer: Any) -> None
         ("assistant", 1, None),
     ]
     assert [turn["num_tokens"] for turn in found] == [2, 2, 2, 1, 2]
+    assert [turn["text"] for turn in found[1::2]] == ["12\n13", "again"]
     # A branch that shares no token has its own first token as its context.
     made = experience(
         completion_ids=(33, 34, 40, 41, 35),

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megatron_grpo.reporting.progress import (
     ProgressBar,
-    completions_table,
+    completions_by_prompt,
     evaluation_line,
     step_line,
 )
@@ -141,9 +141,10 @@ def test_enter_shows_the_phase_and_since_when(monkeypatch: pytest.MonkeyPatch) -
     assert "generate 7 s" in shown(generate, terminal=True)
 
 
-def test_completions_table_has_scores_of_each_function() -> None:
+def test_completions_have_scores_of_each_function_of_their_source() -> None:
     row = {
         "step": 3,
+        "prompt_index": 0,
         "prompt": "[b]How much[/b] is 7 + 5?",
         "completion": "[12]",
         "rewards": {"math": 1.0, "format": None},
@@ -155,15 +156,15 @@ def test_completions_table_has_scores_of_each_function() -> None:
     console = Console(file=io.StringIO(), width=120)
     # Of another source.
     other = row | {"prompt": "[b]And[/b]?", "rewards": {"environment": 0.5}, "reward": 0.5}
-    console.print(completions_table([row, other]))
+    console.print(completions_by_prompt([row, other]))
     assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
     ours, others = (
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in console.file.getvalue().splitlines()
-        if "[b]" in line
+        [cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "[12]" in line
     )
-    assert ours == [row["prompt"], "[12]", "1.000", "failed", "", "failed", "0.000", "stop"]
-    assert others == [other["prompt"], "[12]", "", "", "0.500", "0.500", "0.000", "stop"]
+    assert ours == ["[12]", "1.000", "failed", "failed", "0.000", "stop"]
+    assert others == ["[12]", "0.500", "0.500", "0.000", "stop"]
+    assert {row["prompt"], other["prompt"]} <= set(map(str.strip, lines))
 
 
 def test_show_without_a_terminal_is_one_plain_line() -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from megatron_grpo.reporting import rows
 from megatron_grpo.reporting.rows import (
+    least_rows,
     newest_rows,
     row_with,
     rows_of,
@@ -53,6 +54,14 @@ def test_an_unfinished_line_is_not_there_yet(tmp_path: Path) -> None:
     assert found(path, 2) == []
     assert found(path, 1) == [(1, 0)]
     assert [json.loads(row)["step"] for row in newest_rows(path, 10**6)] == [1]
+
+
+def test_the_least_rows_of_all_steps_are_found_the_earliest_first(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(line(step, k) for step in (1, 2, 3) for k in range(3)))
+    keys = {0: 5.0, 1: 4.0, 2: None}
+    rows = least_rows(path, 4, lambda row: keys[row["sample_index"]])
+    assert [(row["step"], row["sample_index"]) for row in rows] == [(1, 1), (2, 1), (3, 1), (1, 0)]
 
 
 def test_lines_without_a_step_belong_to_the_step_before(tmp_path: Path) -> None:

@@ -48,6 +48,16 @@ def test_close_is_silent_about_curves_before_the_first_step(
     assert "could not be drawn" not in capfd.readouterr().err
 
 
+def test_a_run_of_adapters_says_how_to_merge_them(tied_model: Path, tmp_path: Path, capsys):
+    run_dir = tmp_path / "run"
+    cfg = tiny_config(tied_model, ParallelDims(), f"train.run_dir={run_dir}", "lora.r=4")
+    with closing(run_log(cfg, 0)) as log:
+        log.finish(1, stopped_by=None)
+    merge = f"checkpoint-convert merge --base {tied_model} --adapter {run_dir}/hf"
+    said = capsys.readouterr().out
+    assert f"the LoRA adapter is {run_dir}/hf; `{merge} --out {run_dir}/merged`" in said
+
+
 def test_tokens_per_second_are_of_a_whole_generation(tied_model: Path, tmp_path: Path):
     """Two optimizer batches, twice each: the first of the four steps waits for the generation."""
     options = ["grpo.steps_per_generation=2", "grpo.num_iterations=2"]
@@ -135,6 +145,17 @@ def sample(versions: tuple[tuple[int, int], ...]) -> Sample:
     """A completion of six tokens; version 2 if `versions` is empty."""
     version = versions[0][0] if versions else 2
     return sample_of("", {}, completion_ids=[7] * 6, policy_version=version, versions=versions)
+
+
+def test_a_first_step_without_signal_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    symptoms = Symptoms()
+    symptoms.check(1, {"frac_reward_zero_std": 0.9, "completions/clipped_ratio": 0.94})
+    [cut] = capsys.readouterr().err.splitlines()
+    assert cut.startswith("step 1: 94% of the completions reached ") and "raise it" in cut
+    symptoms.check(2, {"frac_reward_zero_std": 1.0})  # not the first: chance
+    assert capsys.readouterr().err == ""
+    Symptoms().check(1, {"frac_reward_zero_std": 1.0})
+    assert "grpo.dynamic_sample=true" in capsys.readouterr().err
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "symptoms.md"

@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from helpers.runs.run_dirs import viewed, write_run
 from megatron_grpo.cli import app
 from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.viewer import html_file
-from megatron_grpo.viewer.run import RunFiles, run_names
+from megatron_grpo.viewer.run import RunFiles, run_names, runs_in
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +43,15 @@ def ask(port: int, url: str) -> list | dict | None:
 def test_the_page_and_its_requests_are_served(port):
     assert b"<title>" in request(port, "/").read()
     assert request(port, "/plotly.min.js").headers["Content-Type"].startswith("text/javascript")
-    assert ask(port, "runs") == ["math"]
+    [run] = ask(port, "runs")
+    assert (run["name"], run["step"]) == ("math", 12) and 0 < run["reward"] < 1.2
     assert ask(port, "config?run=0")["grpo"]["beta"] == 0.0
     assert len(ask(port, "metrics?run=0&offset=0&step=-1")["records"]) == 12
     assert {row["step"] for row in ask(port, "completions?run=0&step=5")} == {5}
     assert ask(port, "completions?run=0&step=50") == []
     assert len(ask(port, "eval_completions?run=0&step=8")) == 8
+    found = "found?run=0&is_eval=0&field=reward&sign=-1&text=what%20IS&least=1.2"
+    assert {row["reward"] for row in ask(port, found)} == {1.2}
     keys = ask(port, "token_keys?run=0&step=5")
     prompt, sample = keys[0]
     tokens = ask(port, f"tokens?run=0&step=5&prompt_index={prompt}&sample_index={sample}")
@@ -127,6 +131,12 @@ def test_runs_are_called_by_their_folders_unless_two_have_the_same(tmp_path):
     assert run_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
     both = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
     assert run_names(both) == [str(each) for each in both]
+
+
+def test_a_folder_of_runs_stands_for_its_runs_the_newest_first(tmp_path):
+    old, new, other = (write_run(tmp_path / f"runs/{name}") for name in ("b", "a", "x/other"))
+    os.utime(old / "metrics.jsonl", (0, 0))
+    assert runs_in([other, tmp_path / "runs"]) == [other, new, old]
 
 
 def test_ctrl_c_ends_it_quietly(run_dir):
