@@ -54,6 +54,8 @@ LogDir = Annotated[
 ]
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from megatron_grpo.prompt_checks import Checked
 
 
@@ -106,8 +108,9 @@ def train(
     if place is None:
         with exit_when_preempted():
             cfg.model.check_folder()
-            _check_host(cfg)
-            cfg = _preflight(cfg, token).cfg
+            with _status():
+                _check_host(cfg)
+                cfg = _preflight(cfg, token).cfg
             start_ranks(cfg, ["train", *arguments], token, log_dir)
     _be_rank(cfg, place, token)
 
@@ -116,7 +119,7 @@ def _be_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     tie_to_launcher(os.environ)
     outlive_readers()
     if place.rank == 0 and LAUNCHER_VARIABLE not in os.environ:
-        with exit_when_preempted():  # started by torchrun or srun, so not done yet
+        with exit_when_preempted(), _status():  # started by torchrun or srun, so not done yet
             cfg = _preflight(cfg, token).cfg
     silence_libraries()
     # Not above: torch and Megatron take seconds, and `--help` or a bad config should not wait.
@@ -148,12 +151,16 @@ def _check_host(cfg: Config) -> None:
 
 def _preflight(cfg: Config, token: str | None, starts_here: bool = True) -> "Checked":
     silence_libraries()
-    from rich.console import Console
-
     from megatron_grpo.preflight import preflight  # aiohttp and more, which `--help` does not need
 
-    with Console(stderr=True).status("checking settings, model, data and rewards"):
-        return preflight(cfg, token, starts_here=starts_here)
+    return preflight(cfg, token, starts_here=starts_here)
+
+
+def _status() -> "Status":
+    """A line on a terminal while checks, and their imports, take seconds."""
+    from rich.console import Console
+
+    return Console(stderr=True).status("checking settings, model, data and rewards")
 
 
 def check(config: ConfigFile, overrides: Overrides = None) -> None:
@@ -171,4 +178,6 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """
     allow_open_files()
     cfg = load_config(config, overrides or [])
-    print(_preflight(cfg, take_token(os.environ), starts_here=False))
+    with _status():
+        checked = _preflight(cfg, take_token(os.environ), starts_here=False)
+    print(checked)

@@ -119,7 +119,7 @@ class GRPOConfig(Section):
     """Standard deviation that divides the advantages; default: `group` for the estimator grpo,
     `batch` for the two reinforce_plus_plus, `none` otherwise."""
     multi_objective_aggregation: Aggregation = "sum_then_normalize"
-    """Order for several rewards; `normalize_then_sum` normalizes each in its group first (GDPO)."""
+    """Order for several rewards; `normalize_then_sum` normalises each in its group first (GDPO)."""
     supervision: Literal["outcome", "process"] = "outcome"
     """Rewards per completion (`outcome`), or per step of an environment or a process reward model
     (`process`, DeepSeekMath)."""

@@ -99,8 +99,8 @@ class TrainConfig(Section):
     run_dir: Path = Field(strict=False)
     """Folder for the run's files; a start with an existing folder resumes its run."""
     init_from: Path | None = Field(default=None, strict=False)
-    """Run directory, or RUN_DIR/checkpoints/step_N, whose weights and moments a new run starts with
-    at step 0; null: the weights in model.path."""
+    """Run directory, RUN_DIR/checkpoints/step_N or RUN_DIR/checkpoints/best, whose weights and
+    moments a new run starts with at step 0; null: the weights in model.path."""
     num_steps: PositiveInt | None = None
     """Optimizer steps of the run; required unless num_epochs is given."""
     num_epochs: PositiveInt | None = None
@@ -133,8 +133,8 @@ class TrainConfig(Section):
     """Keep the first checkpoint at or after each multiple of this many steps for good; a multiple
     of save_interval. Null: keep only the newest."""
     keep_best: str | None = None
-    """Metric of the evaluations, such as `eval/pass@1`: the checkpoint with its highest value stays
-    for good, as checkpoints/best. Null: none."""
+    """Metric of the evaluations, such as `eval/pass@1`: the checkpoint with its highest value so
+    far stays, as checkpoints/best, until a better one is written. Null: none."""
     hooks: tuple[Hook, ...] = Field(default=(), strict=False)
     """Classes that are called after steps, evaluations and checkpoints, and may end the run: each
     `file.py:ClassName`, or a table with name and arguments (docs/hooks.md)."""

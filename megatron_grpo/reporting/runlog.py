@@ -266,8 +266,8 @@ SYMPTOMS = (
         "completions/mean_length",
         "completions-grow",
         lambda first, last: last > 3 * first,
-        "completions grew from {first:.0f} to {last:.0f} tokens: unless the reward rises, set "
-        "grpo.loss_type=dapo or add the reward soft_overlong",
+        "completions grew from {first:.0f} to {last:.0f} tokens: unless the reward rises, add the "
+        "reward soft_overlong; grpo.loss_type=grpo favours long wrong ones, dapo does not",
     ),
     Symptom(
         "rollout/logprob_gap_mean",
