@@ -14,6 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from signal import SIGINT
 from subprocess import PIPE
+from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_grpo.config.config import Config
@@ -49,7 +50,7 @@ class Report:
     steps: int
     """Optimizer steps done, with those of earlier starts."""
     metrics: dict[str, Any] = field(repr=False)
-    """The last step's, and those of the evaluation after it."""
+    """The last step's, and those of the evaluation after it; empty before the first step."""
     model: Path | None
     """Folder of the exported model, or with LoRA of the adapter; None if there is none yet."""
 
@@ -71,7 +72,9 @@ def train(cfg: Config, **overrides: Any) -> Report:
     needs its own.
 
         for lr in (1e-6, 3e-6):
-            train(cfg, optimizer={"lr": lr}, train={"run_dir": f"runs/lr_{lr}"})
+            report = train(cfg, optimizer={"lr": lr}, train={"run_dir": f"runs/lr_{lr}"})
+            if report.state == "preempted":
+                break
 
     Raises ValueError for a mistake found before the first step, and RuntimeError for a later
     failure, with the run's last message. KeyboardInterrupt ends the run, as Ctrl-C does.
@@ -85,11 +88,14 @@ def train(cfg: Config, **overrides: Any) -> Report:
         message = "".join(lines).rpartition(MESSAGE)[2].strip()
         raise (ValueError if code == 2 else RuntimeError)(message)
     run, model = Run(cfg.train.run_dir), cfg.train.run_dir / "hf"
+    records = (
+        run.metrics() if run.last_step else []
+    )  # none of a run preempted before its first step
     return Report(
         state="preempted" if code else "complete",
         run_dir=run.run_dir,
         steps=run.last_step,
-        metrics=run.metrics()[-1],
+        metrics=records[-1] if records else {},
         model=model if model.exists() else None,
     )
 
@@ -108,7 +114,8 @@ def _run_command(*arguments: str) -> tuple[int, deque[str]]:
     with ExitStack() as stack:
         stack.callback(child.kill)
         stack.enter_context(output)
-        stack.enter_context(when_preempted(lambda number, _: process.send_signal(number)))
+        if current_thread() is main_thread():  # elsewhere Python takes no handlers
+            stack.enter_context(when_preempted(lambda number, _: process.send_signal(number)))
         try:
             _print_all(output, last)
         except KeyboardInterrupt:

@@ -25,7 +25,7 @@ METHODS = {
 """Methods of a hook, with their parameters; all are optional."""
 
 
-class HookError(ValueError):
+class HookError(RuntimeError):
     """A hook has raised an exception, or returned what cannot be understood; the text names it."""
 
 

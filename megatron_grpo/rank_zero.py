@@ -53,7 +53,8 @@ class RankZero:
         state.check_prompts(stream.fingerprint)
         if state.wandb_id is not None:
             write_whole(cfg.train.run_dir / WANDB_ID_FILE, state.wandb_id)
-        keep_export(cfg, state.step)  # before the log writes the new config
+        is_stopped = state.stopped_by is not None
+        keep_export(cfg, state.step, is_stopped=is_stopped)  # before the log writes the new config
         log = stack.enter_context(closing(RunLog(cfg, state.step, source.tokenizer)))
         log.begin(len(stream.prompts))
         runner: Runner

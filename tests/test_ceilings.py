@@ -13,13 +13,13 @@ from bench_code import lines_of_rooms, trace_step
 
 ROOT = Path(__file__).parents[1]
 LINES = {
-    "megatron_grpo": 4159,
+    "megatron_grpo": 4177,
     "megatron_grpo/agents": 3358,
     "megatron_grpo/algorithm": 810,
     "megatron_grpo/batch": 1116,
-    "megatron_grpo/checkpoints": 1465,
-    "megatron_grpo/config": 3968,
-    "megatron_grpo/data": 1584,
+    "megatron_grpo/checkpoints": 1466,
+    "megatron_grpo/config": 3996,
+    "megatron_grpo/data": 1585,
     "megatron_grpo/doctor": 916,
     "megatron_grpo/engine_weights": 710,
     "megatron_grpo/engines": 5846,
@@ -27,7 +27,7 @@ LINES = {
     "megatron_grpo/integrations": 493,
     "megatron_grpo/launch": 1589,
     "megatron_grpo/planning": 5628,
-    "megatron_grpo/policy": 5549,
+    "megatron_grpo/policy": 5550,
     "megatron_grpo/reporting": 1918,
     "megatron_grpo/rewards": 1878,
     "megatron_grpo/rollout": 1451,

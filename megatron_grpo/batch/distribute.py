@@ -167,7 +167,7 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
         masks.append(torch.from_numpy(np.asarray(sample.loss_mask, np.bool_) & counts))
     weights = loss_weights(
         torch.stack([mask.sum() for mask in masks]),
-        cfg.grpo.loss_aggregation,
+        cfg.grpo.aggregation,
         cfg.grpo.loss_denominator or cfg.rollout.max_completion_length,
     )
     lengths = [len(sample.completion_ids) for sample in samples]

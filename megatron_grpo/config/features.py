@@ -55,6 +55,7 @@ FEATURES: dict[str, Callable[[Config], object]] = {
         "advantage_estimator" in cfg.grpo.own_functions
     ),
     "grpo.advantage_estimator other than grpo": lambda cfg: cfg.grpo.advantage_estimator != "grpo",
+    "grpo.loss_aggregation: constant": lambda cfg: cfg.grpo.aggregation == "constant",
     # A replay starts no engines, so nothing is pushed.
     "lora.sync: adapter": lambda cfg: cfg.lora.is_served and cfg.train.replay is None,
     "model.mtp_num_layers of a drafter": _trains_drafter,

@@ -27,8 +27,15 @@ from megatron_grpo.config.hints import (
     word_hint,
 )
 from megatron_grpo.config.overrides import apply_override
-from megatron_grpo.config.section import Mistake, as_yaml, fields_of, meaning_of, within
-from megatron_grpo.config.sources import Source
+from megatron_grpo.config.section import (
+    Mistake,
+    as_yaml,
+    fields_of,
+    meaning_of,
+    within,
+    without_inherited,
+)
+from megatron_grpo.config.sources import OWN_SECTIONS, Source
 from megatron_grpo.config.yaml_text import Loader, dump
 from megatron_grpo.unicode import is_unicode
 
@@ -80,8 +87,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """Apply overrides to a config; raises the errors of `load_config`."""
-    # Without defaults, some of which follow other keys.
-    return parse_config(config.model_dump(mode="json", exclude_unset=True), overrides)
+    # Without defaults, and without values that other sections have given: they follow again.
+    table = config.model_dump(mode="json", exclude_unset=True)
+    run = {**table, "data": {**table["data"], "shuffle": False}}
+    if "eval" in table:
+        table["eval"] = without_inherited(table["eval"], ("data", "reward"), run)
+    sources = table.get("sources", {}).get("by_name", {})
+    for name, source in sources.items():
+        sources[name] = without_inherited(source, OWN_SECTIONS, table)
+    return parse_config(table, overrides)
 
 
 def as_overrides(values: Mapping[str, Any]) -> list[str]:

@@ -70,11 +70,6 @@ SCALE_REWARDS: dict[str, ScaleRewards] = {
 _KL_IN_REWARD = SCALE_REWARDS.keys() - {"grpo"}
 
 
-def _aggregation_of(data: dict[str, Any]) -> LossAggregation:
-    known = LOSS_TYPES.get(data.get("loss_type", ""))
-    return known.aggregation if known else "token"
-
-
 class GRPOConfig(Section):
     """Batch sizes, advantages and loss, with the names that TRL and ms-swift use."""
 
@@ -129,10 +124,10 @@ class GRPOConfig(Section):
     your function, `file.py:function` (docs/algorithms.md)."""
     loss_arguments: dict[str, Any] = Field(default={})
     """Keyword arguments of your function in loss_type."""
-    loss_aggregation: LossAggregation = Field(default_factory=_aggregation_of)
+    loss_aggregation: LossAggregation | None = None
     """Average over tokens: of all tokens alike (`token`), of the means of completions (`sequence`),
-    of their sums (`sum`), or of their sums divided by loss_denominator (`constant`); default: the
-    loss type's own, `token` for your function."""
+    of their sums (`sum`), or of their sums divided by loss_denominator (`constant`); null: the loss
+    type's own, `token` for your function."""
     loss_denominator: PositiveFloat | None = None
     """With loss_aggregation constant, the divisor; null: rollout.max_completion_length."""
     importance_sampling_level: ImportanceLevel = "token"
@@ -228,6 +223,12 @@ class GRPOConfig(Section):
         """Whether advantages compare parts of the rewards instead of totals."""
         normalizes_each = self.multi_objective_aggregation == "normalize_then_sum"
         return normalizes_each or self.supervision == "process"
+
+    @property
+    def aggregation(self) -> LossAggregation:
+        """Average over tokens, of the loss type unless given."""
+        known = LOSS_TYPES.get(self.loss_type)
+        return self.loss_aggregation or (known.aggregation if known else "token")
 
     def takes(self, key: str) -> bool:
         """Whether the loss has the key as an argument; a function of the user's may."""

@@ -59,6 +59,18 @@ def as_yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def without_inherited(
+    table: Mapping[str, Any], names: Iterable[str], run: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Leave out the values that `completed` has taken from `run`, or would take again."""
+    tables = {}
+    for name in names:
+        given, defaults = table.get(name), run.get(name)
+        if isinstance(given, dict) and isinstance(defaults, dict):
+            tables[name] = {k: v for k, v in given.items() if k not in defaults or defaults[k] != v}
+    return {**table, **tables}
+
+
 def completed(
     table: Mapping[str, Any], names: Iterable[str], run: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -131,7 +131,9 @@ def sample_row(
     sample: Sample, scores: Mapping[str, float], total: float, columns: "Columns"
 ) -> dict[str, Any]:
     """Row of a scored sample for logs, without values of training. Failed scores are null."""
-    prompt, chat = sample.prompt, sample.prompt.messages
+    # An environment or agent that changed the prompt has changed its text alone.
+    prompt = sample.prompt
+    chat = None if prompt.is_own else prompt.messages
     return {
         "prompt_index": prompt.index,
         "sample_index": sample.sample_index,

@@ -99,17 +99,18 @@ def _write_model(
         assert written == wanted, f"{int(written)} of the model's {wanted} elements were written"
 
 
-def keep_export(cfg: Config, step: int) -> None:
-    """Rename `hf` to hf_step_N if the run ended at `step` N, a multiple of `train.export_interval`.
+def keep_export(cfg: Config, step: int, *, is_stopped: bool) -> None:
+    """Rename `hf` to hf_step_N if the run ended at `step` N, a multiple of `train.export_interval`:
+    at its last step, or because a hook stopped it there (`is_stopped`).
 
-    An extended run replaces `hf` at its new end. One process calls this, while the run's folder
+    A run that goes on replaces `hf` at its new end. One process calls this, while the run's folder
     still has the config of the earlier end.
     """
     run_dir, interval = cfg.train.run_dir, cfg.train.export_interval
     export = run_dir / "hf"
     if step == 0 or interval is None or step % interval or not export.exists():
         return
-    if load_config(run_dir / "config.yaml").train.num_steps == step:
+    if is_stopped or load_config(run_dir / "config.yaml").train.num_steps == step:
         finish_export(export, run_dir / f"hf_step_{step}")
 
 

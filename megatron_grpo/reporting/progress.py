@@ -119,9 +119,9 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 def completions_by_prompt(rows: Sequence[Mapping[str, Any]]) -> Group:
     """Prompts of rows of training or of an evaluation, each with its `answer` in the data above a
     table of its completions."""
-    by_prompt: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    by_prompt: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
-        by_prompt[row["prompt"]].append(row)
+        by_prompt[row.get("set"), row["prompt_index"], row["prompt"]].append(row)
     return Group(*(part for own in by_prompt.values() for part in _of_prompt(own)))
 
 

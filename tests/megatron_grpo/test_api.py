@@ -19,7 +19,7 @@ from helpers.runs.train import (
     read_metrics,
 )
 from megatron_grpo import Run, load_config, plan, train
-from megatron_grpo.config.file import dump_config
+from megatron_grpo.config.file import as_overrides, dump_config, with_overrides
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, interrupted_text
 from megatron_grpo.planning.command import print_plan
 
@@ -52,6 +52,16 @@ def test_a_run_that_fails_raises_its_message(cfg, monkeypatch):
         train(cfg, model={"path": "nowhere"})
     with pytest.raises(RuntimeError, match=r"^rollout engine http://127\.0\.0\.1:9 is not healthy"):
         train(cfg, rollout={"base_urls": ["http://127.0.0.1:9"]})
+
+
+def test_keys_that_follow_others_follow_overrides_from_python(cfg, tmp_path):
+    held_out = {"data": {"path": cfg.data.path}, "pass_threshold": 1.0}
+    with_eval = with_overrides(cfg, as_overrides({"eval": held_out}))
+    changed = with_overrides(with_eval, ["data.prompt_column=question"])
+    assert changed.eval.data and changed.eval.data.prompt_column == "question"
+    (saved := tmp_path / "config.yaml").write_text(dump_config(cfg))
+    of_saved = load_config(saved, grpo={"loss_type": "dr_grpo"})
+    assert of_saved.grpo.aggregation == "constant"
 
 
 INTERRUPTED = """

@@ -180,7 +180,7 @@ def our_values(case, options, one_rank):
     else:
         advantages = group_advantages(scores @ weights, ids, cfg.scale_rewards)
     of_tokens = loss_weights(
-        torch.tensor(COMPLETION_LENGTHS), cfg.loss_aggregation, MAX_COMPLETION_LENGTH
+        torch.tensor(COMPLETION_LENGTHS), cfg.aggregation, MAX_COMPLETION_LENGTH
     )
     sequences = [
         TokenSequence(

@@ -85,16 +85,22 @@ def test_an_exported_model_ends_with_the_stop_tokens_that_it_was_trained_with(
 
 
 @pytest.mark.parametrize(
-    ("ended", "step", "interval", "exports"),
+    ("ended", "step", "is_stopped", "interval", "exports"),
     [
-        (4, 4, 2, {"hf_step_2", "hf_step_4"}),
-        (4, 4, None, {"hf_step_2", "hf"}),
-        (4, 4, 3, {"hf_step_2", "hf"}),
-        (8, 4, 2, {"hf_step_2", "hf"}),  # sent back to an earlier checkpoint: `hf` is of step 8
+        (4, 4, False, 2, {"hf_step_2", "hf_step_4"}),
+        (4, 4, False, None, {"hf_step_2", "hf"}),
+        (4, 4, False, 3, {"hf_step_2", "hf"}),
+        (8, 4, True, 2, {"hf_step_2", "hf_step_4"}),  # a hook has ended the run
+        (8, 4, False, 2, {"hf_step_2", "hf"}),  # back to an earlier checkpoint: `hf` is of step 8
     ],
 )
 def test_the_last_export_of_a_run_that_is_extended_stays_if_it_is_on_the_interval(
-    ended: int, step: int, interval: int | None, exports: set[str], tmp_path: Path
+    ended: int,
+    step: int,
+    is_stopped: bool,
+    interval: int | None,
+    exports: set[str],
+    tmp_path: Path,
 ) -> None:
     options = (f"train.run_dir={tmp_path}", f"train.num_steps={ended}")
     (tmp_path / "config.yaml").write_text(dump_config(tiny_config(tmp_path, ONE, *options)))
@@ -103,7 +109,7 @@ def test_the_last_export_of_a_run_that_is_extended_stays_if_it_is_on_the_interva
         (tmp_path / name / "made_as").write_text(name)
     every = () if interval is None else (f"train.export_interval={interval}",)
     longer = tiny_config(tmp_path, ONE, options[0], "train.num_steps=9", *every)
-    keep_export(longer, step)
-    keep_export(longer, step)  # a killed start is repeated
+    keep_export(longer, step, is_stopped=is_stopped)
+    keep_export(longer, step, is_stopped=is_stopped)  # a killed start is repeated
     assert {path.name for path in tmp_path.glob("hf*")} == exports
     assert (tmp_path / max(exports - {"hf_step_2"}) / "made_as").read_text() == "hf"
