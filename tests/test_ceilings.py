@@ -17,7 +17,7 @@ LINES = {
     "megatron_grpo/agents": 3358,
     "megatron_grpo/algorithm": 810,
     "megatron_grpo/batch": 1116,
-    "megatron_grpo/checkpoints": 1466,
+    "megatron_grpo/checkpoints": 1465,
     "megatron_grpo/config": 3996,
     "megatron_grpo/data": 1585,
     "megatron_grpo/doctor": 916,

@@ -127,9 +127,9 @@ def publish(
     """Make the complete folder `partial` the newest checkpoint; drop old ones.
 
     The `keep` newest stay, the steps of which `is_kept` is true, and the first with the highest of
-    `values`, which the link `best` names. An
-    interruption at any point leaves a complete checkpoint. Once the new one has its final name, it
-    counts as the newest, because `remove_leftovers` then updates `LATEST`.
+    `values`, which the link `best` names. An interruption at any point leaves a complete
+    checkpoint. Once the new one has its final name, it counts as the newest, because
+    `remove_leftovers` then updates `LATEST`.
     """
     folder = partial.parent
     final = step_folder(folder, step)
@@ -151,8 +151,7 @@ def publish(
         remove(replaced)
     steps = sorted(_steps(folder))
     own = [other for other in steps if other <= step]
-    known = [other for other in own if other in values]
-    best = max(known, key=values.__getitem__, default=0)
+    best = max((other for other in own if other in values), key=values.__getitem__, default=0)
     _name_best(folder, best)
     # Later ones, too: the run went back and discarded them.
     for other in {*steps} - {*own[-keep:], *filter(is_kept, own), best}:
