@@ -457,7 +457,8 @@ def test_submit_sends_a_turn_to_the_engine_of_the_last():
         assert wait_until(lambda: len(a.asked) == len(b.asked) == 4, seconds=30)
 
         async def ask(url):
-            body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+            sampling = {"max_tokens": 1, "temperature": 1.0}
+            body = {"token_ids": [1], "sampling_params": sampling}
             router.router.submit([Request(body, 99, url=url)])
 
         for url, engine in (("http://b", b), ("http://a", a)):

@@ -66,9 +66,10 @@ def waits_of_a_step(rank: int, folder: Path, dims: ParallelDims, *overrides: str
         ],
         groups,
     )
+    function = LossFunction.of(cfg.grpo)
     with counted_waits() as waits:
         compute_logprobs(policy, batches, 1.0, groups)
-        accumulate_gradient(policy, batches, cfg, groups, LossFunction.of(cfg.grpo), 0.05)
+        accumulate_gradient(policy, batches, cfg, groups, function, 0.05)
     return waits
 
 

@@ -412,6 +412,7 @@ def marked(marks: Iterable[pytest.MarkDecorator], those: Iterable[Row]) -> list[
 def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     given = [getattr(item, "callspec", None) for item in request.session.items]
     chosen = [each.params["row"] for each in given if each and "row" in each.params]
+    chosen = [row for row in chosen if isinstance(row, Row)]  # not of other tests
 
     def make(name: str) -> Path:
         folder = make_model(name, tmp_path_factory.mktemp("model") / "model")
