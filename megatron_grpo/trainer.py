@@ -383,8 +383,7 @@ class Trainer:
         while self._is_within_generation():
             self.log(self.update(self.next_minibatch()))
             self.save()
-        if self.step < self.num_steps:
-            self.save(now=True)
+        self.save(now=True)
         # Engines get the same signal, and may have ended before a rank saw it.
         is_preempted = any_rank(self.rank.watchdog.is_preempted)
         if isinstance(reason, RolloutAborted) and not is_preempted:

@@ -13,7 +13,7 @@ from bench_code import lines_of_rooms, trace_step
 
 ROOT = Path(__file__).parents[1]
 LINES = {
-    "megatron_grpo": 4177,
+    "megatron_grpo": 4176,
     "megatron_grpo/agents": 3358,
     "megatron_grpo/algorithm": 810,
     "megatron_grpo/batch": 1116,
