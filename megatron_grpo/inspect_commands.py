@@ -44,7 +44,7 @@ def show(
         typer.Option(help="Completions of the prompt in this row.", min=0),
     ] = None,
 ) -> None:
-    """Print completions of a step of RUN_DIR with their rewards, by prompt.
+    """Print completions of a step of RUN_DIR, by prompt, with rewards.
 
     Without --worst and --best, prints all of them. A completion whose reward failed counts as the
     worst. A step that trains again on completions of an earlier one has none of its own.

@@ -81,13 +81,14 @@ class AdvantageFunction:
     def _selected(self, given: dict[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
         """The parameters of the function."""
         assert self.own is not None
+        columns = {name for sample in samples for name in sample.prompt.row} | GIVEN.keys()
         names = accepted_columns(inspect.signature(self.own).parameters)
-        columns = {name for sample in samples for name in sample.prompt.row}
-        known = {name for name in (*columns, *GIVEN) if names is not None or name != ONLY_BY_NAME}
-        for name in known - given.keys():
-            if names is None or name in names:
-                given[name] = [
-                    GIVEN[name](each) if name in GIVEN else each.prompt.row.get(name)
-                    for each in samples
-                ]
-        return {name: each for name, each in given.items() if names is None or name in names}
+        if names is None:
+            names = [*(columns - {ONLY_BY_NAME}), *given]
+        return {name: given[name] for name in given.keys() & {*names}} | {
+            name: [
+                GIVEN[name](each) if name in GIVEN else each.prompt.row.get(name)
+                for each in samples
+            ]
+            for name in (columns - given.keys()) & {*names}
+        }

@@ -16,7 +16,7 @@ from pydantic import (
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.reward import RewardConfig
 from megatron_grpo.config.rollout import MIN_TEMPERATURE
-from megatron_grpo.config.section import Mistake, Section, completed
+from megatron_grpo.config.section import Mistake, Section, completed, without_inherited
 
 SET_NAME = re.compile(r"[\w-]+", re.ASCII)
 NOT_OF_A_SET = ("data", "interval", "sets")
@@ -152,6 +152,19 @@ def metric_prefix(name: str) -> str:
     return f"eval/{name}/" if name else "eval/"
 
 
+def _inherited(run: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    """Names of the tables that held-out sets inherit, and the run with these tables."""
+    # All of `data` except shuffle, which they refuse.
+    if isinstance(data := run.get("data"), dict):
+        run = {**run, "data": {**data, "shuffle": False}}
+    return ("data", "reward"), run
+
+
+def without_defaults(evaluation: dict[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `with_defaults`, except for keys that have moved into sets."""
+    return without_inherited(evaluation, *_inherited(run))
+
+
 def with_defaults(evaluation: dict[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the table `evaluation` with defaults.
 
@@ -162,10 +175,8 @@ def with_defaults(evaluation: dict[str, Any], run: Mapping[str, Any]) -> dict[st
     Raises ValueError for a key that every set has itself. A saved config has all keys in each set,
     so an override such as `eval.temperature=0` would otherwise do nothing, silently.
     """
-    # Held-out sets inherit all of `data` except shuffle, which they refuse.
-    if isinstance(data := run.get("data"), dict):
-        run = {**run, "data": {**data, "shuffle": False}}
-    own, sets = completed(evaluation, ("data", "reward"), run), evaluation.get("sets")
+    names, run = _inherited(run)
+    own, sets = completed(evaluation, names, run), evaluation.get("sets")
     if not isinstance(sets, dict):
         return own
     sets = {str(name): held_out for name, held_out in sets.items() if held_out is not None}

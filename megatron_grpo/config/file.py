@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 from megatron_grpo.config.checks import check_config, mistakes_in
 from megatron_grpo.config.config import Config, RewardFunction
 from megatron_grpo.config.data import KINDS_OF_PATH, WeightedPath
-from megatron_grpo.config.eval import EvalSet, section_of
+from megatron_grpo.config.eval import EvalSet, section_of, without_defaults
 from megatron_grpo.config.hints import (
     key_hint,
     meant_key,
@@ -89,9 +89,8 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """Apply overrides to a config; raises the errors of `load_config`."""
     # Without defaults, and without values that other sections have given: they follow again.
     table = config.model_dump(mode="json", exclude_unset=True)
-    run = {**table, "data": {**table["data"], "shuffle": False}}
     if "eval" in table:
-        table["eval"] = without_inherited(table["eval"], ("data", "reward"), run)
+        table["eval"] = without_defaults(table["eval"], table)
     sources = table.get("sources", {}).get("by_name", {})
     for name, source in sources.items():
         sources[name] = without_inherited(source, OWN_SECTIONS, table)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Any
 
@@ -59,25 +59,30 @@ def as_yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def without_inherited(
-    table: Mapping[str, Any], names: Iterable[str], run: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Leave out the values that `completed` has taken from `run`, or would take again."""
-    tables = {}
-    for name in names:
-        given, defaults = table.get(name), run.get(name)
-        if isinstance(given, dict) and isinstance(defaults, dict):
-            tables[name] = {k: v for k, v in given.items() if k not in defaults or defaults[k] != v}
-    return {**table, **tables}
+Tables = Mapping[str, Any]
 
 
-def completed(
-    table: Mapping[str, Any], names: Iterable[str], run: Mapping[str, Any]
-) -> dict[str, Any]:
+def completed(table: Tables, names: Iterable[str], run: Tables) -> dict[str, Any]:
     """Fill keys that a table of `table` lacks from `run`, for the tables `names`."""
-    tables = {}
-    for name in names:
-        given, defaults = table.get(name), run.get(name)
-        if isinstance(given, dict) and isinstance(defaults, dict):
-            tables[name] = {**defaults, **given}
-    return {**table, **tables}
+    return _changed(table, names, run, lambda own, defaults: {**defaults, **own})
+
+
+def without_inherited(table: Tables, names: Iterable[str], run: Tables) -> dict[str, Any]:
+    """Undo `completed`: leave out the values that equal the run's."""
+
+    def differing(own: Tables, defaults: Tables) -> Tables:
+        return {k: v for k, v in own.items() if k not in defaults or defaults[k] != v}
+
+    return _changed(table, names, run, differing)
+
+
+def _changed(
+    table: Tables, names: Iterable[str], run: Tables, change: Callable[[Tables, Tables], Tables]
+) -> dict[str, Any]:
+    pairs = {name: (table.get(name), run.get(name)) for name in names}
+    changed = {
+        name: change(own, defaults)
+        for name, (own, defaults) in pairs.items()
+        if isinstance(own, dict) and isinstance(defaults, dict)
+    }
+    return {**table, **changed}

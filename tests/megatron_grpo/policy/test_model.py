@@ -410,9 +410,9 @@ def marked(marks: Iterable[pytest.MarkDecorator], those: Iterable[Row]) -> list[
 
 @pytest.fixture(scope="module")
 def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worlds:
-    given = [getattr(item, "callspec", None) for item in request.session.items]
+    own = [item for item in request.session.items if item.path == request.path]
+    given = [getattr(item, "callspec", None) for item in own]
     chosen = [each.params["row"] for each in given if each and "row" in each.params]
-    chosen = [row for row in chosen if isinstance(row, Row)]  # not of other tests
 
     def make(name: str) -> Path:
         folder = make_model(name, tmp_path_factory.mktemp("model") / "model")
