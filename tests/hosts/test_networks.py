@@ -30,8 +30,10 @@ def test_tokens_sampled_during_pushes_are_no_older_than_allowed(hosts, given, tm
     in_flight = ["rollout.in_flight_updates=true", "rollout.max_staleness=1"]
     in_flight += ["grpo.rollout_importance_sampling_mode=token_truncate", BOTH_ENGINES]
     in_flight += ["grpo.steps_per_generation=1", "rollout.max_completion_length=200"]
+    # Without checkpoints, a step takes a third of the time of a generation: most meet a push.
+    in_flight += ["train.num_steps=8", "train.save_interval=8"]
     finish(given, tmp_path / "run", hosts[:2], *in_flight, axes=["data"])
-    check_run(tmp_path / "run", num_steps=4, max_staleness=1)
+    check_run(tmp_path / "run", num_steps=8, max_staleness=1)
     records = read_metrics(tmp_path / "run")
     assert {record["rollout/num_engines"] for record in records} == {2}
     assert any(record["rollout/mixed_versions_frac"] for record in records)
