@@ -27,6 +27,7 @@ from megatron_grpo.launch.process import (
     silence_libraries,
 )
 from megatron_grpo.launch.run_dir import interrupted_text, take_token
+from parallel.words import counted
 
 HOST_DEFAULTS = (0, "127.0.0.1", 29500, None, None)
 NumNodes = Annotated[
@@ -111,6 +112,7 @@ def train(
             with _status():
                 _check_host(cfg)
                 cfg = _preflight(cfg, token).cfg
+            _print_start(cfg)
             start_ranks(cfg, ["train", *arguments], token, log_dir)
     _be_rank(cfg, place, token)
 
@@ -121,6 +123,7 @@ def _be_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     if place.rank == 0 and LAUNCHER_VARIABLE not in os.environ:
         with exit_when_preempted(), _status():  # started by torchrun or srun, so not done yet
             cfg = _preflight(cfg, token).cfg
+        _print_start(cfg)
     silence_libraries()
     # Not above: torch and Megatron take seconds, and `--help` or a bad config should not wait.
     from parallel.megatron_import import import_megatron
@@ -131,6 +134,11 @@ def _be_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
 
     with open_rank(cfg, place, token) as rank:
         train_on(rank)
+
+
+def _print_start(cfg: Config) -> None:
+    ranks = counted(cfg.dims.world_size, "rank")
+    print(f"all checks passed; {ranks}: PyTorch and Megatron-Core are imported ...", flush=True)
 
 
 def _check_host(cfg: Config) -> None:

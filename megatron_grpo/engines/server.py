@@ -156,17 +156,18 @@ def engine_devices(
 
 
 def engine_environment(
-    environ: Mapping[str, str], devices: str | None, host: str = LOOPBACK
+    environ: Mapping[str, str], devices: str | None, host: str = LOOPBACK, num_threads: int = 1
 ) -> dict[str, str]:
-    """`environ` without the variables of a trainer rank, with the engine's devices."""
+    """`environ` without the variables of a trainer rank, with the engine's devices, or if it has
+    none, the threads of each of its workers."""
     environment = {k: v for k, v in environ.items() if not RANK_VARIABLES.match(k)}
     # SGLang sends itself a request at `host` before it serves, which no proxy may take.
     environment |= direct(environ, host)
     if devices is not None:
         return environment | {"CUDA_VISIBLE_DEVICES": devices}
-    # OpenMP threads spin while they wait: where engines and ranks share cores, two threads instead
-    # of one are a third faster on an idle machine, but thirty times slower on a busy one.
-    return environment | {"OMP_NUM_THREADS": "1"}
+    # Engines and ranks share cores. By default OpenMP threads spin while they wait: two threads of
+    # an engine are then thirty times slower than one on a busy machine.
+    return environment | {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def engine_command(
@@ -181,7 +182,9 @@ def engine_command(
     num_completions: int = 0,
 ) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of one engine on `host`:`port`, or of one `node` of it."""
-    environment = engine_environment(os.environ, devices, host) | {TOKEN_VARIABLE: token}
+    num_threads = len(os.sched_getaffinity(0)) // (rollout.num_engines * rollout.gpus_per_engine)
+    environment = engine_environment(os.environ, devices, host, max(1, num_threads))
+    environment[TOKEN_VARIABLE] = token
     on_gpu = devices is not None
     if node.nnodes == 1:
         # Gloo has no authentication; by itself it listens at the address of the host's name.

@@ -12,8 +12,8 @@ processes took more than half a core during a round, if the load was above 1.5 b
 round, or if the seconds of a side vary by more than 1.5 times.
 
 The other projects are installed from the package index into .peers/, without their dependencies.
-They take Python 3.12 alone. Results go to `benchmarks/peers/results.json`, and from there into
-docs/peers.md.
+They take Python 3.12 alone; TRL, which is in the project's environment, takes any. Results go to
+`benchmarks/peers/results.json`, and from there into docs/peers.md.
 """
 
 import argparse
@@ -60,21 +60,24 @@ def main() -> None:
     if arguments.run:
         run_side(*arguments.run)
         return
-    if sys.version_info[:2] != PYTHON:
+    if unknown := set(arguments.names) - set(NAMES):
+        parser.error(f"no comparison is called {', '.join(unknown)}: there are {', '.join(NAMES)}")
+    names = arguments.names or NAMES
+    modules = [importlib.import_module(f"peers.{name}") for name in names]
+    installs = any(lines for module in modules for lines in module.REQUIREMENTS.values())
+    if installs and sys.version_info[:2] != PYTHON:
         sys.exit(
             f"make bench-peers needs Python 3.12, and this is {platform.python_version()}: the "
             "releases that it compares with (megatron-bridge 0.6.2, verl 0.9.1, areal 1.0.4) take "
             "no other that megatron-core 0.19 takes. "
             "make bench-peers VENV=.venv-3.12 PYTHON=3.12"
         )
-    if unknown := set(arguments.names) - set(NAMES):
-        parser.error(f"no comparison is called {', '.join(unknown)}: there are {', '.join(NAMES)}")
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     load = os.getloadavg()[0]
     if load > MOST_LOAD:
         print(f"load {load:.1f}: no factor of seconds will be given, the machine must be idle")
     ceilings = measure_ceilings(arguments.threads)
-    for name in arguments.names or NAMES:
+    for name in names:
         measured = compare_all(name, arguments.rounds, arguments.threads)
         machine = {
             "load": load,

@@ -131,6 +131,7 @@ class _ForkedCore(ForkProcess):
         if parent is None or os.getppid() != parent.pid:
             sys.exit("the process that started this one has ended")
         signal.set_wakeup_fd(-1)  # inherited: this core's signals would wake the API server's loop
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         super().run()
 
 
@@ -143,7 +144,9 @@ def set_up_cpu() -> None:
     cores are forked; workers are started as by default."""
     vllm._custom_ops._supports_onednn = False
     # A spawned core imports all of vLLM once more. A fork hangs if the API server has computed with
-    # several OpenMP threads before; our engines on CPUs have one (`engine_environment`).
+    # several OpenMP threads before.
+    if multiprocessing.parent_process() is None:
+        torch.set_num_threads(1)
     engine_utils.get_mp_context = _ForkingContext
 
 

@@ -226,7 +226,8 @@ def test_engine_environment_has_no_variables_of_ranks():
     users = {"PATH": "/bin", "HOME": "/root"}
     environment = engine_environment(trainer | users, devices="2,3")
     assert environment == users | {"CUDA_VISIBLE_DEVICES": "2,3"}
-    assert engine_environment(trainer, devices=None)["OMP_NUM_THREADS"] == "1"
+    on_cpus = engine_environment(trainer, devices=None, num_threads=4)
+    assert on_cpus["OMP_NUM_THREADS"] == "4" and on_cpus["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
