@@ -117,6 +117,16 @@ def test_one_command_on_each_host_trains_as_on_one_host_though_its_engine_is_kil
     assert_same_run(run.run_dir, one_host("data"))
 
 
+def test_a_host_whose_cable_is_out_is_named_and_the_run_ends_on_all_hosts(hosts, given, tmp_path):
+    run = Started(hosts[:2], given, tmp_path, "train.num_steps=1000", has_engine=False)
+    run.wait_for(lambda: 1 in steps_of(run.run_dir), 120)
+    hosts[1].pull()
+    ended = run.end(60)
+    hosts[1].plug()
+    assert all(ended), run.output
+    assert "rank 1 on beta" in run.output and "has not answered for 20 s" in run.output
+
+
 def test_an_engine_that_cannot_start_ends_the_run_on_all_hosts(hosts, given, tmp_path):
     run = Started(hosts[:3], given, tmp_path, "rollout.vllm.no_such_argument=1")
     assert run.end(60) == [2, 2, 2], run.output

@@ -19,7 +19,6 @@ NETWORK = "10.77.0"
 CABLE = "eth0"
 NOTHING_PASSES = ["tbf", "rate", "1kbit", "burst", "10", "limit", "10"]
 """A token bucket in which no packet has room."""
-NAMESPACES = os.CLONE_NEWNET | os.CLONE_NEWUTS | os.CLONE_NEWNS | os.CLONE_NEWIPC | os.CLONE_NEWPID
 # Process 1 of a host reaps orphans, as an init does: bash does so while it waits.
 INIT = """
 set -e
@@ -170,23 +169,6 @@ def running_hosts(folder: Path, names: Sequence[str]) -> Iterator[list[Host]]:
             host.end()
         holder.kill()
         holder.wait()
-
-
-def enter_host(init: int) -> None:
-    """Go on as a new process on the host whose process 1 is `init`; this one waits, passes signals
-    on, and ends as the new one does."""
-    folder = Path.cwd()
-    os.setns(os.pidfd_open(init), NAMESPACES)
-    os.chdir(folder)  # another mount namespace has another root
-    if (child := os.fork()) == 0:
-        return
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, lambda number, _: os.kill(child, number))
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    os._exit(status)
 
 
 def _hold(kinds: Sequence[str], script: str, *arguments: str) -> subprocess.Popen[str]:

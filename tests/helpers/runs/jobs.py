@@ -21,7 +21,7 @@ import psutil
 from demo.make_sums import sums as all_sums
 from helpers.engines.live import TestEngine
 from helpers.ranks.processes import CONTEXT
-from helpers.runs.hosts import Host, enter_host
+from helpers.runs.hosts import Host
 from helpers.runs.train import (
     RUN_MARK,
     TINY_CONFIG,
@@ -33,6 +33,8 @@ from megatron_grpo.config.file import load_config
 from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, OWN_LOGS_VARIABLE
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
+
+NAMESPACES = os.CLONE_NEWNET | os.CLONE_NEWUTS | os.CLONE_NEWNS | os.CLONE_NEWIPC | os.CLONE_NEWPID
 
 Sabotage = Callable[[int], None]
 """Called in every rank with its number, before training begins."""
@@ -172,6 +174,23 @@ def _is_connected(pid: int, port: int) -> bool:
     return False
 
 
+def _enter_host(init: int) -> None:
+    """Go on as a new process on the host whose process 1 is `init`; this one waits, passes signals
+    on, and ends as the new one does."""
+    folder = Path.cwd()
+    os.setns(os.pidfd_open(init), NAMESPACES)
+    os.chdir(folder)  # another mount namespace has another root
+    if (child := os.fork()) == 0:
+        return
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
 def _be_rank(
     rank: int,
     command: list[str],
@@ -186,7 +205,7 @@ def _be_rank(
 
     os.setsid()
     if init is not None:
-        enter_host(init)
+        _enter_host(init)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
