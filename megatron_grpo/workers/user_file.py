@@ -1,5 +1,6 @@
 """Users' Python files, which a config names as `file.py:name`, and the texts of their failures."""
 
+import hashlib
 import math
 import sys
 import traceback
@@ -18,8 +19,10 @@ def load_user_file(file: Path, kind: str) -> ModuleType:
     if not file.is_file():
         raise ValueError(f"{kind} {file} does not exist")
     sys.path.insert(0, str(file.parent))  # so that it can import modules next to it
-    # A distinct module name: a user's json.py must not replace the standard json for everyone.
-    spec = spec_from_file_location(f"user_file_{file.stem}", file)
+    # A name of its own, without dots: a user's json.py replaces neither the standard json nor
+    # another of the user's.
+    digest = hashlib.sha256(bytes(file.resolve())).hexdigest()
+    spec = spec_from_file_location(f"user_file_{file.stem}_{digest}", file)
     if spec is None or spec.loader is None:
         raise ValueError(f"{kind} {file} is not a Python file")
     module = module_from_spec(spec)

@@ -1,6 +1,19 @@
-"""Errors of users' Python files."""
+"""Users' Python files: their modules and errors."""
 
-from megatron_grpo.workers.user_file import MAX_TEXT, error_text
+import pickle
+
+from megatron_grpo.workers.user_file import MAX_TEXT, error_text, load_named
+
+
+def test_objects_of_files_of_one_name_can_be_pickled(tmp_path):
+    classes = []
+    for folder in ("a", "b"):
+        file = tmp_path / folder / "mine.py"
+        file.parent.mkdir()
+        file.write_text("class Mine: ...\n")
+        classes.append(load_named(f"{file}:Mine", "file"))
+    for each in classes:
+        assert type(pickle.loads(pickle.dumps(each()))) is each
 
 
 def retried() -> None:
