@@ -221,6 +221,7 @@ class Trainer:
 
     def update(self, minibatch: list[PackedBatch]) -> StepReport:
         """Train on the microbatches of one optimizer step."""
+        self.checkpoints.before_update(self.timer)
         with profiled_step(self.cfg.train, self.step + 1, self.timer), self.timer.phase("train"):
             self.residency.enter("train")
             report = train_step(

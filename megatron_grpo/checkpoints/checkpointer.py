@@ -1,8 +1,9 @@
 """Checkpoints of a run, which all ranks write and read together.
 
 A save is asynchronous: a rank copies its state to host memory, a thread writes and hashes it while
-training continues, and later calls publish the folder. Collectives stay on the main thread, and on
-the CPU, so no GPU waits. Whenever a process is killed, the manifest identifies the newest complete
+training continues, and later calls publish the folder. Only state that lives in host memory is
+written from its own place, before the next update. Collectives stay on the main thread, and on the
+CPU, so no GPU waits. Whenever a process is killed, the manifest identifies the newest complete
 checkpoint.
 """
 
@@ -51,6 +52,7 @@ from megatron_grpo.policy.export import check_finite
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.reference import Reference
 from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
+from megatron_grpo.timing import PhaseTimer
 from parallel.collectives import raise_first_failure
 
 
@@ -117,7 +119,8 @@ class Checkpoints:
         self._num_bytes = megatron_state.num_bytes_saved(policy, reference)
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._memory = HostMemory()
+        # An optimizer's state on the host is most of a node's memory: no room for a second one.
+        self._memory = HostMemory(borrows=cfg.optimizer.optimizer_cpu_offload)
         self._objects = megatron_state.object_names(policy)
         self._index: Future[bytes] | None = None
         self._saving: _Saving | None = None
@@ -165,7 +168,8 @@ class Checkpoints:
         self._check_space()
         folder = self._folder / f"step_{state.step}{folders.PARTIAL}"
         raise_first_failure(lambda: self._make_folder(folder), OSError)
-        # Copied before this returns: the tensors are views that the next step changes.
+        # Copied before this returns: the tensors are views that the next step changes. State that
+        # is on the host is not copied: `before_update` waits.
         chunks, tensors = chunks_to_write(parts)
         copies = self._memory.copy(tensors)
         file = folder / file_name(self._rank)
@@ -188,6 +192,14 @@ class Checkpoints:
         dist.all_reduce(is_done, dist.ReduceOp.MIN)
         if is_done:
             self._advance(self._saving)
+
+    def before_update(self, timer: PhaseTimer) -> None:
+        """Block until the save in progress has written what an update changes in place: the
+        optimizer's state of `optimizer_cpu_offload`. Collective."""
+        saving = self._saving
+        if self._memory.borrows and saving is not None and not saving.is_written:
+            with timer.phase("save"):  # which the watchdog lets take long
+                self._advance(saving)
 
     def wait(self) -> None:
         """Block until the save in progress, if any, is a complete checkpoint."""

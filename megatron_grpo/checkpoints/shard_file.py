@@ -30,11 +30,28 @@ _ALIGNMENT = 64  # bytes: `Tensor.view(dtype)` needs an offset that the dtype's 
 class HostMemory:
     """Host memory for one copy of a rank's saved state, reused from save to save."""
 
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, *, borrows: bool = False) -> None:
+        """With `borrows`, tensors that are in host memory already are not copied."""
+        self._bytes, self.borrows = torch.empty(0, dtype=torch.uint8), borrows
 
     def copy(self, tensors: Sequence[Tensor | SplitFloats]) -> list[memoryview]:
-        """Copy the tensors, row-major; the copies are valid until the next call."""
+        """Copy the tensors, row-major; the copies are valid until the next call.
+
+        Borrowed tensors are returned as they are: valid until they change.
+        """
+        borrowed = [self._borrowed(tensor) for tensor in tensors]
+        tensors = [t for t, own in zip(tensors, borrowed, strict=True) if own is None]
+        copies = iter(self._copied(tensors))
+        return [next(copies) if own is None else own for own in borrowed]
+
+    def _borrowed(self, tensor: Tensor | SplitFloats) -> memoryview | None:
+        if not self.borrows or isinstance(tensor, SplitFloats):
+            return None
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            return None
+        return tensor.view(-1).view(torch.uint8).numpy().data
+
+    def _copied(self, tensors: Sequence[Tensor | SplitFloats]) -> list[memoryview]:
         room = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         if sum(room) > len(self._bytes):
             self._bytes = torch.empty(0, dtype=torch.uint8)  # so old and new are never held at once

@@ -65,7 +65,8 @@ class HostUse:
     activations: int
     """At most: bytes of a node for activations that wait for their backward."""
     saving: int
-    """At most: bytes of a node for copies of a checkpoint's content, from the first save on."""
+    """At most: bytes of a node for copies of a checkpoint's content, from the first save on. State
+    that stays on the host (`optimizer`) is written without a copy."""
     limit: int
     """Bytes of a node's memory that a plan may use."""
 

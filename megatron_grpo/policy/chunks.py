@@ -225,8 +225,9 @@ def describe(chunk: GPTModel, optimizer: Any) -> str:
         for each in attentions
     }
     kinds.discard("IdentityOp")  # layers without attention
+    # Megatron takes Transformer Engine's optimizer, else Apex's of the same name, else torch's.
     steps = {
-        type(part.optimizer).__name__
+        f"{type(part.optimizer).__name__} of {type(part.optimizer).__module__.partition('.')[0]}"
         for part in optimizer.chained_optimizers
         if part.optimizer is not None
     }

@@ -59,6 +59,8 @@ RUNS: list[tuple[str, str, str, list[str]]] = [
     ("grpo_70b_lora", "Llama-3.3-70B", "h100", ["lora.sync=merged"]),
     ("grpo_70b_lora", "Llama-3.3-70B", "h100", ["lora.r=0"]),
     ("grpo_70b_lora", "Qwen2.5-72B", "h100", []),
+    ("grpo_70b_one_node", "Llama-3.3-70B", "h100", []),
+    ("grpo_70b_one_node", "Qwen2.5-72B", "h100", []),
     ("grpo_32b_32k", "Qwen3-32B", "h100", []),
     ("grpo_32b_64k", "DeepSeek-R1-Distill-Qwen-32B", "h100", []),
     ("grpo_30b_a3b", "Qwen3-30B-A3B", "h100", []),
@@ -102,7 +104,8 @@ def figures(plan: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(plan, dict | list):
         return {path: round(plan, 6) if isinstance(plan, float) else plan}
     if isinstance(plan, list):
-        plan = {each.get("purpose", number): each for number, each in enumerate(plan)}
+        is_named = all(isinstance(each, dict) for each in plan)
+        plan = {each.get("purpose", n) if is_named else n: each for n, each in enumerate(plan)}
     parts = [figures(value, f"{path}.{key}".lstrip(".")) for key, value in plan.items()]
     return {key: value for part in parts for key, value in part.items()}
 

@@ -17,6 +17,14 @@ def test_copies_are_right_while_their_memory_grows():
             assert torch.equal(copy, tensor.cpu())
 
 
+def test_state_that_lives_on_the_host_is_not_copied():
+    weights, moments = torch.randn(10, device="cuda"), torch.randn(10)
+    copies = HostMemory(borrows=True).copy([weights, moments])
+    of_weights, of_moments = (torch.frombuffer(copy, dtype=torch.float32) for copy in copies)
+    assert of_weights.is_pinned() and torch.equal(of_weights, weights.cpu())
+    assert of_moments.data_ptr() == moments.data_ptr()
+
+
 def test_values_that_are_not_finite_are_found_with_state_on_the_host():
     def values(value: float, device: str) -> torch.Tensor:
         return torch.tensor([1.0, value], device=device)

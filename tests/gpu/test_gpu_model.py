@@ -162,7 +162,7 @@ def test_transformer_engine_keeps_the_attention_factor_of_yarn(tmp_path):
 
 def gradients(rank: int, folder: Path, *overrides: str) -> tuple[set[str], dict[str, Tensor]]:
     """Names of weights with a gradient that a product added to its buffer, and all gradients."""
-    policy, groups = start_policy(rank, folder, ParallelDims(), *VARIANTS["fused"], *overrides)
+    policy, groups = start_policy(rank, folder, ParallelDims(), *overrides)
     batches = [batch.to("cuda") for batch in pack_all(LENGTHS, groups.dims)]
     accumulate(policy, groups, batches)
     named = {k: v for k, v in policy.parameters().items() if v.requires_grad}
@@ -170,12 +170,16 @@ def gradients(rank: int, folder: Path, *overrides: str) -> tuple[set[str], dict[
     return added, {name: weight.main_grad.cpu() for name, weight in named.items()}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_fused_products_add_the_same_gradients(tmp_path, family):
-    folder = save_model(tmp_path, family)
-    off = "model.megatron.gradient_accumulation_fusion=false"
-    ((added, fused),) = run_ranks(1, gradients, folder, cuda=True)
-    ((none, apart),) = run_ranks(1, gradients, folder, off, cuda=True)
+@pytest.mark.parametrize(
+    ("family", "layers"), [("qwen3", "fused"), ("qwen3_moe", "fused"), ("qwen3", "torch")]
+)
+def test_fused_products_add_the_same_gradients(tmp_path, family, layers):
+    if layers == "torch":
+        pytest.importorskip("fused_weight_gradient_mlp_cuda", reason="without Apex")
+    folder, fusion = save_model(tmp_path, family), "model.megatron.gradient_accumulation_fusion"
+    on, off = ([*VARIANTS[layers], f"{fusion}={value}"] for value in ("true", "false"))
+    ((added, fused),) = run_ranks(1, gradients, folder, *on, cuda=True)
+    ((none, apart),) = run_ranks(1, gradients, folder, *off, cuda=True)
     assert not none
     assert {name.split(".")[-2] for name in added} >= {"linear_qkv", "linear_proj", "linear_fc2"}
     for name, gradient in apart.items():  # rounded to bfloat16 once per microbatch

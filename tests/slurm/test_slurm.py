@@ -243,7 +243,7 @@ def test_the_doctor_sees_every_host(cluster, tmp_path):
 
 @pytest.mark.parametrize(
     "script",
-    ["grpo_70b.sh", "grpo_70b_lora.sh", "convert.sh", "doctor.sh"],
+    ["grpo_70b.sh", "grpo_70b_lora.sh", "grpo_70b_one_node.sh", "convert.sh", "doctor.sh"],
 )
 def test_a_job_has_all_memory_of_its_nodes(cluster, script, tmp_path):
     options = ["--parsable", "--hold", "--nodes=2", f"--output={tmp_path}/job.log"]

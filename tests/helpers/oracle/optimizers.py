@@ -7,6 +7,7 @@ GPU in the rank's process, which ends with its test.
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from threading import Event
 from types import ModuleType
 from typing import Any, get_args
 
@@ -26,12 +27,15 @@ from helpers.oracle.policies import (
     start_policy,
 )
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.checkpoints import manifest
 from megatron_grpo.checkpoints.state import optimizer_parts, weight_parts
+from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.policy import optimizer as policy_optimizer
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from megatron_grpo.policy.optimizer_state import SplitFloats
+from megatron_grpo.timing import PhaseTimer
 from parallel import Box, ParallelDims, Shape
 from parallel.groups import Groups
 
@@ -275,6 +279,30 @@ def train_and_save(
     saved = state_of(policy)
     take_step(policy, groups)
     return [saved, state_of(policy)]
+
+
+def save_during_a_step(
+    rank: int, folder: Path, dims: ParallelDims, kind: str, run: Path
+) -> list[Parts]:
+    """The saved state. A step is taken before the files are written: their writer starts when the
+    step waits for it, or is over."""
+    policy, groups = start_kind(rank, folder, dims, kind)
+    take_step(policy, groups, 2)
+    checkpoints = checkpoints_of(run, policy, folder, dims, *BFLOAT16, *KINDS[kind])
+    starts, write = Event(), manifest.write_hashed
+
+    def write_late(*args: Any) -> Any:
+        starts.wait()
+        return write(*args)
+
+    manifest.write_hashed = write_late
+    checkpoints.save(TrainerState(step=2), {})
+    saved = state_of(policy)
+    checkpoints.before_update(PhaseTimer(lambda phase: starts.set()))
+    take_step(policy, groups)
+    starts.set()
+    checkpoints.wait()
+    return [saved]
 
 
 def load_and_save(

@@ -38,6 +38,7 @@ from megatron_grpo.checkpoints import checkpointer as checkpoints_module
 from megatron_grpo.checkpoints import folders, manifest, shard_file
 from megatron_grpo.checkpoints import state as megatron_state
 from megatron_grpo.checkpoints.newest import screen_checkpoint, steps_done
+from megatron_grpo.checkpoints.shard_file import HostMemory
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.policy.model import Policy, unwrapped
 from parallel import ParallelDims
@@ -566,6 +567,16 @@ def test_steps_done_ranks_agree_where_views_differ(tmp_path):
     (new / "step_20").mkdir(parents=True)
     (old / "step_10").mkdir(parents=True)
     assert run_ranks(3, ask_for_steps_done, [new, old, tmp_path / "nothing"]) == [20] * 3
+
+
+def test_what_lives_on_the_host_is_written_from_its_place():
+    whole = torch.arange(12.0).view(3, 4)
+    rows, columns = HostMemory(borrows=True).copy([whole[1:], whole[:, 1:]])
+    assert torch.frombuffer(rows, dtype=whole.dtype).data_ptr() == whole[1:].data_ptr()
+    assert torch.frombuffer(columns, dtype=whole.dtype).equal(whole[:, 1:].flatten())
+    [copy] = HostMemory().copy([whole])
+    whole.zero_()
+    assert sum(torch.frombuffer(copy, dtype=whole.dtype)) == sum(range(12))
 
 
 def test_set_random_state_of_another_kind_of_device():

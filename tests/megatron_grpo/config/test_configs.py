@@ -44,8 +44,13 @@ RUNS = [
     ("grpo_671b_a37b", "DeepSeek-V3.2"),
     ("grpo_671b_a37b", "GLM-5"),
 ]
-ADAPTED = [("grpo_70b_lora", "Llama-3.3-70B"), ("grpo_70b_lora", "Qwen2.5-72B")]
-"""With adapters: ranks are not built, and no weights pushed."""
+ON_ONE_NODE = [
+    ("grpo_70b_lora", "Llama-3.3-70B"),
+    ("grpo_70b_lora", "Qwen2.5-72B"),
+    ("grpo_70b_one_node", "Llama-3.3-70B"),
+    ("grpo_70b_one_node", "Qwen2.5-72B"),
+]
+"""With adapters, or an optimizer on the host, which ranks without memory cannot have."""
 ON_H200 = ("grpo_671b_a37b",)
 """Configs for H200; the others are for H100."""
 OWN_NODES = ("grpo_235b_a22b", "grpo_355b_a32b", "grpo_397b_a17b", "grpo_405b", "grpo_671b_a37b")
@@ -60,17 +65,17 @@ def card_of(name):
     return CARDS["h200" if name in ON_H200 else "h100"]
 
 
-of_every_run = pytest.mark.parametrize(("name", "published"), RUNS + ADAPTED)
+of_every_run = pytest.mark.parametrize(("name", "published"), RUNS + ON_ONE_NODE)
 of_runs_in_minutes = pytest.mark.parametrize(
     ("name", "published"),
     [pytest.param(*r, marks=() if r[1] in REPRESENTATIVE else pytest.mark.slow) for r in RUNS],
 )
 
 
-def run_config(name, published, folder, **differing):
+def run_config(name, published, folder, *overrides, **differing):
     """The shipped config with a published model's config.json and no weights."""
     model = write_config(folder, published, **differing)
-    return load_config(CONFIGS / f"{name}.yaml", [f"model.path={model}"])
+    return load_config(CONFIGS / f"{name}.yaml", [f"model.path={model}", *overrides])
 
 
 @of_every_run
@@ -117,6 +122,25 @@ def test_weights_can_be_pushed_and_every_rank_is_built_as_planned(
     assert "sum" in push_table(cfg)
     if name not in OWN_NODES:  # all stages would take minutes: `first_rank` builds one, below
         assert elsewhere(instantiate, cfg).faults == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "published", "differing"),
+    [
+        *(pytest.param(*run, {}, id="-".join(run), marks=pytest.mark.slow) for run in ON_ONE_NODE),
+        *(
+            pytest.param(*run, FEW_LAYERS, id=f"{'-'.join(run)}-few layers")
+            for run in ON_ONE_NODE[::2]
+        ),
+    ],
+)
+def test_every_rank_on_one_node_is_built_as_planned(
+    name, published, differing, tmp_path, elsewhere
+):
+    on_gpu = "optimizer.optimizer_cpu_offload=false"
+    cfg = run_config(name, published, tmp_path, on_gpu, **differing)
+    assert elsewhere(instantiate, cfg).faults == []
 
 
 def first_rank(cfg):

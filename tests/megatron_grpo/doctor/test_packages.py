@@ -1,5 +1,6 @@
 """Packages: a missing one is named with the command that installs it."""
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -131,6 +132,17 @@ def test_installed_packages_are_found_without_importing_them():
     versions = installed_versions(declared_requirements())
     assert versions["torch"].startswith("2.13.0")
     assert "transformer-engine" not in versions
+
+
+def test_apex_is_told_from_another_package_of_its_name_by_its_kernels(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "apex-0.1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Name: apex\nVersion: 0.1\n")
+    assert "apex" not in installed_versions([])
+    (tmp_path / "amp_C.py").touch()
+    importlib.invalidate_caches()
+    assert installed_versions([])["apex"] == "0.1"
 
 
 def test_declared_torch_is_that_of_the_installed_vllm(tmp_path, monkeypatch):

@@ -25,7 +25,8 @@ from helpers.oracle.policies import (
 )
 from helpers.ranks.processes import run_ranks
 from megatron_grpo.config.optimizer import OptimizerConfig
-from megatron_grpo.policy.model import build_policy
+from megatron_grpo.policy.chunks import describe
+from megatron_grpo.policy.model import build_policy, unwrapped
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm, make_scheduler
 from megatron_grpo.policy.optimizer_state import make_loadable, set_steps_taken, steps_taken
 from parallel import ParallelDims
@@ -54,6 +55,8 @@ def folder(tmp_path_factory):
 def trained_weights(rank: int, folder: Path, dims: ParallelDims) -> tuple[list[float], Boxes]:
     """Gradient norms of the steps, and this rank's part of the weights after them."""
     policy, groups = start_policy(rank, folder, dims, *ADAMW)
+    described = describe(unwrapped(policy.chunks[0]), policy.optimizer)
+    assert described.endswith("attention: PackedAttention, optimizer: AdamW of torch")
     share, norms = own_share(pack_all(LENGTHS, dims), groups), []
     for _ in range(NUM_STEPS):
         accumulate(policy, groups, share)

@@ -17,6 +17,7 @@ from helpers.oracle.optimizers import (
     changes,
     largest_error,
     load_and_save,
+    save_during_a_step,
     start_kind,
     train_and_save,
     wholes,
@@ -132,6 +133,13 @@ def test_a_checkpoint_loads_at_any_layout_and_in_any_kind_of_optimizer(mixture, 
         if number == 0:
             assert_same(then, after)
         saved, run = loaded, again
+
+
+def test_a_step_waits_until_the_state_of_the_host_is_saved(folder, tmp_path):
+    dims, run = ParallelDims(data=2), tmp_path / "run"
+    saved = wholes(run_ranks(2, save_during_a_step, folder, dims, "host", run))[0]
+    ranks = run_ranks(2, load_and_save, folder, dims, "host", run, tmp_path / "again")
+    assert_same(wholes(ranks)[0], saved)
 
 
 def test_split_floats_are_the_floats_that_they_were_split_from():
