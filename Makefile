@@ -18,7 +18,7 @@ PEERS := benchmarks/peers/harness
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup demo demo-data learning-curves agent-curve test test-main test-fast test-long test-ends test-slow test-faults test-slurm test-hosts test-view test-trackers setup-sglang setup-sglang-gpu test-sglang check bench bench-async bench-convert bench-reshard bench-peers test-peers mutants docs
+.PHONY: help setup demo demo-data learning-curves agent-curve test test-main test-fast test-long test-ends test-slow test-faults test-slurm test-hosts test-view test-trackers setup-modelopt test-modelopt setup-sglang setup-sglang-gpu test-sglang check bench bench-async bench-convert bench-reshard bench-peers test-peers mutants docs
 
 # Makes .venv and installs all that runs, tests and checks need.
 setup: $(STAMP)
@@ -148,6 +148,15 @@ test-sglang: setup setup-sglang
 test-trackers: setup
 	$(PIP) install --quiet --upgrade --no-deps --target $(VENV)/trackers -r requirements/trackers.txt
 	PYTHONPATH=$(VENV)/trackers $(BIN)/pytest tests/megatron_grpo/reporting/test_trackers.py
+
+# NVIDIA's ModelOpt, for PYTHONPATH=.venv/modelopt: requirements/modelopt.txt says why it lies apart.
+setup-modelopt: setup
+	$(PIP) install --quiet --upgrade --no-deps --target $(VENV)/modelopt -r requirements/modelopt.txt
+
+# Quantisation-aware training, compared with that of ModelOpt. A minute.
+test-modelopt: setup-modelopt
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/modelopt $(BIN)/pytest -m "not slow" -k modelopt \
+	  tests/megatron_grpo/policy/test_model.py
 
 # Builds the documentation as a site, build/site/index.html; a dead link or a page without a place is an error.
 docs: setup

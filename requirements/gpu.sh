@@ -12,7 +12,8 @@ if [ "$(python -c 'import torch; print(torch.version.cuda)' 2>/dev/null)" = None
     exit 1
 fi
 # First the packages that the extension's build imports, and vLLM, which pins the torch that both are compiled against.
-python -m pip install "vllm==${VLLM:-0.32.0}" setuptools==78.1.1 wheel ninja pybind11 packaging -e .
+# vLLM and ModelOpt both take setuptools 80 alone.
+python -m pip install "vllm==${VLLM:-0.32.0}" 'setuptools>=80,<81' wheel ninja pybind11 packaging -e .
 
 # CUDA toolkits lack the headers of cuDNN and NCCL. Those of torch's packages have the versions that are loaded.
 packages=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
@@ -23,7 +24,7 @@ CUDA_HOME=${CUDA_HOME:-$(dirname "$(dirname "$(command -v nvcc || echo /usr/loca
 # its cache or from an earlier installation.
 export CUDA_HOME NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_FRAMEWORK=pytorch
 python -m pip uninstall --yes transformer-engine-torch
-python -m pip install --no-cache-dir --no-build-isolation -e '.[gpu,test,wandb]'
+python -m pip install --no-cache-dir --no-build-isolation -e '.[gpu,modelopt,test,wandb]'
 
 # Needs no GPU, but torch first, whose CUDA libraries it shares.
 python -c 'import torch, transformer_engine.pytorch'
