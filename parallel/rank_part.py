@@ -7,6 +7,7 @@ sequence.
 """
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -70,25 +71,32 @@ class Predictions:
     """
 
     rows: Tensor
-    """[K] int64, ascending: positions in the order of the context rank."""
+    """[K] int64, ascending: positions in the order of the context rank. A row that predicts several
+    second tokens is repeated."""
     positions: Tensor
-    """[K] int64, ascending: packed positions of the predicted tokens."""
+    """[K] int64: packed positions of the predicted tokens, ascending but for second tokens."""
     num_rows: int
     """T / cp, number of positions that the context rank holds."""
     counts: list[int]
     """Number of `rows` in the equal part of each tensor rank under sequence parallelism."""
 
     @classmethod
-    def of(cls, targets: Tensor, select: Tensor, num_parts: int = 1) -> "Predictions":
-        """Predictions of tokens in `select` [T] bool; `prediction_targets` gives `targets`."""
+    def of(
+        cls, targets: Tensor, select: Tensor, num_parts: int = 1, rows: Tensor | None = None
+    ) -> "Predictions":
+        """Predictions of tokens in `select` [T] bool; `prediction_targets` gives `targets`.
+
+        `rows`: the row of each target, ascending and none left out; None: each row has one target.
+        """
+        rows = torch.arange(len(targets)).to(targets) if rows is None else rows
         # A target of -1 selects the last token, which the first condition then drops.
         wanted = (targets >= 0) & select[targets]
-        rows = wanted.nonzero().squeeze(1)
+        num_rows, chosen = int(rows[-1]) + 1, rows[wanted]
         return cls(
-            rows=rows,
-            positions=targets[rows],
-            num_rows=len(targets),
-            counts=[int(part.sum()) for part in wanted.chunk(num_parts)],
+            rows=chosen,
+            positions=targets[wanted],
+            num_rows=num_rows,
+            counts=(chosen // ceil(num_rows / num_parts)).bincount(minlength=num_parts).tolist(),
         )
 
     def to(self, device: torch.device | str) -> "Predictions":
@@ -107,13 +115,36 @@ class SecondTokens:
 
     @classmethod
     def of(
-        cls, cu_seqlens: Tensor, select: Tensor, local: Tensor, num_parts: int
+        cls,
+        cu_seqlens: Tensor,
+        select: Tensor,
+        local: Tensor,
+        num_parts: int,
+        prefixes: Tensor | None,
     ) -> "SecondTokens":
-        """Second tokens for `local`, positions of the rank; arguments as in `RankPart.of`."""
+        """Second tokens for `local`, positions of the rank; `prefixes` as in a `PackedBatch`, other
+        arguments as in `RankPart.of`.
+
+        Segments may continue another one. Completions 5 6 and 7 of a prompt 1 2 3 are packed as
+        1 2 | 3 5 6 | 3 7: after token 2 comes 3, and then 5 as well as 7.
+        """
         following = prediction_targets(cu_seqlens, local)
         # `prediction_targets` of -1 (no next token) gives 0, a valid position: mask it.
         second = prediction_targets(cu_seqlens, following).masked_fill(following < 0, -1)
-        return cls(next=following.relu(), predictions=Predictions.of(second, select, num_parts))
+        rows = torch.arange(len(local)).to(local)
+        if prefixes is not None:
+            firsts, ends = prefixes.unbind(-1)
+            row_before = local.new_full((len(select) + 1,), -1)
+            row_before[local + 1] = rows
+            # Of the last token before each segment: 0, the end of no range, has none.
+            before = row_before[ends.where(firsts < ends, 0).amax(1)]
+            starts, before = cu_seqlens[:-1][before >= 0].long(), before[before >= 0]
+            following[before] = starts
+            second = torch.cat([second, prediction_targets(cu_seqlens, starts)])
+            rows, order = torch.cat([rows, before]).sort(stable=True)
+            second = second[order]
+        predictions = Predictions.of(second, select, num_parts, rows)
+        return cls(next=following.relu(), predictions=predictions)
 
     def to(self, device: torch.device | str) -> "SecondTokens":
         return SecondTokens(next=self.next.to(device), predictions=self.predictions.to(device))

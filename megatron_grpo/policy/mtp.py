@@ -230,7 +230,9 @@ def with_second_tokens(batch: PackedBatch, groups: Groups) -> PackedBatch:
     part = batch.part
     if part is None or part.second is not None:
         return batch
-    second = SecondTokens.of(batch.cu_seqlens, batch.loss_mask, part.local, groups.dims.tensor)
+    second = SecondTokens.of(
+        batch.cu_seqlens, batch.loss_mask, part.local, groups.dims.tensor, batch.prefixes
+    )
     return replace(batch, part=replace(part, second=second))
 
 
@@ -242,7 +244,8 @@ def _build_module(
     if not chunk.post_process:
         return MegatronModule(config)
     config.moe_router_enable_expert_bias = shape.moe is not None and shape.moe.has_choice_biases
-    spec = block_spec(config, range(shape.num_layers, shape.num_layers + 1), shape, False)
+    number, has_own_rows = shape.num_layers, cfg.grpo.shared_prompts
+    spec = block_spec(config, range(number, number + 1), shape, has_own_rows)
     layer = MtpLayer(config, spec, chunk.vp_stage)
     prepare_layers(layer, cfg, shape, groups)
     return layer

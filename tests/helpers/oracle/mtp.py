@@ -19,13 +19,14 @@ from helpers.models.tiny import HYBRIDS
 from helpers.oracle.policies import (
     LENGTHS,
     LOSS_WEIGHT,
+    SHARING,
     Boxes,
-    Lengths,
     gradient_boxes,
     load_oracle,
     own_share,
     pack_all,
     random_sequences,
+    sequences_with_equal_beginnings,
     whole,
 )
 from helpers.oracle.routes import REPLAY, follow, random_routes
@@ -33,8 +34,10 @@ from helpers.oracle.rows import Kind, Row, Worlds
 from megatron_grpo.policy.forward import response_logprobs, run_schedule
 from megatron_grpo.policy.optimizer import gradient_norm
 from megatron_grpo.policy.router import with_own_layers
+from parallel import ParallelDims
+from parallel.alignment import Alignment
 from parallel.groups import Groups
-from parallel.packing import PackedBatch, TokenSequence
+from parallel.packing import PackedBatch, TokenSequence, pack
 
 TEMPERATURE = 0.8
 ON = ("model.mtp_num_layers=1", f"rollout.temperature={TEMPERATURE}", "optimizer.max_grad_norm=1e9")
@@ -89,10 +92,12 @@ class MtpOracle:
         targets = sequence.tokens[first:]
         return logits.log_softmax(0)[targets, torch.arange(first - 2, len(sequence.tokens) - 2)]
 
-    def answer(self, lengths: Lengths, routes: Sequence[Tensor] | None = None) -> Answer:
+    def answer(
+        self, sequences: Sequence[TokenSequence], routes: Sequence[Tensor] | None = None
+    ) -> Answer:
         """`routes`: experts of each sequence's tokens in the model; None: its routers choose."""
         logprobs = []
-        for number, sequence in enumerate(random_sequences(lengths)):
+        for number, sequence in enumerate(sequences):
             if routes is not None:
                 self.model = load_oracle(self.folder)
                 follow(self.model, [routes[number]])
@@ -116,12 +121,14 @@ class MtpOracle:
 class Mtp(Kind):
     """Loss and gradient of the MTP layer alone."""
 
-    name, overrides, routes = "mtp", ON, False
+    name, overrides = "mtp", ON
+
+    def packed(self, dims: ParallelDims) -> list[PackedBatch]:
+        return pack_all(LENGTHS, dims)
 
     def found(self, row: Row, folder: Path, groups: Groups) -> tuple[dict[str, float], Boxes]:
         """Metrics, and boxes of the gradient."""
-        routes = random_routes() if self.routes else None
-        share = own_share(pack_all(LENGTHS, groups.dims, routes), groups)
+        share = own_share(self.packed(groups.dims), groups)
         policy = self.policy(self.config(row, folder, groups.dims), groups)
         runs: list[int] = []
 
@@ -141,7 +148,7 @@ class Mtp(Kind):
         return metrics | {"runs": len(runs) / len(share)}, gradient_boxes(policy)
 
     def oracle(self, folder: Path) -> Any:
-        return MtpOracle(folder).answer(LENGTHS, random_routes() if self.routes else None)
+        return MtpOracle(folder).answer(random_sequences(LENGTHS))
 
     def check(self, row: Row, worlds: Worlds, ranks: Sequence[Any]) -> None:
         answer: Any = worlds.oracle(row)
@@ -161,4 +168,24 @@ class Mtp(Kind):
 class RoutedMtp(Mtp):
     """The policy's routers replay choices, while the MTP layer's router chooses itself."""
 
-    name, overrides, routes = "routed mtp", (*ON, REPLAY), True
+    name, overrides = "routed mtp", (*ON, REPLAY)
+
+    def packed(self, dims: ParallelDims) -> list[PackedBatch]:
+        return pack_all(LENGTHS, dims, random_routes())
+
+    def oracle(self, folder: Path) -> Any:
+        return MtpOracle(folder).answer(random_sequences(LENGTHS), random_routes())
+
+
+class SharedMtp(Mtp):
+    """What sequences share is computed once, its last token's second tokens for each of them."""
+
+    name, overrides = "shared mtp", (*ON, "grpo.shared_prompts=true")
+
+    def packed(self, dims: ParallelDims) -> list[PackedBatch]:
+        alignment = Alignment.for_mesh(dims, dims.tensor > 1)
+        sequences = sequences_with_equal_beginnings()
+        return [pack(sequences, each, alignment, share_prompts=True) for each in SHARING]
+
+    def oracle(self, folder: Path) -> Any:
+        return MtpOracle(folder).answer(sequences_with_equal_beginnings())

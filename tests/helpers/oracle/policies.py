@@ -68,6 +68,25 @@ def random_sequences(lengths: Lengths) -> list[TokenSequence]:
     ]
 
 
+def sequences_with_equal_beginnings() -> list[TokenSequence]:
+    """Four completions of one prompt, one of another, a branch of the first completion, and one of
+    that branch; the last two are in a microbatch without theirs."""
+    lengths = [[(9, 32), (9, 12), (9, 7), (5, 11), (15, 9), (18, 6)], [(9, 20), (24, 5)]]
+    whole = random_sequences(lengths)
+    continued = {1: 0, 2: 0, 4: 0, 5: 4, 6: 0, 7: 0}
+    for number, other in continued.items():
+        each, first = whole[number], whole[other]
+        shared = first.tokens[: each.num_prompt_tokens]
+        tokens = torch.cat([shared, each.tokens[len(shared) :]])
+        root = other if len(shared) > first.num_prompt_tokens else None
+        whole[number] = replace(each, tokens=tokens, root=root)
+    return whole
+
+
+SHARING = [[0, 1, 2, 3, 4, 5], [6, 7], []]
+"""Microbatches of `sequences_with_equal_beginnings`."""
+
+
 def pack_all(
     lengths: Lengths,
     dims: ParallelDims,

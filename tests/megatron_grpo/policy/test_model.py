@@ -13,7 +13,7 @@ from helpers.models.towers import CONFIGS as TOWERS
 from helpers.models.towers import tiny_multimodal
 from helpers.oracle.adapters import Adapted
 from helpers.oracle.images import Images, TextTower, TrainedImages
-from helpers.oracle.mtp import Mtp, RoutedMtp
+from helpers.oracle.mtp import Mtp, RoutedMtp, SharedMtp
 from helpers.oracle.policies import (
     LENGTHS,
     OracleCase,
@@ -208,6 +208,7 @@ def make_model(name: str, folder: Path) -> Path:
 TRAINED, IMAGES, OVERLAPPED = TrainedImages(), Images(), Overlapped()
 INT8, CHANNEL, BLOCKS = Quantized("int8"), Quantized("fp8_channel"), Quantized("fp8")
 ADAPTED, LONG, MTP, ROUTES, TEXT = Adapted(), Long(), Mtp(), Routed(), TextTower()
+SHARED_MTP = SharedMtp()
 SHARED, FROZEN = "grpo.shared_prompts=true", "model.freeze_moe_router=true"
 
 
@@ -278,8 +279,8 @@ def exact(models: Iterable[str], kind: Kind = PLAIN) -> list[Row]:
     return [Row(model, "", kind=kind, is_exact=True) for model in models]
 
 
-def with_mtp(models: Iterable[str], *layouts: str) -> list[Row]:
-    return rows([f"{model}, mtp" for model in models], layouts, kind=MTP)
+def with_mtp(models: Iterable[str], *layouts: str, kind: Kind = MTP) -> list[Row]:
+    return rows([f"{model}, mtp" for model in models], layouts, kind=kind)
 
 
 def routed(model: str, layout: str, *overrides: str) -> Row:
@@ -327,6 +328,8 @@ MOST = [
     *with_mtp(["deepseek_v3", "qwen3_next"], CONTEXT),
     *with_mtp(["glm4_moe", "qwen3_next"], CHUNKS),
     *with_mtp(["deepseek_v3", "qwen3_5_text"], "tp2 pp2"),
+    *with_mtp(["deepseek_v3", "glm4_moe", "qwen3_next"], "", "tp2 pp2", kind=SHARED_MTP),
+    *with_mtp(["glm4_moe", "qwen3_next"], CONTEXT, kind=SHARED_MTP),
     Row("qwen3_next, mtp", EXPERTS, FULL, MTP),
     Row("glm4_moe, routed mtp", "pp2", kind=RoutedMtp()),
     # Under 1F1B the next microbatch runs before the backward of this one recomputes it.
@@ -372,6 +375,8 @@ SLOW = [
     *with_mtp([name for name in WITH_MTP if name != "qwen3_5_text"], CONTEXT, CHUNKS),
     *with_mtp(WITH_MTP, "tp2 cp2"),
     *with_mtp(["qwen3_5_text"], "pp2 vpp2 dp2"),
+    *with_mtp(["deepseek_v3"], CONTEXT, kind=SHARED_MTP),
+    *with_mtp(["deepseek_v3", "glm4_moe"], EXPERTS, CHUNKS, kind=SHARED_MTP),
     routed(SPARSE, "cp2", DYNAMIC),
     *exact([IMAGE_MIXTURE], IMAGES),
     *exact([IMAGE_MIXTURE], TRAINED),

@@ -65,7 +65,7 @@ def trained_on_rank(rank, dims, experience, configs):
 
 SETTINGS = ("optimizer.lr=1e-3", "optimizer.lr_warmup_steps=0", "optimizer.max_grad_norm=0.01")
 OVERLAP = ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true")
-DYNAMIC = "parallel.dynamic_context_parallel=true"
+DYNAMIC, SHARED = "parallel.dynamic_context_parallel=true", "grpo.shared_prompts=true"
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def trained(folders):
             number: config(folder, dims, {}, BUDGETS[0], *given, f"model.mtp_num_layers={number}")
             for number in (0, 1)
         }
-        experience = Case(folder, {}).experience()
+        experience = Case(folder, {}, {23: 4, 1: 2, 2: 2, 40: 4}).experience()
         return run_ranks(dims.world_size, trained_on_rank, dims, experience, configs)
 
     return trained
@@ -93,6 +93,7 @@ def trained(folders):
         ("qwen3_next", "tp2 pp2", ()),
         ("glm4_moe", "pp2 dp2", OVERLAP),
         ("glm4_moe", "cp2", (DYNAMIC,)),
+        ("glm4_moe", "cp2", (SHARED,)),
     ],
     ids=str,
 )
@@ -113,7 +114,7 @@ def test_mtp_learns_the_same_however_the_work_is_shared(trained):
     losses = [step["mtp/loss"] for step in steps]
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > losses[-1] + 0.01
-    for at, overrides in (("pp2 dp2", OVERLAP), ("cp2", (DYNAMIC,))):
+    for at, overrides in (("pp2 dp2", OVERLAP), ("cp2", (DYNAMIC,)), ("cp2", (SHARED,))):
         for rank in trained("glm4_moe", at, *overrides):
             for step, expected in zip(rank[1][0], steps, strict=True):
                 for name in ("mtp/loss", "mtp/grad_norm"):
