@@ -2,11 +2,16 @@
 
 import gc
 import signal
+from threading import Event
 
 import pytest
 
+from helpers.oracle.optimizers import allow_offload
 from helpers.runs.jobs import assert_same_run
 from helpers.runs.sabotage import InCall, InPhase, die
+from megatron_grpo import train_step
+from megatron_grpo.checkpoints import manifest
+from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.policy.residency import Residency
 
 SLEEPS = "rollout.enable_sleep_mode=true"
@@ -56,3 +61,48 @@ def test_run_killed_while_its_state_moves_goes_on(runs, undisturbed, tmp_path, m
     less = LESS.get(move, "optimizer")
     runs.finish(run_dir, SLEEPS, f"train.offload={less}")
     assert_same_run(run_dir, undisturbed)
+
+
+def write_late(rank: int) -> None:
+    """Let the optimizer's state be on the host, and write the first checkpoint as late as the next
+    update allows; say so if what it holds has changed since the save."""
+    allow_offload()
+    may_write, write = Event(), manifest.write_hashed
+    start_save, before_update = Checkpoints.save, Checkpoints.before_update
+    apply_gradient = train_step.apply_gradient
+
+    def late(path, parts):
+        parts = [*parts]
+        saved = b"".join(parts)
+        may_write.wait()
+        if b"".join(parts) != saved:
+            print("changed while it was saved", flush=True)
+        return write(path, parts)
+
+    def save(checkpoints, state, *arguments):
+        if state.step < 4:
+            may_write.clear()
+        start_save(checkpoints, state, *arguments)
+
+    def let_write(checkpoints, timer):
+        may_write.set()
+        before_update(checkpoints, timer)
+
+    def apply(*arguments):
+        apply_gradient(*arguments)
+        may_write.set()  # too late
+
+    manifest.write_hashed, Checkpoints.save = late, save
+    Checkpoints.before_update = let_write
+    train_step.apply_gradient = apply
+
+
+@pytest.mark.long
+def test_run_updates_no_state_of_the_host_that_is_being_saved(runs, tmp_path):
+    kept = tmp_path / "kept"
+    runs.finish(kept, "train.num_steps=4", "train.save_generations=true")
+    # Replayed, as the engine has float32 weights.
+    trained = f"train.replay={kept}", "train.num_steps=4", "model.dtype=bfloat16"
+    on_host = "optimizer.optimizer_cpu_offload=true"
+    ended = runs.finish(tmp_path / "run", *trained, on_host, sabotage=write_late)
+    assert "changed while" not in ended.output

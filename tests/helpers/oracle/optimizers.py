@@ -62,7 +62,7 @@ class _HostTensors(TorchFunctionMode):
         return result
 
 
-def _allow_offload() -> None:
+def allow_offload() -> None:
     """Let ``optimizer.optimizer_cpu_offload`` run, with one memory for both devices."""
     _pretend_transformer_engine()
     torch.accelerator.empty_host_cache = lambda: None
@@ -198,7 +198,7 @@ def start_kind(rank: int, folder: Path, dims: ParallelDims, kind: str) -> tuple[
     """`start_policy` with an optimizer of `KINDS`; without a GPU, its patches."""
     if not torch.cuda.is_available():
         if _HOST in KINDS[kind]:
-            _allow_offload()
+            allow_offload()
         if _PRECISE in KINDS[kind]:
             _allow_precision_aware()
     return start_policy(rank, folder, dims, *BFLOAT16, *KINDS[kind])
