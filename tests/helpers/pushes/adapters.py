@@ -79,7 +79,7 @@ def push_adapters(
             client.workers.call(begin_adapters, case, cfg)
         for number in range(PUSHES):
             change(policy, number)
-            sync.push(policy.served(cfg.lora), number, PhaseTimer(lambda name: None))
+            sync.push(lambda: policy.served(cfg.lora), number, PhaseTimer(lambda name: None))
             export_model(folder / str(number), policy, cfg, groups)
             dist.barrier()
             if rank == 0:
@@ -103,7 +103,7 @@ def failing_push(
             if fault == "base":
                 client.workers.call(flip_bit_of_base)
         try:
-            sync.push(policy.served(cfg.lora), 1, PhaseTimer(lambda name: None))
+            sync.push(lambda: policy.served(cfg.lora), 1, PhaseTimer(lambda name: None))
         except ConnectionError as failure:
             return str(failure)
     return ""

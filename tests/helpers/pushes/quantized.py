@@ -85,7 +85,7 @@ def push_quantized(
     with closing(start_sync(policy, groups, client, cfg)) as sync:
         if rank == 0:
             client.workers.call(begin_quantized, case, cfg)
-        sync.push(pushed_weights(policy, cfg, groups), 1, PhaseTimer(lambda name: None))
+        sync.push(lambda: pushed_weights(policy, cfg, groups), 1, PhaseTimer(lambda name: None))
         export_model(folder / "after", policy, cfg, groups)
         dist.barrier()
         return client.workers.call(compare_quantized, folder) if rank == 0 else []
@@ -103,7 +103,7 @@ def failing_push(
             if fault == "scale":
                 client.workers.call(receive_wrong_scale)
         try:
-            sync.push(pushed_weights(policy, cfg, groups), 1, PhaseTimer(lambda name: None))
+            sync.push(lambda: pushed_weights(policy, cfg, groups), 1, PhaseTimer(lambda name: None))
         except ConnectionError as failure:
             return str(failure)
     return ""
