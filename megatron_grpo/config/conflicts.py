@@ -106,10 +106,6 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
         "SGLang transposes weights with a scale per row after loading",
         "rollout.quantization=fp8",
     ),
-    ("rollout.quantization", "train.offload of weights"): (
-        "the ranks need the maxima of weights before each push",
-        "train.offload=optimizer",
-    ),
     ("rollout.quantization of pushes", "model.dtype: float32"): _BFLOAT16,
     ("rollout.quantization_aware", "model.megatron.fp8"): "FP8 would round the rounded weights",
     # Routers and indexers.

@@ -58,9 +58,9 @@ INT8 = [
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_int8_engines_learn_and_their_weights_are_exported(tied_model, tmp_path):
-    """Engines sleep between generations."""
+    """Engines sleep between generations, and the training state leaves while they do not."""
     options = ["train.num_steps=40", "train.export_quantization=int8"]
-    options += ["rollout.enable_sleep_mode=true", "train.offload=optimizer"]
+    options += ["rollout.enable_sleep_mode=true", "train.offload=all"]
     with kernels_for(tied_model, "int8"):
         curve = learn(tmp_path / "run", tied_model, *INT8, *options)
     assert curve[0] < CHANCE
