@@ -40,7 +40,6 @@ _COUNTED = "its tokens would be counted by the number of ranks that split them"
 
 CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     # Adapters.
-    ("train.offload", "lora.r"): _FROZEN,
     ("train.export_quantization", "lora.r"): _FROZEN,
     ("train.init_from", "lora.r"): _FROZEN,
     ("optimizer.optimizer: muon", "lora.r"): _FROZEN,

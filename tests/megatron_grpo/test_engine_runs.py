@@ -35,8 +35,10 @@ def gaps(run_dir: Path, kind: str) -> list[float]:
 
 @pytest.mark.slow
 def test_adapters_learn_with_either_kind_of_push(tied_model, live_engine, tmp_path):
+    """Engines sleep between generations, and the training state leaves while they do not."""
     run_dir = tmp_path / "run"
     adapters = ["lora.r=16", "lora.lora_alpha=32", "optimizer.lr=1e-2"]
+    adapters += ["rollout.enable_sleep_mode=true", "train.offload=all"]
     curve = learn(run_dir, tied_model, *adapters, "train.num_steps=40")
     assert curve[0] < CHANCE
     assert sum(curve[-5:]) / 5 > LEARNT
