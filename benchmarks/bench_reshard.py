@@ -178,7 +178,7 @@ def push(sync: WeightSync, parameters: Mapping[str, Tensor]) -> float:
     """Seconds of one push as a trainer does it; the first push makes the channels."""
     dist.barrier()
     timer = PhaseTimer(lambda name: None)
-    sync.push(parameters, 1, timer)
+    sync.push(lambda: parameters, 1, timer)
     seconds = timer.metrics()
     return seconds["time/push"] + seconds["time/verify_weights"]
 

@@ -290,7 +290,7 @@ class Trainer:
         if self.cfg.rollout.enable_sleep_mode:
             torch.cuda.empty_cache()  # engines wake once all ranks are here, and need the memory
             self._engines_are_awake = True
-        weights = pushed_weights(self.policy, self.cfg, self.rank.groups)
+        weights = partial(pushed_weights, self.policy, self.cfg, self.rank.groups)
         self.weight_sync.push(weights, policy_version, timer or self.timer)
 
     def _evaluate(self) -> None:

@@ -9,7 +9,7 @@ every parameter, summed over the ranks.
 
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -84,13 +84,14 @@ class WeightSync:
         self._num_engines, self._chain_number = 0, 0
 
     def push(
-        self, parameters: Mapping[str, Tensor], policy_version: int, timer: PhaseTimer
+        self, weights: Callable[[], Mapping[str, Tensor]], policy_version: int, timer: PhaseTimer
     ) -> None:
-        """Make every healthy engine serve `parameters`, this rank's shard, as `policy_version`.
+        """Make every healthy engine serve `weights()`, this rank's shard, as `policy_version`.
 
-        On return, every worker of every serving engine is verified to hold the ranks' weights, and
-        engines have dropped their caches. A failed push is repeated from the start, over new
-        channels: once with the same engines, and again whenever these have changed.
+        Each attempt calls `weights` anew, once the policy's weights are on the GPU. On return,
+        every worker of every serving engine is verified to hold the ranks' weights, and engines
+        have dropped their caches. A failed push is repeated from the start, over new channels: once
+        with the same engines, and again whenever these have changed.
 
         Raises on all ranks RolloutAborted, when the push fails twice with the same engines (on rank
         0 the text names engine, worker and parameters) or no engine is back within
@@ -100,7 +101,7 @@ class WeightSync:
         with timer.phase("await_engines"):
             self._agree_on_engines()
         is_repeated = False
-        while failure := self._try_push(parameters, policy_version, timer):
+        while failure := self._try_push(weights, policy_version, timer):
             self.close()
             with timer.phase("await_engines"):
                 has_changed = self._agree_on_engines()
@@ -144,7 +145,7 @@ class WeightSync:
         return has_changed
 
     def _try_push(
-        self, parameters: Mapping[str, Tensor], policy_version: int, timer: PhaseTimer
+        self, weights: Callable[[], Mapping[str, Tensor]], policy_version: int, timer: PhaseTimer
     ) -> ConnectionError | None:
         """Push once; returns on all ranks the error of the first rank that failed, or None."""
         engines, transport = self._engines, self._transport
@@ -159,6 +160,7 @@ class WeightSync:
                 wait_for_rank_0()
         with timer.phase("push"):
             self._residency.enter("push")
+            parameters = weights()
             # A push only reads the parts that leave after it, so copies may start now.
             self._residency.copy_ahead("generate")
             if failure := _failure_of(lambda: transport.open(engines, self._num_engines)):

@@ -40,7 +40,6 @@ _COUNTED = "its tokens would be counted by the number of ranks that split them"
 
 CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     # Adapters.
-    ("train.offload", "lora.r"): _FROZEN,
     ("train.export_quantization", "lora.r"): _FROZEN,
     ("train.init_from", "lora.r"): _FROZEN,
     ("optimizer.optimizer: muon", "lora.r"): _FROZEN,
@@ -104,10 +103,6 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     ("rollout.quantization: fp8_channel or int8", "rollout.engine: sglang"): (
         "SGLang transposes weights with a scale per row after loading",
         "rollout.quantization=fp8",
-    ),
-    ("rollout.quantization", "train.offload of weights"): (
-        "the ranks need the maxima of weights before each push",
-        "train.offload=optimizer",
     ),
     ("rollout.quantization of pushes", "model.dtype: float32"): _BFLOAT16,
     ("rollout.quantization_aware", "model.megatron.fp8"): "FP8 would round the rounded weights",

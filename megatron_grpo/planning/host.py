@@ -121,9 +121,10 @@ def host_use(
     workers = min(cfg.num_engines * cfg.rollout.gpus_per_engine, card.per_node)
     # Log-probability passes need no optimizer: its way back hides behind them.
     passes = cfg.grpo.num_old_passes > 0 or cfg.grpo.beta > 0
+    # What no step changes is copied to the host once.
     leaving = part_bytes(
         state, [part for part in copied if part != "reference" or cfg.grpo.sync_ref_model]
-    )
+    ) - state.frozen * ("weights" in copied)
     return HostUse(
         leaving=leaving,
         leaving_seconds=leaving / card.host_rate,
@@ -151,7 +152,7 @@ def _hidden_by_push(
     if colocated is None or "weights" not in parts_moved(cfg.offload):
         return 0.0
     push = push_link(colocated.pushed, card, in_node=cfg.dims.world_size <= card.per_node)
-    return min(push.seconds, state.weights / card.host_rate)
+    return min(push.seconds, state.trained / card.host_rate)
 
 
 def host_blocks(

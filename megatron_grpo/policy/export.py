@@ -61,7 +61,7 @@ def export_model(
     if groups.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     if policy.adapters:
-        _write_adapters(partial, policy, cfg)
+        _write_adapters(partial, policy, weights, cfg)
     else:
         _write_model(partial, policy, weights, cfg, groups)
     if groups.rank == 0:
@@ -147,7 +147,9 @@ def check_finite(tensors: Iterable[tuple[str, Tensor | SplitFloats]], what: str)
         raise FloatingPointError(f"{name} is not finite: nothing is {what}")
 
 
-def _write_adapters(partial: Path, policy: Policy, cfg: Config) -> None:
+def _write_adapters(
+    partial: Path, policy: Policy, weights: Mapping[str, Tensor], cfg: Config
+) -> None:
     """Fill the folder `partial` in PEFT's format, which `peft` and engines load onto the model."""
     assert policy.adapters is not None, "lora.r is not 0"
     tensors, rank = peft_tensors(cfg.lora, policy.shape), dist.get_rank()
@@ -162,7 +164,7 @@ def _write_adapters(partial: Path, policy: Policy, cfg: Config) -> None:
         create_file(partial / WRITTEN, {name: (dtype, size) for name, size in tensors.items()})
         (partial / ADAPTER_FILE).write_text(_adapter_config(cfg, modules), encoding="utf-8")
     dist.barrier()
-    written = torch.tensor(write_weights(partial, layout, policy.adapters.parameters()))
+    written = torch.tensor(write_weights(partial, layout, weights))
     dist.all_reduce(written)  # also waits until all ranks have written
     if rank == 0:
         wanted = sum(map(prod, tensors.values()))

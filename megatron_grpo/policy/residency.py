@@ -11,7 +11,7 @@ weights; the gradient buffers' method knows neither frozen weights nor a referen
 (test_upstream: residency).
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, overload
@@ -57,6 +57,8 @@ class Room:
     """Bytes [n] of the whole storage, which has size 0 while it is away."""
     host: Tensor | None
     """Bytes [n] of host memory; None for a storage that is freed without a copy."""
+    is_constant: bool = False
+    """Whether no step changes it: one copy then serves all its moves."""
 
 
 class Residency:
@@ -68,10 +70,7 @@ class Residency:
         rooms: Sequence[Room],
         device: torch.device,
         communicators: Communicators | None = None,
-        *,
-        constant: Collection[Part] = (),
     ) -> None:
-        """`constant`: parts that no step changes."""
         self.away: tuple[Part, ...] = ()
         """Parts that are not on the GPU."""
         self.rooms, self._offload = rooms, offload
@@ -82,9 +81,8 @@ class Residency:
         self._streams: Any = torch.get_device_module(device)
         self._copying: Any = self._streams.Stream()
         self._arriving: dict[Part, Any] = {}
-        self._constant = {*constant}
-        self._copied: set[Part] = set()
-        """Parts with a current copy in host memory, complete or under way."""
+        self._copied: set[Room] = set()
+        """Rooms with a current copy in host memory, complete or under way."""
 
     def enter(self, phase: Phase) -> None:
         """Move the parts to their places in `phase`.
@@ -95,8 +93,8 @@ class Residency:
         if not self._moves:
             return
         away = parts_away(self._offload, phase)
-        if phase == "train":  # steps will change the other parts: their copies are stale
-            self._copied &= self._constant
+        if phase == "train":  # steps will change the other rooms: their copies are stale
+            self._copied = {room for room in self._copied if room.is_constant}
         if leaving := [part for part in away if part not in self.away]:
             self._free(leaving)
             if self.communicators and not communicates(phase):
@@ -161,9 +159,9 @@ class Residency:
     def _copy(self, parts: Sequence[Part]) -> None:
         """Start to copy parts to the host that have no current copy there."""
         for room in self.rooms:
-            if room.part in parts and room.part not in self._copied and room.host is not None:
+            if room.part in parts and room not in self._copied and room.host is not None:
                 room.host.copy_(room.values, non_blocking=True)
-        self._copied |= {*parts}
+                self._copied.add(room)
 
     def _bring(self, part: Part) -> None:
         """Allocate the storages of a part, and start to fill them on the copying stream."""
@@ -203,7 +201,9 @@ def build_residency(
     offload = cfg.offload
     if not parts_moved(offload):
         return EVERYTHING_STAYS
-    storages = _storages(state_of(policy, reference), parts_moved(offload), device)
+    state = state_of(policy, reference)
+    storages = _storages(state, parts_moved(offload), device)
+    trained = {each.untyped_storage() for each in state["weights"] if each.requires_grad}
     sizes = [
         0 if part in NOT_COPIED else round_up(storage.nbytes(), _ALIGNMENT)
         for storage, part in storages.items()
@@ -214,10 +214,10 @@ def build_residency(
         size = storage.nbytes()
         values = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
         host = None if part in NOT_COPIED else memory[start : start + size]
-        rooms.append(Room(part, values, host))
+        constant = {"weights": storage not in trained, "reference": not cfg.grpo.sync_ref_model}
+        rooms.append(Room(part, values, host, constant.get(part, False)))
     communicators = Communicators() if cfg.train.offload_communicators else None
-    constant: list[Part] = [] if cfg.grpo.sync_ref_model else ["reference"]
-    return Residency(offload, rooms, device, communicators, constant=constant)
+    return Residency(offload, rooms, device, communicators)
 
 
 def state_of(policy: Policy, reference: Reference | None) -> dict[Part, list[Tensor]]:
@@ -228,9 +228,10 @@ def state_of(policy: Policy, reference: Reference | None) -> dict[Part, list[Ten
     of_reference: list[Tensor] = []
     if reference is not None:
         of_reference += [*reference.parameters().values(), *reference.averaged_weights.values()]
+    adapters = policy.adapters.parameters() if policy.adapters else {}
     buffers = [b for chunk in policy.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
     return {
-        "weights": [*policy.parameters().values()],
+        "weights": [*policy.parameters().values(), *adapters.values()],
         "reference": of_reference,
         "gradients": [buffer.grad_data for buffer in buffers],
         "optimizer": state_tensors(policy.optimizer),

@@ -35,8 +35,10 @@ def gaps(run_dir: Path, kind: str) -> list[float]:
 
 @pytest.mark.slow
 def test_adapters_learn_with_either_kind_of_push(tied_model, live_engine, tmp_path):
+    """Engines sleep between generations, and the training state leaves while they do not."""
     run_dir = tmp_path / "run"
     adapters = ["lora.r=16", "lora.lora_alpha=32", "optimizer.lr=1e-2"]
+    adapters += ["rollout.enable_sleep_mode=true", "train.offload=all"]
     curve = learn(run_dir, tied_model, *adapters, "train.num_steps=40")
     assert curve[0] < CHANCE
     assert sum(curve[-5:]) / 5 > LEARNT
@@ -58,9 +60,9 @@ INT8 = [
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_int8_engines_learn_and_their_weights_are_exported(tied_model, tmp_path):
-    """Engines sleep between generations."""
+    """Engines sleep between generations, and the training state leaves while they do not."""
     options = ["train.num_steps=40", "train.export_quantization=int8"]
-    options += ["rollout.enable_sleep_mode=true", "train.offload=optimizer"]
+    options += ["rollout.enable_sleep_mode=true", "train.offload=all"]
     with kernels_for(tied_model, "int8"):
         curve = learn(tmp_path / "run", tied_model, *INT8, *options)
     assert curve[0] < CHANCE

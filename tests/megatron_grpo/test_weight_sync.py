@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from checkpoint_convert import read_shape
 from helpers.engines.live import largest_logprob_error, random_prompts, served_model
@@ -142,12 +143,18 @@ def test_weight_sync_frees_weights_before_engines_take_cache(alone, tied_model, 
     monkeypatch.setattr(sync._transport, "open", lambda engines, num_engines: None)
     monkeypatch.setattr(sync._transport, "prepare", lambda parameters: None)
     monkeypatch.setattr(sync._transport, "send", lambda engines, push, parameters: {})
-    sync.push(weights, 1, PhaseTimer(lambda name: None))
-    one = ["ranks: push", "engine: weights", "verified", "ranks: generate", "engine: cache"]
+
+    def made() -> dict[str, Tensor]:
+        events.append("ranks: weights")
+        return weights
+
+    sync.push(made, 1, PhaseTimer(lambda name: None))
+    one = ["ranks: push", "ranks: weights", "engine: weights", "verified"]
+    one += ["ranks: generate", "engine: cache"]
     assert events == [*one, "engine: sleep", *one]
     events.clear()
     residency.enter("train")
-    sync.push(weights, 2, PhaseTimer(lambda name: None))
+    sync.push(made, 2, PhaseTimer(lambda name: None))
     assert events == ["ranks: train", *one]
 
 

@@ -353,6 +353,9 @@ class WorkerClient:
     def await_engines(self, check: Any) -> tuple[int, int]:
         return len(self.workers.addresses), 1
 
+    def sleep(self) -> None:
+        """See `RolloutClient`; the engines here keep their memory."""
+
     def open_channels(self, transfer: dict[str, Any], is_sending: Any) -> None:
         info = {"transfer": transfer, "channels": "channels", "question": ""}
         engines = range(len(self.workers.addresses))

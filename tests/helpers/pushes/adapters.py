@@ -25,12 +25,14 @@ from megatron_grpo.engine_weights.protocol import pushable_parameters
 from megatron_grpo.engines.vllm.args import adapter_arguments
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, build_policy, weight_sender
+from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency, build_residency
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import Groups, init_groups
 
+CPU = torch.device("cpu")
 PUSHES = 5
 
 
@@ -61,6 +63,8 @@ def config_of(case: Case, dims: ParallelDims, client: WorkerClient) -> Config:
         "model.dtype=bfloat16",
         f"rollout.base_urls=[{', '.join(client.base_urls)}]",
         f"rollout.tensor_parallel_size={case.engine.tensor}",
+        "rollout.enable_sleep_mode=true",
+        "train.offload=all",
         *case.overrides,
     )
 
@@ -68,19 +72,25 @@ def config_of(case: Case, dims: ParallelDims, client: WorkerClient) -> Config:
 def push_adapters(
     rank: int, dims: ParallelDims, case: Case, engines: WorkerEngines, folder: Path
 ) -> list[list[list[Held]]]:
-    """Change and push the adapters `PUSHES` times; rank 0 returns [push][engine][worker]."""
+    """Change and push the adapters `PUSHES` times; rank 0 returns [push][engine][worker].
+
+    All state is away when a push begins, as when it replaces an engine lost while it generates.
+    """
     setup_device(rank)
     client = WorkerClient(engines)
     cfg, groups = config_of(case, dims, client), init_groups(dims)
     policy = build_policy(cfg, read_shape(case.base), groups)
-    held = []
-    with closing(start_sync(cfg, policy, groups, client)) as sync:
+    held, residency = [], build_residency(cfg, policy, None, CPU, dims.world_size)
+    with closing(start_sync(cfg, policy, groups, client, residency)) as sync:
         if rank == 0:
             client.workers.call(begin_adapters, case, cfg)
         for number in range(PUSHES):
+            residency.enter("train")
             change(policy, number)
-            sync.push(policy.served(cfg.lora), number, PhaseTimer(lambda name: None))
-            export_model(folder / str(number), policy, cfg, groups)
+            residency.enter("generate")
+            assert "weights" in residency.away
+            sync.push(lambda: policy.served(cfg.lora), number, PhaseTimer(lambda name: None))
+            export_model(folder / str(number), policy, cfg, groups, residency)
             dist.barrier()
             if rank == 0:
                 held.append(client.workers.call(compare_adapters, folder / str(number)))
@@ -103,19 +113,25 @@ def failing_push(
             if fault == "base":
                 client.workers.call(flip_bit_of_base)
         try:
-            sync.push(policy.served(cfg.lora), 1, PhaseTimer(lambda name: None))
+            sync.push(lambda: policy.served(cfg.lora), 1, PhaseTimer(lambda name: None))
         except ConnectionError as failure:
             return str(failure)
     return ""
 
 
-def start_sync(cfg: Config, policy: Policy, groups: Groups, client: WorkerClient) -> WeightSync:
+def start_sync(
+    cfg: Config,
+    policy: Policy,
+    groups: Groups,
+    client: WorkerClient,
+    residency: Residency = EVERYTHING_STAYS,
+) -> WeightSync:
     sender = weight_sender(policy, groups)
     loaded = loaded_sums(cfg, policy.shape, sender, policy.parameters())
     assert policy.adapters
     source: Any = client if groups.rank == 0 else None
-    own, cpu = policy.adapters.sender, torch.device("cpu")
-    return WeightSync(cfg, policy.shape, own, cpu, 1, source, loaded=loaded)
+    own = policy.adapters.sender
+    return WeightSync(cfg, policy.shape, own, CPU, 1, source, residency, loaded)
 
 
 def change(policy: Policy, number: int) -> None:

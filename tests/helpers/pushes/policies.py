@@ -162,7 +162,7 @@ def push(
         WeightSync(cfg, trained_shape(cfg), sender, torch.device("cpu"), 1, engines)
     ) as sync:
         try:
-            sync.push(parameters, version, timer)
+            sync.push(lambda: parameters, version, timer)
         except ConnectionError as failure:
             return str(failure), list(timer.metrics())
     return "", list(timer.metrics())

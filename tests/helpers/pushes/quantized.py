@@ -25,11 +25,14 @@ from megatron_grpo.engine_weights.protocol import ABSORBED, pushable_parameters
 from megatron_grpo.engines.vllm.args import quantizing_arguments
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, build_policy, weight_sender
+from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency, build_residency
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import Groups, init_groups
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ def config_of(case: Case, dims: ParallelDims, client: WorkerClient) -> Config:
         f"rollout.quantization={case.quantization}",
         f"train.export_quantization={case.quantization}",
         *([f"rollout.quantization_ignore=['{case.ignored}']"] if case.ignored else []),
+        "rollout.enable_sleep_mode=true",
+        "train.offload=all",
         "rollout.update_weights_bucket_megabytes=3",  # several buckets for each channel
     )
 
@@ -78,15 +83,21 @@ def config_of(case: Case, dims: ParallelDims, client: WorkerClient) -> Config:
 def push_quantized(
     rank: int, dims: ParallelDims, case: Case, engines: WorkerEngines, folder: Path
 ) -> list[list[Held]]:
-    """Push after an optimizer step; rank 0 returns [engine][worker]."""
+    """Push after an optimizer step; rank 0 returns [engine][worker].
+
+    All state is away when the push begins, as when it replaces an engine lost while it generates.
+    """
     policy, groups, client, cfg = start(rank, dims, case, engines)
     export_model(folder / "before", policy, cfg, groups)
     step(policy)
-    with closing(start_sync(policy, groups, client, cfg)) as sync:
+    residency = build_residency(cfg, policy, None, CPU, dims.world_size)
+    residency.enter("generate")
+    assert "weights" in residency.away
+    with closing(start_sync(policy, groups, client, cfg, residency)) as sync:
         if rank == 0:
             client.workers.call(begin_quantized, case, cfg)
-        sync.push(pushed_weights(policy, cfg, groups), 1, PhaseTimer(lambda name: None))
-        export_model(folder / "after", policy, cfg, groups)
+        sync.push(lambda: pushed_weights(policy, cfg, groups), 1, PhaseTimer(lambda name: None))
+        export_model(folder / "after", policy, cfg, groups, residency)
         dist.barrier()
         return client.workers.call(compare_quantized, folder) if rank == 0 else []
 
@@ -103,7 +114,7 @@ def failing_push(
             if fault == "scale":
                 client.workers.call(receive_wrong_scale)
         try:
-            sync.push(pushed_weights(policy, cfg, groups), 1, PhaseTimer(lambda name: None))
+            sync.push(lambda: pushed_weights(policy, cfg, groups), 1, PhaseTimer(lambda name: None))
         except ConnectionError as failure:
             return str(failure)
     return ""
@@ -118,10 +129,16 @@ def start(
     return build_policy(cfg, read_shape(case.folder), groups), groups, client, cfg
 
 
-def start_sync(policy: Policy, groups: Groups, client: WorkerClient, cfg: Config) -> WeightSync:
+def start_sync(
+    policy: Policy,
+    groups: Groups,
+    client: WorkerClient,
+    cfg: Config,
+    residency: Residency = EVERYTHING_STAYS,
+) -> WeightSync:
     sender = pushed_sender(policy, weight_sender(policy, groups), cfg, groups)
     source: Any = client if groups.rank == 0 else None
-    return WeightSync(cfg, policy.shape, sender, torch.device("cpu"), 1, source)
+    return WeightSync(cfg, policy.shape, sender, CPU, 1, source, residency)
 
 
 def step(policy: Policy) -> None:

@@ -54,7 +54,7 @@ class Trainer:
         self.push_again()
 
     def push_again(self) -> None:
-        self.sync.push(self.weights, self.version, PhaseTimer(lambda name: None))
+        self.sync.push(lambda: self.weights, self.version, PhaseTimer(lambda name: None))
 
     def ask(self, prompts: Sequence[Prompt], **overrides: Any) -> Completions:
         """Completions for `generate`."""

@@ -153,7 +153,7 @@ def push(
     sender = weight_sender(policy, groups)
     counts.clear()
     with closing(WeightSync(cfg, policy.shape, sender, torch.device("cpu"), 1, source)) as sync:
-        sync.push(pushed_weights(policy, cfg, groups), 1, PhaseTimer(lambda name: None))
+        sync.push(lambda: pushed_weights(policy, cfg, groups), 1, PhaseTimer(lambda name: None))
         num_boxes = sum(map(len, sync._transport._sends.values()))
         return Sent(sync._transport._sender.bytes_sent, num_boxes, sum(counts))
 

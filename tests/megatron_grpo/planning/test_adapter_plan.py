@@ -18,7 +18,7 @@ from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.command import print_plan
 from megatron_grpo.planning.instantiate import gradient_bytes, instantiate, optimizer_bytes
 from megatron_grpo.planning.job_plan import plan_job
-from megatron_grpo.planning.state import state_bytes
+from megatron_grpo.planning.state import stage_states, state_bytes
 from megatron_grpo.planning.workload import Job, longest_sequence
 from megatron_grpo.policy import lora
 from megatron_grpo.policy.lora_targets import adapter_sender, local_targets
@@ -59,6 +59,15 @@ def test_plan_of_405b_with_adapters_fits_on_four_nodes(tmp_path):
     shape = read_shape(path)
     job = Job(cfg, shape, CARDS["h100"], [longest_sequence(cfg, shape)], 32)
     assert plan_job(job).fits
+
+
+def test_plan_copies_frozen_weights_to_the_host_once(tmp_path):
+    path = write_config(tmp_path, "Llama-3.3-70B")
+    given = [f"model.path={path}", "rollout.enable_sleep_mode=true", "train.offload=all"]
+    cfg, shape = load_config(Path("configs/grpo_70b_lora.yaml"), given), read_shape(path)
+    host = plan_job(Job(cfg, shape, CARDS["h100"], [longest_sequence(cfg, shape)], 32)).host
+    frozen = max(each.frozen for each in stage_states(cfg, shape))
+    assert host and host.moved - host.leaving == frozen > 0.8 * host.moved
 
 
 OF_ALL = ("lora.r=3", "grpo.beta=0.1", "model.dtype=bfloat16")

@@ -80,9 +80,9 @@ ADVISED = [
     (LLAMA_70B, f"{NEMO_RL} {ON_HOST}", {}, "layout that fits"),
     (LLAMA_70B, ASLEEP, {}, "\nhint: fits with train.offload=all"),
     (LLAMA_70B, f"{ASLEEP} grpo.beta=0.04", {}, "\nhint: fits with train.offload=all"),
-    # The optimizer's state is on the host already; pushes need quantised weights' maxima.
+    # The optimizer's state is on the host already.
     (LLAMA_70B, f"{ASLEEP} {ON_HOST}", {}, "no layout fits on 64 GPUs: use more GPUs"),
-    (LLAMA_70B, f"{ASLEEP} rollout.quantization=fp8", {}, "fits: train.offload=opti"),
+    (LLAMA_70B, f"{ASLEEP} rollout.quantization=fp8", {}, "hint: fits with train.offload=all"),
     (
         *(LLAMA_70B, f"{ASLEEP} {ALL}", on_hosts(300)),
         "270.0: 181.6 for train.offload, 181.6 for a checkpoint",

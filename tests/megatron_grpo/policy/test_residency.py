@@ -39,7 +39,7 @@ from megatron_grpo.policy import residency as residency_module
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Policy
-from megatron_grpo.policy.reference import build_reference
+from megatron_grpo.policy.reference import reference_of
 from megatron_grpo.policy.residency import Residency, build_residency, state_of
 from parallel import ParallelDims
 from parallel.groups import Groups
@@ -48,9 +48,14 @@ CPU = torch.device("cpu")
 PHASES: tuple[Phase, ...] = ("train", "push", "generate", "log-probabilities")
 """In the order of a run."""
 FOLLOWS = ("grpo.beta=0.04", "grpo.sync_ref_model=true", "grpo.ref_model_sync_steps=1")
+ADAPTERS = "lora.r=64"  # half as many elements as the layers have
 LAYOUTS = [
-    pytest.param("qwen3", ParallelDims(data=2), "bfloat16", marks=pytest.mark.slow),
-    ("qwen3_moe", ParallelDims(expert=2, data=2), "float32"),
+    pytest.param("qwen3", ParallelDims(data=2), "bfloat16", (), marks=pytest.mark.slow),
+    ("qwen3_moe", ParallelDims(expert=2, data=2), "float32", ()),
+    ("qwen3", ParallelDims(data=2), "bfloat16", (ADAPTERS,)),
+    pytest.param(
+        *("llama", ParallelDims(tensor=2), "float32", (ADAPTERS,)), marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -67,8 +72,8 @@ def test_parts_that_a_phase_uses_are_on_the_gpu() -> None:
     assert parts_moved(()) == ()
 
 
-def config(folder: Path, dims: ParallelDims, dtype: str, offload: str) -> Config:
-    options = (f"model.dtype={dtype}", f"train.offload={offload}", *FOLLOWS)
+def config(folder: Path, dims: ParallelDims, dtype: str, offload: str, *also: str) -> Config:
+    options = (f"model.dtype={dtype}", f"train.offload={offload}", *FOLLOWS, *also)
     return tiny_config(folder, dims, *options, "rollout.enable_sleep_mode=true")
 
 
@@ -91,16 +96,22 @@ def step(policy: Policy, groups: Groups) -> None:
 
 
 def go_through_two_generations(
-    rank: int, folder: Path, dims: ParallelDims, dtype: str, offload: str, run: Path
+    rank: int,
+    folder: Path,
+    dims: ParallelDims,
+    dtype: str,
+    offload: str,
+    also: tuple[str, ...],
+    run: Path,
 ) -> tuple[dict[str, int], list[Tensor]]:
     """Bytes on the device by phase and on the host, and log-probabilities; saves and exports.
 
     It saves and exports in the phase in which most is away.
     """
-    policy, groups = start_policy(rank, folder, dims, f"model.dtype={dtype}")
-    cfg = config(folder, dims, dtype, offload)
+    policy, groups = start_policy(rank, folder, dims, f"model.dtype={dtype}", *also)
+    cfg = config(folder, dims, dtype, offload, *also)
     cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"run_dir": run})})
-    reference = build_reference(cfg, read_shape(folder), groups)
+    reference = reference_of(policy, cfg, groups)
     residency = build_residency(cfg, policy, reference, CPU, num_ranks=2)
     checkpoints = Checkpoints(cfg, policy, reference, residency)
     copies = [room.host for room in residency.rooms if room.host is not None]
@@ -139,22 +150,22 @@ def files_of(run: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "dims", "dtype"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("family", "dims", "dtype", "also"), LAYOUTS, ids=str)
 def test_offloading_changes_no_bit_and_holds_the_planned_bytes(
-    family: str, dims: ParallelDims, dtype: str, tmp_path: Path
+    family: str, dims: ParallelDims, dtype: str, also: tuple[str, ...], tmp_path: Path
 ) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 512}  # so that padding is less than 5 %
     folder = tiny_model(tmp_path / "model", family, **wide)
     runs = {}
     for offload in ("none", "optimizer", "all", "[weights]"):
         run = tmp_path / offload
-        arguments = (folder, dims, dtype, offload, run)
+        arguments = (folder, dims, dtype, offload, also, run)
         runs[offload] = run_ranks(2, go_through_two_generations, *arguments)
         assert len(files_of(run)) >= 2 * (2 + 1 + 1)
         assert files_of(run) == files_of(tmp_path / "none")
         for rank, (found, logprobs) in enumerate(runs[offload]):
             assert logprobs and all(map(torch.equal, logprobs, runs["none"][rank][1]))
-            cfg = config(folder, dims, dtype, offload)
+            cfg = config(folder, dims, dtype, offload, *also)
             state = state_bytes(cfg, read_shape(folder), rank)
             for phase in PHASES:
                 planned = state.total - part_bytes(state, parts_away(cfg.offload, phase))
@@ -188,26 +199,26 @@ def test_a_copy_is_readable_while_its_tensor_is_away_and_is_made_anew_in_each_mo
     assert run_ranks(1, change_and_come_back, tied_model) == [[True, True]]
 
 
-def change_after_the_copy(rank: int, folder: Path) -> list[bool]:
+def change_after_the_copy(rank: int, folder: Path, also: tuple[str, ...]) -> list[bool]:
     """Whether all parts come back as they were when copied, after each of two steps."""
-    policy, groups = start_policy(rank, folder, ParallelDims())
-    cfg = config(folder, ParallelDims(), "float32", "all")
+    policy, groups = start_policy(rank, folder, ParallelDims(), *also)
+    cfg = config(folder, ParallelDims(), "float32", "all", *also)
     cfg = cfg.model_copy(update={"grpo": cfg.grpo.model_copy(update={"sync_ref_model": False})})
-    reference = build_reference(cfg, read_shape(folder), groups)
+    reference = reference_of(policy, cfg, groups)
     residency = build_residency(cfg, policy, reference, CPU, num_ranks=1)
     found = []
     for _ in range(2):
         residency.enter("train")
         step(policy, groups)
         before = {room: room.values.clone() for room in residency.rooms if room.host is not None}
+        if found:  # no step changes the reference's weights, which adapters share: copied once
+            for values in reference.parameters().values():
+                values.detach().fill_(torch.nan)
         residency.copy_ahead("push")
         overwrite(residency, "reference", "optimizer")
         residency.enter("push")
         residency.copy_ahead("generate")
         overwrite(residency, "weights")
-        residency.enter("generate")
-        residency.enter("log-probabilities")
-        overwrite(residency, "reference")  # no step changes it: it is copied once
         residency.enter("generate")
         residency.enter("train")
         found.append(all(torch.equal(room.values, before[room]) for room in before))
@@ -220,10 +231,11 @@ def overwrite(residency: Residency, *parts: str) -> None:
             room.values.fill_(255)
 
 
+@pytest.mark.parametrize("also", [(), (ADAPTERS,)], ids=str)
 def test_a_part_copied_ahead_comes_back_as_copied_and_is_copied_anew_after_a_step(
-    tied_model: Path,
+    tied_model: Path, also: tuple[str, ...]
 ) -> None:
-    assert run_ranks(1, change_after_the_copy, tied_model) == [[True, True]]
+    assert run_ranks(1, change_after_the_copy, tied_model, also) == [[True, True]]
 
 
 def communicators_away(rank: int, folder: Path, phases: list[Phase]) -> list[bool]:
