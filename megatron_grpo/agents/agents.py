@@ -23,13 +23,12 @@ from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.arguments import engine_table
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.group import Group
+from megatron_grpo.engines.group import PartnerGroup
 from megatron_grpo.engines.http import EngineDown, EngineError
 from megatron_grpo.engines.request import SamplingParams
 from megatron_grpo.engines.router import RequestRouter
 from megatron_grpo.unicode import as_unicode
 from megatron_grpo.workers.proxies import proxy_hint
-from megatron_grpo.workers.tasks import gather_all
 from parallel.clock import running_time
 
 if TYPE_CHECKING:
@@ -146,9 +145,6 @@ class Agents:
             session.end(None, failure="it was given up")
             del self._endpoint.sessions[key]
             agent.end()
-        if session.failure:
-            where = f"prompt {prompt.index}, sample {sample_index}"
-            group.failures.append(f"{where}: {session.failure}")
         return session.to_sample()
 
     def close(self) -> None:
@@ -192,7 +188,7 @@ class Agents:
         raise SessionOver(f"the turn could not be parsed: {lost}")
 
 
-class AgentGroup(Group):
+class AgentGroup(PartnerGroup):
     """Agents that act on one prompt."""
 
     partner = "agent"
@@ -212,9 +208,8 @@ class AgentGroup(Group):
         self._agents, self.template = agents, template
         self.max_prompt_length = max_prompt_length
 
-    async def sample(self, router: RequestRouter) -> list[Sample]:
-        samples = range(self.params.num_generations)
-        return await gather_all([self._agents.run(self, index, router) for index in samples])
+    async def _play(self, index: int, router: RequestRouter) -> Sample:
+        return await self._agents.run(self, index, router)
 
 
 def _described(agent: AgentConfig) -> str:

@@ -39,10 +39,9 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Heard, Sample, extend_spans
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.engine import Json
-from megatron_grpo.engines.group import Group
+from megatron_grpo.engines.group import PartnerGroup
 from megatron_grpo.engines.request import Request, SamplingParams
 from megatron_grpo.engines.router import RequestRouter
-from megatron_grpo.workers.tasks import gather_all
 from parallel.words import counted
 
 
@@ -140,8 +139,8 @@ class Dialogue:
         self.room -= len(tokens)
 
 
-class DialogueGroup(Group):
-    """Dialogues of one prompt, each at its own pace.
+class DialogueGroup(PartnerGroup):
+    """Dialogues of one prompt with environments.
 
     Each turn is a request with all tokens so far; the engine has cached their prefix. Seeds do not
     depend on timing, but engines batch turns as they arrive: sums round differently from run to
@@ -165,11 +164,7 @@ class DialogueGroup(Group):
         super().__init__(prompt, params, priority)
         self._environments, self._template, self._max_turns = environments, template, max_turns
 
-    async def sample(self, router: RequestRouter) -> list[Sample]:
-        samples = range(self.params.num_generations)
-        return await gather_all([self._sample(index, router) for index in samples])
-
-    async def _sample(self, index: int, router: RequestRouter) -> Sample:
+    async def _play(self, index: int, router: RequestRouter) -> Sample:
         params = self.params
         dialogue = Dialogue(self.prompt, index, params.max_completion_length)
         try:
@@ -177,9 +172,7 @@ class DialogueGroup(Group):
         except InstanceFailed as failure:
             has_begun = bool(dialogue.completion_ids)
             call = f"turn {len(dialogue.step_rewards) + 1}" if has_begun else "reset"
-            dialogue.finish_reason, dialogue.failure = "failed", str(failure)
-            where = f"prompt {self.prompt.index}, sample {index}, {call}"
-            self.failures.append(f"{where}: {failure}")
+            dialogue.finish_reason, dialogue.failure = "failed", f"{call}: {failure}"
         return dialogue.to_sample(params)
 
     async def _converse(self, dialogue: Dialogue, router: RequestRouter) -> None:

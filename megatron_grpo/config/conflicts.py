@@ -72,8 +72,6 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     "train cannot generate meanwhile",
     ("rollout.over_sampling", "grpo.dynamic_sample_temperature"): "it replaces a group at once by "
     "the next prompt of the data",
-    ("rollout.over_sampling", "dialogues"): "checkpoints have completions in progress, and "
-    "dialogues cannot be saved before they end",
     ("rollout.recompute_kv_cache: false", "rollout.engine: sglang"): "SGLang does not empty its "
     "prefix cache while it has requests",
     ("rollout.recompute_kv_cache: false", "rollout.router_replay"): "vLLM caches the experts of a "

@@ -14,6 +14,7 @@ from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVer
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.request import Request, SamplingParams, image_features
 from megatron_grpo.engines.router import RequestRouter
+from megatron_grpo.workers.tasks import gather_all
 from parallel.words import counted
 
 
@@ -28,12 +29,46 @@ class Group(ABC):
         self.prompt, self.params, self.priority = prompt, params, priority
         self.engines: set[str] = set()
         """Addresses of the engines that have answered."""
-        self.failures: list[str] = []
+        self._samples: dict[int, Sample] = {}
+        """Finished samples by index."""
+
+    @property
+    def failures(self) -> list[str]:
         """One line for each sample whose partner failed."""
+        return [
+            f"prompt {self.prompt.index}, sample {each.sample_index}: {each.failure}"
+            for each in self.so_far()
+            if each.failure
+        ]
 
     @abstractmethod
     async def sample(self, router: RequestRouter) -> list[Sample]:
         """Make all samples; cancelling this withdraws the requests, and ends all partners."""
+
+    def so_far(self) -> list[Sample]:
+        """Samples for a checkpoint, in order."""
+        return [sample for _, sample in sorted(self._samples.items())]
+
+    def restore(self, samples: Iterable[Sample]) -> None:
+        """Take over the samples that an earlier run had `so_far`; call this before `sample`."""
+        self._samples |= {sample.sample_index: sample for sample in samples}
+
+
+class PartnerGroup(Group):
+    """Sessions of the model with partners, each at its own pace. A partner is a process, which a
+    checkpoint cannot hold: a resumed run begins unfinished sessions anew."""
+
+    async def sample(self, router: RequestRouter) -> list[Sample]:
+        async def play(index: int) -> None:
+            self._samples[index] = await self._play(index, router)
+
+        unfinished = {*range(self.params.num_generations)} - self._samples.keys()
+        await gather_all([play(index) for index in sorted(unfinished)])
+        return self.so_far()
+
+    @abstractmethod
+    async def _play(self, index: int, router: RequestRouter) -> Sample:
+        """Play the session of one sample."""
 
 
 class CompletionGroup(Group):
@@ -45,7 +80,6 @@ class CompletionGroup(Group):
     ) -> None:
         """`features` are the `image_features` of a prompt that has images."""
         super().__init__(prompt, params, priority)
-        self._samples: dict[int, Sample] = {}
         first = first_seed(params.seed, params.series, params.position)
         token_ids = [*prompt.token_ids]
         self._requests = {
@@ -94,12 +128,11 @@ class CompletionGroup(Group):
         return [sample for _, sample in sorted((parts | self._samples).items())]
 
     def restore(self, samples: Iterable[Sample]) -> None:
-        """Take over the samples that an earlier run had `so_far`; call this before `sample`."""
         for sample in samples:
             if sample.finish_reason == CUT:
                 self._requests[sample.sample_index].begun = _choice_of(sample)
             else:
-                self._samples[sample.sample_index] = sample
+                super().restore([sample])
                 del self._requests[sample.sample_index]
 
     def _take(self, index: int, answer: "asyncio.Future[tuple[Choice, str]]") -> None:

@@ -20,11 +20,12 @@ from megatron_grpo.algorithm.advantages import differ
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
 from megatron_grpo.config.grpo import GRPOConfig
+from megatron_grpo.config.reward import RewardConfig
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines.group import Group
+from megatron_grpo.engines.group import Group, print_failures
 from megatron_grpo.engines.http import EngineError, NoServingEngine, RolloutAborted
 from megatron_grpo.launch.process import Preempted
-from megatron_grpo.rewards.scoring import RewardError
+from megatron_grpo.rewards.scoring import RewardError, check_failed
 from megatron_grpo.timing import IDLE, PhaseTimer, Record
 
 
@@ -89,6 +90,8 @@ class Generation:
     """Rewards of all samples, NaN for failed ones; groups that no generation takes included."""
     num_failed: int = 0
     """Samples with a failed score."""
+    unreported: list[Group] = field(default_factory=list)
+    """Scored groups with failures of partners that were not printed."""
     num_groups: int = 0
     num_equal: int = 0
     """Groups without `has_reward_variance`."""
@@ -121,6 +124,13 @@ class Generation:
         self.num_groups += 1
         self.num_equal += is_equal
         return cfg.dynamic_sample and is_equal
+
+    def check_failed(self, cfg: RewardConfig) -> None:
+        """Print what partners have failed since the last call. Raises RewardError if too many
+        scores have failed."""
+        print_failures(self.unreported)
+        self.unreported.clear()
+        check_failed(self.num_failed, len(self.totals) or 1, cfg)
 
     def metrics(self, num_replaced: int, cfg: GRPOConfig) -> dict[str, float]:
         """Metrics of the generation; `num_replaced` prompts were replaced by others."""

@@ -16,8 +16,7 @@ from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import first_seed
 from megatron_grpo.engines.engine import Json
-from megatron_grpo.engines.group import CompletionGroup, Group, features_of, print_failures
-from megatron_grpo.rewards.scoring import check_failed
+from megatron_grpo.engines.group import Group, features_of
 from megatron_grpo.rollout.generation import (
     Attempt,
     Generation,
@@ -206,7 +205,7 @@ class GenerationRunner(Runner):
             if self._router.failure:  # for example, an engine's weights changed meanwhile
                 raise self._router.failure
         # Raise before the groups are taken: the checkpoint at the end of the run keeps them.
-        check_failed(generation.num_failed, len(generation.totals) or 1, self._cfg.reward)
+        generation.check_failed(self._cfg.reward)
         keys, replaced = self._queue.pop_generation(number)
         taken = [self._attempts.pop(key) for key in keys]
         # Not `_drop`, which cancels tasks: the task of a rejected group may be opening a new one.
@@ -285,7 +284,6 @@ class GenerationRunner(Runner):
     def _is_restored(self, key: GroupKey, attempt: Attempt) -> bool:
         """Restore a group from the checkpoint; returns whether it is scored already."""
         saved, group = self._saved.pop(key), attempt.group
-        assert isinstance(group, CompletionGroup), "a checkpoint holds no dialogues"
         group.engines.update(self._saved_engines.pop(key, ()))
         if not isinstance(saved, ScoredGroup):
             group.restore(saved)
@@ -312,6 +310,7 @@ class GenerationRunner(Runner):
             attempt.ended = time.time()
             generation = self._generation_of(key)  # over-sampling: perhaps a later one by now
             generation.num_scoring -= 1
+            generation.unreported.append(group)
             if not generation.add(scored, cfg.grpo):
                 self._queue.complete(key)
             elif self._queue.reject(key) and self._over_samples:
@@ -328,8 +327,7 @@ class GenerationRunner(Runner):
         generation, stream = self._generations[number], self._services.stream
         last = self._queue.rounds[number]
         own = [key for key in self._attempts if (key.generation, key.round) == (number, last)]
-        print_failures([self._attempts[key].group for key in own])
-        check_failed(generation.num_failed, len(generation.totals) or 1, self._cfg.reward)
+        generation.check_failed(self._cfg.reward)
         if missing := self._queue.num_missing(number):
             tried = {self._prompt(key).index for key in self._attempts if key.generation == number}
             prompts = stream.others(tried, missing, number, last + 1)
@@ -383,7 +381,6 @@ class GenerationRunner(Runner):
         found: dict[int, ScoredGroup | Unscored] = {}
         for key in queue.untaken:
             if key.generation not in complete and (attempt := attempts.get(key)):
-                assert isinstance(attempt.group, CompletionGroup), "it holds no dialogues"
                 found[queue.number_of(key)] = attempt.scored or attempt.group.so_far()
         saved = OpenGroups(
             next_number=queue.next_number,

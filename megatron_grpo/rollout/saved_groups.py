@@ -2,7 +2,8 @@
 
 A checkpoint stores the samples of incomplete generations, or with over-sampling of groups that no
 generation has taken, as an `Experience`. Samples may be cut: the resumed run requests the rest of
-their tokens.
+their tokens. Of a group of dialogues it has the finished ones; the resumed run begins the others
+anew.
 
 Invariants of a checkpoint and the resumed run: a group has each sample at most once; a whole sample
 is never requested again. With over-sampling, every sample belongs to a group of
@@ -24,11 +25,10 @@ Unscored = Sequence[Sample]
 
 
 def may_be_saved(cfg: Config) -> bool:
-    """Whether checkpoints hold unfinished samples, so that no save waits for generations: in-flight
-    updates without dialogues and without rounds of dynamic sampling."""
-    # Dialogues have processes as partners, which cannot be saved.
+    """Whether checkpoints hold unfinished groups, so that no save waits for generations: in-flight
+    updates without rounds of dynamic sampling."""
     one_round = cfg.rollout.over_sampling > 1 or not cfg.grpo.dynamic_sample
-    return cfg.rollout.in_flight_updates and one_round and not cfg.has_dialogues
+    return cfg.rollout.in_flight_updates and one_round
 
 
 def experience_of(groups: Mapping[int, ScoredGroup | Unscored]) -> Experience | None:

@@ -1,15 +1,23 @@
 """Whole runs with dialogues, alone or among other completions, on a real engine."""
 
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from checkpoint_convert import read_shape
+from checkpoint_convert.tokenizer import load_tokenizer
 from helpers.models.tiny import talkative
-from helpers.runs.jobs import finish_job
-from helpers.runs.train import read_json_lines, read_metrics
+from helpers.runs.in_flight import newest_folder, newest_groups
+from helpers.runs.jobs import finish_job, start_job
+from helpers.runs.train import read_json_lines, read_metrics, steps_of
+from megatron_grpo.checkpoints.experience_file import OPEN, SAMPLES_FILE
 from megatron_grpo.checkpoints.folders import latest_step
+from megatron_grpo.config.file import load_config
+from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.http import is_healthy
+from megatron_grpo.rollout.services import load_stream
 
 FILE = """
 import os, signal
@@ -44,6 +52,12 @@ KINDS = {"plain": 2, "game": 1, "agent": 1}
 LABELS = {"plain": "share_of_digits", "game": "environment", "agent": "agent"}
 """Names of their rewards."""
 IN_HALVES = "grpo.steps_per_generation=2"
+IN_FLIGHT = [
+    "rollout.in_flight_updates=true",
+    "rollout.max_staleness=3",
+    "grpo.rollout_importance_sampling_mode=token_truncate",
+    "train.num_steps=8",
+]
 
 
 @pytest.fixture(scope="module")
@@ -191,13 +205,7 @@ def test_steps_are_saved_when_environments_are_lost(live_engine, game, tmp_path)
 
 @pytest.mark.slow
 def test_dialogues_go_on_while_weights_are_pushed(live_engine, game, tmp_path):
-    in_flight = [
-        "rollout.in_flight_updates=true",
-        "rollout.max_staleness=3",
-        "grpo.rollout_importance_sampling_mode=token_truncate",
-        "train.num_steps=8",
-    ]
-    finish_job(tmp_path / "run", *game, *in_flight, engine=live_engine)
+    finish_job(tmp_path / "run", *game, *IN_FLIGHT, engine=live_engine)
     rows = read_json_lines(tmp_path / "run" / "completions.jsonl")
     for record in read_metrics(tmp_path / "run"):
         of_step = [row for row in rows if row["step"] == record["step"]]
@@ -214,3 +222,38 @@ def test_dialogues_go_on_while_weights_are_pushed(live_engine, game, tmp_path):
         versions = [version for version, _ in parts]
         assert versions == sorted({*versions}) and versions[0] == row["policy_version"]
         assert 0 <= row["step"] - 1 - versions[0] <= 3
+
+
+@pytest.mark.slow
+def test_with_over_sampling_a_kill_loses_no_prompt_and_no_finished_session(
+    live_engine, arguments, tmp_path
+):
+    run_dir = tmp_path / "run"
+    options = [*arguments, *IN_FLIGHT, "rollout.over_sampling=2.5", "train.save_interval=2"]
+    with start_job(run_dir, *options, engine=live_engine) as job:
+        job.wait_for(lambda: len(steps_of(run_dir)) >= 5, seconds=120)
+        job.signal(signal.SIGKILL)
+        assert job.end(60).exit_codes == [-signal.SIGKILL]
+    saved = read_json_lines(newest_folder(run_dir) / f"{OPEN}{SAMPLES_FILE}")
+    finish_job(run_dir, *options, engine=live_engine)
+
+    rows = read_json_lines(run_dir / "completions.jsonl")
+    taken = Counter((row["step"], row["prompt_index"]) for row in rows)
+    assert {*taken.values()} == {4} and len(taken) == 8 * 4
+    cfg = load_config(run_dir / "config.yaml")
+    stream = load_stream(cfg, read_shape(cfg.model.path), load_tokenizer(cfg.model.path))
+    groups = newest_groups(run_dir)
+    row_of = [stream.batch(n // 4)[n % 4].index for n in range(groups.next_number)]
+    untaken = [row_of[number] for number in groups.untaken]
+    assert Counter(row for _, row in taken) + Counter(untaken) == Counter(row_of)
+
+    made = {(row["prompt_index"], row["sample_index"], row["completion"]) for row in rows}
+    kinds = {row["prompt_index"]: row["columns"]["kind"] for row in rows}
+    finished = [row for row in saved if row["finish_reason"] != CUT]
+    assert {kinds[row["prompt"]] for row in finished} > {"plain"}
+    lost = {(row["prompt"], row["sample_index"], row["text"]) for row in finished} - made
+    dropped = sum(record.get("rollout/dropped_stale", 0) for record in read_metrics(run_dir))
+    assert len(lost) <= 4 * dropped
+    for row in rows:
+        for version, _ in row.get("versions", [(row["policy_version"], 0)]):
+            assert 0 <= row["step"] - 1 - version <= 3

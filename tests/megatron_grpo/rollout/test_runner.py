@@ -18,6 +18,7 @@ from helpers.engines.live import wait_until
 from helpers.engines.scripted import MAX_LENGTH, ScriptedEngine, scripted_services, use
 from helpers.models.images import random_images
 from helpers.models.tiny import tiny_model
+from helpers.runs.environments import write_environments
 from megatron_grpo.agents.fork_pool import InstancesLost
 from megatron_grpo.checkpoints.experience_file import OPEN, read_experience, write_experience
 from megatron_grpo.checkpoints.trainer_state import (
@@ -47,6 +48,12 @@ TIMER = PhaseTimer(lambda phase: None)
 SIZE = 16
 """Completions of a generation: four of each of four prompts."""
 OVER_SAMPLED = "rollout.over_sampling=1.5"  # six groups are at the engines
+DIALOGUES = (
+    "environment.name=demo/environments.py:GuessTheNumber",
+    "environment.max_turns=3",
+    "data.max_prompt_length=64",
+    "reward.functions=[]",
+)
 SYNCHRONOUS = "rollout.in_flight_updates=false", "rollout.max_staleness=0"
 
 
@@ -160,6 +167,47 @@ def test_a_resumed_run_goes_on_with_whole_and_cut_samples_and_asks_for_none_agai
         assert sample.routes.flatten().tolist() == routes
 
 
+@pytest.mark.parametrize(
+    ("services", "begun", "first_held"),
+    [(DIALOGUES, (1,), PRIORITIES + 10), ((OVER_SAMPLED, *DIALOGUES), (), 10)],
+    indirect=["services"],
+    ids=["in order", "over-sampled"],
+)
+def test_a_resumed_run_begins_unfinished_dialogues_anew_and_no_other(
+    services, tmp_path, begun, first_held
+):
+    num_asked = SIZE if begun else 24
+    services.engine.first_held = first_held  # two groups and a half are finished
+    with running(services) as runner:
+        runner.resume(0)
+        for generation in begun:
+            runner.begin(generation, 0)
+        wait_for(lambda: services.score.num_scored == 8)
+        wait_for(lambda: sum(len(e.group.so_far()) for e in [*runner._attempts.values()]) == 10)
+        state, samples = read_back(tmp_path, runner, services)
+        services.cancel()
+    assert len(samples.samples) == 10
+
+    use(services, ScriptedEngine(version=1), "another")
+    with running(services, state) as resumed:
+        resumed.restore(state.groups, samples)
+        resumed.resume(1)
+        for generation in begun:
+            resumed.begin(generation, 1)
+        wait_for(lambda: len(services.engine.asked) == num_asked - 10)
+        time.sleep(0.1)
+        assert len(services.engine.asked) == num_asked - 10
+        services.engine.holds = False
+        made = resumed.finish(1, TIMER).experience.samples
+    finished = {(each.prompt.index, each.sample_index): each for each in samples.samples}
+    assert len(made) == SIZE
+    for sample in made:
+        expected = finished.get((sample.prompt.index, sample.sample_index))
+        assert sample.policy_version == (0 if expected else 1)
+        assert expected in (None, sample)
+        assert len(sample.step_rewards) == 1 and sample.finish_reason == "length"
+
+
 def test_groups_are_scored_while_others_are_at_the_engines(services):
     engine, score = services.engine, services.score
     engine.first_held = 6  # two samples of the second group have ended
@@ -230,6 +278,22 @@ def test_finish_raises_a_failure_though_weights_were_pushed_since(services):
         runner.resume(0)
         with pytest.raises(RolloutAborted, match="by fire"):
             runner.finish(0, TIMER)
+
+
+def test_with_over_sampling_failures_of_partners_are_shown_before_the_run_ends(
+    model, tmp_path, capsys
+):
+    fails = f"environment.name={write_environments(tmp_path)}:Together"
+    options = *DIALOGUES, fails, "environment.arguments={folder: /nowhere}"
+    with scripted_services(model, tmp_path, OVER_SAMPLED, *options) as services:
+        services.score.value, services.engine.holds = math.nan, False
+        with running(services) as runner:
+            runner.resume(0)
+            with pytest.raises(RolloutAborted, match="fix the failure shown above"):
+                runner.finish(0, TIMER)
+    output = capsys.readouterr().err
+    assert output.count("the environment failed in ") == 1
+    assert ": turn 1: " in output and "FileNotFoundError" in output
 
 
 @with_options(OVER_SAMPLED)
@@ -420,8 +484,7 @@ def test_finish_for_save_waits_for_nothing_that_a_failed_push_has_suspended():
     )
     cfg = SimpleNamespace(
         rollout=rollout,
-        grpo=GRPOConfig(num_generations=2, generation_batch_size=4),
-        has_dialogues=True,  # a checkpoint holds none
+        grpo=GRPOConfig(num_generations=2, generation_batch_size=4, dynamic_sample=True),
         num_steps=9,
     )
     scheduler = RolloutScheduler(cfg, None, lambda step: None)
