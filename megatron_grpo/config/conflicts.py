@@ -60,10 +60,7 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
         "engines would load the weights themselves, and ranks must push quantised ones",
         _MERGED,
     ),
-    ("lora.sync: adapter", "rollout.router_replay"): (
-        "vLLM's engines do not serve adapters of a mixture of experts here",
-        _MERGED,
-    ),
+    ("lora.sync: adapter", "rollout.data_parallel_size"): (_UNTRIED, _MERGED),
     ("lora.sync: adapter", "rollout.vllm.load_format: dummy"): (
         "engines would start with random weights, and pushes would not replace them",
         _MERGED,
