@@ -94,7 +94,6 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     ("rollout.quantization", _GROUPS): _UNTRIED,
     ("rollout.sglang.limit_mm_data_per_request", _GROUPS): _UNTRIED,
     # Low precision.
-    ("rollout.weight_transport: disk", "rollout.quantization"): _EIGHT_BITS,
     ("rollout.vllm.speculative_config", "rollout.quantization"): _EIGHT_BITS,
     ("rollout.enable_sleep_mode with rollout.engine: sglang", "rollout.quantization"): "SGLang's "
     "memory saver would lose the scales of keys and values, which no push brings",
