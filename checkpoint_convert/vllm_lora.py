@@ -30,7 +30,6 @@ def check_adapters_served(shape: ModelShape) -> None:
     """Raise ValueError if vLLM would ignore adapters of such a model, or compute them otherwise.
 
     Latent attention: vLLM multiplies kv_b_proj into queries and outputs instead of calling it.
-    Experts: with adapters enabled, it chooses other kernels, which may reorder their weights.
     Linear attention: with adapters enabled, it has other modules. Fused weight files: all parts
     share one A.
     """
@@ -39,11 +38,7 @@ def check_adapters_served(shape: ModelShape) -> None:
             f"engines of vLLM do not serve adapters of {shape.family} here, whose weight files "
             "have fused matrices"
         )
-    kinds = {
-        "latent attention": shape.latent,
-        "a mixture of experts": shape.moe,
-        "linear attention": shape.linear,
-    }
+    kinds = {"latent attention": shape.latent, "linear attention": shape.linear}
     for kind in [kind for kind, part in kinds.items() if part is not None]:
         raise ValueError(f"engines of vLLM do not serve adapters of a model with {kind} here")
 

@@ -18,9 +18,9 @@ from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.safetensors_file import TensorPlace
 from checkpoint_convert.formats.tensor_io import StoredTensors, TensorSource, whole_rows
 from checkpoint_convert.formats.torch_dist import read_chunks
-from checkpoint_convert.formats.torch_dtypes import DTYPES
+from checkpoint_convert.formats.torch_dtypes import DTYPES, STORED_DTYPES
 from checkpoint_convert.hf_config import read_shape
-from checkpoint_convert.hf_folder import check_weights
+from checkpoint_convert.hf_folder import check_weights, locate_tensors
 from checkpoint_convert.megatron import (
     checkpoint_layout,
     file_layout,
@@ -219,7 +219,7 @@ class ShardLoader:
         target = target.detach()
         for copy in self._copies[name]:
             part = target[copy.destination_box.slices]
-            dtype = DTYPES[self._source.dtypes[copy.source]]
+            dtype = STORED_DTYPES[self._source.dtypes[copy.source]]
             # Read in place: without transposition, shapes differ only by dimensions of size 1.
             if dtype == part.dtype and _are_in_order(copy.source_axes, copy.destination_axes):
                 part = part.view(copy.source_box.size)
@@ -285,17 +285,37 @@ def read_weights(
     Values are converted to the dtype and device of each parameter. Raises ValueError, like
     `open_weights`, when the files at `path` do not hold the requested tensors.
     """
-    layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
     # Only files with these are opened: otherwise a job of a thousand ranks would read the header of
     # every file a thousand times.
     names = {piece.tensor for piece in layout.pieces}
-    done, num_bytes = 0, sum(parameter.nbytes for parameter in parameters.values())
     with closing(open_weights(path, shape, names)) as weights:
-        loader = ShardLoader(weights.tensors, weights.layout, layout)
-        for name, parameter in parameters.items():
-            progress(done, num_bytes)
-            done += parameter.nbytes
-            values = parameter.detach()
-            staged = values if values.is_cpu else torch.empty_like(values, device="cpu")
-            loader.fill(name, staged)
-            values.copy_(staged)  # a no-op when both are the same tensor
+        _fill(parameters, weights.tensors, weights.layout, layout, progress)
+
+
+def read_stored(folder: Path, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
+    """Fill `parameters` like `read_weights`, with the 8-bit weights of a quantised folder as they
+    are; `layout` maps their scales, too."""
+    places = locate_tensors(folder, {piece.tensor for piece in layout.pieces})
+    stored = Layout.of_whole_tensors({name: place.shape for name, place in places.items()})
+    with closing(StoredTensors(places)) as tensors:
+        tensors.must_be_finite = False  # torch compares no numbers of 8 bits
+        _fill(parameters, tensors, stored, layout)
+
+
+def _fill(
+    parameters: Mapping[str, Tensor],
+    source: TensorSource,
+    stored: Layout,
+    layout: Layout,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
+    done, num_bytes = 0, sum(parameter.nbytes for parameter in parameters.values())
+    loader = ShardLoader(source, stored, layout)
+    for name, parameter in parameters.items():
+        progress(done, num_bytes)
+        done += parameter.nbytes
+        values = parameter.detach()
+        staged = values if values.is_cpu else torch.empty_like(values, device="cpu")
+        loader.fill(name, staged)
+        values.copy_(staged)  # a no-op when both are the same tensor

@@ -23,6 +23,7 @@ from checkpoint_convert.megatron import file_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engine_weights.checksums import sums_of_copies
+from megatron_grpo.engine_weights.layouts import quantized_engine
 from megatron_grpo.engine_weights.protocol import Json, WorkerSums
 from megatron_grpo.engines.client import RolloutClient, meanwhile
 from megatron_grpo.engines.http import RolloutAborted
@@ -148,6 +149,7 @@ class WeightFolder:
         """`sends`: this rank's pieces of the tensors of `workers`, which have `dtypes`."""
         self._cfg, self._shape, self._sender = cfg, shape, sender
         self._workers, self._sends, self._dtypes = workers, sends, dtypes
+        self._quantized = quantized_engine(cfg.rollout, shape, cfg.model.dtype)
         self._folder = cfg.train.run_dir.absolute() / "pushed"
         self._is_known = False
         """Whether the workers have the folder's path."""
@@ -155,12 +157,13 @@ class WeightFolder:
     @property
     def init_info(self) -> Json:
         """Message to the workers in place of a `TransferInitInfo`; see `open_receiver`."""
-        # Settings that decide the part of the weights of each worker.
+        # Settings that decide the part of the weights of each worker, and its precision.
         sizes = {"tensor_parallel_size", "data_parallel_size", "vllm", "sglang"}
-        fields = {"engine", "max_completion_length", *sizes}
+        precision = {"quantization", "quantization_ignore"}
+        fields = {"engine", "max_completion_length", *sizes, *precision}
         rollout = self._cfg.rollout.model_dump(mode="json", include=fields)
-        model = str(self._cfg.model.path.absolute())
-        return {"folder": str(self._folder), "model": model, "rollout": rollout}
+        model, dtype = str(self._cfg.model.path.absolute()), self._cfg.model.dtype
+        return {"folder": str(self._folder), "model": model, "dtype": dtype, "rollout": rollout}
 
     def open(self, engines: RolloutClient | None, num_engines: int) -> None:
         """Send the folder's path to all workers of all engines, unless they have it."""
@@ -205,12 +208,14 @@ class WeightFolder:
         shard_bytes = shard_bytes_for(dist.get_world_size(), self._shape, dtype)
         shape = replace(self._shape, num_mtp_layers=0)  # workers read no MTP layers
         with _abort_on_errors():
-            create_export(self._folder, self._cfg.model.path, shape, dtype, shard_bytes)
+            create_export(
+                self._folder, self._cfg.model.path, shape, dtype, shard_bytes, self._quantized
+            )
 
     def _fill(self, parameters: Mapping[str, Tensor]) -> None:
         rank, layout = self._sender.rank, self._sender.layout
         with _abort_on_errors():
-            files = file_layout(self._shape)
+            files = None if self._quantized else file_layout(self._shape)
             write_weights(self._folder, layout, parameters, first_file=rank, files=files)
 
 

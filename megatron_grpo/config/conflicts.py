@@ -59,10 +59,7 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
         "engines would load the weights themselves, and ranks must push quantised ones",
         _MERGED,
     ),
-    ("lora.sync: adapter", "rollout.router_replay"): (
-        "vLLM's engines do not serve adapters of a mixture of experts here",
-        _MERGED,
-    ),
+    ("lora.sync: adapter", "rollout.data_parallel_size"): (_UNTRIED, _MERGED),
     ("lora.sync: adapter", "rollout.vllm.load_format: dummy"): (
         "engines would start with random weights, and pushes would not replace them",
         _MERGED,
@@ -94,7 +91,6 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     ("rollout.quantization", _GROUPS): _UNTRIED,
     ("rollout.sglang.limit_mm_data_per_request", _GROUPS): _UNTRIED,
     # Low precision.
-    ("rollout.weight_transport: disk", "rollout.quantization"): _EIGHT_BITS,
     ("rollout.vllm.speculative_config", "rollout.quantization"): _EIGHT_BITS,
     ("rollout.enable_sleep_mode with rollout.engine: sglang", "rollout.quantization"): "SGLang's "
     "memory saver would lose the scales of keys and values, which no push brings",

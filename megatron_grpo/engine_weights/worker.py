@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert import read_shape
-from checkpoint_convert.weights import read_weights
+from checkpoint_convert.weights import read_stored, read_weights
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engine_weights.layouts import worker_layouts
+from megatron_grpo.engine_weights.layouts import quantized_engine, worker_layouts
 from megatron_grpo.engine_weights.protocol import Json, PushState, parameter_table
 from parallel import Layout
 from parallel.checksum import checksums
@@ -21,13 +21,16 @@ from parallel.weight_transfer import TransferInitInfo, WeightReceiver
 class FolderReceiver:
     """Reads a worker's part of the folder that `WeightFolder` writes."""
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
-        self._folder, self._layout = folder, layout
+    def __init__(self, folder: Path, layout: Layout, is_quantized: bool) -> None:
+        self._folder, self._layout, self._is_quantized = folder, layout, is_quantized
 
     def receive_weights(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
         """Fill `parameters` in place; returns their checksums. OSError or ValueError if this host
         does not see the folder, or it is incomplete."""
-        read_weights(self._folder, read_shape(self._folder), self._layout, parameters)
+        if self._is_quantized:
+            read_stored(self._folder, self._layout, parameters)
+        else:
+            read_weights(self._folder, read_shape(self._folder), self._layout, parameters)
         return checksums(parameters)
 
     def close(self) -> None:
@@ -46,9 +49,10 @@ def open_receiver(
     if "folder" not in transfer:
         info = TransferInitInfo.from_json(transfer)
         return WeightReceiver(info, engine, worker, parameters, device)
-    folder, model = Path(transfer["folder"]), Path(transfer["model"])
-    layouts = worker_layouts(read_shape(model), RolloutConfig(**transfer["rollout"]))
-    return FolderReceiver(folder, layouts[worker])
+    shape, rollout = read_shape(Path(transfer["model"])), RolloutConfig(**transfer["rollout"])
+    model = quantized_engine(rollout, shape, transfer["dtype"])
+    layouts = worker_layouts(shape, rollout, model)
+    return FolderReceiver(Path(transfer["folder"]), layouts[worker], model is not None)
 
 
 class PushWorker(ABC):

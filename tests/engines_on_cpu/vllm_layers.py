@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
     CPUExpertsFp8,
     CPUUnquantizedExperts,
 )
-from vllm.model_executor.layers.fused_moe.oracle import fp8, int8
+from vllm.model_executor.layers.fused_moe.oracle import fp8, int8, unquantized
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from engines_on_cpu.products import product
@@ -36,6 +36,8 @@ def compute_by_torch() -> None:
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
     fp8.backend_to_kernel_cls = int8.backend_to_kernel_cls = kernels_of_experts
+    # In an engine with adapters, vLLM asks for those of a GPU.
+    unquantized.backend_to_kernel_cls = lambda backend: [CPUUnquantizedExperts]
 
 
 def experts_of_worker(

@@ -305,6 +305,9 @@ def test_pushed_quantised_weights_equal_sglangs_loaded_export(
         assert push(engine, folder, dims) == ""
         assert own_checksums(engine) == loaded
         samples = engine.generate(random_prompts(8))
+        disk = "rollout.weight_transport=disk", f"train.run_dir={tmp_path / 'run'}"
+        assert push(engine, others, dims, options=disk) == ""
+        assert own_checksums(engine) == before
     rounded = rounded_copy(folder, tmp_path / "rounded", "fp8", ignored)
     error, quantisation_error = (largest_logprob_error(each, samples) for each in (rounded, folder))
     assert 2 * error < quantisation_error  # which is less where a layer is left out
@@ -345,11 +348,13 @@ def test_scales_that_sglang_drops_are_named(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_trains_with_engines_in_fp8(tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_run_trains_with_engines_in_fp8(tmp_path, family):
+    kind = mixture_of_blocks if family == "qwen3_moe" else model_of_blocks
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()))
-    run = finish_run(
-        f"model.path={model_of_blocks(tmp_path / 'model', 'qwen3', 0)}",
+    arguments = (
+        f"model.path={kind(tmp_path / 'model', family, 0)}",
         "model.dtype=bfloat16",
         f"data.path={data}",
         f"train.run_dir={tmp_path / 'run'}",
@@ -357,12 +362,14 @@ def test_a_run_trains_with_engines_in_fp8(tmp_path):
         f"rollout.python={SGLANG_PYTHON}",
         "rollout.vllm={}",
         "rollout.quantization=fp8",
+        f"rollout.router_replay={str(family == 'qwen3_moe').lower()}",
         "grpo.rollout_importance_sampling_mode=token_truncate",
         "optimizer.lr=1e-3",
         "train.num_steps=3",
         *(f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")),
-        timeout=550,
     )
+    with kernels_for(tmp_path / "model", "fp8"):
+        run = finish_run(*arguments, timeout=550)
     assert run.exit_code == 0, run.output
     records = read_metrics(tmp_path / "run")
     assert [record["step"] for record in records] == [1, 2, 3]

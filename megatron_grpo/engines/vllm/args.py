@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_convert import ModelShape, read_shape
+from checkpoint_convert.families.ffn import ROUTER
 from checkpoint_convert.hf_config import has_other_towers, may_have_linear_attention, read_scheme
+from checkpoint_convert.hf_folder import locate_tensors
 from checkpoint_convert.quantized.scheme import CONFIG_KEYS, engine_config
+from checkpoint_convert.vllm import engine_parameters
 from checkpoint_convert.vllm_lora import adapted_modules, check_adapters_served, max_rank_for
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
@@ -235,6 +238,18 @@ def adapter_arguments(model: ModelConfig, lora: LoraConfig, on_gpu: bool) -> dic
         raise ValueError(
             "model.dtype float32: vLLM's kernels for adapters on GPUs are for 16 bits: use "
             "model.dtype=bfloat16, or set lora.sync=merged"
+        )
+    # vLLM holds these in float32, and loads every bit of the folder; ranks have rounded theirs.
+    routers = [
+        each.sources[0].name
+        for each in engine_parameters(shape)
+        if each.name == ROUTER and each.vllm.is_float32
+    ]
+    places = locate_tensors(model.path, routers)
+    if model.dtype != "float32" and any(places[name].dtype == "F32" for name in routers):
+        raise ValueError(
+            f"model.dtype {model.dtype}: {model.path} has routers in float32, and engines with "
+            "adapters would route by other values than ranks: set lora.sync=merged"
         )
     return {
         "enable_lora": True,

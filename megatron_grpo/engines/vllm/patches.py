@@ -87,6 +87,10 @@ def send_only_unicode(render: Callable[..., bytes], response: JSONResponse, cont
         return render(response, as_unicode(content))
 
 
+def take_triton(_: Callable[..., bool], experts: Any) -> bool:
+    return False
+
+
 def keep_unpacked(_: Callable[..., bool], *sizes: Any) -> bool:
     return False
 
@@ -179,6 +183,14 @@ PATCHES = (
         because_of="ensure_ascii=False",
         why="a model may write half of a surrogate pair in the arguments of a call, and its answer "
         "would be an error 500",
+    ),
+    Patch(
+        target="vllm.model_executor.layers.fused_moe.oracle.unquantized:"
+        "_trtllm_bf16_lora_supported",
+        replacement=take_triton,
+        because_of="supported, _ = TrtLlmBf16LoRAExperts.is_supported_config(",
+        why="with adapters it ignores `moe_backend`, and on Blackwell takes kernels that reorder "
+        "experts' weights: their sums would differ from the ranks'",
     ),
 )
 

@@ -44,6 +44,7 @@ class Case:
     quantization: str
     ignored: str = ""
     """Pattern of modules that stay unquantised; "": none."""
+    transport: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class Held:
     """Parameters that differed before any push from those that vLLM loads from an export."""
     differing: list[str]
     """Parameters that differ after a push from those that vLLM loads from the export."""
-    bytes_received: int
+    bytes_received: int | None
+    """None from a folder."""
     share: float
     """Bytes of 8-bit weights and their scales, relative to the weights in bfloat16."""
     bytes_held: int
@@ -72,6 +74,8 @@ def config_of(case: Case, dims: ParallelDims, client: WorkerClient) -> Config:
         f"rollout.tensor_parallel_size={case.engine.tensor}",
         f"rollout.vllm.enable_expert_parallel={str(case.engine.expert_parallel).lower()}",
         f"rollout.quantization={case.quantization}",
+        f"rollout.weight_transport={case.transport}",
+        f"train.run_dir={case.folder.parent / 'run'}",
         f"train.export_quantization={case.quantization}",
         *([f"rollout.quantization_ignore=['{case.ignored}']"] if case.ignored else []),
         "rollout.enable_sleep_mode=true",
@@ -186,7 +190,7 @@ def compare_quantized(process: WorkerProcess, folder: Path) -> Held:
         loaded=differing(process.before, before),
         differing=differing(held, after)
         + [n for n in held if (n in small or n not in own) and n not in changed],
-        bytes_received=transfer._receiver.bytes_received,
+        bytes_received=getattr(transfer._receiver, "bytes_received", None),
         share=sum(v.nbytes for v in (*small.values(), *scales.values()))
         / sum(2 * v.numel() for v in small.values()),
         bytes_held=sum(v.nbytes for v in own.values()) - padding_bytes(process.worker),

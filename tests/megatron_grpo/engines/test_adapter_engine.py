@@ -10,25 +10,30 @@ import pytest
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from checkpoint_convert import read_shape
+from checkpoint_convert.peft import weight_of
 from helpers.engines.live import largest_logprob_error, random_prompts, running_engine, wait_until
 from helpers.engines.sampling import generate
+from helpers.models.conversions import weights_of, with_weights
+from helpers.models.tiny import servable_model
 from helpers.pushes.trainers import Trainer, trainer
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.engines.joining import FOLDER, JoinedEngine, settings_of
 from megatron_grpo.engines.processes import LOOPBACK, reserve_port
 from megatron_grpo.engines.server import engine_command
+from megatron_grpo.policy.lora_targets import peft_tensors
 from megatron_grpo.workers.child_process import ChildProcess
 
 pytestmark = pytest.mark.slow
 
 MODULES = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 LORA = LoraConfig(r=4, lora_alpha=12.0, target_modules=MODULES)
-OVERRIDES = [f"lora.r={LORA.r}", f"lora.lora_alpha={LORA.lora_alpha}"]
-OVERRIDES.append(f"lora.target_modules=[{','.join(MODULES)}]")
+SHARED = ("shared_experts.up_proj", "shared_experts.down_proj", "0.mlp.gate_proj")
+BESIDE_EXPERTS = LORA.model_copy(update={"target_modules": (*MODULES[:3], *SHARED)})
 PROMPTS = random_prompts(4, lengths=(70, 100))
 """Longer than a block of the prefix cache: a block that outlives its adapter would show."""
 
@@ -44,6 +49,19 @@ def merged(base: Path, folder: Path, seed: int) -> Path:
     return folder / "merged"
 
 
+def merged_beside_experts(base: Path, folder: Path, seed: int) -> Path:
+    """Like `merged`, for a mixture: PEFT would take the targets in shared experts for experts."""
+    torch.manual_seed(seed)
+    shapes = peft_tensors(BESIDE_EXPERTS, read_shape(base))
+    values = {name: torch.randn(size) / 10 for name, size in shapes.items()}
+    folder.mkdir()
+    save_file(values, folder / "adapter_model.safetensors")
+    weights = weights_of(base)
+    for a in [name for name in values if ".lora_A." in name]:
+        weights[weight_of(a)] += LORA.scale * values[a.replace("lora_A", "lora_B")] @ values[a]
+    return with_weights(base, folder / "merged", weights)
+
+
 def adapter_of(model: Path) -> dict[str, torch.Tensor]:
     """The adapter of a merged model as it is pushed: B is scaled."""
     values = load_file(model.parent / "adapter_model.safetensors")
@@ -51,9 +69,13 @@ def adapter_of(model: Path) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def training(base: Path, adapter: Path, logs: Path, size: int = 1) -> Iterator[Trainer]:
+def training(
+    base: Path, adapter: Path, logs: Path, size: int = 1, lora: LoraConfig = LORA
+) -> Iterator[Trainer]:
     """A trainer with an engine that is given by address, so that others can join."""
-    sizes, overrides = {"lora": LORA, "tensor_parallel_size": size}, [*OVERRIDES]
+    sizes, overrides = {"lora": lora, "tensor_parallel_size": size}, [f"lora.r={lora.r}"]
+    overrides.append(f"lora.lora_alpha={lora.lora_alpha}")
+    overrides.append(f"lora.target_modules=[{','.join(lora.target_modules)}]")
     overrides.append(f"train.run_dir={logs / 'run'}")
     with running_engine("vllm", base, logs, **sizes) as own:
         sizes["base_urls"] = own.servers.base_urls
@@ -87,16 +109,20 @@ def joined(ours: Trainer, base: Path, logs: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_push_of_an_adapter_replaces_the_last(tmp_path, tied_model, size):
-    one, other = (merged(tied_model, tmp_path / str(seed), seed) for seed in range(2))
-    with training(tied_model, one, tmp_path, size) as ours:
+@pytest.mark.parametrize("lora", [LORA, BESIDE_EXPERTS], ids=["dense", "mixture"])
+def test_push_of_an_adapter_replaces_the_last(tmp_path, tied_model, size, lora):
+    base, merge = tied_model, merged
+    if lora is BESIDE_EXPERTS:
+        base, merge = servable_model(tmp_path / "base", "glm4_moe"), merged_beside_experts
+    one, other = (merge(base, tmp_path / str(seed), seed) for seed in range(2))
+    with training(base, one, tmp_path, size, lora) as ours:
         for model in (one, other, one):
             ours.weights = adapter_of(model)
             ours.push()
             samples = ours.generate(PROMPTS)
             assert {sample.policy_version for sample in samples} == {ours.version}
             assert largest_logprob_error(model, samples) < 1e-4
-        assert largest_logprob_error(tied_model, samples) > 1e-2  # the adapter has an effect
+        assert largest_logprob_error(base, samples) > 1e-2  # the adapter has an effect
 
 
 def test_push_leaves_out_an_engine_of_another_base(tmp_path, tied_model, other_model, capfd):

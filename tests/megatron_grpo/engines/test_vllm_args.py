@@ -9,6 +9,8 @@ import pytest
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.quantized.model import quantized_model
+from helpers.models.tiny import tiny_model
+from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import EngineNode, engine_number, fields_of
@@ -57,6 +59,14 @@ def test_completions_of_a_generation_do_not_queue_at_vllms_limit_of_small_gpus(
     assert [f for f in flags if "max-num-seqs" in f] == [f"--max-num-seqs={limit}"] * bool(limit)
     on_cpu = engine_flags(MODEL, config(), False, num_completions=num_completions)
     assert not any("max-num-seqs" in flag for flag in on_cpu)
+
+
+def test_adapters_beside_routers_that_only_ranks_would_round_are_refused(tmp_path):
+    served, lora = tiny_model(tmp_path, "glm4_moe"), LoraConfig(r=1, target_modules=("o_proj",))
+    assert engine_flags(MODEL.model_copy(update={"path": served}), config(), False, lora)
+    rounded = ModelConfig(path=served, dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"has routers in float32, .*: set lora\.sync=merged"):
+        engine_flags(rounded, config(), False, lora)
 
 
 def test_vllm_command_of_further_nodes_has_the_settings_but_no_server():

@@ -8,6 +8,7 @@ import pytest
 from checkpoint_convert import read_shape
 from checkpoint_convert.vllm import EngineDims, check_engine
 from helpers.engines.vllm_workers import WorkerClient
+from helpers.models.conversions import weights_of, with_weights
 from helpers.models.tiny import servable_model
 from helpers.models.towers import tiny_multimodal
 from helpers.oracle.policies import layout_name
@@ -26,6 +27,11 @@ from megatron_grpo.policy.lora_targets import peft_tensors
 from parallel import ParallelDims
 
 R3 = ("lora.r=3", "lora.lora_alpha=5")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def targets_override(lora: LoraConfig) -> str:
+    return f"lora.target_modules=[{','.join(lora.target_modules)}]"
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +70,45 @@ def test_each_of_five_pushes_leaves_what_vllm_loads_from_the_folder(tmp_path, en
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("family", "dims", "further"),
+    [
+        ("qwen3_moe", ParallelDims(tensor=2), ()),
+        # vLLM has buffers for the gate, and for the MLP of the first, dense layer, too.
+        ("glm4_moe", ParallelDims(tensor=2), ("shared_experts.up_proj",)),
+        ("glm4_moe", ParallelDims(pipeline=2), ("shared_experts.down_proj", "mlp.down_proj")),
+        ("gpt_oss", ParallelDims(data=2, expert=2), ()),
+        ("minimax_m2", ParallelDims(), ()),
+    ],
+    ids=lambda each: layout_name(each) if isinstance(each, ParallelDims) else str(each),
+)
+def test_pushes_of_adapters_beside_experts_leave_what_vllm_loads(
+    tmp_path, engines, family, dims, further
+):
+    (size, workers), stored = engines, servable_model(tmp_path / "stored", family)
+    # vLLM would not round routers in float32.
+    rounded = {name: value.bfloat16() for name, value in weights_of(stored).items()}
+    base = with_weights(stored, tmp_path / "base", rounded)
+    lora = LoraConfig(r=3, target_modules=ATTENTION + further)
+    case = Case(base, EngineDims(tensor=size), (*R3, targets_override(lora)))
+    [held, *_] = run_ranks(dims.world_size, push_adapters, dims, case, workers, tmp_path)
+    for worker in (worker for workers_held in held[-1] for worker in workers_held):
+        assert not worker.differing
+        assert worker.filled == len(peft_tensors(lora, read_shape(base)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_pushes_of_adapters_on_a_text_tower_leave_what_vllm_loads(tmp_path, engines, kind):
     pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     base, (size, workers) = tiny_multimodal(tmp_path / "model", kind), engines
-    case = Case(base, EngineDims(tensor=size), R3)
+    mlp = () if "moe" in kind else ("gate_proj", "up_proj", "down_proj")
+    lora = LoraConfig(r=3, target_modules=ATTENTION + mlp)
+    case = Case(base, EngineDims(tensor=size), (*R3, targets_override(lora)))
     [held] = run_ranks(1, push_adapters, ParallelDims(), case, workers, tmp_path, timeout=600)
     for worker in (worker for workers_held in held[-1] for worker in workers_held):
         assert not worker.differing
-        assert worker.filled == len(peft_tensors(LoraConfig(r=3), read_shape(base)))
+        assert worker.filled == len(peft_tensors(lora, read_shape(base)))
 
 
 @pytest.mark.parametrize(
