@@ -102,18 +102,11 @@ def optimizer_parts(policy: Policy) -> list[StatePart]:
             sharded_of.setdefault(sharded.data, []).append(sharded)
     return [
         found
-        for part in chained_optimizers(policy)
+        for part in policy.chained_optimizers
         for parameter in part.model_param_group_index_map
         for sharded in sharded_of[parameter]
         for found in _states_of(part, parameter, sharded)
     ]
-
-
-def chained_optimizers(policy: Policy) -> list[Any]:
-    """Optimizers that Megatron chains, for the policy and its multi-token prediction layer."""
-    optimizers = [policy.optimizer, *([policy.mtp.optimizer] if policy.mtp else ())]
-    chained = [part for optimizer in optimizers for part in optimizer.chained_optimizers]
-    return [part for part in chained if part.optimizer is not None]  # None has no parameters
 
 
 def object_names(policy: Policy) -> list[str]:

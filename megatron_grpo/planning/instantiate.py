@@ -19,7 +19,7 @@ from checkpoint_convert import (
 )
 from checkpoint_convert.megatron import checkpoint_layout, float32_tensors
 from megatron_grpo.bars import tracked
-from megatron_grpo.checkpoints.state import chained_optimizers, weight_layout
+from megatron_grpo.checkpoints.state import weight_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.config.trained_shape import trained_shape
@@ -108,11 +108,7 @@ def build_rank(cfg: Config, shape: ModelShape, rank: int, saved: Layout) -> Buil
 
 def gradient_bytes(policy: Policy) -> int:
     """Bytes of all gradient buffers, including padding."""
-    return sum(
-        buffer.grad_data.nbytes
-        for chunk in [*policy.chunks, *([policy.mtp.module] if policy.mtp else ())]
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers
-    )
+    return sum(buffer.grad_data.nbytes for buffer in policy.gradient_buffers)
 
 
 def optimizer_bytes(policy: Policy) -> int:
@@ -123,7 +119,7 @@ def optimizer_bytes(policy: Policy) -> int:
     """
     return sum(
         values.rest.nbytes if isinstance(values, SplitFloats) else values.nbytes
-        for part in chained_optimizers(policy)
+        for part in policy.chained_optimizers
         for parameter in part.model_param_group_index_map
         for name, values in states_of(part, parameter).items()
         if (name, parameter.dtype) != ("param", torch.float32)

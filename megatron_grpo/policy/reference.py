@@ -58,10 +58,11 @@ class Reference(Model):
         if not self.averaged_weights or num_steps % self.grpo.ref_model_sync_steps:
             return
         alpha = self.grpo.ref_model_mixup_alpha
-        for name, trained in policy.saved_parameters().items():
-            if not trained.requires_grad:
+        parameters = policy.saved_parameters()
+        for name, average in self.averaged_weights.items():
+            if not parameters[name].requires_grad:
                 continue  # frozen weights are equal already, and averaging could round them away
-            self.averaged_weights[name].mul_(1 - alpha).add_(trained.detach(), alpha=alpha)
+            average.mul_(1 - alpha).add_(parameters[name].detach(), alpha=alpha)
         self.round_averaged_weights()
 
     def round_averaged_weights(self) -> None:

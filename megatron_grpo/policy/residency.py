@@ -229,12 +229,11 @@ def state_of(policy: Policy, reference: Reference | None) -> dict[Part, list[Ten
     if reference is not None:
         of_reference += [*reference.parameters().values(), *reference.averaged_weights.values()]
     adapters = policy.adapters.parameters() if policy.adapters else {}
-    buffers = [b for chunk in policy.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
     return {
         "weights": [*policy.parameters().values(), *adapters.values()],
         "reference": of_reference,
-        "gradients": [buffer.grad_data for buffer in buffers],
-        "optimizer": state_tensors(policy.optimizer),
+        "gradients": [buffer.grad_data for buffer in policy.gradient_buffers],
+        "optimizer": state_tensors(policy.chained_optimizers),
     }
 
 
