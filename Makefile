@@ -153,10 +153,10 @@ test-trackers: setup
 setup-modelopt: setup
 	$(PIP) install --quiet --upgrade --no-deps --target $(VENV)/modelopt -r requirements/modelopt.txt
 
-# Quantisation-aware training, compared with that of ModelOpt. A minute.
+# ModelOpt: folders that it calibrated in vLLM, and its quantisation-aware training beside ours. Two minutes.
 test-modelopt: setup-modelopt
-	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/modelopt $(BIN)/pytest -m "not slow" -k modelopt \
-	  tests/megatron_grpo/policy/test_model.py
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/modelopt $(BIN)/pytest -m "not slow" -k "calibration or modelopt" \
+	  tests/checkpoint_convert/test_calibration.py tests/megatron_grpo/policy/test_model.py
 
 # Builds the documentation as a site, build/site/index.html; a dead link or a page without a place is an error.
 docs: setup

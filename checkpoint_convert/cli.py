@@ -1,4 +1,4 @@
-"""Command line: `checkpoint-convert import | export | merge | verify | inspect`."""
+"""Command line: `checkpoint-convert import | export | quantize | merge | verify | inspect`."""
 
 import os
 import re
@@ -186,6 +186,37 @@ def export(
 
 
 @app.command()
+def quantize(
+    hf: Annotated[Path, typer.Option(help="Hugging Face folder of a dense model of text.")],
+    out: Annotated[Path, typer.Option(help="Hugging Face folder to write; must not exist.")],
+    scheme: Annotated[
+        Literal["fp8", "nvfp4"],
+        typer.Option(help="FP8 with a scale per matrix, or NVFP4 (W4A4) in blocks of 16."),
+    ],
+    calibrate: Annotated[
+        Path,
+        typer.Option(
+            help="JSONL with a prompt and a completion per line, such as completions.jsonl of a "
+            "run. The last 512 lines count, and 2,048 tokens of each."
+        ),
+    ],
+) -> None:
+    """Quantise a model with fixed scales of activations, as NVIDIA's ModelOpt calibrates them.
+
+    Needs the extra `modelopt`, and memory for the whole model: see docs/low-precision.md.
+
+    \b
+    Example:
+      checkpoint-convert quantize --hf runs/math/hf --out math-fp8 --scheme fp8 \\
+          --calibrate runs/math/completions.jsonl
+    """
+    from checkpoint_convert.calibration import quantize_folder
+
+    with _completed(out):
+        quantize_folder(hf, out, scheme, calibrate)
+
+
+@app.command()
 def merge(
     base: Annotated[Path, typer.Option(help="Hugging Face folder that was adapted.")],
     adapter: Annotated[Path, typer.Option(help="PEFT folder, such as hf/ of a run with lora.r.")],
@@ -356,7 +387,7 @@ def main() -> None:
     except BrokenProcessPool:
         print("checkpoint-convert: a worker process was killed: out of memory?", file=sys.stderr)
         sys.exit(WORKER_LOST)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"checkpoint-convert: {error}", file=sys.stderr)
         sys.exit(2)
     except Exception:
