@@ -19,7 +19,6 @@ from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.vllm import engine_sizes
 from checkpoint_convert.vllm_lora import check_adapters_served
 from helpers.models.published import PUBLISHED_MODELS, write_config
-from megatron_grpo.config.grpo import GRPOConfig, check_shared_prompts
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engine_weights.layouts import engine_dims, quantized_engine
@@ -113,7 +112,6 @@ def row(folder: Path) -> list[str]:
         for scheme in SCHEMES
         if is_accepted(quantized_engine, rollout(quantization=scheme), few, "bfloat16")
     ]
-    grpo = GRPOConfig(generation_batch_size=8, num_generations=8, shared_prompts=True)
     in_fp8 = rollout(engine="sglang", quantization="fp8")
     served_in_fp8 = is_accepted(quantized_engine, in_fp8, few, "bfloat16")
     sglang = "yes, fp8" if served_in_fp8 and shape.family in RUN_IN_FP8 else "yes"
@@ -131,7 +129,6 @@ def row(folder: Path) -> list[str]:
         ", ".join(map(str, served)),
         lora(few),
         replay(shape),
-        yes_if(check_shared_prompts, grpo, shape),
         mtp(shape),
         ", ".join(schemes) or "no",
         trained_in_fp8(shape, sizes),
@@ -153,7 +150,7 @@ def table() -> str:
     rows = [
         [
             *("model", "family", "parameters", "trainer TP", "engine TP", "LoRA", "replay"),
-            *("shared prompts", "MTP", "8 bits", "FP8", "SGLang"),
+            *("MTP", "8 bits", "FP8", "SGLang"),
         ]
     ]
     rows.append(["---"] * len(rows[0]))

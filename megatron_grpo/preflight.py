@@ -20,7 +20,6 @@ from megatron_grpo.checkpoints.folders import latest_step
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.features import default_of, value_of
 from megatron_grpo.config.file import with_file_hashes
-from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engine_weights.layouts import quantized_engine
@@ -89,7 +88,6 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> "C
 def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
     """Raise ValueError if engines cannot split the model, be started, reached or used."""
     check_model_served(cfg, shape)
-    check_shared_prompts(cfg.grpo, shape)
     for url in cfg.rollout.base_urls:
         _check_answers(url.rstrip("/"), check_token(token))
     if not cfg.rollout.base_urls:

@@ -7,8 +7,9 @@ no tensor has a number for each pair of tokens. Keys are complete and in packed 
 depend on where it is computed, but for the order of sums.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,36 +23,88 @@ INDEX_BLOCK = 32
 
 
 @dataclass(frozen=True)
-class Queries:
-    """The positions of queries in a packed microbatch."""
+class Keys:
+    """Packed positions of the keys that a block of queries sees."""
 
-    places: Tensor
-    """int64 [2, t]: packed positions of the start of each query's sequence, and of the query."""
-    places_on_host: Tensor
-    """`places` on the host, so that `blocks` does not wait for the device."""
+    parts: list[slice]
+    """Disjoint and ascending."""
 
     @classmethod
-    def of(cls, positions: Tensor, cu_seqlens: Tensor) -> "Queries":
-        """The queries at packed `positions` [t]; `cu_seqlens` [n + 1] as in a `PackedBatch`."""
-        sequence = torch.bucketize(positions, cu_seqlens[1:], right=True)
-        places = torch.stack([cu_seqlens.long()[sequence], positions])
-        return cls(places, places.cpu())
+    def of(cls, ranges: Iterable[list[int]]) -> "Keys":
+        """The union of packed `ranges`, [first, end) each."""
+        parts: list[slice] = []
+        for first, end in sorted(ranges):
+            if parts and first <= parts[-1].stop:
+                parts[-1] = slice(parts[-1].start, max(end, parts[-1].stop))
+            elif first < end:
+                parts.append(slice(first, end))
+        return cls(parts)
+
+    def positions(self, device: torch.device) -> Tensor:
+        return torch.cat([torch.arange(p.start, p.stop, device=device) for p in self.parts])
+
+    def take_from(self, packed: Tensor) -> Tensor:
+        """The keys' part of a packed tensor, a view if they are one range."""
+        views = [packed[part] for part in self.parts]
+        return views[0] if len(views) == 1 else torch.cat(views)
+
+    def add_to(self, packed: Tensor, own: Tensor) -> None:
+        """Add `own`, indexed like the keys, to a packed tensor."""
+        sizes = [part.stop - part.start for part in self.parts]
+        for part, values in zip(self.parts, own.split(sizes), strict=True):
+            packed[part].add_(values)
+
+    def places(self, positions: Tensor) -> Tensor:
+        """Places among the keys of packed `positions`."""
+        places = positions - self.parts[0].start
+        for before, part in pairwise(self.parts):
+            places -= (positions >= part.start) * (part.start - before.stop)
+        return places
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Queries of a packed microbatch: each sees its sequence up to itself."""
+
+    ranges: Tensor
+    """int64 [t, n, 2]: packed ranges [first, end), in the order of the sequence: those that the
+    query's segment continues, (0, 0) for none, and last the segment up to the query."""
+    ranges_on_host: Tensor
+    """`ranges` on the host, so that `blocks` does not wait for the device."""
+
+    @classmethod
+    def of(cls, positions: Tensor, cu_seqlens: Tensor, prefixes: Tensor | None = None) -> "Queries":
+        """The queries at packed `positions` [t]; the others as in a `PackedBatch`."""
+        segment = torch.bucketize(positions, cu_seqlens[1:], right=True)
+        own = torch.stack([cu_seqlens.long()[segment], positions + 1], dim=1).unsqueeze(1)
+        ranges = own if prefixes is None else torch.cat([prefixes[segment], own], dim=1)
+        return cls(ranges, ranges.cpu())
 
     def part(self, rank: int, size: int) -> "Queries":
-        return Queries(
-            *(each.chunk(size, dim=1)[rank] for each in (self.places, self.places_on_host))
-        )
+        return Queries(*(each.chunk(size)[rank] for each in (self.ranges, self.ranges_on_host)))
+
+    @property
+    def positions(self) -> Tensor:
+        """[t] packed position of each query."""
+        return self.ranges[:, -1, 1] - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """[t, n] number of tokens in each of the `ranges`."""
+        return self.ranges[..., 1] - self.ranges[..., 0]
 
     @property
     def offsets(self) -> Tensor:
         """[t] position of each query in its sequence."""
-        return self.places[1] - self.places[0]
+        return self.lengths.sum(dim=1) - 1
 
-    def blocks(self, size: int) -> Iterator[tuple[slice, slice]]:
-        """Blocks of `size` queries, each with the range of keys that any of them sees."""
-        for row in range(0, self.places.shape[1], size):
-            first, last = self.places_on_host[:, row : row + size]
-            yield slice(row, row + size), slice(int(first.min()), int(last.max()) + 1)
+    def blocks(self, size: int) -> Iterator[tuple[slice, Keys]]:
+        """Blocks of `size` queries, each with the keys that any of them sees."""
+        for row in range(0, len(self.ranges), size):
+            seen = self.ranges_on_host[row : row + size]
+            own = [int(seen[:, -1, 0].min()), int(seen[:, -1, 1].max())]
+            continued = seen[:, :-1].flatten(0, 1).unique(dim=0).tolist()
+            yield slice(row, row + size), Keys.of([*continued, own])
 
 
 @torch.no_grad()
@@ -64,17 +117,18 @@ def choose_tokens(
     `query` [t, heads, d], `key` [T, d] and `weights` [t, heads]. Among equal scores, earlier tokens
     come first. A query that sees fewer than `topk` tokens repeats its own position.
     """
-    chosen = queries.places[1].int()[:, None].repeat(1, topk)
+    chosen = queries.positions.int()[:, None].repeat(1, topk)
     for rows, keys in queries.blocks(INDEX_BLOCK):
-        first, last = queries.places[:, rows, None]
-        scores = _scores(query[rows], key[keys], weights[rows])
-        positions = torch.arange(keys.start, keys.stop, device=scores.device)
-        scores = scores.masked_fill((positions < first) | (positions > last), -torch.inf)
+        scores = _scores(query[rows], keys.take_from(key), weights[rows])
+        positions = keys.positions(scores.device)
+        first, end = queries.ranges[rows, :, :, None].unbind(2)
+        sees = ((positions >= first) & (positions < end)).any(dim=1)
+        scores = scores.masked_fill(~sees, -torch.inf)
         # Not `topk`, which breaks ties in any order: relu makes many scores equal, namely zero.
         best = scores.sort(dim=1, descending=True, stable=True)
         number = min(topk, len(positions))
         is_seen = best.values[:, :number] > -torch.inf
-        found = (best.indices[:, :number] + keys.start).int()
+        found = positions[best.indices[:, :number]].int()
         chosen[rows, :number] = torch.where(is_seen, found, chosen[rows, :number])
     return chosen
 
@@ -84,10 +138,15 @@ def recorded_tokens(recorded: Tensor, queries: Queries) -> Tensor:
 
     A query that sees at most `topk` tokens gets all of them, whatever is recorded.
     """
-    first, offsets = queries.places[0].int()[:, None], queries.offsets.int()[:, None]
-    topk = recorded.shape[1]
+    offsets, topk = queries.offsets.int()[:, None], recorded.shape[1]
     every = torch.arange(topk, dtype=torch.int32, device=recorded.device)
-    return first + torch.where(offsets < topk, torch.minimum(every, offsets), recorded)
+    in_sequence = torch.where(offsets < topk, torch.minimum(every, offsets), recorded)
+    # In turn: of ranges that begin at the same position of the sequence, the last is not empty.
+    starts, lengths = queries.ranges[..., 0].int(), queries.lengths.int()
+    begins, packed = lengths.cumsum(1, dtype=torch.int32) - lengths, in_sequence
+    for start, begin in zip(starts.split(1, dim=1), begins.split(1, dim=1), strict=True):
+        packed = torch.where(in_sequence >= begin, in_sequence - begin + start, packed)
+    return packed
 
 
 def _scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
@@ -120,7 +179,13 @@ class _SparseAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, chosen)
         ctx.queries, ctx.scale = queries, scale
         blocks = [
-            _attend(query[rows], key[keys], value[keys], chosen[rows] - keys.start, scale)
+            _attend(
+                query[rows],
+                keys.take_from(key),
+                keys.take_from(value),
+                keys.places(chosen[rows]),
+                scale,
+            )
             for rows, keys in queries.blocks(BLOCK)
         ]
         return torch.cat(blocks)
@@ -132,26 +197,34 @@ class _SparseAttention(torch.autograd.Function):
         sums = [torch.zeros_like(each, dtype=wide) for each in (key, value)]
         of_queries = []
         for rows, keys in ctx.queries.blocks(BLOCK):
-            # Chosen positions, relative to the block's keys.
-            block = query[rows], key[keys], value[keys], chosen[rows] - keys.start
-            # Views: `_add_gradients` adds to `sums`.
-            sums_of_block = [total[keys] for total in sums]
-            of_queries.append(_add_gradients(block, ctx.scale, grad[rows], sums_of_block))
+            of_query = _add_gradients(
+                (query[rows], keys.take_from(key), keys.take_from(value)),
+                keys.places(chosen[rows]),
+                ctx.scale,
+                grad[rows],
+                keys,
+                sums,
+            )
+            of_queries.append(of_query)
         of_key, of_value = (total.to(key.dtype) for total in sums)
         return torch.cat(of_queries), of_key, of_value, None, None, None
 
 
 def _add_gradients(
-    block: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, grad: Tensor, sums: list[Tensor]
+    block: tuple[Tensor, Tensor, Tensor],
+    chosen: Tensor,
+    scale: float,
+    grad: Tensor,
+    keys: Keys,
+    sums: list[Tensor],
 ) -> Tensor:
     """Return the gradient of a block's queries; add gradients of its keys and values to `sums`."""
-    *inputs, chosen = block
-    q, k, v = (each.detach().requires_grad_() for each in inputs)
+    q, k, v = (each.detach().requires_grad_() for each in block)
     with torch.enable_grad():
         output = _attend(q, k, v, chosen, scale)
     of_query, *others = torch.autograd.grad(output, (q, k, v), grad)
     for total, part in zip(sums, others, strict=True):
-        total += part
+        keys.add_to(total, part)
     return of_query
 
 

@@ -13,7 +13,6 @@ from pydantic import (
     model_validator,
 )
 
-from checkpoint_convert.shape import ModelShape
 from megatron_grpo.config.rollout import MIN_TEMPERATURE
 from megatron_grpo.config.section import Mistake, Section
 
@@ -336,12 +335,3 @@ class GRPOConfig(Section):
                 "grpo.kl_estimator=k3",
             )
         return self
-
-
-def check_shared_prompts(grpo: GRPOConfig, shape: ModelShape) -> None:
-    """Raise ValueError if the config shares prompts and the model cannot."""
-    if grpo.shared_prompts and shape.indexer is not None:
-        raise ValueError(
-            "grpo.shared_prompts true is not supported for a model with sparse attention: leave it "
-            "out"
-        )

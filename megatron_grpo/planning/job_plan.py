@@ -7,7 +7,6 @@ from typing import Any
 from checkpoint_convert import check_divisible
 from megatron_grpo.config.checks import check_config
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.megatron_fields import check_fp8_model
 from megatron_grpo.config.reward import count_gpus, served_here
 from megatron_grpo.config.section import Section, as_yaml
@@ -175,7 +174,6 @@ def check_job(job: Job) -> None:
     cfg, shape = job.cfg, job.shape
     check_divisible(shape, cfg.dims)
     check_lora(cfg.lora, shape, cfg.dims.tensor)
-    check_shared_prompts(cfg.grpo, shape)
     check_served(cfg.rollout, shape)
     check_drafts(cfg, shape)
     check_fp8_card(cfg, job.card)

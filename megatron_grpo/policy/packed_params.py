@@ -47,6 +47,8 @@ class PackedParams(PackedSeqParams):
     rope_positions: Tensor | None = None
     """For `PackedRotary`: [T] position of each token in its sequence; with images [3, T], for time,
     height and width. None: without images and shared prompts."""
+    rope_rows: Tensor | None = None
+    """[t] row of each local token in RoPE's table; None: its position in its sequence."""
     routed_experts: Tensor | None = None
     """[tokens and layers of this rank, topk], for `RouterReplay`; None: the routers choose."""
     chosen_tokens: Tensor | None = None
@@ -73,7 +75,7 @@ class PackedParams(PackedSeqParams):
     def queries(self) -> Queries:
         """Queries of sparse attention, computed once for all layers."""
         assert self.local is not None
-        return Queries.of(self.local, self.cu_seqlens_q)
+        return Queries.of(self.local, self.cu_seqlens_q, self.prefixes)
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -131,8 +133,8 @@ def packed_params(
     whole = _first_and_last(batch.cu_seqlens)
     params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = whole
     params.rope_positions = torch.zeros_like(batch.rope_positions)
-    as_one = context_indices(whole, rank, size, num_tokens)
-    params.rope_positions[..., as_one] = batch.rope_positions[..., local]
+    params.rope_rows = context_indices(whole, rank, size, num_tokens)
+    params.rope_positions[..., params.rope_rows] = batch.rope_positions[..., local]
     params.prefixes = batch.prefixes
     return params
 
@@ -148,6 +150,7 @@ def params_on_rank(
         params.cp_group = groups.contexts[size]
         params.attention_cu_seqlens = params.cu_seqlens_q_padded
         params.rope_positions = batch.rope_positions[..., local]
+        params.rope_rows = torch.arange(len(local), device=local.device)
         own = _first_and_last(batch.cu_seqlens) // size
         params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = own
     return params

@@ -96,11 +96,8 @@ class SparseAttention(LatentAttention):
         if weight is None:  # torch's layers: Transformer Engine's fuse the norm into the product
             weight = self.q_layernorm.weight
         normed = rms_norm(latent, latent.shape[-1:], weight, self.config.layernorm_epsilon)
-        # With `rope_positions`, as where context ranks may change, there is a row of angles per
-        # token; without, a row per position in a sequence.
-        angles = rotary_pos_emb[:, 0, 0]
-        if params.rope_positions is None:
-            angles = angles[params.queries.offsets]
+        at = params.queries.offsets if params.rope_rows is None else params.rope_rows
+        angles = rotary_pos_emb[at, 0, 0]
         query, key, weights = self.indexer(hidden, normed, angles.chunk(size)[rank])
         if size > 1:
             key = gather_from_sequence_parallel_region(key, group=self.tp_group)

@@ -186,7 +186,6 @@ REFUSED = [
     ("tower: HALF + rollout.quantization=int8", "rollout.quantization is int8, and model.path"),
     ("windows: train.seed=1", "1 have a window of attention; engines serve it only with"),
     ("no windows: SGLANG", "rollout.engine sglang is not supported for the qwen3"),
-    ("sparse: HALF + grpo.shared_prompts=true", "shared_prompts true is not supported for a model"),
     ("sparse: HALF + model.megatron.fp8=hybrid", "fp8 hybrid is not supported for a model with"),
     ("mamba: rollout.weight_transport=disk", "transport disk is not supported for a"),
     ("mamba: rollout.router_replay=true", "router_replay true is not supported for a nemo"),

@@ -60,6 +60,11 @@ CASES = [
     # Latents: values have another head size than queries and keys.
     ("deepseek_v3", ParallelDims(tensor=2)),
     ("deepseek_v3", ParallelDims(context=2)),
+    # Indexers, which choose from the prompt and the completion.
+    ("deepseek_v32", ParallelDims()),
+    ("deepseek_v32", ParallelDims(tensor=2)),
+    ("deepseek_v32", ParallelDims(context=2)),
+    ("glm_moe_dsa", ParallelDims(context=2)),
     # Windows shorter than a prompt, which layers see the end of, and two RoPEs.
     ("olmo3", ParallelDims(tensor=2)),
     ("olmo3", ParallelDims(context=2)),
@@ -74,7 +79,7 @@ CASES = [
 
 
 FAMILIES = (
-    *("llama", "qwen3", "qwen3_moe", "deepseek_v3", "olmo3"),
+    *("llama", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "olmo3"),
     *("gpt_oss", "qwen3_5_text", "nemotron_h"),
 )
 
@@ -141,6 +146,7 @@ def branched(sample: Sample) -> Sample:
         ("qwen3", ParallelDims(context=2)),
         ("qwen3_moe", ParallelDims(expert=2, data=2)),
         ("olmo3", ParallelDims(context=2)),
+        ("deepseek_v32", ParallelDims(context=2)),
     ],
     ids=str,
 )
