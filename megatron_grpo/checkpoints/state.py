@@ -28,6 +28,7 @@ from megatron_grpo.policy.optimizer_state import (
     steps_taken,
 )
 from megatron_grpo.policy.reference import Reference
+from megatron_grpo.policy.residency import chained_optimizers
 from parallel import Box, Layout, Shape, ShardMapping
 from parallel.flat_range import range_overlaps
 
@@ -102,7 +103,7 @@ def optimizer_parts(policy: Policy) -> list[StatePart]:
             sharded_of.setdefault(sharded.data, []).append(sharded)
     return [
         found
-        for part in policy.chained_optimizers
+        for part in chained_optimizers(policy)
         for parameter in part.model_param_group_index_map
         for sharded in sharded_of[parameter]
         for found in _states_of(part, parameter, sharded)

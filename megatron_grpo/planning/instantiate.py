@@ -38,6 +38,7 @@ from megatron_grpo.policy.model import (
     weight_sender,
 )
 from megatron_grpo.policy.optimizer_state import SplitFloats, states_of
+from megatron_grpo.policy.residency import chained_optimizers, gradient_buffers
 from parallel import (
     Layout,
     ParallelDims,
@@ -108,7 +109,7 @@ def build_rank(cfg: Config, shape: ModelShape, rank: int, saved: Layout) -> Buil
 
 def gradient_bytes(policy: Policy) -> int:
     """Bytes of all gradient buffers, including padding."""
-    return sum(buffer.grad_data.nbytes for buffer in policy.gradient_buffers)
+    return sum(buffer.grad_data.nbytes for buffer in gradient_buffers(policy))
 
 
 def optimizer_bytes(policy: Policy) -> int:
@@ -119,7 +120,7 @@ def optimizer_bytes(policy: Policy) -> int:
     """
     return sum(
         values.rest.nbytes if isinstance(values, SplitFloats) else values.nbytes
-        for part in policy.chained_optimizers
+        for part in chained_optimizers(policy)
         for parameter in part.model_param_group_index_map
         for name, values in states_of(part, parameter).items()
         if (name, parameter.dtype) != ("param", torch.float32)

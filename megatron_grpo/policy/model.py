@@ -118,19 +118,6 @@ class Policy(Model):
         weights = self.parameters()
         return Merged(weights, self.adapters) if self.adapters else weights
 
-    @property
-    def gradient_buffers(self) -> list[Any]:
-        """Megatron's buffers of gradients, also of the layer for multi-token prediction."""
-        modules = [*self.chunks, *([self.mtp.module] if self.mtp else ())]
-        return [b for module in modules for b in module.buffers + module.expert_parallel_buffers]
-
-    @property
-    def chained_optimizers(self) -> list[Any]:
-        """Optimizers that Megatron chains, also for the layer for multi-token prediction."""
-        optimizers = [self.optimizer, *([self.mtp.optimizer] if self.mtp else ())]
-        chained = [part for optimizer in optimizers for part in optimizer.chained_optimizers]
-        return [part for part in chained if part.optimizer is not None]  # None has no parameters
-
     def zero_grad(self) -> None:
         """Zero all gradients, before the first microbatch of an optimizer step."""
         for chunk in self.chunks:
