@@ -28,6 +28,7 @@ from megatron_grpo.policy.optimizer_state import (
     steps_taken,
 )
 from megatron_grpo.policy.reference import Reference
+from megatron_grpo.policy.residency import chained_optimizers
 from parallel import Box, Layout, Shape, ShardMapping
 from parallel.flat_range import range_overlaps
 
@@ -107,13 +108,6 @@ def optimizer_parts(policy: Policy) -> list[StatePart]:
         for sharded in sharded_of[parameter]
         for found in _states_of(part, parameter, sharded)
     ]
-
-
-def chained_optimizers(policy: Policy) -> list[Any]:
-    """Optimizers that Megatron chains, for the policy and its multi-token prediction layer."""
-    optimizers = [policy.optimizer, *([policy.mtp.optimizer] if policy.mtp else ())]
-    chained = [part for optimizer in optimizers for part in optimizer.chained_optimizers]
-    return [part for part in chained if part.optimizer is not None]  # None has no parameters
 
 
 def object_names(policy: Policy) -> list[str]:

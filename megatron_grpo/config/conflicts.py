@@ -122,7 +122,6 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     # The layer for multi-token prediction.
     ("lora.r", "model.mtp_num_layers"): _LAYER,
     ("grpo.shared_prompts", "model.mtp_num_layers"): _LAYER,
-    ("train.offload", "model.mtp_num_layers"): _LAYER,
     ("train.export_quantization", "model.mtp_num_layers"): _LAYER,
     ("rollout.quantization", "model.mtp_num_layers"): _LAYER,
     ("optimizer.optimizer_cpu_offload", "model.mtp_num_layers"): _LAYER,

@@ -19,7 +19,7 @@ from checkpoint_convert import (
 )
 from checkpoint_convert.megatron import checkpoint_layout, float32_tensors
 from megatron_grpo.bars import tracked
-from megatron_grpo.checkpoints.state import chained_optimizers, weight_layout
+from megatron_grpo.checkpoints.state import weight_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.config.trained_shape import trained_shape
@@ -38,6 +38,7 @@ from megatron_grpo.policy.model import (
     weight_sender,
 )
 from megatron_grpo.policy.optimizer_state import SplitFloats, states_of
+from megatron_grpo.policy.residency import chained_optimizers, gradient_buffers
 from parallel import (
     Layout,
     ParallelDims,
@@ -108,11 +109,7 @@ def build_rank(cfg: Config, shape: ModelShape, rank: int, saved: Layout) -> Buil
 
 def gradient_bytes(policy: Policy) -> int:
     """Bytes of all gradient buffers, including padding."""
-    return sum(
-        buffer.grad_data.nbytes
-        for chunk in [*policy.chunks, *([policy.mtp.module] if policy.mtp else ())]
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers
-    )
+    return sum(buffer.grad_data.nbytes for buffer in gradient_buffers(policy))
 
 
 def optimizer_bytes(policy: Policy) -> int:

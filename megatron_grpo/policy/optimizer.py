@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from importlib.util import find_spec
 from typing import Any
 
@@ -124,15 +124,14 @@ def own_gradient_is_finite(optimizer: Any) -> bool:
     return math.isfinite(torch.nn.utils.get_total_norm(gradients))
 
 
-def state_tensors(optimizer: Any) -> list[Tensor]:
+def state_tensors(optimizers: Iterable[Any]) -> list[Tensor]:
     """Master weights that this rank updates, with their moments or momentum.
 
     Leaves out the count of steps, which is not on the GPU.
     """
     return [
         tensor
-        for part in optimizer.chained_optimizers
-        if part.optimizer is not None
+        for part in optimizers
         for group in part.optimizer.param_groups
         for parameter in group["params"]
         for tensor in (

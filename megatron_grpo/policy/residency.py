@@ -229,13 +229,25 @@ def state_of(policy: Policy, reference: Reference | None) -> dict[Part, list[Ten
     if reference is not None:
         of_reference += [*reference.parameters().values(), *reference.averaged_weights.values()]
     adapters = policy.adapters.parameters() if policy.adapters else {}
-    buffers = [b for chunk in policy.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
     return {
         "weights": [*policy.parameters().values(), *adapters.values()],
         "reference": of_reference,
-        "gradients": [buffer.grad_data for buffer in buffers],
-        "optimizer": state_tensors(policy.optimizer),
+        "gradients": [buffer.grad_data for buffer in gradient_buffers(policy)],
+        "optimizer": state_tensors(chained_optimizers(policy)),
     }
+
+
+def gradient_buffers(policy: Policy) -> list[Any]:
+    """Megatron's buffers of gradients, also of the layer for multi-token prediction."""
+    modules = [*policy.chunks, *([policy.mtp.module] if policy.mtp else ())]
+    return [each for module in modules for each in module.buffers + module.expert_parallel_buffers]
+
+
+def chained_optimizers(policy: Policy) -> list[Any]:
+    """Optimizers that Megatron chains, also for the layer for multi-token prediction."""
+    optimizers = [policy.optimizer, *([policy.mtp.optimizer] if policy.mtp else ())]
+    chained = [part for optimizer in optimizers for part in optimizer.chained_optimizers]
+    return [part for part in chained if part.optimizer is not None]  # None has no parameters
 
 
 def _storages(
