@@ -147,6 +147,24 @@ def test_vllm_computes_with_the_weights_and_input_scales_of_a_folder(folders, mo
     assert gap("fp8", expected["plain"]) < 1.5 * gap("rows", expected["plain"])
 
 
+def test_modelopt_reads_our_nvfp4_export_as_we_do(folders, tmp_path):
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    out = tmp_path / "nvfp4"
+    export_checkpoint(folders["plain"].with_name("in"), out, quantization="nvfp4")
+    stored, ours = load_file(out / "model.safetensors"), dict(whole_tensors(out))
+    plain = load_file(folders["plain"] / "model.safetensors")
+    names = [n.removesuffix("_packed") for n in stored if n.endswith("_packed")]
+    assert len(names) == 14
+    for name in names:
+        packed = NVFP4QTensor(ours[name].shape, torch.bfloat16, stored[f"{name}_packed"])
+        whole = 1 / stored[f"{name}_global_scale"]  # by which ModelOpt multiplies
+        scales = {"scale": stored[f"{name}_scale"], "double_scale": whole}
+        read = packed.dequantize(**scales, block_sizes={-1: 16})
+        assert torch.equal(read, ours[name])
+        assert (read - plain[name]).norm() < 0.15 * plain[name].norm()
+
+
 def test_experts_and_empty_files_are_refused(folders, tmp_path):
     with pytest.raises(ValueError, match="empty"):
         calibrated(folders["plain"], tmp_path / "out", "fp8", [])
