@@ -69,6 +69,8 @@ def _samples(hf: Path, calibrate: Path) -> list[Tensor]:
         rows = [json.loads(line) for line in deque(lines, NUM_SAMPLES)]
     if not rows:
         raise ValueError(f"{calibrate} is empty: --calibrate needs prompts and completions")
+    if not all({"prompt", "completion"} <= row.keys() for row in rows):
+        raise ValueError(f"{calibrate}: each line needs a prompt and a completion")
     # The prompt has its special tokens already.
     texts = [row["prompt"] + row["completion"] for row in rows]
     return [

@@ -34,7 +34,7 @@ LINES = {
     "megatron_grpo/viewer": 330,
     "megatron_grpo/watchdog": 986,
     "megatron_grpo/workers": 969,
-    "checkpoint_convert": 5016,
+    "checkpoint_convert": 5018,
     "checkpoint_convert/families": 2090,
     "checkpoint_convert/formats": 1161,
     "checkpoint_convert/quantized": 1330,

@@ -165,9 +165,10 @@ def test_modelopt_reads_our_nvfp4_export_as_we_do(folders, tmp_path):
         assert (read - plain[name]).norm() < 0.15 * plain[name].norm()
 
 
-def test_experts_and_empty_files_are_refused(folders, tmp_path):
-    with pytest.raises(ValueError, match="empty"):
-        calibrated(folders["plain"], tmp_path / "out", "fp8", [])
+def test_experts_and_files_without_completions_are_refused(folders, tmp_path):
+    for rows, why in ([], "empty"), ([{"prompt": "What?"}], "needs a prompt and a completion"):
+        with pytest.raises(ValueError, match=why):
+            calibrated(folders["plain"], tmp_path / "out", "fp8", rows)
     mixture = tiny_model(tmp_path / "mixture", "qwen3_moe")
     with pytest.raises(ValueError, match="experts"):
         calibrated(mixture, tmp_path / "out", "fp8", ROWS)
