@@ -64,15 +64,17 @@ def quantize_folder(hf: Path, out: Path, scheme: Literal["fp8", "nvfp4"], calibr
 
 def _samples(hf: Path, calibrate: Path) -> list[Tensor]:
     """Tokens [1, length] of the last lines: a run's latest completions."""
-    tokenizer = load_tokenizer(hf)
-    with calibrate.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in deque(lines, NUM_SAMPLES)]
-    if not rows:
+    try:
+        with calibrate.open(encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in deque(lines, NUM_SAMPLES)]
+        # The prompt has its special tokens already.
+        texts = [row["prompt"] + row["completion"] for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        what = "is not JSON with a prompt and a completion in each line"
+        raise ValueError(f"{calibrate} {what}: {error!r}") from None
+    if not texts:
         raise ValueError(f"{calibrate} is empty: --calibrate needs prompts and completions")
-    if not all({"prompt", "completion"} <= row.keys() for row in rows):
-        raise ValueError(f"{calibrate}: each line needs a prompt and a completion")
-    # The prompt has its special tokens already.
-    texts = [row["prompt"] + row["completion"] for row in rows]
+    tokenizer = load_tokenizer(hf)
     return [
         tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[:, :MAX_TOKENS]
         for text in texts

@@ -195,10 +195,7 @@ def quantize(
     ],
     calibrate: Annotated[
         Path,
-        typer.Option(
-            help="JSONL with a prompt and a completion per line, such as completions.jsonl of a "
-            "run. The last 512 lines count, and 2,048 tokens of each."
-        ),
+        typer.Option(help="JSONL of prompts and completions: completions.jsonl of a run, its end."),
     ],
 ) -> None:
     """Quantise a model with fixed scales of activations, as NVIDIA's ModelOpt calibrates them.
@@ -210,7 +207,10 @@ def quantize(
       checkpoint-convert quantize --hf runs/math/hf --out math-fp8 --scheme fp8 \\
           --calibrate runs/math/completions.jsonl
     """
-    from checkpoint_convert.calibration import quantize_folder
+    try:
+        from checkpoint_convert.calibration import quantize_folder
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error}: install the extra `modelopt`") from None
 
     with _completed(out):
         quantize_folder(hf, out, scheme, calibrate)
@@ -387,7 +387,7 @@ def main() -> None:
     except BrokenProcessPool:
         print("checkpoint-convert: a worker process was killed: out of memory?", file=sys.stderr)
         sys.exit(WORKER_LOST)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"checkpoint-convert: {error}", file=sys.stderr)
         sys.exit(2)
     except Exception:

@@ -13,7 +13,7 @@ from bench_code import lines_of_rooms, trace_step
 
 ROOT = Path(__file__).parents[1]
 LINES = {
-    "megatron_grpo": 4190,
+    "megatron_grpo": 4192,
     "megatron_grpo/agents": 3346,
     "megatron_grpo/algorithm": 810,
     "megatron_grpo/batch": 1117,
@@ -22,7 +22,7 @@ LINES = {
     "megatron_grpo/data": 1585,
     "megatron_grpo/doctor": 921,
     "megatron_grpo/engine_weights": 714,
-    "megatron_grpo/engines": 5911,
+    "megatron_grpo/engines": 5914,
     "megatron_grpo/evaluation": 312,
     "megatron_grpo/integrations": 493,
     "megatron_grpo/launch": 1589,
@@ -30,11 +30,11 @@ LINES = {
     "megatron_grpo/policy": 5570,
     "megatron_grpo/reporting": 1918,
     "megatron_grpo/rewards": 1878,
-    "megatron_grpo/rollout": 1459,
+    "megatron_grpo/rollout": 1460,
     "megatron_grpo/viewer": 330,
     "megatron_grpo/watchdog": 986,
     "megatron_grpo/workers": 969,
-    "checkpoint_convert": 5018,
+    "checkpoint_convert": 5020,
     "checkpoint_convert/families": 2090,
     "checkpoint_convert/formats": 1161,
     "checkpoint_convert/quantized": 1330,

@@ -56,7 +56,7 @@ class Group(ABC):
 
 class PartnerGroup(Group):
     """Sessions of the model with partners, each at its own pace. A partner is a process, which a
-    checkpoint cannot hold: a resumed run begins unfinished sessions anew."""
+    checkpoint cannot hold: a resumed run begins unfinished and failed sessions anew."""
 
     async def sample(self, router: RequestRouter) -> list[Sample]:
         async def play(index: int) -> None:
@@ -65,6 +65,10 @@ class PartnerGroup(Group):
         unfinished = {*range(self.params.num_generations)} - self._samples.keys()
         await gather_all([play(index) for index in sorted(unfinished)])
         return self.so_far()
+
+    def restore(self, samples: Iterable[Sample]) -> None:
+        # A run that ended since its partners fail is resumed once they are mended.
+        super().restore(sample for sample in samples if sample.finish_reason != "failed")
 
     @abstractmethod
     async def _play(self, index: int, router: RequestRouter) -> Sample:

@@ -310,7 +310,8 @@ class GenerationRunner(Runner):
             attempt.ended = time.time()
             generation = self._generation_of(key)  # over-sampling: perhaps a later one by now
             generation.num_scoring -= 1
-            generation.unreported.append(group)
+            if group.failures:
+                generation.unreported.append(group)
             if not generation.add(scored, cfg.grpo):
                 self._queue.complete(key)
             elif self._queue.reject(key) and self._over_samples:

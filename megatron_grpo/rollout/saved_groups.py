@@ -6,9 +6,9 @@ their tokens. Of a group of dialogues it has the finished ones; the resumed run 
 anew.
 
 Invariants of a checkpoint and the resumed run: a group has each sample at most once; a whole sample
-is never requested again. With over-sampling, every sample belongs to a group of
-`OpenGroups.untaken`; a group's age counts from its first request; only groups that become too old,
-or that dynamic sampling rejects, lose their samples.
+is never requested again, but for failed dialogues. With over-sampling, every sample belongs to a
+group of `OpenGroups.untaken`; a group's age counts from its first request; only groups that become
+too old, or that dynamic sampling rejects, lose their samples.
 """
 
 import math

@@ -166,7 +166,10 @@ def test_modelopt_reads_our_nvfp4_export_as_we_do(folders, tmp_path):
 
 
 def test_experts_and_files_without_completions_are_refused(folders, tmp_path):
-    for rows, why in ([], "empty"), ([{"prompt": "What?"}], "needs a prompt and a completion"):
+    for rows, why in (
+        ([], "empty"),
+        ([{"prompt": "What?"}], "a prompt and a completion in each line"),
+    ):
         with pytest.raises(ValueError, match=why):
             calibrated(folders["plain"], tmp_path / "out", "fp8", rows)
     mixture = tiny_model(tmp_path / "mixture", "qwen3_moe")

@@ -4,16 +4,19 @@ import asyncio
 import io
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from helpers.engines.live import sampling_params
 from helpers.engines.sampling import Completions
+from helpers.runs.rewards import sample_of
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, first_seed
 from megatron_grpo.engines.choice import Choice, Logprobs, Token
 from megatron_grpo.engines.engine import ROUTES_START
+from megatron_grpo.engines.group import PartnerGroup
 from megatron_grpo.engines.request import Request, SamplingParams
 
 PROMPTS = [Prompt(index=7 + i, token_ids=(i,), text="", row={}) for i in range(3)]
@@ -110,3 +113,19 @@ def test_a_group_that_is_given_up_withdraws_its_requests():
         return router.all
 
     assert all(request.answer.cancelled() for request in asyncio.run(give_up()))
+
+
+def session(index: int, **fields: Any) -> Sample:
+    return sample_of("", {}, number=index, prompt=PROMPTS[0], **fields)
+
+
+class Sessions(PartnerGroup):
+    async def _play(self, index: int, router: object) -> Sample:
+        return session(index, policy_version=1)
+
+
+def test_a_restored_group_begins_failed_sessions_anew():
+    group = Sessions(PROMPTS[0], params_of(), 0)
+    group.restore([session(0, finish_reason="failed"), session(1)])
+    samples = asyncio.run(group.sample(Requests()))
+    assert [sample.policy_version for sample in samples] == [1, 0]
