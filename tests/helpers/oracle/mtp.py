@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ class MtpOracle:
         self.folder, last = folder, read_shape(folder).num_layers
         behind = self.prefix = self.own_prefix = f"model.layers.{last}."
         names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-        deeper = shutil.copytree(folder, folder.with_name(f"{folder.name} deeper"))
+        deeper = Path(tempfile.mkdtemp(dir=folder.parent))
+        shutil.copytree(folder, deeper, dirs_exist_ok=True)
         config = json.loads((folder / "config.json").read_text())
         self.is_apart = config["model_type"] in HYBRIDS
         stored = load_file(folder / "model.safetensors")

@@ -47,7 +47,7 @@ def test_an_environment_is_shown_with_the_tokens_that_are_trained_on(tied_model,
     cut = played(tied_model, tmp_path, *settings, answer="7" * 100)
     assert cut[2].startswith("  trained: 92 tokens") and "reason length" in cut[3]
     failed = "\n".join(played(tied_model, tmp_path, *settings, answer="broken"))
-    assert "\n  the end: prompt 0, sample 0, turn 1: " in failed
+    assert "\n  the end: prompt 0, sample 0: turn 1: " in failed
     assert failed.endswith("RuntimeError: out of order")
 
 
