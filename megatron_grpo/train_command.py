@@ -138,7 +138,7 @@ def _be_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
 
 def _print_start(cfg: Config) -> None:
     ranks = counted(cfg.dims.world_size, "rank")
-    print(f"all checks passed; {ranks}: PyTorch and Megatron-Core are imported ...", flush=True)
+    print(f"all checks passed; {ranks} will import PyTorch and Megatron-Core ...", flush=True)
 
 
 def _check_host(cfg: Config) -> None:
