@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import product
 from math import prod
 
@@ -37,9 +36,6 @@ from parallel import cover_exactly
 MIXTURES = {name for name, family in FAMILIES.items() if family.experts is not None}
 UNTIED = ("gpt_oss", "minimax_m2")
 """Families that vLLM never serves with a tied head, and that nobody publishes so: refused."""
-OF_IMAGES = {"qwen3_5_text", "qwen3_5_moe_text"}
-"""Families in a vLLM file that also has a vision model, which needs torchvision."""
-FAMILIES_HERE = {*FAMILIES} - (OF_IMAGES if find_spec("torchvision") is None else set())
 
 
 def name_of(dtype):
@@ -74,7 +70,7 @@ def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32, also=""
 @pytest.mark.long
 def test_engine_layouts_equal_vllms_loaded_weights(tmp_path):
     cases = []
-    for number, family in enumerate(sorted(FAMILIES_HERE - {"kimi_k2"})):  # as deepseek_v3
+    for number, family in enumerate(sorted({*FAMILIES} - {"kimi_k2"})):  # as deepseek_v3
         kv_heads = (1, 2, 4)[number % 3]
         tied = number % 2 == 0 and family not in UNTIED
         knows_copies = not (FAMILIES[family].norms.over_all_heads or FAMILIES[family].has_sinks)
@@ -125,8 +121,6 @@ def mxfp4(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("cases_in", [text_towers, vision_towers, shared_experts, mxfp4])
 def test_engine_layouts_of_special_models_equal_vllms_loaded_weights(tmp_path, cases_in):
-    if cases_in in (text_towers, vision_towers):
-        pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     dtype = torch.float32 if cases_in is shared_experts else torch.bfloat16
     also = "vision" if cases_in is vision_towers else ""
     assert_workers_hold_what_the_layouts_say(cases_in(tmp_path), dtype, also)
@@ -134,7 +128,7 @@ def test_engine_layouts_of_special_models_equal_vllms_loaded_weights(tmp_path, c
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-@pytest.mark.parametrize("family", sorted(FAMILIES_HERE))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_engine_layouts_of_any_heads_and_experts(tmp_path, family, tensor):
     cases = []
     for kv_heads, tied in product((1, 2, 4), (False, True)[: 1 + (family not in UNTIED)]):

@@ -82,8 +82,6 @@ ENGINES = [
     [ENGINES[0], *(pytest.param(*row, marks=slow) for row in ENGINES[1:])],
 )
 def test_workers_take_their_shards_of_every_family(tmp_path, family, overrides, sizes):
-    if family in MULTIMODAL or family.startswith("qwen3_5"):
-        pytest.importorskip("torchvision", reason="vLLM has it in a file with a model of images")
     make = tiny_multimodal if family in MULTIMODAL else servable_model
     folder = make(tmp_path / "model", family, **overrides)
     other = make(tmp_path / "other", family, seed=1, **overrides)
@@ -96,7 +94,6 @@ def test_workers_take_their_shards_of_every_family(tmp_path, family, overrides, 
 @slow
 @pytest.mark.parametrize("family", PATCH_SIZES)
 def test_the_engine_sees_the_images_that_the_trainer_sees(tmp_path, family):
-    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     folder = tiny_vision_model(tmp_path / "model", family)
     other = tiny_vision_model(tmp_path / "other", family, seed=1)
     tower = {n: x for n, x in load_file(folder / WEIGHTS).items() if "visual." in n}  # not pushed

@@ -100,7 +100,6 @@ def test_pushes_of_adapters_beside_experts_leave_what_vllm_loads(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_pushes_of_adapters_on_a_text_tower_leave_what_vllm_loads(tmp_path, engines, kind):
-    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     base, (size, workers) = tiny_multimodal(tmp_path / "model", kind), engines
     mlp = () if "moe" in kind else ("gate_proj", "up_proj", "down_proj")
     lora = LoraConfig(r=3, target_modules=ATTENTION + mlp)

@@ -146,8 +146,6 @@ def test_workers_hold_vllms_weights_where_ranks_share_experts(tmp_path, engines,
     ],
 )
 def test_workers_hold_a_trained_layer_for_drafts(tmp_path, engines, family):
-    if family.startswith("qwen3_5"):
-        pytest.importorskip("torchvision", reason="vLLM has it in a file with a model of images")
     make = tiny_multimodal if family in MULTIMODAL else servable_model
     folder, others = (
         add_mtp_layer(make(tmp_path / str(seed), family, tied=True, seed=seed), seed)
@@ -162,7 +160,6 @@ def test_workers_hold_a_trained_layer_for_drafts(tmp_path, engines, family):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", PATCH_SIZES)
 def test_workers_hold_a_trained_vision_tower(tmp_path, engines, family):
-    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     folder, others = (tiny_vision_model(tmp_path / str(n), family, seed=n) for n in (0, 1))
     case = Case(folder, others, [TP1, TP2], also="vision")
     check_pushes(ParallelDims(tensor=2, data=2), [case], engines, "auto")
