@@ -23,60 +23,19 @@ from megatron_grpo.engines.support import check_drafts, check_towers_served
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.preflight import check_text_tower
 from megatron_grpo.prompt_checks import check_reward_models
+from pairs.features import (
+    ADAPTERS,
+    CORRECTED,
+    DIALOGUE,
+    EIGHT_BITS,
+    IMAGES_OF_SGLANG,
+    ROWS,
+    SLEEPS,
+    family_of,
+    overrides_of,
+)
 
-CORRECTED = "grpo.rollout_importance_sampling_mode=token_truncate"
-IN_FLIGHT = f"rollout.max_staleness=2 + rollout.in_flight_updates=true + {CORRECTED}"
-ADAPTERS = "lora.r=8 + lora.lora_alpha=8"
-SLEEPS = "rollout.enable_sleep_mode=true"
-EIGHT_BITS = f"rollout.quantization=fp8 + {CORRECTED}"
-DIALOGUE = "environment.name=demo/environments.py:GuessTheNumber + data.max_prompt_length=64"
-IMAGES_OF_VLLM = "rollout.vllm.limit_mm_per_prompt={image: 1, video: 0}"
-IMAGES_OF_SGLANG = "rollout.sglang.limit_mm_data_per_request={image: 1}"
-IMAGES = f"data.image_column=image + {IMAGES_OF_VLLM}"
-SGLANG = "rollout.engine=sglang + rollout.python=python"
-DRAFTS = "{method: ngram, num_speculative_tokens: 2, prompt_lookup_max: 3}"
-REWARD_MODEL = "{name: reward_model, arguments: {base_url: http://host/v1}}"
 MTP = "rollout.vllm.speculative_config={method: mtp, num_speculative_tokens: 1"
-EXAMPLES = {
-    "lora.sync: adapter": ADAPTERS,
-    "lora.sync: merged": f"{ADAPTERS} + lora.sync=merged",
-    "rollout.max_staleness": f"rollout.max_staleness=1 + {CORRECTED}",
-    "rollout.in_flight_updates": IN_FLIGHT,
-    "rollout.over_sampling": f"{IN_FLIGHT} + rollout.over_sampling=2.0",
-    "rollout.recompute_kv_cache: false": f"{IN_FLIGHT} + rollout.recompute_kv_cache=false",
-    "rollout.enable_sleep_mode": SLEEPS,
-    "train.offload: all": f"{SLEEPS} + train.offload=all",
-    "train.offload: optimizer": f"{SLEEPS} + train.offload=optimizer",
-    "rollout.engine: sglang": SGLANG,
-    "rollout.quantization": EIGHT_BITS,
-    "rollout.quantization_aware": f"{EIGHT_BITS} + rollout.quantization_aware=true",
-    "train.export_quantization": "train.export_quantization=fp8",
-    "rollout.weight_transport: disk": "rollout.weight_transport=disk",
-    "rollout.router_replay": "rollout.router_replay=true",
-    "rollout.indexer_replay": f"rollout.indexer_replay=true + {SGLANG}",
-    "rollout.vllm.speculative_config": f"rollout.vllm.speculative_config={DRAFTS}",
-    "model.mtp_num_layers": "model.mtp_num_layers=1",
-    "data.image_column": IMAGES,
-    "model.freeze_vision: false": f"{IMAGES} + model.freeze_vision=false",
-    "environment": DIALOGUE,
-    "agent": "agent.command=agent + data.max_prompt_length=64",
-    "sources": "sources.column=kind + sources.by_name={a: {}}",
-    "reward_model": f"reward.functions=[{REWARD_MODEL}]",
-    "grpo.shared_prompts": "grpo.shared_prompts=true",
-    "grpo.dynamic_sample": "grpo.dynamic_sample=true",
-    "grpo.dynamic_sample_temperature": "grpo.dynamic_sample=true + "
-    "grpo.dynamic_sample_temperature=1.2",
-    "environment with grpo.supervision: process": f"grpo.supervision=process + {DIALOGUE}",
-    "grpo.sync_ref_model": "grpo.sync_ref_model=true + grpo.beta=0.04",
-    "train.replay": "train.replay=runs/a",
-    "train.init_from": "train.init_from=runs/a",
-    "optimizer.optimizer: muon": "optimizer.optimizer=muon",
-    "optimizer.optimizer_cpu_offload": "optimizer.optimizer_cpu_offload=true",
-    "parallel.dynamic_context_parallel": "parallel.dynamic_context_parallel=true",
-    "parallel.overlap_param_gather": "parallel.data_parallel_size=2 + "
-    "parallel.overlap_grad_reduce=true + parallel.overlap_param_gather=true",
-}
-"""Overrides that turn on each feature of docs/compatibility.md."""
 OTHERS = {
     "grpo.kl_in_reward: true with grpo.beta": "grpo.beta=0.1 + grpo.kl_in_reward=true",
     "grpo.advantage_estimator other than grpo": "grpo.advantage_estimator=rloo",
@@ -146,30 +105,27 @@ WITHOUT = {
     "train.offload of weights": ["train.offload=none"],
 }
 """Overrides that turn off a required feature, where the example or the config turns it on."""
-MODELS = {
-    "data.image_column": "Qwen3-VL-30B-A3B",
-    "model.freeze_vision: false": "Qwen3-VL-30B-A3B",
-    "model.mtp_num_layers": "GLM-4.5-Air",
-    "rollout.indexer_replay": "DeepSeek-V3.2",
-    "rollout.router_replay": "Qwen3-30B-A3B",
+PUBLISHED = {
+    "deepseek_v32": "DeepSeek-V3.2",
+    "glm4_moe": "GLM-4.5-Air",
+    "qwen3": "Qwen3-32B",
+    "qwen3_moe": "Qwen3-30B-A3B",
+    "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
 }
-"""The model of features that few models have; a pair takes the first that is listed here."""
+"""A published model of each family of the features."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    for name in {*MODELS.values(), "Qwen3-32B"}:
-        write_config(folder / name, name)
+    for family, name in PUBLISHED.items():
+        write_config(folder / family, name)
     return folder
 
 
 def overrides(models, *features: str) -> list[str]:
-    name = next((MODELS[each] for each in MODELS if each in features), "Qwen3-32B")
-    keys = [key for each in features for key in EXAMPLES[each].split(" + ")]
-    if "rollout.engine: sglang" in features:
-        keys = [IMAGES_OF_SGLANG if key == IMAGES_OF_VLLM else key for key in keys]
-    return ["model.dtype=bfloat16", f"model.path={models / name}", *keys]
+    model = f"model.path={models / family_of(*features)}"
+    return ["model.dtype=bfloat16", model, *overrides_of(*features)]
 
 
 def refusal(models, *features: str) -> str:
@@ -190,6 +146,10 @@ def refusal(models, *features: str) -> str:
     return ""
 
 
+def test_every_feature_of_the_page_has_a_row():
+    assert [*ROWS] == [*FEATURES]
+
+
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_alone_is_accepted_with_all_that_it_implies(models, feature):
     assert refusal(models, feature) == ""
@@ -205,8 +165,10 @@ def test_exactly_the_pairs_of_the_table_are_refused(models):
 
 def keys(feature: str) -> list[str]:
     """Overrides that turn a feature on: as listed, or as its name says."""
-    if given := EXAMPLES.get(feature) or OTHERS.get(feature):
-        return given.split(" + ")
+    if feature in ROWS:
+        return overrides_of(feature)
+    if feature in OTHERS:
+        return OTHERS[feature].split(" + ")
     if " with " in feature:
         return [key for part in feature.split(" with ") for key in keys(part)]
     key, _, values = feature.partition(": ")

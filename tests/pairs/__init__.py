@@ -1,0 +1,1 @@
+"""Tests of two features together, over the table of `features`."""
