@@ -237,7 +237,7 @@ class PromptSources:
     counts: tuple[int, ...]
     """Tokens of each image."""
     num_tokens: int
-    """Tokens of the prompt."""
+    """Tokens of the prompt, without an environment's first observation."""
     reader: ImageReader = field(repr=False, compare=False)
 
     @property

@@ -10,6 +10,7 @@ from demo.make_squares import write
 from helpers.engines.live import kernels_for
 from helpers.models.images import tiny_vision_model
 from helpers.oracle.adapters import ATTENTION
+from helpers.runs.environments import write_environments
 from helpers.runs.jobs import finish_job
 from helpers.runs.train import TINY_CONFIG, read_metrics
 
@@ -88,6 +89,24 @@ def test_image_runs_push_adapters_of_the_text_tower(tmp_path, family, axes, opti
     steps = read_metrics(tmp_path / "run")
     assert steps[-1]["kl"] > 1e-3  # against the model without adapters
     assert all(step["rollout/logprob_gap_max"] < 1e-4 for step in steps)
+
+
+def test_environments_observe_an_image_at_every_turn(tmp_path):
+    """Each sample has its own first observation, behind the image."""
+    model = tiny_vision_model(tmp_path / "model", "qwen3_vl")
+    game = [
+        f"environment.name={write_environments(tmp_path)}:Dice",
+        "environment.max_turns=2",
+        # The first is what the template writes after a turn; the others shorten turns.
+        f"rollout.stop_token_ids={[3, *range(20, 60)]}",
+        "rollout.max_completion_length=100",
+        "data.max_prompt_length=400",
+        "reward.functions=[]",
+    ]
+    learn(tmp_path / "run", model, *game, axes=RANKS)
+    for step in read_metrics(tmp_path / "run"):
+        assert step["rollout/logprob_gap_max"] < 1e-4
+        assert step["num_turns/max"] == 2
 
 
 @pytest.mark.parametrize("options", [[], [TRAINED, "optimizer.optimizer=muon"]], ids=str)
