@@ -210,8 +210,8 @@ def quantize(
     try:
         from checkpoint_convert.calibration import quantize_folder
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error}: install the extra `modelopt`") from None
-
+        apart = "without a GPU `make setup-modelopt` and PYTHONPATH=.venv/modelopt"
+        raise ValueError(f"{error}: pip install -e '.[modelopt]', or {apart}") from None
     with _completed(out):
         quantize_folder(hf, out, scheme, calibrate)
 

@@ -55,6 +55,7 @@ OPTIONAL = {
         "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation "
         "git+https://github.com/NVIDIA/apex",
     ),
+    "nvidia-modelopt": ("`checkpoint-convert quantize`", "pip install -e '.[modelopt]'"),
     **TRACKERS,
 }
 """Purpose of each package, and the command that installs it."""

@@ -29,6 +29,7 @@ from megatron_grpo.engines.sglang.args import (
     sglang_environment,
 )
 from megatron_grpo.engines.support import (
+    check_cache,
     check_drafts,
     check_kernels,
     check_served,
@@ -110,6 +111,7 @@ def check_model_served(cfg: Config, shape: ModelShape) -> None:
     check_engine_dims(shape, engine_dims(cfg.rollout))
     check_served(cfg.rollout, shape)
     check_towers_served(cfg.model, cfg.rollout)
+    check_cache(cfg.model, cfg.rollout)
     if cfg.rollout.engine == "sglang":
         check_folder_loaded(cfg.model, cfg.rollout)
     check_drafts(cfg, shape)

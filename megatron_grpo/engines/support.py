@@ -10,11 +10,11 @@ from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.multimodal import WITH_IMAGES
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.hf_config import has_other_towers, read_scheme
-from checkpoint_convert.hf_folder import mtp_tensors
+from checkpoint_convert.hf_folder import locate_tensors, mtp_tensors
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines.arguments import engine_number, reason
+from megatron_grpo.engines.arguments import engine_number, engine_table, reason
 from megatron_grpo.engines.sglang.args import LIMIT, full_interval
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -187,6 +187,18 @@ def check_towers_served(model: ModelConfig, rollout: RolloutConfig) -> None:
         raise ValueError(
             f"rollout.quantization is {rollout.quantization}, and model.path {model.path} has "
             "towers besides its text tower; supported: none"
+        )
+
+
+def check_cache(model: ModelConfig, rollout: RolloutConfig) -> None:
+    """Raise ValueError if engines would round keys and values by other scales than the folder's."""
+    kind = str(engine_table(rollout).get("kv_cache_dtype"))
+    names = locate_tensors(model.path) if kind.startswith("fp8") else ()
+    if name := next((name for name in names if name.endswith((".k_scale", ".v_scale"))), None):
+        raise ValueError(
+            f"rollout.{rollout.engine}.kv_cache_dtype {kind}: model.path has calibrated scales of "
+            f"keys and values ({name}), but those of a run's engines, whose weights the ranks "
+            "push, are 1: leave it out"
         )
 
 

@@ -144,16 +144,21 @@ REFUSED = {
         *("export", "--megatron", "MODEL"),
         *("--max-shard-size", "5"),
     ): "size '5' is not a size",
+    (
+        *("quantize", "--hf", "MODEL"),
+        *("--scheme", "fp8", "--calibrate", "FOLDER/taken"),
+    ): r"No module named 'modelopt': pip install .*, or without a GPU `make setup-modelopt`",
     ("verify", "MODEL", "/nowhere"): "/nowhere does not exist",
     ("inspect", "MODEL", "--pp", "3"): r"2 layers cannot fill pipeline\(3\)",
 }
+WRITE = ("import", "export", "quantize")
 
 
 @pytest.mark.parametrize("command", REFUSED, ids=" ".join)
 def test_main_reports_a_mistake_and_writes_nothing(model, truncated, tmp_path, command):
     named = {"MODEL": model, "TRUNCATED": truncated, "FOLDER": tmp_path}
     (tmp_path / "taken").write_text("precious")
-    out = ["--out", "FOLDER/out"] * ("--out" not in command and command[0] in ("import", "export"))
+    out = ["--out", "FOLDER/out"] * ("--out" not in command and command[0] in WRITE)
     words, message = [*command, *out], REFUSED[command]
     for name, path in named.items():
         words = [word.replace(name, str(path)) for word in words]

@@ -50,6 +50,17 @@ TOKEN = "0123456789abcdef"
 SGLANG = ("rollout.engine=sglang", "rollout.vllm={}")
 HALF = "model.dtype=bfloat16"
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
+
+
+def with_cache_scales(folder: Path) -> Path:
+    model = servable_model(folder / "plain", "qwen3")
+    quantized = quantized_copy(model, folder / "quantized", FORMATS["ModelOpt FP8"])
+    weights = quantized / "model.safetensors"
+    scale = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(0.5)}
+    save_file(load_file(weights) | scale, weights)
+    return quantized
+
+
 MODELS = {
     "dense": lambda folder: servable_model(folder, "qwen3"),
     "mixture": lambda folder: servable_model(folder, "qwen3_moe"),
@@ -57,6 +68,7 @@ MODELS = {
     "mamba": lambda folder: tiny_model(folder, "nemotron_h", num_attention_heads=8),
     "tower": lambda folder: tiny_multimodal(folder, "mistral3"),
     "windows": lambda f: servable_model(f, "qwen3", **WINDOWS, max_window_layers=1),
+    "cache scales": with_cache_scales,
     "no windows": lambda f: servable_model(f, "qwen3", **WINDOWS, max_window_layers=0),
 }
 
@@ -184,6 +196,10 @@ REFUSED = [
     ("SGLANG + rollout.indexer_replay=true", "and this model has no indexers: leave it out"),
     ("tower: HALF + train.export_quantization=int8", "_quantization int8 is not supported for"),
     ("tower: HALF + rollout.quantization=int8", "rollout.quantization is int8, and model.path"),
+    (
+        "cache scales: HALF + rollout.vllm.kv_cache_dtype=fp8_e4m3",
+        "model.path has calibrated scales of keys and values (model.layers.0.self_attn.k_proj.k_",
+    ),
     ("windows: train.seed=1", "1 have a window of attention; engines serve it only with"),
     ("no windows: SGLANG", "rollout.engine sglang is not supported for the qwen3"),
     ("sparse: HALF + model.megatron.fp8=hybrid", "fp8 hybrid is not supported for a model with"),
