@@ -3,7 +3,7 @@
 import math
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -39,6 +39,12 @@ def show(
     best: Annotated[
         int | None, typer.Option(help="Print so many with the highest rewards.", min=1)
     ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FUNCTION", help="Reward function for --worst and --best. Default: their sum."
+        ),
+    ] = None,
     prompt: Annotated[
         int | None,
         typer.Option(help="Completions of the prompt in this row.", min=0),
@@ -67,8 +73,15 @@ def show(
             f"{run_dir} has no completions{of_prompt} in step {step}; the last step is "
             f"{run.last_step}"
         )
+    if by and by not in (names := {name for row in rows for name in row["rewards"]}):
+        raise ValueError(f"--by {by}: the reward functions are {', '.join(sorted(names))}")
     if worst or best:
-        rows.sort(key=lambda row: -math.inf if row["reward"] is None else row["reward"])
+
+        def score(row: dict[str, Any]) -> float:
+            value = row["rewards"].get(by) if by else row["reward"]
+            return -math.inf if value is None else value
+
+        rows.sort(key=score)
         rows = rows[: worst or 0] + rows[max(len(rows) - (best or 0), worst or 0) :][::-1]
     Console().print(completions_by_prompt(rows))
 

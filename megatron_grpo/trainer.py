@@ -344,7 +344,7 @@ class Trainer:
                 self.checkpoints.poll()
             if is_last or now:
                 self.checkpoints.wait()  # within the save phase, in which files may take long
-        if is_last and self.zero:
+        if is_last and saves and self.zero:
             self.zero.log.finish(self.step, self._stopped_by)
 
     def _checkpoint(self) -> None:

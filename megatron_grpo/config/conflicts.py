@@ -188,8 +188,6 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     ("optimizer.optimizer_cpu_offload", "optimizer.optimizer: muon"): _ADAMW,
     ("optimizer.use_precision_aware_optimizer", "optimizer.optimizer_cpu_offload"): "states on the "
     "host stay float32",
-    ("train.offload", "optimizer.optimizer_cpu_offload"): "the optimizer's state is on the host "
-    "already",
     ("optimizer.optimizer_cpu_offload", "model.dtype: float32"): _BFLOAT16,
     ("optimizer.use_precision_aware_optimizer", "model.dtype: float32"): _BFLOAT16,
     ("optimizer.grad_reduce_in_fp32: false", "model.dtype: float32"): _BFLOAT16,

@@ -1,7 +1,8 @@
 """Held-out prompts: the keys of `eval`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Any, Self
 
 from pydantic import (
@@ -160,9 +161,25 @@ def _inherited(run: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, An
     return ("data", "reward"), run
 
 
-def without_defaults(evaluation: dict[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `with_defaults`, except for keys that have moved into sets."""
-    return without_inherited(evaluation, *_inherited(run))
+def without_defaults(
+    evaluation: dict[str, Any], run: Mapping[str, Any], keys: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Undo `with_defaults`. Of the keys that it has moved into sets, only `keys` of `evaluation`,
+    such as `k` or `reward.functions`, leave them: those with the same value in all sets."""
+    names, run = _inherited(run)
+    evaluation = without_inherited(evaluation, names, run)
+    if not (sets := evaluation.get("sets")):
+        return evaluation
+    sets = {name: without_inherited(held_out, names, run) for name, held_out in sets.items()}
+    for key in keys:
+        *table, last = key.split(".")
+        holders = [
+            reduce(lambda each, part: each.get(part) or {}, table, one) for one in sets.values()
+        ]
+        if all(last in each and each[last] == holders[0][last] for each in holders):
+            for each in holders:
+                del each[last]
+    return {**evaluation, "sets": sets}
 
 
 def with_defaults(evaluation: dict[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:

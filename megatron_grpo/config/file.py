@@ -90,7 +90,9 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     # Without defaults, and without values that other sections have given: they follow again.
     table = config.model_dump(mode="json", exclude_unset=True)
     if "eval" in table:
-        table["eval"] = without_defaults(table["eval"], table)
+        keys = [override.partition("=")[0] for override in overrides]
+        shared = [key.removeprefix("eval.") for key in keys if key.startswith("eval.")]
+        table["eval"] = without_defaults(table["eval"], table, shared)
     sources = table.get("sources", {}).get("by_name", {})
     for name, source in sources.items():
         sources[name] = without_inherited(source, OWN_SECTIONS, table)

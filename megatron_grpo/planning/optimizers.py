@@ -100,8 +100,11 @@ class HostOptimizer(Optimizer):
             # Page-locked gradients: rounded up, but never to more than twice their size.
             pinned = sum(page_locked(size * FLOAT) for size in sizes)
             host += most * HOST_COPIES * FLOAT + min(pinned, 2 * most * FLOAT)
-        itemsize = self.master_itemsize + self.moments_itemsize + self.copied_itemsize
-        return OptimizerBytes(optimizer=on_gpu * itemsize, host=host)
+        return OptimizerBytes(
+            optimizer=on_gpu * (self.master_itemsize + self.moments_itemsize),
+            update=on_gpu * self.copied_itemsize,
+            host=host,
+        )
 
 
 def page_locked(num_bytes: int) -> int:

@@ -149,6 +149,9 @@ def apply_gradient(optimizer: Any, norm: float) -> None:
             is_apart = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(parameters, config.clip_grad, norm, is_apart)
     optimizer.step_with_ready_grads()
+    for part in optimizer.chained_optimizers:
+        if on_gpu := getattr(part.optimizer, "gpu_optimizer", None):
+            on_gpu.zero_grad()  # Megatron-Core keeps its float32 copies of bfloat16 gradients
 
 
 def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:

@@ -94,10 +94,12 @@ class RunFiles:
 
     def found(self, is_eval: int, field: str, sign: int, text: str, least: float) -> bytes:
         """JSON list of completions of all steps that contain `text` and have at least the reward
-        `least`: with the least or largest (`sign` -1) `field` first, then by step."""
+        `least`: with the least or largest (`sign` -1) `field` first, then by step. The field of one
+        reward function is `rewards/NAME`."""
+        name = field.removeprefix("rewards/")
 
         def key(row: dict[str, Any]) -> float | None:
-            reward, value = row["reward"], row.get(field)
+            reward, value = row["reward"], (row if name == field else row["rewards"]).get(name)
             if (-math.inf if reward is None else reward) < least:
                 return None
             if text.lower() not in f"{row['prompt']}\n{row['completion']}".lower():

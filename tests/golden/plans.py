@@ -60,6 +60,7 @@ RUNS: list[tuple[str, str, str, list[str]]] = [
     ("grpo_70b_lora", "Llama-3.3-70B", "h100", ["lora.r=0"]),
     ("grpo_70b_lora", "Qwen2.5-72B", "h100", []),
     ("grpo_70b_one_node", "Llama-3.3-70B", "h100", []),
+    ("grpo_70b_one_node", "Llama-3.3-70B", "h100", ["grpo.beta=0.04", "train.offload=all"]),
     ("grpo_70b_one_node", "Qwen2.5-72B", "h100", []),
     ("grpo_32b_32k", "Qwen3-32B", "h100", []),
     ("grpo_32b_64k", "DeepSeek-R1-Distill-Qwen-32B", "h100", []),

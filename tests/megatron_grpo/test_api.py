@@ -59,6 +59,13 @@ def test_keys_that_follow_others_follow_overrides_from_python(cfg, tmp_path):
     with_eval = with_overrides(cfg, as_overrides({"eval": held_out}))
     changed = with_overrides(with_eval, ["data.prompt_column=question"])
     assert changed.eval.data and changed.eval.data.prompt_column == "question"
+    sets = {"a": held_out, "b": {**held_out, "max_prompts": 3}}
+    with_sets = with_overrides(cfg, as_overrides({"eval": {"num_generations": 2, "sets": sets}}))
+    also = ["data.prompt_column=question", "eval.num_generations=4", "eval.max_prompts=5"]
+    a, b = with_overrides(with_sets, also).eval.sets.values()
+    assert a.data and b.data and a.data.prompt_column == b.data.prompt_column == "question"
+    assert (a.num_generations, b.num_generations) == (4, 4) and a.k == (1, 4)
+    assert (a.max_prompts, b.max_prompts) == (5, 3)
     (saved := tmp_path / "config.yaml").write_text(dump_config(cfg))
     of_saved = load_config(saved, grpo={"loss_type": "dr_grpo"})
     assert of_saved.grpo.aggregation == "constant"

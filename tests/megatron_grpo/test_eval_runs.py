@@ -135,7 +135,9 @@ def test_run_stopped_in_an_evaluation_makes_it_later(runs, evaluated, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("interval", "num_steps", "step", "code"), [(1, 1, 1, 0), (3, 6, 3, 75)])
+@pytest.mark.parametrize(
+    ("interval", "num_steps", "step", "code"), [(1, 1, 1, 0), (3, 4, 3, 0), (3, 6, 3, 75)]
+)
 def test_run_names_an_evaluation_that_it_never_makes(
     runs, tmp_path, interval, num_steps, step, code
 ):
@@ -144,6 +146,7 @@ def test_run_names_an_evaluation_that_it_never_makes(
     options = [f"eval.interval={interval}", f"train.num_steps={num_steps}"]
     ended = runs.finish(tmp_path / "run", *SAMPLING, *options, sabotage=sabotage, code=code)
     assert f"step {step} was not evaluated" in ended.output
+    assert ended.output.count("the model is") == (code == 0)
     assert list(evaluations(tmp_path / "run")) == [0]
 
 

@@ -17,7 +17,7 @@ def run_dir(tmp_path: Path) -> Path:
             "prompt": f"<|user|>What is {i % 2}?<|assistant|>",
             "messages": [{"role": "user", "content": f"What is {i % 2}?"}],
             "completion": f"step {step} number {i}",
-            "rewards": {"exact": reward, "short": 0.25},
+            "rewards": {"exact": reward, "short": i / 4},
             "reward": reward,
             "advantage": 0.0,
             "finish_reason": "stop",
@@ -42,6 +42,7 @@ def show(*arguments: str) -> Result:
         (["--worst", "2"], {0: [2], 1: [3]}),
         (["--best", "2"], {1: [1], 0: [0]}),
         (["--worst", "3", "--best", "3"], {0: [2, 0], 1: [3, 1]}),
+        (["--best", "2", "--by", "short"], {1: [3], 0: [2]}),
         (["--prompt", "1", "--best", "1"], {1: [1]}),
     ],
 )
@@ -55,7 +56,9 @@ def test_show_prints_the_requested_completions_of_a_step_below_their_prompts(
         expected = []
         for prompt, own in numbers.items():
             expected += [f"step {step}, prompt {prompt}", f"user: What is {prompt}?"]
-            expected += [(f"step {step} number {i}", rewards[i], "0.250", rewards[i]) for i in own]
+            expected += [
+                (f"step {step} number {i}", rewards[i], f"{i / 4:.3f}", rewards[i]) for i in own
+            ]
         cells = [tuple(map(str.strip, line.split("│")[1:5])) for line in shown]
         assert [each or line for each, line in zip(cells, shown, strict=True)] == expected
 

@@ -96,6 +96,10 @@ def test_worst_completion_shows_its_clipped_tokens(page, runs):
     assert sum(map(len, groups)) == len(logged)
     assert groups == sorted(map(sorted, groups), key=lambda rewards: rewards[0])
     assert groups[0][0] == least
+    page.choose("#sort", "best/exact")
+    exact = page.run("foundRows().map((row) => row.rewards.exact ?? -1)")  # -1: failed
+    assert exact == sorted(exact, reverse=True) and {0.0, 1.0} <= {*exact}
+    page.choose("#sort", "worst")
     page.click("#list .row:has(.tokens)")
     read = page.run("[state.row.prompt_index, state.row.sample_index]")
     assert page.run("state.row.reward") == least

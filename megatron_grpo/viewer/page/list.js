@@ -12,6 +12,8 @@ const SORTS = {
   gap: ["largest log-probability gap first", "logprob_gap", -1],
   entropy: ["largest entropy first", "entropy", -1],
 };
+const REWARDS = "rewards/";  // begins the field of one reward function
+let sorts = SORTS;  // with those of the shown completions' reward functions
 const MOST_ROWS = 500;
 const QUERY = ["sort", "min-reward", "search"];  // what a search in all steps asks for
 const FILTERS = [...QUERY, "finish", "max-reward", "min-length", "max-length", "failed", "stale"];
@@ -52,6 +54,7 @@ async function loadCompletions() {
   state.shown = shown;
   state.row = null;
   const { rows } = shown;
+  offerSorts(rows);
   const reasons = [...new Set(rows.map((row) => row.finish_reason))].sort();
   const chosen = byId("finish").value;
   byId("finish").replaceChildren(h("option", { value: "" }, "any finish"),
@@ -60,8 +63,23 @@ async function loadCompletions() {
   await showList();
 }
 
+/* Offer two more orders for each of several reward functions. */
+function offerSorts(rows) {
+  const names = [...new Set(rows.flatMap((row) => Object.keys(row.rewards ?? {})))];
+  const ofFunctions = (names.length > 1 ? names : []).flatMap((name) => [
+    [`worst/${name}`, [`worst ${name} first`, REWARDS + name, 1]],
+    [`best/${name}`, [`best ${name} first`, REWARDS + name, -1]]]);
+  const chosen = byId("sort").value;
+  sorts = { ...SORTS, ...Object.fromEntries(ofFunctions) };
+  fillSelect("sort", Object.entries(sorts).map(([name, [label]]) => [name, label]));
+  byId("sort").value = chosen in sorts ? chosen : "prompt";
+}
+
+const valueOf = (row, field) =>
+  (field.startsWith(REWARDS) ? row.rewards?.[field.slice(REWARDS.length)] : row[field]) ?? null;
+
 function findRows(run, kind) {
-  const [, field, sign] = SORTS[byId("sort").value];
+  const [, field, sign] = sorts[byId("sort").value];
   return source.found(run, kind, field, sign, byId("search").value, numberIn("min-reward") ?? -Infinity);
 }
 
@@ -86,8 +104,8 @@ function passesFilters(row) {
 }
 
 function foundRows() {
-  const [, field, sign] = SORTS[byId("sort").value];
-  const key = (row) => (row[field] ?? null) === null ? Number.MAX_VALUE : sign * row[field];
+  const [, field, sign] = sorts[byId("sort").value];
+  const key = (row) => valueOf(row, field) === null ? Number.MAX_VALUE : sign * valueOf(row, field);
   return state.shown.rows.filter(passesFilters).sort((a, b) => key(a) - key(b));
 }
 

@@ -32,8 +32,9 @@ from megatron_grpo.checkpoints.state import optimizer_parts, weight_parts
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.policy import optimizer as policy_optimizer
+from megatron_grpo.policy import residency
 from megatron_grpo.policy.model import Policy
-from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
+from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm, state_tensors
 from megatron_grpo.policy.optimizer_state import SplitFloats
 from megatron_grpo.timing import PhaseTimer
 from parallel import Box, ParallelDims, Shape
@@ -70,6 +71,20 @@ def allow_offload() -> None:
         setattr(
             HybridDeviceOptimizer, name, _with_pretended_gpu(getattr(HybridDeviceOptimizer, name))
         )
+    residency.state_tensors = _on_the_pretended_gpu
+
+
+def _on_the_pretended_gpu(optimizers: Iterable[Any]) -> list[Tensor]:
+    """`state_tensors` without those of the CPU, which a real GPU's residency finds elsewhere."""
+    optimizers = [*optimizers]
+    on_host = {
+        id(tensor)
+        for part in optimizers
+        for adam in getattr(part.optimizer, "cpu_optimizers", ())
+        for parameter, state in adam.state.items()
+        for tensor in (parameter, *state.values())
+    }
+    return [each for each in state_tensors(optimizers) if id(each) not in on_host]
 
 
 def _pretend_transformer_engine() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from helpers.models.tiny import add_mtp_layer, tiny_model
+from helpers.oracle.optimizers import allow_offload
 from helpers.oracle.policies import (
     LENGTHS,
     pack_all,
@@ -52,6 +53,7 @@ PHASES: tuple[Phase, ...] = ("train", "push", "generate", "log-probabilities")
 FOLLOWS = ("grpo.beta=0.04", "grpo.sync_ref_model=true", "grpo.ref_model_sync_steps=1")
 MTP = "model.mtp_num_layers=1"
 ADAPTERS = "lora.r=64"  # half as many elements as the layers have
+ON_HOST = "optimizer.optimizer_cpu_offload=true"
 LAYOUTS = [
     pytest.param("qwen3", ParallelDims(data=2), "bfloat16", (), marks=pytest.mark.slow),
     ("qwen3_moe", ParallelDims(expert=2, data=2), "float32", ()),
@@ -59,6 +61,7 @@ LAYOUTS = [
     pytest.param(
         *("llama", ParallelDims(tensor=2), "float32", (ADAPTERS,)), marks=pytest.mark.slow
     ),
+    ("qwen3", ParallelDims(tensor=2), "bfloat16", (ON_HOST,)),
     ("glm4_moe", ParallelDims(pipeline=2), "bfloat16", (MTP,)),
     pytest.param(
         *("glm4_moe", ParallelDims(expert=2, data=2), "float32", (MTP,)), marks=pytest.mark.slow
@@ -115,6 +118,8 @@ def go_through_two_generations(
 
     It saves and exports in the phase in which most is away.
     """
+    if ON_HOST in also:
+        allow_offload()
     policy, groups = start_policy(rank, folder, dims, f"model.dtype={dtype}", *also)
     cfg = config(folder, dims, dtype, offload, *also)
     cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"run_dir": run})})

@@ -52,6 +52,9 @@ def test_the_page_and_its_requests_are_served(port):
     assert len(ask(port, "eval_completions?run=0&step=8")) == 8
     found = "found?run=0&is_eval=0&field=reward&sign=-1&text=what%20IS&least=1.2"
     assert {row["reward"] for row in ask(port, found)} == {1.2}
+    by_function = found.replace("reward", "rewards/exact").replace("1.2", "0")
+    exact = [row["rewards"]["exact"] for row in ask(port, by_function)]
+    assert exact == sorted(exact, reverse=True) and len({*exact}) == 2
     keys = ask(port, "token_keys?run=0&step=5")
     prompt, sample = keys[0]
     tokens = ask(port, f"tokens?run=0&step=5&prompt_index={prompt}&sample_index={sample}")
