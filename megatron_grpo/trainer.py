@@ -25,7 +25,6 @@ from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.evaluation.evaluation import due_steps
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.launch.run_dir import resumable
-from megatron_grpo.policy.chunks import gather_weights
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.residency import build_residency
 from megatron_grpo.policy.skipped_steps import SkippedSteps
@@ -291,8 +290,6 @@ class Trainer:
         if self.cfg.rollout.enable_sleep_mode:
             torch.cuda.empty_cache()  # engines wake once all ranks are here, and need the memory
             self._engines_are_awake = True
-        # Before weights leave for engines that start: a copy on the host must be whole.
-        gather_weights(self.policy.chunks)
         weights = partial(pushed_weights, self.policy, self.cfg, self.rank.groups)
         self.weight_sync.push(weights, policy_version, timer or self.timer)
 

@@ -8,7 +8,7 @@ depend on where it is computed, but for the order of sums.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -62,7 +62,7 @@ class Keys:
         return places
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Queries:
     """Queries of a packed microbatch: each sees its sequence up to itself."""
 
@@ -71,6 +71,10 @@ class Queries:
     query's segment continues, (0, 0) for none, and last the segment up to the query."""
     ranges_on_host: Tensor
     """`ranges` on the host, so that `blocks` does not wait for the device."""
+    _parts: dict[tuple[int, int], "Queries"] = field(default_factory=dict)
+    """Results of `part`, for all layers."""
+    _blocks: dict[int, list[tuple[slice, Keys]]] = field(default_factory=dict)
+    """Results of `blocks`, for all layers: 0.1 s for the indexer at 32k tokens."""
 
     @classmethod
     def of(cls, positions: Tensor, cu_seqlens: Tensor, prefixes: Tensor | None = None) -> "Queries":
@@ -81,7 +85,10 @@ class Queries:
         return cls(ranges, ranges.cpu())
 
     def part(self, rank: int, size: int) -> "Queries":
-        return Queries(*(each.chunk(size)[rank] for each in (self.ranges, self.ranges_on_host)))
+        if (rank, size) not in self._parts:
+            own, on_host = (each.chunk(size)[rank] for each in (self.ranges, self.ranges_on_host))
+            self._parts[rank, size] = Queries(own, on_host)
+        return self._parts[rank, size]
 
     @property
     def positions(self) -> Tensor:
@@ -98,8 +105,13 @@ class Queries:
         """[t] position of each query in its sequence."""
         return self.lengths.sum(dim=1) - 1
 
-    def blocks(self, size: int) -> Iterator[tuple[slice, Keys]]:
+    def blocks(self, size: int) -> list[tuple[slice, Keys]]:
         """Blocks of `size` queries, each with the keys that any of them sees."""
+        if size not in self._blocks:
+            self._blocks[size] = [*self._divided(size)]
+        return self._blocks[size]
+
+    def _divided(self, size: int) -> Iterator[tuple[slice, Keys]]:
         for row in range(0, len(self.ranges), size):
             seen = self.ranges_on_host[row : row + size]
             own = [int(seen[:, -1, 0].min()), int(seen[:, -1, 1].max())]

@@ -124,7 +124,8 @@ class _Planner:
         for size in sorted(self.capacity, reverse=True):
             own = [i for i in members if self.size_of[i] == size]
             if own:
-                plan = self._filled(own, size, load[::size])
+                # Its ranks may differ: a block of 4 has ranks of two blocks of 6.
+                plan = self._filled(own, size, load.reshape(-1, size).max(axis=1))
                 work = [sum(self.work[each].sum() for each in block) for block in plan]
                 load += np.repeat(work, size) / size
                 turns += [

@@ -11,8 +11,9 @@ weights; the gradient buffers' method knows neither frozen weights nor a referen
 (test_upstream: residency).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, overload
 
@@ -34,6 +35,7 @@ from megatron_grpo.config.offload import (
     smaller,
     words,
 )
+from megatron_grpo.policy.chunks import gather_weights
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.optimizer import state_tensors
 from megatron_grpo.policy.optimizer_state import SplitFloats
@@ -70,12 +72,14 @@ class Residency:
         rooms: Sequence[Room],
         device: torch.device,
         communicators: Communicators | None = None,
+        gather: Callable[[], None] = lambda: None,
     ) -> None:
+        """`gather` makes weights whole: other ranks may have updated parts of them."""
         self.away: tuple[Part, ...] = ()
         """Parts that are not on the GPU."""
         self.rooms, self._offload = rooms, offload
         self._moves = bool(parts_moved(offload))
-        self.communicators = communicators
+        self.communicators, self._gather = communicators, gather
         self._room_of = {room.values.untyped_storage(): room for room in rooms}
         # torch.cpu offers the same streams and events, which do nothing: its work is synchronous.
         self._streams: Any = torch.get_device_module(device)
@@ -96,6 +100,8 @@ class Residency:
         if phase == "train":  # steps will change the other rooms: their copies are stale
             self._copied = {room for room in self._copied if room.is_constant}
         if leaving := [part for part in away if part not in self.away]:
+            if "weights" in leaving:  # maybe right after a step, for an engine that starts
+                self._gather()
             self._free(leaving)
             if self.communicators and not communicates(phase):
                 self.communicators.suspend()
@@ -217,7 +223,7 @@ def build_residency(
         constant = {"weights": storage not in trained, "reference": not cfg.grpo.sync_ref_model}
         rooms.append(Room(part, values, host, constant.get(part, False)))
     communicators = Communicators() if cfg.train.offload_communicators else None
-    return Residency(offload, rooms, device, communicators)
+    return Residency(offload, rooms, device, communicators, partial(gather_weights, policy.chunks))
 
 
 def state_of(policy: Policy, reference: Reference | None) -> dict[Part, list[Tensor]]:

@@ -61,8 +61,9 @@ KERNELS = f"{TESTS / 'engines_on_cpu' / 'plugin'}{os.pathsep}{PACKAGES}"
 
 def needs_kernels(folder: Path, quantization: str = "none") -> bool:
     """Whether an engine needs the plugin to serve this model on CPUs."""
-    shape = read_shape(folder)
-    return quantization != "none" or any((shape.moe, shape.latent, shape.linear))
+    shape, config = read_shape(folder), (folder / "config.json").read_text(encoding="utf-8")
+    is_quantized = quantization != "none" or '"quantization_config"' in config
+    return is_quantized or any((shape.moe, shape.latent, shape.linear))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from helpers.oracle.policies import (
     start_policy,
     tiny_config,
 )
+from helpers.oracle.rows import OVERLAP
 from helpers.ranks.processes import run_ranks
 from megatron_grpo.algorithm.loss_function import LossFunction
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
@@ -251,6 +252,30 @@ def test_a_part_copied_ahead_comes_back_as_copied_and_is_copied_anew_after_a_ste
     tied_model: Path, also: tuple[str, ...]
 ) -> None:
     assert run_ranks(1, change_after_the_copy, tied_model, also) == [[True, True]]
+
+
+def make_room_for_an_engine(rank: int, folder: Path, offload: str) -> list[Tensor]:
+    """Weights of a step after a push, before which they have left for an engine that starts."""
+    dims = ParallelDims(data=2)
+    policy, groups = start_policy(rank, folder, dims, *OVERLAP)
+    cfg = config(folder, dims, "float32", offload, *OVERLAP)
+    residency = build_residency(cfg, policy, None, CPU, num_ranks=2)
+    residency.enter("train")
+    step(policy, groups, cfg)
+    phases: tuple[Phase, ...] = ("generate", "push", "generate", "train")
+    for phase in phases:
+        residency.enter(phase)
+        if phase == "push":
+            policy.parameters()
+    return [each.detach() for each in policy.parameters().values()]
+
+
+def test_weights_that_leave_right_after_a_step_are_whole(tied_model: Path) -> None:
+    stayed, left = (
+        run_ranks(2, make_room_for_an_engine, tied_model, offload) for offload in ("none", "all")
+    )
+    for expected, found in zip(stayed, left, strict=True):
+        assert all(map(torch.equal, found, expected))
 
 
 def communicators_away(rank: int, folder: Path, phases: list[Phase]) -> list[bool]:
