@@ -27,7 +27,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "train.offload: optimizer": ("train.offload",),
     "rollout.engine: sglang": (),
     "rollout.quantization": (),
-    "rollout.quantization_aware": (),
+    "rollout.quantization_aware": ("rollout.quantization",),
     "train.export_quantization": (),
     "rollout.weight_transport: disk": (),
     "rollout.router_replay": (),
@@ -72,7 +72,7 @@ def exclude(feature: str, other: str) -> bool:
 def shortened(features: list[str]) -> list[str]:
     """The features without those that imply another one, and with a kind in place of its members.
 
-    With `rollout.quantization` refused, so is `rollout.quantization_aware`, which needs it.
+    With `rollout.quantization` refused, so is `rollout.quantization_aware`, a kind of it.
     """
     names = [name for name in features if not {*implied(name)} & {*features} - {name}]
     for kind in ("lora.r", "train.offload"):

@@ -21,6 +21,8 @@ from megatron_grpo.reporting.tracking import last_step
 from parallel.alignment import round_up
 from parallel.words import counted
 
+EXPORTED = "train.export_quantization"
+"""A changeable key, but in a run that trains for the export: see `Config.trained_quantization`."""
 # Keys that a resumed run may change: length, speed and place, but nothing that changes learning.
 # Paths of model and data are here because files may move: `_check_same_model` detects a different
 # model, and the fingerprint of the prompts in the checkpoint different data.
@@ -39,7 +41,7 @@ CHANGEABLE = (
     "train.offload",
     "train.save_interval",
     "train.export_interval",
-    "train.export_quantization",
+    EXPORTED,
     "train.keep_checkpoints",
     "train.keep_every",
     "train.keep_best",
@@ -115,14 +117,17 @@ def check_same_run(cfg: Config) -> None:
     if (step := latest_step(checkpoints)) == 0:
         _check_never_saved(cfg.train.run_dir)
         return  # nothing has been learnt that a different config could spoil
-    before = dict(_flatten(yaml.safe_load(dump_config(_saved_config(cfg.train.run_dir)))))
+    saved = _saved_config(cfg.train.run_dir)
+    before = dict(_flatten(yaml.safe_load(dump_config(saved))))
     now = dict(_flatten(yaml.safe_load(dump_config(cfg))))
     if None in (before[DATE], now[DATE]):  # a run from before this key, or the run's own
         now[DATE] = before[DATE]
+    is_learnt = saved.trained_quantization != cfg.trained_quantization
+    changeable = tuple(key for key in CHANGEABLE if not (is_learnt and key == EXPORTED))
     differing = [
         f"{key}: {before.get(key, 'not set')} before, {now.get(key, 'not set')} now"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not OF_SOURCE.sub("", key).startswith(CHANGEABLE)
+        if before.get(key) != now.get(key) and not OF_SOURCE.sub("", key).startswith(changeable)
     ]
     if differing:
         start = _start_from(before, now) or f"train.init_from={cfg.train.run_dir}"

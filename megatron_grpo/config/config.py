@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import model_validator
 
+from checkpoint_convert.quantized.scheme import Quantization
 from megatron_grpo.config.agent import AGENT, AgentConfig
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.eval import EvalConfig, section_of, with_defaults
@@ -92,6 +93,15 @@ class Config(Section):
     def num_engines(self) -> int:
         """Number of engines in use; a replay has none."""
         return 0 if self.train.replay is not None else self.rollout.num_engines
+
+    @property
+    def trained_quantization(self) -> Quantization:
+        """Format of the weights in all passes of the ranks: the engines' or, if theirs are not
+        quantised, the export's. `none` without `rollout.quantization_aware`."""
+        if not self.rollout.quantization_aware:
+            return "none"
+        engines = self.rollout.quantization
+        return self.train.export_quantization if engines == "none" else engines
 
     @property
     def completions_per_engine(self) -> int:

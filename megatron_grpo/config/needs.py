@@ -8,6 +8,7 @@ from megatron_grpo.config.section import Mistake, as_yaml
 
 _MOMENTS = "without it moments are float32"
 _STAGES = "it splits layers over pipeline ranks, of which there is 1"
+_QUANTIZED = ("rollout.quantization=fp8", "train.export_quantization=fp8")
 _CHAT = "it is for the chat template"
 
 NEEDS: dict[tuple[str, str], str | tuple[str, ...]] = {
@@ -48,14 +49,14 @@ NEEDS: dict[tuple[str, str], str | tuple[str, ...]] = {
     # Engines.
     ("rollout.indexer_replay", "rollout.engine: sglang"): "vLLM does not report which tokens its "
     "indexers choose",
-    ("rollout.quantization_aware", "rollout.quantization"): (
-        "it trains for quantised engines",
-        "rollout.quantization=fp8",
-    ),
+    (
+        "rollout.quantization_aware",
+        "rollout.quantization or train.export_quantization",
+    ): ("it trains for quantised engines or a quantised export", *_QUANTIZED),
     (
         "rollout.quantization_ignore",
         "rollout.quantization or train.export_quantization",
-    ): ("no weights are quantised", "rollout.quantization=fp8", "train.export_quantization=fp8"),
+    ): ("no weights are quantised", *_QUANTIZED),
     # Model and mesh.
     ("model.freeze_vision: false", "data.image_column"): "the vision tower is trained on prompts "
     "with images",

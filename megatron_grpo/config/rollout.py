@@ -101,8 +101,9 @@ class RolloutConfig(Section):
     weight files, or after `re:` a regular expression for their beginning, such as
     `re:model\.layers\.0\.` (compressed-tensors' `ignore`)."""
     quantization_aware: bool = False
-    """Quantisation-aware training: forward and backward use the engines' quantised weights, and
-    gradients update the unquantised ones."""
+    """Quantisation-aware training: forward and backward use quantised weights, and gradients update
+    the unquantised ones. The format is the engines' or, with `quantization: none`, that of
+    `train.export_quantization`; engines then hold its values in model.dtype."""
     max_quantization_gap: PositiveFloat = 0.05
     """Maximum mean difference of log-probabilities (nats) between ranks and quantised engines at
     the start of a run without a correction in `grpo`; above it, the run ends."""
@@ -198,7 +199,8 @@ class RolloutConfig(Section):
             raise ValueError(
                 "nvfp4 is for exports alone (train.export_quantization): after loading, vLLM "
                 "reorders such weights for its kernels, and none could be pushed: set it to fp8, "
-                "fp8_channel or int8"
+                "fp8_channel or int8; to train for such an export, leave it out and set "
+                "rollout.quantization_aware=true"
             )
         return value
 

@@ -13,7 +13,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.engine_weights.layouts import quantized_engine, worker_shards
 from megatron_grpo.engine_weights.protocol import WorkerSums
 from megatron_grpo.policy.model import Policy
-from megatron_grpo.policy.quantized import quantized_sender, quantized_shard
+from megatron_grpo.policy.quantized import QuantizedPolicy, quantized_sender, quantized_shard
 from parallel import Copy, Layout, Sender, cut_shares, plan_shares
 from parallel.checksum import added_up, checksum
 from parallel.groups import Groups
@@ -41,7 +41,8 @@ def pushed_weights(policy: Policy, cfg: Config, groups: Groups) -> Mapping[str, 
         changed = {name: -value.exp() for name, value in wide.items()}
         weights = ChainMap(changed, weights)  # type: ignore[arg-type]  # it is only read
     if cfg.rollout.quantization == "none":
-        return weights
+        # For an export: engines hold the values that the passes compute with, in model.dtype.
+        return policy.as_read(weights) if isinstance(policy, QuantizedPolicy) else weights
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
     assert model is not None, "rollout.quantization is not none"
     return quantized_shard(weights, policy.layout, model, groups)

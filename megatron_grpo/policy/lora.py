@@ -7,7 +7,7 @@ ranks split B where the weight has split rows, and A where it has split columns;
 whole on each rank.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from math import sqrt
 from threading import local
@@ -168,6 +168,10 @@ class Adapters:
             for x in "ab"
         }
 
+    def merged(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Sums W + s B A of the layers' `weights`, each computed on access."""
+        return Computed(weights, self.modules, lambda n: self.modules[n].merged(weights[n]))
+
     @torch.no_grad()
     def scaled(self) -> dict[str, Tensor]:
         """A and s B of all adapters: engines apply no scale of their own."""
@@ -223,18 +227,24 @@ class Adapters:
         )
 
 
-class Merged(Mapping[str, Tensor]):
-    """Weights with adapters merged, W + s B A, per access: there is no second copy of the model."""
+class Computed(Mapping[str, Tensor]):
+    """Weights of which those named `computed` are made per access, without a copy of the model."""
 
-    def __init__(self, weights: Mapping[str, Tensor], adapters: Adapters) -> None:
-        # A push reads a weight box by box, in threads: each thread keeps its last merged weight.
-        self._weights, self._adapters, self._last = weights, adapters, local()
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        computed: Container[str],
+        compute: Callable[[str], Tensor],
+    ) -> None:
+        # A push reads a weight box by box, in threads: each thread keeps its last computed weight.
+        self._weights, self._computed, self._compute = weights, computed, compute
+        self._last = local()
 
     def __getitem__(self, name: str) -> Tensor:
-        if (adapter := self._adapters.modules.get(name)) is None:
+        if name not in self._computed:
             return self._weights[name]
         if getattr(self._last, "name", None) != name:
-            self._last.values = adapter.merged(self._weights[name])
+            self._last.values = self._compute(name)
             self._last.name = name
         return self._last.values
 

@@ -24,7 +24,7 @@ from megatron_grpo.policy.chunks import (
     gather_weights,
     with_gradients,
 )
-from megatron_grpo.policy.lora import Adapters, Merged, add_adapters
+from megatron_grpo.policy.lora import Adapters, add_adapters
 from megatron_grpo.policy.lora_targets import LOCAL_NAME
 from megatron_grpo.policy.matrices import matrices_of
 from megatron_grpo.policy.mtp import Mtp
@@ -116,7 +116,7 @@ class Policy(Model):
         if self.adapters and lora.is_served:
             return self.adapters.scaled()
         weights = self.parameters()
-        return Merged(weights, self.adapters) if self.adapters else weights
+        return self.adapters.merged(weights) if self.adapters else weights
 
     def zero_grad(self) -> None:
         """Zero all gradients, before the first microbatch of an optimizer step."""

@@ -13,7 +13,7 @@ from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.quantized.model import QuantizedModel, quantized_layout, quantized_model
 from checkpoint_convert.quantized.shard import Maxima, QuantizedShard
 from megatron_grpo.config.config import Config
-from megatron_grpo.policy.lora import Merged
+from megatron_grpo.policy.lora import Computed
 from megatron_grpo.policy.model import Policy, build_policy
 from parallel import Layout, Sender
 from parallel.groups import Groups
@@ -39,7 +39,7 @@ def quantized_weights(policy: Policy, model: QuantizedModel, groups: Groups) -> 
     The plain weights wait in host memory. Collective over the ranks that split a weight.
     """
     weights = policy.parameters()
-    merged = Merged(weights, policy.adapters) if policy.adapters else weights
+    merged = policy.adapters.merged(weights) if policy.adapters else weights
     shard = quantized_shard(merged, policy.layout, model, groups)
     kept = {name: weights[name].detach().to("cpu", copy=True) for name in shard.quantized}
     try:
@@ -72,15 +72,20 @@ class QuantizedPolicy(Policy):
     def computing(self) -> AbstractContextManager[None]:
         return quantized_weights(self, self.quantized, self.groups)
 
+    def as_read(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Weights as readers of a quantised folder have them; collective like `computing`."""
+        shard = quantized_shard(weights, self.layout, self.quantized, self.groups)
+        return Computed(weights, shard.quantized, shard.as_read)
+
 
 def policy_of(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
     """Build the policy of a run: a `QuantizedPolicy` if `rollout.quantization_aware`."""
     policy = build_policy(cfg, shape, groups)
-    rollout = cfg.rollout
     model = quantized_model(
-        rollout.quantization, shape, NAMES[cfg.model.dtype], rollout.quantization_ignore
+        *(cfg.trained_quantization, shape, NAMES[cfg.model.dtype]),
+        cfg.rollout.quantization_ignore,
     )
-    if model is None or not rollout.quantization_aware:
+    if model is None:
         return policy
     return QuantizedPolicy(**vars(policy), quantized=model, groups=groups)
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
+from checkpoint_convert.quantized.numbers import dequantized, quantized
 from checkpoint_convert.tokenizer import load_tokenizer
 from checkpoint_convert.weights import whole_tensors
 from helpers.models.tiny import tiny_model
@@ -150,7 +151,8 @@ def test_vllm_computes_with_the_weights_and_input_scales_of_a_folder(folders, mo
     assert gap("fp8", expected["plain"]) < 1.5 * gap("rows", expected["plain"])
 
 
-def test_modelopt_reads_our_nvfp4_export_as_we_do(folders, tmp_path):
+def test_modelopt_reads_and_writes_our_nvfp4_as_we_do(folders, tmp_path):
+    """Its quantisation-aware training, which no CPU computes, has the values that it writes."""
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     out = tmp_path / "nvfp4"
@@ -159,6 +161,7 @@ def test_modelopt_reads_our_nvfp4_export_as_we_do(folders, tmp_path):
     plain = load_file(folders["plain"] / "model.safetensors")
     names = [n.removesuffix("_packed") for n in stored if n.endswith("_packed")]
     assert len(names) == 14
+    num_values = num_halfway = 0
     for name in names:
         packed = NVFP4QTensor(ours[name].shape, torch.bfloat16, stored[f"{name}_packed"])
         whole = 1 / stored[f"{name}_global_scale"]  # by which ModelOpt multiplies
@@ -166,6 +169,17 @@ def test_modelopt_reads_our_nvfp4_export_as_we_do(folders, tmp_path):
         read = packed.dequantize(**scales, block_sizes={-1: 16})
         assert torch.equal(read, ours[name])
         assert (read - plain[name]).norm() < 0.15 * plain[name].norm()
+        written, of_blocks, _ = NVFP4QTensor.quantize(plain[name], 16, None, whole[0])
+        assert torch.equal(of_blocks, scales["scale"])
+        # It multiplies by the scale of the matrix, we divide by the inverse: the last bit may
+        # differ, and sends a weight halfway between two numbers to the other one.
+        products = of_blocks.float() * whole
+        numbers = quantized(plain[name], products, torch.uint8, (1, 16))
+        theirs = written.dequantize(**scales, block_sizes={-1: 16})
+        assert torch.equal(theirs, dequantized(numbers, products, (1, 16), (0, 0)).bfloat16())
+        num_values, num_halfway = num_values + theirs.numel(), num_halfway + (theirs != read).sum()
+    print(f"{num_halfway} of {num_values} weights are halfway, and ModelOpt's other number")
+    assert num_halfway < 1e-3 * num_values
 
 
 def test_experts_and_files_without_completions_are_refused(folders, tmp_path):

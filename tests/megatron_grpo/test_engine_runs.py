@@ -71,6 +71,16 @@ def test_int8_engines_learn_and_their_weights_are_exported(tied_model, tmp_path)
     assert read_scheme(tmp_path / "run" / "hf").dtype == "I8"
 
 
+@pytest.mark.long
+def test_engines_have_the_values_of_the_export_for_which_a_run_trains(
+    tied_model, live_engine, tmp_path
+):
+    nvfp4 = ["train.export_quantization=nvfp4", "rollout.quantization_aware=true"]
+    learn(tmp_path / "run", tied_model, *nvfp4, "train.num_steps=3", engine=live_engine)
+    assert max(gaps(tmp_path / "run", "max")) < 1e-4
+    assert read_scheme(tmp_path / "run" / "hf").dtype == "U8"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_int8_weights_are_pushed_in_flight(tied_model, tmp_path):

@@ -49,6 +49,7 @@ TINY = REPOSITORY / "configs" / "tiny_cpu.yaml"
 TOKEN = "0123456789abcdef"
 SGLANG = ("rollout.engine=sglang", "rollout.vllm={}")
 HALF = "model.dtype=bfloat16"
+AWARE = "rollout.quantization_aware=true"
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
 
 
@@ -721,10 +722,16 @@ FASTER = (
     "changes",
     [
         ["train.num_steps=9", "parallel.tensor_parallel_size=1", "wandb.project=x"],
+        ["train.export_quantization=int8"],
         [FASTER],
         ["train.init_from=gone", "train.num_steps=9"],
     ],
-    ids=["longer, on another mesh", "speed and memory", "without what it started from"],
+    ids=[
+        "longer, on another mesh",
+        "another export",
+        "speed and memory",
+        "without what it started from",
+    ],
 )
 def test_check_same_run_allows_what_is_not_learnt(changes, config, tmp_path):
     started_run(tmp_path / "run", config(*[each for each in changes if "init_from" in each]))
@@ -750,6 +757,13 @@ def test_check_same_run_refuses_key_by_key(change, error, config, tmp_path):
     assert f"another train.run_dir with train.init_from={tmp_path / 'run'}" in refused
     rmtree(tmp_path / "run" / "checkpoints")
     check_same_run(config(change))
+
+
+def test_check_same_run_keeps_the_format_for_which_a_run_trains(config, tmp_path):
+    nvfp4, int8 = (f"train.export_quantization={name}" for name in ("nvfp4", "int8"))
+    started_run(tmp_path / "run", config(nvfp4, AWARE))
+    reason = "export_quantization: nvfp4 before, int8 now"
+    assert reason in refusal_of(check_same_run, config(int8, AWARE))
 
 
 def test_check_same_run_lets_a_date_be_left_out_or_given(config, tmp_path):

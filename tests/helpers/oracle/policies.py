@@ -23,15 +23,9 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.policy.forward import compute_logprobs, response_logprobs, run_schedule
-from megatron_grpo.policy.model import (
-    Model,
-    Policy,
-    add_gradients,
-    build_model,
-    build_policy,
-    unwrapped,
-)
+from megatron_grpo.policy.model import Model, Policy, add_gradients, build_model, unwrapped
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
+from megatron_grpo.policy.quantized import policy_of
 from megatron_grpo.policy.reference import Reference
 from megatron_grpo.policy.vision import vision_tower, with_features
 from parallel import Box, ParallelDims
@@ -161,7 +155,7 @@ def start_policy(
     setup_device(rank)
     cfg = tiny_config(folder, dims, *overrides)
     groups = init_groups(dims, dynamic_context=cfg.parallel.dynamic_context_parallel)
-    return build_policy(cfg, trained_shape(cfg), groups), groups
+    return policy_of(cfg, trained_shape(cfg), groups), groups
 
 
 def accumulate(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> None:

@@ -101,7 +101,7 @@ WITHOUT = {
     "rollout.engine: sglang": ["rollout.engine=vllm"],
     "rollout.in_flight_updates: true": ["rollout.in_flight_updates=false"],
     "rollout.max_staleness": ["rollout.max_staleness=0"],
-    "rollout.quantization": ["rollout.quantization=none"],
+    "rollout.quantization or train.export_quantization": ["rollout.quantization=none"],
     "train.offload of weights": ["train.offload=none"],
 }
 """Overrides that turn off a required feature, where the example or the config turns it on."""

@@ -11,6 +11,7 @@ import pytest
 from checkpoint_convert.megatron import megatron_sender
 from checkpoint_convert.quantized.model import quantized_engine_layouts, quantized_model
 from checkpoint_convert.vllm import EngineDims, engine_layouts
+from checkpoint_convert.weights import whole_tensors
 from helpers.models.conversions import assert_same, weights_of
 from helpers.models.quantized import nvfp4_weights
 from helpers.models.shapes import DEEPSEEK_V3
@@ -28,6 +29,7 @@ from helpers.oracle.policies import (
 )
 from helpers.oracle.quantization import Quantized, aware_policy
 from helpers.ranks.processes import run_ranks
+from megatron_grpo.engine_weights.checksums import pushed_weights
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.quantized import quantized_sender
 from parallel import ParallelDims, Sender
@@ -39,6 +41,8 @@ SHAPE = replace(
     DEEPSEEK_V3, num_layers=2, moe=replace(DEEPSEEK_V3.moe, dense_layers=(0,), num_experts=8)
 )
 MODEL = quantized_model("fp8", SHAPE, "BF16")
+
+NVFP4 = "train.export_quantization=nvfp4", "rollout.quantization_aware=true"
 
 
 def sender(dims: ParallelDims, rank: int) -> Sender:
@@ -72,18 +76,26 @@ def test_every_scale_reaches_each_worker_once(dims, engine):
             assert size and (MODEL.scale_name(name) in held) == (name in held), name
 
 
-def export(rank: int, folder: Path, out: Path, dims: ParallelDims) -> None:
-    options = ("model.dtype=bfloat16", "train.export_quantization=nvfp4")
+def export(rank: int, folder: Path, out: Path, dims: ParallelDims) -> tuple[Boxes, Boxes]:
+    """Export in NVFP4; returns the weights of the passes and of a push."""
+    options = ("model.dtype=bfloat16", *NVFP4)
     policy, groups = start_policy(rank, folder, dims, *options)
-    export_model(out, policy, tiny_config(folder, dims, *options), groups)
+    cfg = tiny_config(folder, dims, *options)
+    export_model(out, policy, cfg, groups)
+    with policy.computing():
+        computed = boxes_of(policy, policy.parameters())
+    return computed, boxes_of(policy, pushed_weights(policy, cfg, groups))
 
 
-def test_ranks_export_the_nvfp4_of_compressed_tensors(tmp_path):
+def test_ranks_export_nvfp4_and_compute_and_push_what_is_read_back(tmp_path):
+    """The format is that of compressed-tensors."""
     dims = ParallelDims(tensor=2, expert=2, expert_tensor=1)
-    model = tiny_model(tmp_path / "model", "qwen3_moe")
-    run_ranks(dims.world_size, export, model, tmp_path / "out", dims)
+    model, out = tiny_model(tmp_path / "model", "qwen3_moe"), tmp_path / "out"
+    ranks = run_ranks(dims.world_size, export, model, out, dims)
     plain = {name: value.bfloat16() for name, value in weights_of(model).items()}
-    assert_same(weights_of(tmp_path / "out"), nvfp4_weights(plain))
+    assert_same(weights_of(out), nvfp4_weights(plain))
+    for boxes in zip(*ranks, strict=True):
+        assert_equal_tensors(whole(boxes), dict(whole_tensors(out)))
 
 
 def weights_in_run(rank: int, run: Path, folder: Path, dims: ParallelDims) -> tuple[Boxes, Boxes]:
