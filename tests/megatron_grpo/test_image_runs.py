@@ -142,6 +142,7 @@ def test_agents_show_images_of_their_row_at_any_turn(tmp_path):
         *(f"data.path={rows}", "data.answer_column=null"),
         "rollout.vllm.limit_mm_per_prompt.image=2",
         f"agent.function={tmp_path / 'agent.py'}:compare",
+        "rollout.tool_call_parser=hermes",
         "reward.functions=[]",
         f"rollout.stop_token_ids={[*range(20, 60)]}",
         "rollout.max_completion_length=200",
