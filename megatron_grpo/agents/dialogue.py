@@ -160,8 +160,7 @@ class DialogueGroup(PartnerGroup):
         template: ObservationTemplate,
         max_turns: int,
     ) -> None:
-        super().__init__(prompt, params, priority)
-        self._features = features
+        super().__init__(prompt, params, priority, features)
         self._environments, self._template, self._max_turns = environments, template, max_turns
 
     async def _play(self, index: int, router: RequestRouter) -> Sample:
@@ -213,6 +212,6 @@ class DialogueGroup(PartnerGroup):
             # Expert choices of earlier tokens are kept, not asked for again: another engine's
             # router may choose other experts.
             routes_start=sum(map(len, dialogue.routes)),
-            features=self._features,
+            features=self.features,
         )
         return Request(body, self.priority + dialogue.sample_index, params.stop, url)

@@ -181,7 +181,7 @@ def test_with_first_observation_keeps_the_images_where_they_are(tmp_path):
     [prompt] = prompts_with_images(model, tmp_path, ["0.png"])
     turns = ObservationTemplate(prompt.data, load_tokenizer(model))
     longer = turns.with_first_observation(prompt, " Look closely.")
-    [begin], [count] = prompt.images.starts, prompt.images.counts
+    [(_, begin)], [count] = prompt.images.places, prompt.images.counts
     assert longer.token_ids[: begin + count] == prompt.token_ids[: begin + count]
     assert len(longer.token_ids) > len(prompt.token_ids) and longer.images == prompt.images
     with pytest.raises(InstanceFailed, match="has <image> in its text"):
