@@ -41,11 +41,19 @@ def quantize_folder(hf: Path, out: Path, scheme: Literal["fp8", "nvfp4"], calibr
     a model of a kind that no test has seen an engine load.
     """
     shape = read_shape(hf)
-    if shape.moe or has_other_towers(hf) or read_scheme(hf):
-        raise ValueError(
-            f"{hf} has experts, images or quantised weights, which cannot be calibrated: see "
-            "`checkpoint-convert export --quantization`"
-        )
+    obstacles: dict[str, object] = {
+        "experts, which vLLM 0.32 computes with such scales on GPUs alone (SUPPORTED_W_A in its "
+        "cpu_moe.py), where they are untried: use `checkpoint-convert export --quantization`": (
+            shape.moe
+        ),
+        "towers for images, which are untried: calibrate a model of text": has_other_towers(hf),
+        "quantised weights: calibrate a copy by `checkpoint-convert import` and `export`": (
+            read_scheme(hf)
+        ),
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            raise ValueError(f"{hf} has {obstacle}")
     samples = _samples(hf, calibrate)
     with closing(open_weights(hf, shape)) as weights:
         dtypes = weights.dtypes

@@ -182,7 +182,7 @@ def test_modelopt_reads_and_writes_our_nvfp4_as_we_do(folders, tmp_path):
     assert num_halfway < 1e-3 * num_values
 
 
-def test_experts_and_files_without_completions_are_refused(folders, tmp_path):
+def test_other_models_and_files_without_completions_are_refused(folders, tmp_path):
     for rows, why in (
         ([], "empty"),
         ([{"prompt": "What?"}], "a prompt and a completion in each line"),
@@ -190,6 +190,7 @@ def test_experts_and_files_without_completions_are_refused(folders, tmp_path):
         with pytest.raises(ValueError, match=why):
             calibrated(folders["plain"], tmp_path / "out", "fp8", rows)
     mixture = tiny_model(tmp_path / "mixture", "qwen3_moe")
-    with pytest.raises(ValueError, match="experts"):
-        calibrated(mixture, tmp_path / "out", "fp8", ROWS)
+    for model, why in ((mixture, "experts.* cpu_moe"), (folders["rows"], "quantised weights: ")):
+        with pytest.raises(ValueError, match=why):
+            calibrated(model, tmp_path / "out", "fp8", ROWS)
     assert not (tmp_path / "out").exists()
