@@ -97,14 +97,19 @@ def as_laid_out(places: Mapping[str, TensorPlace], layout: Layout) -> dict[str, 
     return {name: replace(place, shape=layout.shapes[name]) for name, place in places.items()}
 
 
-def whole_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and values of every tensor of a Hugging Face folder, dequantised, one at a time."""
-    with closing(open_weights(folder, read_shape(folder))) as weights:
-        for name, stored in file_tensors(weights.shape).items():
-            size = weights.layout.shapes[name]
+def whole_tensors(folder: Path, *, of_mtp: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Name and values of every tensor of a Hugging Face folder, dequantised, one at a time: of the
+    model, or `of_mtp` of its layer for multi-token prediction, without copies of the model's."""
+    shape, names = read_shape(folder), None
+    if of_mtp:
+        others, shape = file_tensors(shape), replace(shape, trains_mtp=True)
+        names = file_tensors(shape).keys() - others.keys()
+    with closing(open_weights(folder, shape, names)) as weights:
+        stored = file_tensors(shape)
+        for name, size in weights.layout.shapes.items():
             values = torch.empty(size, dtype=DTYPES[weights.tensors.dtypes[name]])
             weights.tensors.read_into(name, Box.whole(size), values)
-            yield name, values.view(stored)
+            yield name, values.view(stored[name])
 
 
 def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:

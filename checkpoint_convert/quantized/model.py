@@ -23,6 +23,8 @@ from checkpoint_convert.vllm import EngineDims, engine_parameters, part_of, work
 from parallel import Box, Layout, ParallelDims, Shape, ShardMapping
 
 HEAD = "lm_head"
+_UNQUANTIZED = (ROUTER, "eh_proj.weight")
+"""Matrices of layers that engines never quantise, by name endings in Megatron."""
 _IGNORE = "rollout.quantization_ignore (--ignore of checkpoint-convert)"
 
 
@@ -94,8 +96,8 @@ def quantized_model(
     parameters = [*engine_parameters(shape)]
     others = _ignored(parameters, ignore, shape.family)
     linear = [p for p in parameters if _is_matrix(p) and p.sources[0].name not in others]
-    routers = [each.sources[0].name for each in parameters if each.name == ROUTER]
-    ignored = [*(name.removesuffix(WEIGHT) for name in (*routers, *others)), HEAD]
+    kept = [each.sources[0].name for each in parameters if each.name.endswith(_UNQUANTIZED)]
+    ignored = [*(name.removesuffix(WEIGHT) for name in (*kept, *others)), HEAD]
     config = quantization_config(quantization, ignored)
     # The path only names the scheme in errors.
     scheme = scheme_of(Path(quantization), config, dtype)
@@ -124,7 +126,8 @@ def _fused(linear: list[Parameter]) -> dict[str, tuple[str, ...]]:
 def _is_matrix(parameter: Parameter) -> bool:
     """Whether a parameter of an engine is the weight of a linear layer."""
     is_of_layer = ".layers." in parameter.sources[0].name
-    return len(parameter.shape) == 2 and is_of_layer and parameter.name != ROUTER
+    is_kept = parameter.name.endswith(_UNQUANTIZED)
+    return len(parameter.shape) == 2 and is_of_layer and not is_kept
 
 
 def _ignored(

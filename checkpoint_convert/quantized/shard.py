@@ -6,6 +6,7 @@ the whole matrix instead.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import local
 from typing import NamedTuple
@@ -177,16 +178,19 @@ class QuantizedShard(Mapping[str, Tensor]):
 
 
 def quantized_tensors(
-    folder: Path, quantization: str, ignore: Sequence[str] = ()
+    folder: Path, quantization: str, ignore: Sequence[str] = (), *, of_mtp: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and values of every tensor of the model in a folder, quantised by an `ENGINE_SCHEMES`.
+    """Name and values of every tensor of `whole_tensors`, quantised by an `ENGINE_SCHEMES`.
 
     One at a time, a weight before its scales. `ignore` is as in `quantized_model`.
     """
-    model = quantized_model(quantization, read_shape(folder), "BF16", ignore)
+    shape = read_shape(folder)
+    # `ignore` may name modules of the layer that drafts.
+    shape = replace(shape, trains_mtp=shape.can_train_mtp)
+    model = quantized_model(quantization, shape, "BF16", ignore)
     assert model is not None, "the scheme is not none"
     dtype = STORED_DTYPES[model.scheme.dtype]
-    for name, values in whole_tensors(folder):
+    for name, values in whole_tensors(folder, of_mtp=of_mtp):
         if name not in model.matrices:
             yield name, values
             continue

@@ -24,7 +24,6 @@ _FROZEN = "it does not support frozen weights"
 _IMAGES = "it does not support images yet"
 _LAYER = "it does not support the layer for multi-token prediction"
 _TRAINED_DRAFTS = "engines must draft with the layer of model.path, which pushes update"
-_EIGHT_BITS = "it does not support quantised engines yet"
 _UNTRIED = "it is untested with several groups"
 _TOWERS = "vision towers are not quantised"
 _NO_MODEL = "no supported model has both"
@@ -91,7 +90,8 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     ("rollout.quantization", _GROUPS): _UNTRIED,
     ("rollout.sglang.limit_mm_data_per_request", _GROUPS): _UNTRIED,
     # Low precision.
-    ("rollout.vllm.speculative_config", "rollout.quantization"): _EIGHT_BITS,
+    ("rollout.vllm.speculative_config.model", "rollout.quantization"): "engines quantise the "
+    "folder of the model alone",
     ("rollout.enable_sleep_mode with rollout.engine: sglang", "rollout.quantization"): "SGLang's "
     "memory saver would lose the scales of keys and values, which no push brings",
     ("rollout.quantization: fp8_channel or int8", "rollout.engine: sglang"): (
@@ -115,7 +115,6 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     # The layer for multi-token prediction.
     ("lora.r", "model.mtp_num_layers"): _LAYER,
     ("train.export_quantization", "model.mtp_num_layers"): _LAYER,
-    ("rollout.quantization", "model.mtp_num_layers"): _LAYER,
     ("optimizer.optimizer_cpu_offload", "model.mtp_num_layers"): _LAYER,
     ("model.megatron.fp8", "model.mtp_num_layers"): _LAYER,
     ("model.megatron.fine_grained_activation_offloading", "model.mtp_num_layers"): _LAYER,

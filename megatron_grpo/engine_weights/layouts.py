@@ -97,10 +97,9 @@ def quantized_engine(
     rollout: RolloutConfig, shape: ModelShape, dtype: str
 ) -> QuantizedModel | None:
     """Quantisation of a model of `dtype` in engines; None without. ValueError if unsupported."""
-    ignore = tuple(rollout.quantization_ignore)
-    return _quantized(
-        rollout.quantization, ignore, rollout.engine, engine_dims(rollout), shape, dtype
-    )
+    ignore, dims = tuple(rollout.quantization_ignore), engine_dims(rollout)
+    shape = served_shape(shape, rollout)
+    return _quantized(rollout.quantization, ignore, rollout.engine, dims, shape, dtype)
 
 
 @lru_cache(maxsize=2)  # pushes and plans call it again: seconds and 60 MB for 1,000B parameters
@@ -269,7 +268,7 @@ def num_copied_latents(rollout: RolloutConfig, shape: ModelShape, dtype: str) ->
     if shape.latent is None or (rollout.engine, rollout.quantization) == ("vllm", "none"):
         return 0
     if rollout.engine != "vllm" or not rollout.quantization_ignore:
-        return shape.num_layers
+        return shape.num_layers + served_shape(shape, rollout).trains_mtp
     model = quantized_engine(rollout, shape, dtype)
     assert model is not None, "rollout.quantization is not none"
     return _num_quantized(model, ".kv_b_proj.weight")

@@ -337,9 +337,10 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
             f"{drafts} {table} has no method: give its method, such as mtp": (
                 table.get("method") is None
             ),
-            f"{drafts} drafts with {method}, and model.path has quantised weights, which vLLM "
-            "dequantises without the layer for it: leave it out, or train from a copy that is not "
-            "quantised": is_mtp and read_scheme(cfg.model.path) is not None,
+            f"{drafts} drafts with {method} and the layer of {model}, and model.path has quantised "
+            "weights, which vLLM dequantises with its own layer alone: leave out `model`": (
+                is_mtp and not is_own and read_scheme(cfg.model.path) is not None
+            ),
         }
     )
     if is_mtp and is_own and not shape.trains_mtp and not mtp_tensors(cfg.model.path, shape):

@@ -7,7 +7,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -287,7 +287,9 @@ def quantizing_arguments(
 ) -> dict[str, Any]:
     """Arguments to build the model quantised, and to quantise its folder as pushes are; ValueError
     if vLLM cannot."""
-    quantized = quantized_engine(rollout, read_shape(model.path), model.dtype)
+    shape = read_shape(model.path)
+    shape = replace(shape, trains_mtp=shape.can_train_mtp)  # whoever trains the drafter
+    quantized = quantized_engine(rollout, shape, model.dtype)
     assert quantized is not None, "rollout.quantization is not none"
     _check_load_format(rollout.vllm, "weights of another dtype than engines have")
     config = dict.fromkeys(CONFIG_KEYS) | {CONFIG_KEYS[0]: engine_config(quantized.config)}

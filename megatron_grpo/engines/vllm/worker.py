@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.config import ModelConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.distributed.parallel_state import get_dp_group, get_tp_group
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
@@ -80,7 +80,7 @@ class DequantizingLoader(DefaultModelLoader):
         # vLLM's gpt-oss reads a method from this key even if its value is null.
         vars(model_config.hf_config).pop(CONFIG_KEYS[0], None)
         self.counter_before_loading_weights = time.perf_counter()
-        return whole_tensors(Path(model_config.model))
+        return whole_tensors(Path(model_config.model), of_mtp=is_own_layer(model_config))
 
 
 class QuantizingLoader(DefaultModelLoader):
@@ -92,8 +92,18 @@ class QuantizingLoader(DefaultModelLoader):
         """Yield each tensor of the folder, quantised, and its scales."""
         self.counter_before_loading_weights = time.perf_counter()
         scheme = str(self.load_config.load_format).removeprefix(QUANTIZED)
-        ignored = ignored_modules(getattr(model_config.hf_config, CONFIG_KEYS[0]))
-        return quantized_tensors(Path(model_config.model), scheme, ignored)
+        # vLLM gives `hf_overrides` to the model alone, not to its drafter.
+        config = get_current_vllm_config().model_config.hf_config
+        ignored = ignored_modules(getattr(config, CONFIG_KEYS[0]))
+        folder, of_mtp = Path(model_config.model), is_own_layer(model_config)
+        return quantized_tensors(folder, scheme, ignored, of_mtp=of_mtp)
+
+
+def is_own_layer(config: ModelConfig) -> bool:
+    """Whether this is a drafter in the folder of the engine's model: its layer for multi-token
+    prediction."""
+    folder = get_current_vllm_config().model_config.model
+    return config.runner_type == "draft" and config.model == folder
 
 
 def absorb_latents(model: torch.nn.Module | None, dtype: torch.dtype) -> None:

@@ -33,7 +33,7 @@ from helpers.models.conversions import (
 )
 from helpers.models.published import write_config
 from helpers.models.quantized import NVFP4, is_quantized, nvfp4_copies, nvfp4_weights
-from helpers.models.tiny import tiny_model
+from helpers.models.tiny import add_mtp_layer, tiny_model
 from parallel import ParallelDims
 
 # Blocks of 128 divide these sizes, but not the share of a rank at tp4 or tp8, which may have no
@@ -297,6 +297,20 @@ def test_export_of_cut_blocks_is_the_model_quantised(tmp_path):
     assert_same(weights_of(out), weights_of(stored))
     assert verify_weights(out, read) == []
     assert verify_weights(model, out, tolerance=0.1) == []
+
+
+def test_the_drafting_layer_is_read_apart_and_quantised_like_the_last(tmp_path):
+    """Its matrices are those of layer 1; its router and the projection to it stay as they are."""
+    model = add_mtp_layer(tiny_model(tmp_path / "model", "deepseek_v3", **SIZES))
+    drafter, others = (dict(quantized_tensors(model, "int8", of_mtp=x)) for x in (True, False))
+    prefix, copies = "model.layers.2.", ("embed_tokens.weight", "shared_head.head.weight")
+    stored = {n for n in weights_of(model) if n.startswith(prefix) and not n.endswith(copies)}
+    assert {name for name in drafter if not name.endswith("_scale")} == stored
+    assert not stored & others.keys()
+    in_8_bits = {name for name, value in drafter.items() if value.dtype == torch.int8}
+    of_last = {n.replace("layers.1.", "layers.2.") for n, v in others.items() if v.itemsize == 1}
+    assert in_8_bits == of_last & stored
+    assert {f"{prefix}eh_proj.weight", f"{prefix}mlp.gate.weight"} <= stored - in_8_bits
 
 
 @pytest.fixture

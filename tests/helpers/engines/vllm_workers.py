@@ -227,6 +227,8 @@ class WorkerProcess:
 
     worker: Any
     """The vLLM worker that `serve` chose last."""
+    arguments: dict[str, Any]
+    """Arguments of `worker` that its test chose."""
     before: dict[str, Tensor]
     """An earlier copy of the worker's parameters."""
     plain: Tensor

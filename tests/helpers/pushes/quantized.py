@@ -1,7 +1,9 @@
 """Pushes of quantised weights into vLLM workers, compared with what vLLM loads from an export.
 
 The ranks also export the pushed weights as a quantised folder. To check a push, each worker lets
-vLLM load that folder into a second worker of the same rank, and compares the two.
+vLLM load that folder into a second worker of the same rank, and compares the two. Quantised exports
+have no layer for multi-token prediction: where it drafts, the export is plain, and the second
+worker quantises what it loads.
 """
 
 from contextlib import closing
@@ -13,19 +15,30 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from checkpoint_convert import read_shape
 from checkpoint_convert.vllm import EngineDims
-from helpers.engines.vllm_workers import WorkerClient, WorkerEngines, WorkerProcess, start_worker
+from helpers.engines.vllm_workers import (
+    WorkerClient,
+    WorkerEngines,
+    WorkerProcess,
+    parameters_of,
+    start_worker,
+)
 from helpers.oracle.policies import tiny_config
 from helpers.pushes.policies import flip_bits
 from helpers.pushes.workers import differing, padding_bytes
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engine_weights.checksums import pushed_sender, pushed_weights
 from megatron_grpo.engine_weights.protocol import ABSORBED, pushable_parameters
 from megatron_grpo.engines.vllm.args import quantizing_arguments
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, build_policy, weight_sender
-from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency, build_residency
+from megatron_grpo.policy.residency import (
+    EVERYTHING_STAYS,
+    Residency,
+    build_residency,
+    chained_optimizers,
+)
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
 from parallel import ParallelDims
@@ -33,6 +46,10 @@ from parallel.cpu_device import setup_device
 from parallel.groups import Groups, init_groups
 
 CPU = torch.device("cpu")
+MTP = [
+    "model.mtp_num_layers=1",
+    "rollout.vllm.speculative_config={method: mtp, num_speculative_tokens: 1}",
+]
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,8 @@ class Case:
     ignored: str = ""
     """Pattern of modules that stay unquantised; "": none."""
     transport: str = "auto"
+    also: str = ""
+    """A further trained part that is pushed: `mtp`, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +95,7 @@ def config_of(case: Case, dims: ParallelDims, client: WorkerClient) -> Config:
         f"rollout.quantization={case.quantization}",
         f"rollout.weight_transport={case.transport}",
         f"train.run_dir={case.folder.parent / 'run'}",
-        f"train.export_quantization={case.quantization}",
+        *(MTP if case.also else [f"train.export_quantization={case.quantization}"]),
         *([f"rollout.quantization_ignore=['{case.ignored}']"] if case.ignored else []),
         "rollout.enable_sleep_mode=true",
         "train.offload=all",
@@ -130,7 +149,7 @@ def start(
     setup_device(rank)
     client = WorkerClient(engines)
     cfg, groups = config_of(case, dims, client), init_groups(dims)
-    return build_policy(cfg, read_shape(case.folder), groups), groups, client, cfg
+    return build_policy(cfg, trained_shape(cfg), groups), groups, client, cfg
 
 
 def start_sync(
@@ -148,40 +167,48 @@ def start_sync(
 def step(policy: Policy) -> None:
     """Take an optimizer step with gradients that are equal on all ranks of a parameter."""
     policy.zero_grad()
-    for chunk in policy.chunks:
-        for name, parameter in chunk.named_parameters():
+    drafter = [] if policy.mtp is None else [policy.mtp.module]
+    for module in (*policy.chunks, *drafter):
+        for name, parameter in module.named_parameters():
             generator = torch.Generator().manual_seed(crc32(name.encode()))
             parameter.main_grad.normal_(generator=generator)
-    assert policy.optimizer.step()[0]
+    for optimizer in chained_optimizers(policy):
+        assert optimizer.step()[0]
 
 
 def begin_quantized(process: WorkerProcess, case: Case, cfg: Config) -> None:
-    arguments = quantizing_arguments(cfg.model, cfg.rollout, {})
     process.case = case
-    process.worker = start_worker(
-        process.rank, case.folder, case.engine, cfg.model.dtype, **arguments
-    )
-    held = everything(process.worker.get_model())
+    process.arguments = quantizing_arguments(cfg.model, cfg.rollout, {})
+    process.worker = worker_of(process, case.folder, process.arguments)
+    held = everything(process.worker)
     process.before = {name: value.detach().clone() for name, value in held.items()}
 
 
-def everything(model: Any) -> dict[str, torch.Tensor]:
-    """A model's own parameters, and those that vLLM derives from them (`ABSORBED`)."""
-    made = {name: value for name, value in model.named_parameters() if name.endswith(ABSORBED)}
-    return pushable_parameters(model) | made
+def worker_of(process: WorkerProcess, folder: Path, arguments: Any) -> Any:
+    case = process.case
+    return start_worker(
+        process.rank,
+        folder,
+        case.engine,
+        "bfloat16",
+        case.also,
+        **{"load_format": "hf"} | arguments,
+    )
+
+
+def everything(worker: Any) -> dict[str, torch.Tensor]:
+    """Parameters that pushes fill, and those that vLLM derives from them (`ABSORBED`)."""
+    made = {name: v for name, v in parameters_of(worker).items() if name.endswith(ABSORBED)}
+    return worker.push_worker.weights() | made
 
 
 def compare_quantized(process: WorkerProcess, folder: Path) -> Held:
+    arguments = process.arguments if process.case.also else {}
     before, after = (
-        everything(
-            start_worker(
-                process.rank, folder / name, process.case.engine, "bfloat16", load_format="hf"
-            ).get_model()
-        )
-        for name in ("before", "after")
+        everything(worker_of(process, folder / name, arguments)) for name in ("before", "after")
     )
     model = process.worker.get_model()
-    held, own = everything(model), pushable_parameters(model)
+    held, own = everything(process.worker), process.worker.push_worker.weights()
     small = {name: value for name, value in own.items() if value.itemsize == 1}
     scales = {n: v for n, v in own.items() if "_scale" in n}
     changed = differing(held, before)

@@ -149,7 +149,7 @@ def quantized_engine(tmp_path):
         path = write_config(tmp_path, published, **differing)
         given = [f"model.path={path}", f"rollout.quantization={quantization}", *overrides]
         cfg = load_config(Path(f"configs/grpo_{config}.yaml"), given)
-        return engine_bytes(cfg, read_shape(path), CARD)
+        return engine_bytes(cfg, trained_shape(cfg), CARD)
 
     return quantized_engine
 
@@ -184,6 +184,19 @@ def test_quantized_engine_has_latents_projections_twice(quantized_engine):
     assert half.pushed == pytest.approx(halved / 2 + head_and_embedding + routers, rel=2e-3)
     assert half.weights == half.pushed + 2 * 5 * 512 * 128 * (128 + 128) // 16
     assert left_out.weights == left_out.pushed
+
+
+def test_quantization_saves_as_much_of_the_drafting_layer_as_of_another(quantized_engine):
+    def saved(num_layers, *overrides):
+        options = "671b_a37b", "model.dtype=bfloat16", *overrides
+        whole, half = (
+            quantized_engine("DeepSeek-V3", each, *options, num_hidden_layers=num_layers).weights
+            for each in ("none", "fp8")
+        )
+        return whole - half
+
+    drafts = "rollout.vllm.speculative_config={method: mtp, num_speculative_tokens: 1}"
+    assert saved(5, drafts, "model.mtp_num_layers=1") == saved(6) > saved(5)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from checkpoint_convert.vllm import EngineDims
 from helpers.engines.vllm_workers import NUM_ENGINES
-from helpers.models.tiny import mixture_of_blocks, tiny_model
+from helpers.models.tiny import add_mtp_layer, mixture_of_blocks, tiny_model
 from helpers.oracle.policies import layout_name
 from helpers.pushes.quantized import Case, failing_push, push_quantized
 from helpers.ranks.processes import run_ranks
@@ -46,6 +46,28 @@ def test_workers_read_quantised_weights_from_a_folder(tmp_path, engines):
     size, workers = engines
     folder, dims = mixture_of_blocks(tmp_path / "model", "qwen3_moe"), ParallelDims(tensor=2)
     case = Case(folder, EngineDims(tensor=size), "fp8", transport="disk")
+    ranks = run_ranks(dims.world_size, push_quantized, dims, case, workers, tmp_path, timeout=600)
+    check(ranks[0], share=0.51)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "quantization", "dims"),
+    [
+        ("deepseek_v3", "fp8", ParallelDims(tensor=2)),
+        ("glm4_moe", "int8", ParallelDims(data=2, expert=2)),
+        pytest.param("glm4_moe", "fp8", ParallelDims(pipeline=2), marks=slow),
+        pytest.param("glm4_moe_lite", "fp8_channel", ParallelDims(tensor=2), marks=slow),
+    ],
+    ids=lambda each: each if isinstance(each, str) else layout_name(each),
+)
+def test_a_push_of_the_drafting_layer_leaves_what_vllm_quantises(
+    tmp_path, engines, family, quantization, dims
+):
+    size, workers = engines
+    model = add_mtp_layer(mixture_of_blocks(tmp_path / "model", family), norm=1.0)
+    ignored = r"re:model\.layers\.(0|3)\.self_attn\."  # the layer is the last, 3
+    case = Case(model, EngineDims(tensor=size), quantization, ignored, also="mtp")
     ranks = run_ranks(dims.world_size, push_quantized, dims, case, workers, tmp_path, timeout=600)
     check(ranks[0], share=0.51)
 
