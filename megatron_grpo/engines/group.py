@@ -59,7 +59,7 @@ class PartnerGroup(Group):
     checkpoint cannot hold: a resumed run begins unfinished and failed sessions anew."""
 
     def __init__(
-        self, prompt: Prompt, params: SamplingParams, priority: int, features: Json | None
+        self, prompt: Prompt, params: SamplingParams, priority: int, features: Json | None = None
     ) -> None:
         """`features` are the `image_features` of a prompt that has images."""
         super().__init__(prompt, params, priority)
