@@ -79,7 +79,7 @@ ON_GPUS = {
 IN_CI = {
     ("rollout.over_sampling", "agent"),
     ("train.offload: all", "rollout.weight_transport: disk"),
-    ("rollout.recompute_kv_cache: false", "grpo.dynamic_sample"),
+    ("rollout.max_staleness", "grpo.shared_prompts"),
     ("lora.sync: merged", "environment"),
 }
 Pair = tuple[str, str]
