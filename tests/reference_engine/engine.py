@@ -84,6 +84,10 @@ class ModelWorker(PushWorker):
         """Parameters in the form of vLLM or SGLang."""
         return self._held
 
+    def can_sleep(self) -> bool:
+        """It keeps its memory while it sleeps, as vLLM does on CPUs."""
+        return True
+
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
         """Receive a push, and copy it into the model by the names of weight files."""
         sums = super().receive(receiver, received)

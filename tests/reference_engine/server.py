@@ -35,7 +35,8 @@ ROUTES: dict[str, Callable[..., Json | bytes]] = {
     "/load": TransformersEngine.load,
     "/metrics": TransformersEngine.metrics,
     GENERATE: TransformersEngine.generate,
-    "/wake_up": TransformersEngine.answer_nothing,  # it never sleeps
+    "/sleep": TransformersEngine.answer_nothing,  # without effect: it frees no memory
+    "/wake_up": TransformersEngine.answer_nothing,
     "/pause": TransformersEngine.pause,
     "/resume": TransformersEngine.resume,
     "/collective_rpc": TransformersEngine.answer_as_worker,
