@@ -38,22 +38,22 @@ def _text(first: int, num_tokens: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptImages:
-    """The images of one prompt, as a vision tower takes them, end to end; compared by `digest`."""
+    """The images of a prompt, and those that an agent shows later, as a vision tower takes them,
+    end to end; compared by `digest`."""
 
     # [patches, channels * frames * height * width] uint8; none on ranks without a vision tower
     patches: Tensor = field(compare=False)
     # [images, 3] int64, patches of each in time, height and width
     grids: Tensor = field(compare=False)
     digest: str  # hash of patches and grids: prompts with equal tokens may have other images
-    tokens: Tensor = field(compare=False)  # [features] int64, ascending places in the prompt
-    positions: Tensor = field(compare=False)  # [3, prompt tokens], see `prompt_positions`
+    tokens: Tensor = field(compare=False)  # [features] int64, ascending places in the sequence
+    positions: Tensor = field(compare=False)  # [3, tokens up to the last image], `prompt_positions`
 
     def positions_of(self, part: slice) -> Tensor:
-        """Positions [3, part] in the prompt followed by its completion, which is text."""
-        num_prompt_tokens = self.positions.shape[1]
+        """Positions [3, part] in the sequence; all tokens behind the last image are text."""
         after = int(self.positions.max()) + 1
-        completion = _text(after, max(0, part.stop - num_prompt_tokens))
-        return torch.cat([self.positions, completion], dim=1)[:, part]
+        text = _text(after, max(0, part.stop - self.positions.shape[1]))
+        return torch.cat([self.positions, text], dim=1)[:, part]
 
 
 @dataclass(frozen=True, kw_only=True)

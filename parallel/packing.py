@@ -41,7 +41,7 @@ class TokenSequence:
     log_row: int | None = None  # row of the first response token in the token log; None: no log
     root: int | None = None  # index of the sequence in whose response this prompt ends; None: none
     temperature: float | None = None  # of the sampler; None: the run's, in all sequences
-    # Images of the prompt: PromptImages, or a key of them until they are read; None: none
+    # Images of the sequence: PromptImages, or a key of them until they are read; None: none
     images: Hashable | None = None
 
     def __post_init__(self) -> None:
@@ -235,7 +235,7 @@ class _Segment:
 
     tokens: Tensor
     routes: Tensor | None = None  # routes of the first tokens
-    images: PromptImages | None = None  # images of the sequence's prompt
+    images: PromptImages | None = None  # images of the sequence
     position: int = 0  # position of the first token in the sequence
     index: int = -1  # index of the sequence; -1 for a shared prompt
     prefix: int | None = None  # number of the segment that this one continues
@@ -330,7 +330,7 @@ def _pack_images(segments: Sequence[_Segment], columns: ColumnMap) -> PackedImag
             rows.append(torch.full_like(numbers, -1))
             positions.append(numbers.expand(3, -1))
             continue
-        # For the whole prompt: the feature of each image token in this microbatch, -1 for text.
+        # For the whole sequence: the feature of each image token in this microbatch, -1 for text.
         whole = torch.full((max(part.stop, images.positions.shape[1]),), -1)
         whole[images.tokens] = first_rows[images.digest] + torch.arange(len(images.tokens))
         rows.append(whole[part])

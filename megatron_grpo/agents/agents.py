@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -67,7 +67,8 @@ def try_agent(pool: ForkPool, agent: AgentConfig, prompt: Prompt) -> None:
         url = f"http://{LOOPBACK}:{endpoint.getsockname()[1]}"
         instance = pool.new_instance()
         stack.callback(instance.end)
-        acting = instance.begin(prompt.text, _columns(prompt, url, "trial"), seed=0)
+        columns = _columns(prompt, url, "trial", _data_urls(prompt))
+        acting = instance.begin(prompt.text, columns, seed=0)
         if _sends_request(endpoint, acting):
             return
     if not acting.done():  # late: a user's program may have much to prepare
@@ -125,14 +126,15 @@ class Agents:
         """Open a session and have a new agent act in it; returns the sample. Raises InstancesLost
         if no agent can be started any more."""
         agent_cfg = self._cfg.agent
-        session = Session(
-            group, sample_index, router, group.template, agent_cfg, group.max_prompt_length
-        )
         prompt, url = group.prompt, self._endpoint.url
+        images = await asyncio.to_thread(_data_urls, prompt) if prompt.images else []
+        session = Session(
+            group, sample_index, router, group.template, agent_cfg, group.max_prompt_length, images
+        )
         key, agent = self._endpoint.admit(session), self._pool.new_instance()
         try:
             seed = group.params.turn_seed(sample_index, turn=-1)
-            acting = agent.begin(prompt.text, _columns(prompt, url, key), seed)
+            acting = agent.begin(prompt.text, _columns(prompt, url, key, images), seed)
             ending = await asyncio.wrap_future(acting)
             session.end(ending["reward"], ending["metrics"])
         except InstanceFailed as failure:
@@ -198,13 +200,13 @@ class AgentGroup(PartnerGroup):
         prompt: Prompt,
         params: SamplingParams,
         priority: int,
-        _: Json | None = None,
+        features: Json | None = None,
         *,
         agents: Agents,
         template: ChatTemplate,
         max_prompt_length: int,
     ) -> None:
-        super().__init__(prompt, params, priority)
+        super().__init__(prompt, params, priority, features)
         self._agents, self.template = agents, template
         self.max_prompt_length = max_prompt_length
 
@@ -221,8 +223,27 @@ def _described(agent: AgentConfig) -> str:
     return " and ".join(f"agent.{key} {', '.join(names)}" for key, names in named.items() if names)
 
 
-def _columns(prompt: Prompt, url: str, key: str) -> Json:
-    """Arguments of `Actor.run_episode`."""
-    chat = prompt.messages
+def _data_urls(prompt: Prompt) -> list[str]:
+    return [image.data_url for image in prompt.images.images] if prompt.images else []
+
+
+def _columns(prompt: Prompt, url: str, key: str, images: Sequence[str]) -> Json:
+    """Arguments of `Actor.run_episode`; the row has its `images` as data URLs."""
+    chat, row = prompt.messages, dict(prompt.row)
     messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-    return as_unicode({"url": url, "key": key, "row": dict(prompt.row), "messages": messages})
+    if images:
+        assert prompt.data and prompt.data.image_column
+        row[prompt.data.image_column] = images
+        urls = iter(images)
+        messages = [{**each, "content": _with_urls(each["content"], urls)} for each in messages]
+    return as_unicode({"url": url, "key": key, "row": row, "messages": messages})
+
+
+def _with_urls(content: str | list[Json], urls: Iterator[str]) -> str | list[Json]:
+    """A content for chat templates in OpenAI's form."""
+    if isinstance(content, str):
+        return content
+    return [
+        {"type": "image_url", "image_url": {"url": next(urls)}} if part["type"] == "image" else part
+        for part in content
+    ]

@@ -12,7 +12,7 @@ from megatron_grpo.unicode import as_unicode
 
 SAME = ("max_tokens", "stream", "temperature", "top_p", "top_k", "model", "metadata")
 """Fields that OpenAI's requests share."""
-SUPPORTED = "use text, thinking, tool_use and tool_result"
+SUPPORTED = "use text, image, thinking, tool_use and tool_result"
 ONLY_ITS_MODEL = "only the model that wrote it can read it; leave it out"
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -61,12 +61,14 @@ def _chat_messages(message: Json) -> Iterator[Json]:
     if isinstance(message["content"], str):
         yield {"role": role, "content": message["content"]}
         return
-    texts, thinking, calls = [], [], []
+    parts, thinking, calls = [], [], []
     blocks = _objects("content", message["content"])
     for block in blocks:
         kind = block["type"]
         if kind == "text":
-            texts.append(block["text"])
+            parts.append(block)
+        elif kind == "image":
+            parts.append({"type": "image_url", "image_url": block["source"]["data"]})
         elif kind == "thinking":
             thinking.append(block["thinking"])
         elif kind == "tool_use":
@@ -80,8 +82,8 @@ def _chat_messages(message: Json) -> Iterator[Json]:
             raise BadRequest(f"content of type {kind} is not supported: {advice}")
     # `not blocks`: an empty turn of the model comes back as a message without blocks, and is a
     # message of the history. A message of tool results alone has been yielded already.
-    if texts or thinking or calls or not blocks:
-        found: Json = {"role": role, "content": "".join(texts)}
+    if parts or thinking or calls or not blocks:
+        found: Json = {"role": role, "content": parts}
         if thinking:
             found["reasoning_content"] = "".join(thinking)
         if calls:

@@ -8,18 +8,22 @@ Some templates rewrite, too: Qwen3's drops the thinking of earlier turns when th
 
 import hashlib
 import json
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_grpo.agents.token_tree import Place
 from megatron_grpo.agents.turns import end_of_turn
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.encoding import TEMPLATE_ERRORS
+from megatron_grpo.data.images import ImageReader, PromptSources
 from megatron_grpo.data.messages import arguments_of, json_value, text_of
 from megatron_grpo.unicode import as_unicode
+from parallel.words import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Arguments = dict[str, Any] | str
 """Arguments of a call: an object, or the model's text if that is no JSON object."""
+FIRST_MARK, MARKS = 0xD800, re.compile("[\ud800-\udfff]")
+"""Image i of the row in a rendered text is the character FIRST_MARK + i: half of a surrogate pair,
+which no text of a request has. So texts with different images differ."""
 NO_CALL = "each of tool_calls must have a function with a name, and arguments in JSON"
 
 
@@ -94,6 +101,8 @@ class ChatTemplate:
     """The template's end-of-turn token, and end tokens that are no `rollout.stop_token_ids`."""
     end_tokens: frozenset[int]
     """All tokens at which engines stop; a turn's text does not contain them."""
+    image_token: str = ""
+    """The template's text of an image; empty in a run without images."""
 
     @classmethod
     def of(
@@ -101,16 +110,18 @@ class ChatTemplate:
     ) -> "ChatTemplate":
         written = [token for token in end_of_turn(cfg.data, tokenizer) if token in end_tokens][:1]
         others = [token for token in end_tokens if token not in cfg.rollout.stop_token_ids]
+        reader = ImageReader.of(cfg)
         return cls(
             tokenizer,
             cfg.data.template_variables,
             tokenizer.decode(written),
             frozenset([*written, *others]),
             frozenset(end_tokens),
+            str(tokenizer.convert_ids_to_tokens(reader.token_id)) if reader else "",
         )
 
     def render(self, messages: Sequence[Message], tools: Any, *, is_prompt: bool) -> str:
-        """Messages as text; a prompt ends where the model's turn begins.
+        """Messages as text, with MARKS for images; a prompt ends where the model's turn begins.
 
         Templates that iterate over the arguments of a call need objects, others (DeepSeek's) need
         text: the first form that does not fail is used for all calls.
@@ -134,12 +145,31 @@ class ChatTemplate:
                 refusal = refusal or f"the chat template refuses these messages: {error}"
             else:
                 assert isinstance(text, str)
-                return text
+                return self._marked(text, messages)
         raise BadRequest(refusal)
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a rendered text, which has its special tokens already."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+    def _marked(self, text: str, messages: Sequence[Message]) -> str:
+        """Replace the text of each image by its mark."""
+        contents = [each["content"] for each in messages if isinstance(each["content"], list)]
+        images = [part["image"] for parts in contents for part in parts if part["type"] == "image"]
+        first, *others = text.split(self.image_token) if self.image_token else [text]
+        if len(others) != len(images):
+            raise BadRequest(
+                f"the chat template writes {self.image_token} {counted(len(others), 'time')} for "
+                f"{counted(len(images), 'image')}: messages must not contain it"
+            )
+        marks = [chr(FIRST_MARK + image) for image in images]
+        return first + "".join(map(add, marks, others))
+
+    def unmarked(self, text: str) -> str:
+        return MARKS.sub(self.image_token, text)
+
+    def encode(self, text: str, images: PromptSources | None = None) -> list[int]:
+        """Tokens of a rendered text, which has its special tokens already; marks become the row's
+        `images`, see `PromptSources.expand`."""
+        ids: list[int] = self.tokenizer(self.unmarked(text), add_special_tokens=False)["input_ids"]
+        numbers = [ord(mark) - FIRST_MARK for mark in MARKS.findall(text)]
+        return images.expand(ids, numbers) if images and numbers else ids
 
     def find(
         self, turns: Sequence[Turn], messages: Sequence[Message], tools: Any, text: str
@@ -199,8 +229,13 @@ def digests(messages: Sequence[Message], tools: Any) -> tuple[bytes, ...]:
     return tuple(_digest(json.dumps(each, sort_keys=True)) for each in (tools, *messages))
 
 
+def image_digest(url: Any) -> bytes:
+    """Digest of the base64 behind `data:image/png;base64,`: clients may write another type."""
+    return _digest(str(url).rpartition(",")[2])
+
+
 def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _longest_prompt(turns: Sequence[Turn], text: str) -> Found:
@@ -212,18 +247,21 @@ def _longest_prompt(turns: Sequence[Turn], text: str) -> Found:
     return found
 
 
-def messages_of(given: Any) -> list[Message]:
+def messages_of(given: Any, images: Mapping[bytes, int]) -> list[Message]:
     """Normalise messages: contents become text, arguments of calls objects, or text if they are no
-    JSON object. Raises BadRequest for anything but a list of messages with text."""
+    JSON object. A content with images is a list of parts, in which each is a number of `images`,
+    the row's by `image_digest`. Raises BadRequest for other messages, and for other images."""
     if not isinstance(given, list) or not given:
         raise BadRequest("messages must be a list with at least one message")
-    return [_message(each) for each in given]
+    return [_message(each, images) for each in given]
 
 
-def _message(given: Any) -> Message:
+def _message(given: Any, images: Mapping[bytes, int]) -> Message:
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise BadRequest("each message must be an object with a role")
-    message: Message = {"role": given["role"], "content": _text(given.get("content"))}
+    message: Message = {"role": given["role"], "content": _content(given.get("content"), images)}
+    if message["role"] == "assistant" and not isinstance(message["content"], str):
+        raise BadRequest("a message of the assistant has an image, which models cannot write")
     reasoning = given.get("reasoning") or given.get("reasoning_content")
     if isinstance(reasoning, str):
         message["reasoning_content"] = reasoning
@@ -237,11 +275,33 @@ def _message(given: Any) -> Message:
     return message
 
 
-def _text(content: Any) -> str:
+def _content(given: Any, images: Mapping[bytes, int]) -> Any:
     try:
-        return text_of(content)
+        if not isinstance(given, list) or not any(map(_is_image, given)):
+            return text_of(given)
+        return [
+            {"type": "image", "image": _number(part, images)}
+            if _is_image(part)
+            else {"type": "text", "text": text_of([part])}
+            for part in given
+        ]
     except ValueError as error:
         raise BadRequest(str(error)) from None
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image_url"
+
+
+def _number(part: Mapping[str, Any], images: Mapping[bytes, int]) -> int:
+    url = part.get("image_url")
+    number = images.get(image_digest(url.get("url") if isinstance(url, dict) else url))
+    if number is None:
+        raise ValueError(
+            f"an image of a message is none of the row's {len(images)}: send those in the column "
+            "of images as they are; images that tools make are not supported"
+        )
+    return number
 
 
 def _call(given: Any) -> dict[str, Any]:

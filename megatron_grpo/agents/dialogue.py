@@ -154,14 +154,13 @@ class DialogueGroup(PartnerGroup):
         prompt: Prompt,
         params: SamplingParams,
         priority: int,
-        _: Json | None = None,
+        features: Json | None = None,
         *,
         environments: ForkPool,
         template: ObservationTemplate,
         max_turns: int,
     ) -> None:
-        # `_`: image features, as in every `NewGroup`; dialogues have no images.
-        super().__init__(prompt, params, priority)
+        super().__init__(prompt, params, priority, features)
         self._environments, self._template, self._max_turns = environments, template, max_turns
 
     async def _play(self, index: int, router: RequestRouter) -> Sample:
@@ -213,5 +212,6 @@ class DialogueGroup(PartnerGroup):
             # Expert choices of earlier tokens are kept, not asked for again: another engine's
             # router may choose other experts.
             routes_start=sum(map(len, dialogue.routes)),
+            features=self.features,
         )
         return Request(body, self.priority + dialogue.sample_index, params.stop, url)

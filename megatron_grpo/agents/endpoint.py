@@ -35,6 +35,7 @@ from megatron_grpo.agents.chat import (
 from megatron_grpo.agents.openai_api import CHAT, TEXT, Answered, Json, Options, Route
 from megatron_grpo.agents.session import Session, SessionOver
 from megatron_grpo.agents.task_queue import TaskQueue
+from megatron_grpo.data.messages import shown_text
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.unicode import as_unicode
 
@@ -182,12 +183,13 @@ class Endpoint:
         async def take_turn() -> Answered:
             found = session.template.find(session.turns, messages, tools, text)
             turn, choice, url, text_of = await self._sample(request, found, text)
-            chat_request = {**body, "messages": as_openai(messages), "tools": tools}
+            texts = [{**each, "content": shown_text(each["content"])} for each in messages]
+            chat_request = {**body, "messages": as_openai(texts), "tools": tools}
             message = await self._parse(choice, chat_request, url)
             # Parsers have found nothing: the agent gets the text, cut before its stop string.
             if not message.get("tool_calls") and not message.get("reasoning"):
                 message = {"role": "assistant", "content": text_of}
-            [answer] = messages_of([message])
+            [answer] = messages_of([message], {})
             history, heard = digests(messages, tools), since_answer(messages)
             turn = replace(turn, history=history, answer=answer, heard=heard)
             session.turns.append(turn)
@@ -243,9 +245,10 @@ class Endpoint:
 def _chat_of(request: AgentRequest) -> tuple[list[Message], Any, str]:
     """Messages and tools of a request, and both rendered by the template."""
     body = request.body
-    messages, tools = messages_of(body.get("messages")), openai_api.tools_of(body)
-    check_calls(messages, request.session.turns)
-    return messages, tools, request.session.template.render(messages, tools, is_prompt=True)
+    session, tools = request.session, openai_api.tools_of(body)
+    messages = messages_of(body.get("messages"), session.images)
+    check_calls(messages, session.turns)
+    return messages, tools, session.template.render(messages, tools, is_prompt=True)
 
 
 async def _read(http: web.Request, as_chat: Callable[[Json], Json] | None) -> tuple[Json, Options]:

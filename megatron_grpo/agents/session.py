@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_grpo.agents.chat import BadRequest, ChatTemplate, Found, Turn
+from megatron_grpo.agents.chat import BadRequest, ChatTemplate, Found, Turn, image_digest
 from megatron_grpo.agents.token_tree import Place, TokenTree
 from megatron_grpo.config.agent import AgentConfig
+from megatron_grpo.data.images import PromptSources
+from megatron_grpo.data.messages import shown_text
 from megatron_grpo.data.samples import Heard, Sample
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.engine import Json
-from megatron_grpo.engines.group import Group
-from megatron_grpo.engines.request import Request
+from megatron_grpo.engines.group import PartnerGroup
+from megatron_grpo.engines.request import Request, features_at
 from megatron_grpo.engines.router import RequestRouter
 
 NOTHING: Mapping[str, float] = {}
@@ -30,14 +32,18 @@ class Session:
 
     def __init__(
         self,
-        group: Group,
+        group: PartnerGroup,
         sample_index: int,
         router: RequestRouter,
         template: ChatTemplate,
         cfg: AgentConfig,
         max_prompt_length: int,
+        images: Sequence[str] = (),
     ) -> None:
+        """`images` are the `data_url`s of the row's images."""
         self.prompt, self.sample_index, self.template = group.prompt, sample_index, template
+        self.images = {image_digest(url): number for number, url in enumerate(images)}
+        # Tokens of the tree are those of `PromptSources.expand`.
         self.tree, self.turns = TokenTree(), list[Turn]()
         self.finish_reason = "stop"
         self.failure = ""
@@ -93,7 +99,7 @@ class Session:
         return answer
 
     def num_tokens(self, found: Found) -> int:
-        return (found.place.length if found.place else 0) + len(self.template.encode(found.rest))
+        return (found.place.length if found.place else 0) + len(self._encode(found.rest))
 
     def end(
         self, reward: float | None, metrics: Mapping[str, float] = NOTHING, failure: str = ""
@@ -125,19 +131,23 @@ class Session:
             offset += len(branch.logprobs)
         if steps and self.reward is not None:
             steps[-1] = (steps[-1][0], self.reward)
+        token_ids: list[int] = []
         if branches:
-            first = branches[0]
+            first = branches[0].first
+            own = [token for each in branches for token in each.path[each.first :]]
+            token_ids, images = self._placed([*branches[0].path[:first], *own])
             prompt = replace(
                 prompt,
-                token_ids=first.path[: first.first],
+                token_ids=token_ids[:first],
                 text=tree.prompt_text,
                 is_own=True,
+                images=images,
             )
         spans = tree.spans
         return Sample(
             prompt=prompt,
             sample_index=self.sample_index,
-            completion_ids=[t for each in branches for t in each.path[each.first :]],
+            completion_ids=token_ids[len(prompt.token_ids) :],
             logprobs=[p for each in branches for p in each.logprobs],
             finish_reason=self.finish_reason,
             text="".join([each.text for each in branches]),
@@ -155,22 +165,29 @@ class Session:
 
     def _prompt_of(self, found: Found) -> tuple[Place | None, list[int]]:
         """Place in the tree that the prompt goes on from, and the new tokens behind it."""
-        template = self.template
         if found.place is not None:
-            return found.place, template.encode(found.rest) if found.rest else []
+            return found.place, self._encode(found.rest) if found.rest else []
         # A rewritten history: tokens before the first change stay shared, the rest is a branch.
-        ids = template.encode(found.rest)
+        ids = self._encode(found.rest)
         place = self.tree.shared(ids)
         if place is None:
             return None, ids
         if self._cfg.on_rewrite == "drop":
-            token = template.tokenizer.convert_ids_to_tokens(ids[place.length : place.length + 1])
+            other, _ = self._placed(ids[place.length : place.length + 1])
+            token = self.template.tokenizer.convert_ids_to_tokens(other)
             self._refuse(
                 "failed",
                 f"its messages rewrite the history: the token at {place.length} is {token}, where "
                 "the session has another (agent.on_rewrite is drop)",
             )
         return place, ids[place.length :]
+
+    def _encode(self, text: str) -> list[int]:
+        return self.template.encode(text, self.prompt.images)
+
+    def _placed(self, expanded: Sequence[int]) -> tuple[list[int], PromptSources | None]:
+        images = self.prompt.images
+        return images.placed(expanded) if images else ([*expanded], None)
 
     def _request(
         self, place: Place | None, context: list[int], max_tokens: int | None, stop: Sequence[str]
@@ -181,7 +198,10 @@ class Session:
             self._refuse("max_turns", f"agent.max_turns {cfg.max_turns} is reached")
         if cfg.max_tokens is not None and tree.num_sampled >= cfg.max_tokens:
             self._refuse("length", f"agent.max_tokens {cfg.max_tokens} is reached")
-        token_ids = [*(tree.tokens(place) if place else ()), *context]
+        token_ids, images = self._placed([*(tree.tokens(place) if place else ()), *context])
+        if images and len(images.places) > images.reader.most:
+            raise BadRequest(f"more images than {images.reader.limit}.image {images.reader.most}")
+        features = self._group.features
         if (room := self._longest - len(token_ids)) < 1:
             self._refuse(
                 "length",
@@ -197,6 +217,7 @@ class Session:
             seed=params.turn_seed(self.sample_index, turn),
             max_tokens=max_tokens,
             routes_start=tree.num_routed(place) if place else 0,
+            features=features_at(features, images.places) if features and images else None,
         )
         if stop:
             # The stop string stays in the tokens that are trained on; `Endpoint._sample` cuts the
@@ -213,7 +234,7 @@ class Session:
         if place is None and self.tree.branches:
             place = self.tree.shared(context)
             context = context[place.length if place else 0 :]
-        end = self.tree.add(place, context, text, choice)
+        end = self.tree.add(place, context, self.template.unmarked(text), choice)
         if self._params.has_routes:
             # Not `routes_start` of the request: a concurrent turn may have added routes since.
             num_new = end.length - 1 - self.tree.num_routed(end)
@@ -246,5 +267,5 @@ def _heard(turn: Turn | None) -> Heard:
     return Heard(
         tuple(message["role"] for message in turn.heard),
         tuple(call["name"] for call in turn.answer.get("tool_calls", ())),
-        tuple(message["content"] for message in turn.heard),
+        tuple(shown_text(message["content"]) for message in turn.heard),
     )

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.agents.fork_pool import InstanceFailed
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import DataConfig
-from megatron_grpo.data.encoding import TEMPLATE_ERRORS, Encoded, encode_rows, render_chats
+from megatron_grpo.data.encoding import TEMPLATE_ERRORS, encode_rows, render_chats
 from megatron_grpo.data.messages import text_of
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.rows import Fault
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,11 +71,13 @@ class ObservationTemplate:
         return tuple(ids[1:]), text[len(self.tokenizer.decode(ids[:1])) :]
 
     def with_first_observation(self, prompt: Prompt, observation: str) -> Prompt:
-        """The prompt with `observation` appended to its last message."""
-        column = self.data.prompt_column
+        """The prompt with `observation` appended to its last message, behind all images. Raises
+        InstanceFailed if they cannot be encoded together."""
+        column, images = self.data.prompt_column, prompt.images
         row = {**prompt.row, column: _appended(prompt.row[column], observation)}
-        [encoded] = encode_rows(self.data, self.tokenizer, [row])
-        assert isinstance(encoded, Encoded), "it was none without the observation"
+        [encoded] = encode_rows(self.data, self.tokenizer, [row], images.reader if images else None)
+        if isinstance(encoded, Fault):  # such as a mark of an image in the observation
+            raise InstanceFailed(f"with its first observation {encoded.kind}")
         return replace(prompt, token_ids=encoded.token_ids, text=encoded.text, is_own=True)
 
     def _encode(self, text: str) -> list[int]:

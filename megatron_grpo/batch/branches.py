@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_grpo.data.images import PromptSources
 from megatron_grpo.data.samples import Branch, Sample
 from parallel.packing import TokenSequence, by_prompt
 from parallel.shared_prefix import Branched, PromptGroup
@@ -94,6 +95,7 @@ def cut_out(whole: TokenSequence, branch: Branch) -> TokenSequence:
         if isinstance(value, Tensor)
     }
     tokens, routes, row = _joined(whole.tokens, bounds), whole.routes, whole.log_row
+    images = whole.images
     return replace(
         whole,
         **own,
@@ -102,6 +104,7 @@ def cut_out(whole: TokenSequence, branch: Branch) -> TokenSequence:
         # One row fewer than tokens: the engine never read the last token of a branch.
         routes=None if routes is None else _joined(routes, bounds)[: len(tokens) - 1],
         log_row=None if row is None else row + branch.start,
+        images=images.cut_out(bounds) if isinstance(images, PromptSources) else None,
     )
 
 

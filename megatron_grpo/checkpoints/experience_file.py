@@ -89,9 +89,7 @@ def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str) -> Exp
     bounds = list(pairwise([0, *accumulate(tensors["lengths"].tolist())]))
     samples = [
         Sample(
-            prompt=replace(by_index[row["prompt"]], **row["own_prompt"])
-            if row["own_prompt"]
-            else by_index[row["prompt"]],
+            prompt=_with_own(by_index[row["prompt"]], row["own_prompt"]),
             sample_index=row["sample_index"],
             completion_ids=tensors["completion_ids"][start:end].tolist(),
             logprobs=tensors["rollout_logprobs"][start:end].tolist(),
@@ -136,7 +134,18 @@ def _own(prompt: Prompt) -> dict[str, Any] | None:
     """Fields of a prompt that belongs to a single sample; None for a prompt of the data."""
     if not prompt.is_own:
         return None
-    return {"token_ids": [*prompt.token_ids], "text": prompt.text, "is_own": True}
+    own = {"token_ids": [*prompt.token_ids], "text": prompt.text, "is_own": True}
+    return own | ({"places": prompt.images.places} if prompt.images else {})
+
+
+def _with_own(prompt: Prompt, own: Mapping[str, Any] | None) -> Prompt:
+    """A prompt of the data with the `_own` fields of a sample's."""
+    if own is None:
+        return prompt
+    fields = {name: value for name, value in own.items() if name != "places"}
+    places = tuple((image, start) for image, start in own.get("places", ()))
+    images = replace(prompt.images, places=places) if prompt.images and places else None
+    return replace(prompt, **fields, images=images)
 
 
 def _joined(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:

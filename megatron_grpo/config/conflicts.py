@@ -129,7 +129,6 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     "engines would draft with random weights",
     # Images.
     ("data.apply_chat_template: false", "data.image_column"): "the chat template places images",
-    ("dialogues", "data.image_column"): _IMAGES,
     ("reward_model", "data.image_column"): _IMAGES,
     ("rollout.enable_sleep_mode", "data.image_column"): _IMAGES,
     ("rollout.vllm.speculative_config", "data.image_column"): _IMAGES,

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.data.images import ImageReader, PromptSources, images_of
-from megatron_grpo.data.messages import message_of_data
+from megatron_grpo.data.messages import IMAGE_MARK, message_of_data
 from megatron_grpo.data.rows import Fault, Row
 from megatron_grpo.unicode import is_unicode
 
@@ -22,8 +22,6 @@ TEMPLATE_ERRORS = (TemplateError, TypeError)
 """Errors of Jinja, and of a template that gets a field of an unexpected type."""
 TEXTS_AT_ONCE = 4096
 """Enough for all cores; more would hold more of the tokenizer's lists in memory at a time."""
-IMAGE_MARK = "<image>"
-"""Placeholder of an image in the texts of many data sets."""
 Chat = str | list[dict[str, Any]]
 """A text that is used as it is, or messages for the chat template."""
 
@@ -84,7 +82,7 @@ def _with_images(
     if isinstance(found, Fault):
         return found
     token_ids, sources = found
-    return Encoded(encoded.text, array("i", token_ids), sources if images else None)
+    return Encoded(encoded.text, array("i", token_ids), sources)
 
 
 def _check_variables(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -11,11 +11,13 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.families.multimodal import WITH_IMAGES
@@ -28,6 +30,7 @@ from megatron_grpo.data.rows import BASE64, Fault, Row
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
 
     from parallel.images import PromptImages
 
@@ -61,6 +64,17 @@ class ImageSource:
         """Digest of the bytes, or of the file's name: folders may move, but files do not change."""
         own = self.content if isinstance(self.content, bytes) else self.name.encode()
         return hashlib.blake2b(own).digest()
+
+    @property
+    def data_url(self) -> str:
+        """The file in base64, as OpenAI's API takes it. Raises OSError if it is no image."""
+        content = self.content
+        with _named(self) as opened:
+            kind = opened.get_format_mimetype()
+            encoded = base64.b64encode(
+                content if isinstance(content, bytes) else content.read_bytes()
+            )
+        return f"data:{kind};base64,{encoded.decode()}"
 
 
 def image_limits(rollout: RolloutConfig) -> tuple[str, Any]:
@@ -101,7 +115,7 @@ def _image(value: Any, name: str, data: DataConfig) -> ImageSource | Fault:
 
 
 @contextmanager
-def _named(image: ImageSource) -> "Iterator[Image]":
+def _named(image: ImageSource) -> "Iterator[ImageFile]":
     """Open an image; its pixels are read on first use. OSErrors of the block name the image."""
     from PIL import Image  # noqa: PLC0415
 
@@ -154,7 +168,7 @@ class ImageReader:
 
     def expand(
         self, token_ids: Sequence[int], images: Sequence[ImageSource]
-    ) -> "tuple[list[int], PromptSources] | Fault":
+    ) -> "tuple[list[int], PromptSources | None] | Fault":
         """Repeat the token of each image once per feature, and note where each image begins.
         `token_ids` has one token per image, as chat templates write it."""
         if (num_tokens := token_ids.count(self.token_id)) != len(images):
@@ -173,16 +187,8 @@ class ImageReader:
                     counts.append(self._num_tokens(opened))
             except OSError as error:
                 return Fault("an image cannot be read", str(error))
-        expanded: list[int] = []
-        starts: list[int] = []
-        for token in token_ids:
-            if token != self.token_id:
-                expanded.append(token)
-                continue
-            starts.append(len(expanded))
-            expanded += [token] * counts[len(starts) - 1]
-        sources = PromptSources(tuple(images), tuple(starts), tuple(counts), len(expanded), self)
-        return expanded, sources
+        sources = PromptSources(tuple(images), tuple(counts), self)
+        return sources.placed(sources.expand(token_ids, range(len(images))))
 
     def _num_tokens(self, opened: "Image") -> int:
         """Count the tokens from the header. EXIF's rotation swaps sides, which keeps the count."""
@@ -199,9 +205,11 @@ class ImageReader:
 
         from parallel.images import PromptImages, prompt_positions  # noqa: PLC0415
 
-        pixels = []
-        for image, count in zip(images.images, images.counts, strict=True):
-            with _named(image) as opened:
+        pixels, tokens = [], []
+        for number, start in images.places:
+            count = images.counts[number]
+            tokens.append(torch.arange(start, start + count))
+            with _named(images.images[number]) as opened:
                 if (num_tokens := self._num_tokens(opened)) != count:
                     raise ValueError(
                         f"it has {num_tokens} tokens now, and had {count} when the prompts were "
@@ -214,31 +222,30 @@ class ImageReader:
         patches, grids = made["pixel_values"].to(torch.uint8), made["image_grid_thw"]
         merge = processor.merge_size
         sizes = [(t, h // merge, w // merge) for t, h, w in grids.tolist()]
-        ends = [start + count for start, count in zip(images.starts, images.counts, strict=True)]
         digest = hashlib.blake2b(patches.numpy().tobytes() + grids.numpy().tobytes())
         return PromptImages(
             patches=patches,
             grids=grids,
             digest=digest.hexdigest(),
-            tokens=torch.cat(
-                [torch.arange(*each) for each in zip(images.starts, ends, strict=True)]
+            tokens=torch.cat(tokens),
+            # Up to the end of the last image: what follows is text.
+            positions=prompt_positions(
+                int(tokens[-1][-1]) + 1, [start for _, start in images.places], sizes
             ),
-            positions=prompt_positions(images.num_tokens, images.starts, sizes),
         )
 
 
 @dataclass(frozen=True)
 class PromptSources:
-    """The images of a prompt as they are in the data."""
+    """The images of a row as they are in the data, and their places in a sequence."""
 
     images: tuple[ImageSource, ...]
-    starts: tuple[int, ...]
-    """Position of each image's first token in the prompt."""
     counts: tuple[int, ...]
     """Tokens of each image."""
-    num_tokens: int
-    """Tokens of the prompt."""
     reader: ImageReader = field(repr=False, compare=False)
+    places: tuple[tuple[int, int], ...] = ()
+    """(index in `images`, position of its first token), by position; an agent may leave out images
+    and repeat others."""
 
     @property
     def shown(self) -> str:
@@ -250,6 +257,39 @@ class PromptSources:
 
     def read(self) -> "PromptImages":
         return self.reader.read(self)
+
+    def expand(self, token_ids: Sequence[int], numbers: Iterable[int]) -> list[int]:
+        """Replace the k-th image token by the tokens of image `numbers[k]`, which are -1 - i for
+        image i: token ids would be equal for images of one size."""
+        following = iter(numbers)
+        expanded: list[int] = []
+        for token in token_ids:
+            if token == self.reader.token_id:
+                number = next(following)
+                expanded += [-1 - number] * self.counts[number]
+            else:
+                expanded.append(token)
+        return expanded
+
+    def placed(self, expanded: Sequence[int]) -> "tuple[list[int], PromptSources | None]":
+        """Token ids of an expanded sequence, and its images with their places; None without any."""
+        tokens = np.array(expanded, np.int32)
+        of_images = np.flatnonzero(tokens < 0)
+        places, row = list[tuple[int, int]](), 0
+        while row < len(of_images):
+            number, at = -1 - int(tokens[of_images[row]]), int(of_images[row])
+            places.append((number, at))
+            row += self.counts[number]
+        tokens[of_images] = self.reader.token_id
+        return tokens.tolist(), replace(self, places=tuple(places)) if places else None
+
+    def cut_out(self, bounds: Iterable[tuple[int, int]]) -> "PromptSources | None":
+        """The images that begin in the parts (start, end) of the sequence, laid end to end."""
+        places, first = list[tuple[int, int]](), 0
+        for start, end in bounds:
+            places += [(i, first + at - start) for i, at in self.places if start <= at < end]
+            first += end - start
+        return replace(self, places=tuple(places)) if places else None
 
 
 def read_images[T](

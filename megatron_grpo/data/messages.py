@@ -5,6 +5,8 @@ from typing import Any
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts that are text, and the field with the text."""
+IMAGE_MARK = "<image>"
+"""Placeholder of an image in the texts of many data sets, and in logs."""
 
 
 def text_of(content: Any) -> str:
@@ -33,6 +35,13 @@ def _wrong_content(what: str) -> ValueError:
     return ValueError(
         f"the content of a message must be a text, or a list of parts of type text, not {what}"
     )
+
+
+def shown_text(content: str | list[dict[str, Any]]) -> str:
+    """Text of a content for chat templates, with a mark for each image."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", IMAGE_MARK) for part in content)
 
 
 def message_of_data(given: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from megatron_grpo.data.messages import shown_text
 from megatron_grpo.data.rows import BASE64, Row
 from megatron_grpo.unicode import as_unicode
 
@@ -154,17 +155,8 @@ def sample_row(
 
 
 def _texts_of(chat: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Role and text of each message, with a mark for each image."""
-    contents = ((message["role"], message["content"]) for message in chat)
-    return [
-        {
-            "role": role,
-            "content": content
-            if isinstance(content, str)
-            else "".join(part.get("text", "<image>") for part in content),
-        }
-        for role, content in contents
-    ]
+    """Role and text of each message."""
+    return [{"role": each["role"], "content": shown_text(each["content"])} for each in chat]
 
 
 def finite_or_none(value: float) -> float | None:

@@ -58,6 +58,13 @@ class PartnerGroup(Group):
     """Sessions of the model with partners, each at its own pace. A partner is a process, which a
     checkpoint cannot hold: a resumed run begins unfinished and failed sessions anew."""
 
+    def __init__(
+        self, prompt: Prompt, params: SamplingParams, priority: int, features: Json | None
+    ) -> None:
+        """`features` are the `image_features` of a prompt that has images."""
+        super().__init__(prompt, params, priority)
+        self.features = features
+
     async def sample(self, router: RequestRouter) -> list[Sample]:
         async def play(index: int) -> None:
             self._samples[index] = await self._play(index, router)

@@ -234,6 +234,17 @@ def image_features(images: "PromptImages") -> Json:
     }
 
 
+def features_at(features: Json, places: Sequence[tuple[int, int]]) -> Json:
+    """The `image_features` of images by (index, position of its first token)."""
+    found = {
+        name: {"image": [values["image"][number] for number, _ in places]}
+        for name, values in features.items()
+    }
+    sizes = found["mm_placeholders"]["image"]
+    moved = [{**size, "offset": at} for size, (_, at) in zip(sizes, places, strict=True)]
+    return found | {"mm_placeholders": {"image": moved}}
+
+
 _WHOLE = {"slices": [(None, None, None)], "dim": 0, "keep_on_cpu": False}
 _RAW = 3
 """vLLM's msgpack code for raw tensor bytes."""

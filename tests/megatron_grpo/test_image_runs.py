@@ -1,5 +1,6 @@
 """Whole runs on prompts with images."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ from safetensors.torch import load_file
 
 from demo.make_squares import write
 from helpers.engines.live import kernels_for
-from helpers.models.images import tiny_vision_model
+from helpers.models.images import picture, tiny_vision_model
 from helpers.oracle.adapters import ATTENTION
+from helpers.runs.environments import write_environments
 from helpers.runs.jobs import finish_job
 from helpers.runs.train import TINY_CONFIG, read_metrics
 
@@ -23,6 +25,26 @@ IN_FLIGHT = [
     "rollout.in_flight_updates=true",
     "grpo.rollout_importance_sampling_mode=token_truncate",
 ]
+
+
+AGENT = '''
+async def compare(client, row):
+    """Shows an image, then the other; forgets the first; shows one twice, and both at once."""
+    async def ask(*messages):
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        return answer.choices[0].message.model_dump(exclude_none=True)
+
+    def user(*urls):
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        return {"role": "user", "content": [*images, {"type": "text", "text": "Which?"}]}
+
+    one, other = row["image"]
+    turn = await ask(user(one))
+    await ask(user(one), turn, user(other))
+    await ask(user(other))
+    await ask(user(one, one))
+    return len((await ask(user(other, one)))["content"])
+'''
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +110,51 @@ def test_image_runs_push_adapters_of_the_text_tower(tmp_path, family, axes, opti
     steps = read_metrics(tmp_path / "run")
     assert steps[-1]["kl"] > 1e-3  # against the model without adapters
     assert all(step["rollout/logprob_gap_max"] < 1e-4 for step in steps)
+
+
+def test_environments_observe_an_image_at_every_turn(tmp_path):
+    """Each sample has its own first observation, behind the image."""
+    model = tiny_vision_model(tmp_path / "model", "qwen3_vl")
+    game = [
+        f"environment.name={write_environments(tmp_path)}:Dice",
+        "environment.max_turns=2",
+        # The first is what the template writes after a turn; the others shorten turns.
+        f"rollout.stop_token_ids={[3, *range(20, 60)]}",
+        "rollout.max_completion_length=100",
+        "data.max_prompt_length=400",
+        "reward.functions=[]",
+    ]
+    learn(tmp_path / "run", model, *game, axes=RANKS)
+    for step in read_metrics(tmp_path / "run"):
+        assert step["rollout/logprob_gap_max"] < 1e-4
+        assert step["num_turns/max"] == 2
+
+
+def test_agents_show_images_of_their_row_at_any_turn(tmp_path):
+    model, rows = tiny_vision_model(tmp_path / "model", "qwen3_vl"), tmp_path / "rows.jsonl"
+    for seed in range(16):
+        picture(60, 90, seed).save(tmp_path / f"{seed}.png")  # only pixels tell them apart
+    pairs = [[f"{seed}.png", f"{seed + 1}.png"] for seed in range(0, 16, 2)]
+    table = [json.dumps({"prompt": "Which?", "image": each}) for each in pairs]
+    rows.write_text("\n".join(table))
+    (tmp_path / "agent.py").write_text(AGENT)
+    agents = [
+        *(f"data.path={rows}", "data.answer_column=null"),
+        "rollout.vllm.limit_mm_per_prompt.image=2",
+        f"agent.function={tmp_path / 'agent.py'}:compare",
+        "rollout.tool_call_parser=hermes",
+        "reward.functions=[]",
+        f"rollout.stop_token_ids={[*range(20, 60)]}",
+        "rollout.max_completion_length=200",
+        "data.max_prompt_length=200",
+        *("grpo.num_generations=4", "grpo.generation_batch_size=16"),
+        *("grpo.shared_prompts=true", "grpo.beta=0.1"),
+    ]
+    learn(tmp_path / "run", model, *agents, axes=RANKS)
+    for step in read_metrics(tmp_path / "run"):
+        assert step["rollout/logprob_gap_max"] < 1e-4
+        assert (step["num_turns/max"], step["agent/branches_mean"]) == (5, 4)
+        assert step["agent/failed_ratio"] == 0 and step["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("options", [[], [TRAINED, "optimizer.optimizer=muon"]], ids=str)

@@ -197,6 +197,33 @@ def with_completion(sequence: TokenSequence, num_tokens: int, seed: int) -> Toke
     return replace(sequence, tokens=tokens, rollout_logprobs=torch.zeros(num_tokens))
 
 
+def branch_with_image(
+    root: TokenSequence, grid: tuple[int, int], seed: int, family: str = FAMILY
+) -> TokenSequence:
+    """Sequence 0, `root`, up to the second token of its completion; then text around one more image
+    of ``(height, width)`` patches."""
+    assert isinstance(root.images, PromptImages)
+    generator = torch.Generator().manual_seed(seed)
+    own = sequence_with_images([grid], 4, seed, family=family)
+    context = root.tokens[: root.num_prompt_tokens + 2]
+    before, after = root.images, random_images([grid], [4], len(own.tokens), generator, family)
+    positions = before.positions_of(slice(len(context)))
+    return replace(
+        root,
+        root=0,
+        tokens=torch.cat([context, own.tokens]),
+        num_prompt_tokens=len(context),
+        rollout_logprobs=torch.zeros(len(own.tokens)),
+        images=PromptImages(
+            patches=torch.cat([before.patches, after.patches]),
+            grids=torch.cat([before.grids, after.grids]),
+            digest=f"{before.digest} {after.digest}",
+            tokens=torch.cat([before.tokens, after.tokens + len(context)]),
+            positions=torch.cat([positions, after.positions + positions.max() + 1], dim=1),
+        ),
+    )
+
+
 def with_other_pixels(sequence: TokenSequence) -> TokenSequence:
     """The same tokens after other images of the same sizes."""
     assert sequence.images is not None

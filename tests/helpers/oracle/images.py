@@ -11,6 +11,7 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.text_tower import is_of_text, text_name
 from helpers.models.images import (
+    branch_with_image,
     logits,
     sequence_with_images,
     with_completion,
@@ -34,8 +35,9 @@ from parallel.alignment import Alignment
 from parallel.groups import Groups
 from parallel.packing import PackedBatch, TokenSequence, pack
 
-# Prompts with images of several sizes, packed with text; text alone; an empty microbatch.
-MICROBATCHES = [[0, 1, 2, 3, 4], [5], [6], []]
+# Prompts with images of several sizes, packed with text and a branch of the first, which has one
+# more image; text alone; an empty microbatch.
+MICROBATCHES = [[0, 1, 2, 3, 4, 7], [5], [6], []]
 
 
 def sequences(family: str) -> list[TokenSequence]:
@@ -44,7 +46,8 @@ def sequences(family: str) -> list[TokenSequence]:
         sequence_with_images(each, 5 + 3 * seed, seed, LOSS_WEIGHT, family)
         for seed, each in enumerate(grids)
     )
-    return [first, with_completion(first, 9, seed=7), with_other_pixels(first), *others]
+    branch = branch_with_image(first, (4, 4), seed=8, family=family)
+    return [first, with_completion(first, 9, seed=7), with_other_pixels(first), *others, branch]
 
 
 def family_of(folder: Path) -> str:

@@ -14,6 +14,7 @@ from megatron_grpo.agents.chat import (
     Turn,
     check_calls,
     digests,
+    image_digest,
     messages_of,
 )
 from megatron_grpo.agents.openai_api import MOST_CHOICES, Answered, Options
@@ -54,11 +55,11 @@ def call_of(arguments):
 
 def turn_after(template, history, message, text):
     """A model's turn: `message` is the engine's parse of `text`."""
-    given = messages_of(history)
+    given = messages_of(history, {})
     check_calls(given, [])
     prompt = template.render(given, None, is_prompt=True)
     start, end = (Place(0, len(template.encode(each))) for each in (prompt, prompt + text))
-    [answer] = messages_of([message])
+    [answer] = messages_of([message], {})
     turn = Turn(digests(given, None), answer, Start.of(prompt), text, start, end, EOS_ID)
     return replace(turn, end=Place(0, end.length + 1))
 
@@ -86,7 +87,7 @@ def test_find_continues_a_call_with_any_arguments(family, arguments):
             ([RESULT], "<start>tool\nError<eos>"),
             ([RESULT, again], "<start>tool\nError<eos><start>assistant\nagain"),
         ):
-            given = messages_of([*history, *more])
+            given = messages_of([*history, *more], {})
             check_calls(given, [turn])
             text = template.render(given, None, is_prompt=True)
             found = template.find([turn], given, None, text)
@@ -99,7 +100,7 @@ def test_find_continues_a_call_with_any_arguments(family, arguments):
 def test_check_calls_refuses_arguments_that_are_no_object_unless_the_model_wrote_them(arguments):
     template = template_of(CALLS["hermes"])
     made = [turn_after(template, ASKED, call_of(arguments), "x")]
-    given = messages_of([*ASKED, call_of(arguments), RESULT])
+    given = messages_of([*ASKED, call_of(arguments), RESULT], {})
     check_calls(given, made)  # also in another history
     for turns in ([], [turn_after(template, ASKED, call_of("{]"), "x")]):
         with pytest.raises(
@@ -110,7 +111,7 @@ def test_check_calls_refuses_arguments_that_are_no_object_unless_the_model_wrote
 
 @pytest.mark.parametrize("given", [None, {}, "", "{}"])
 def test_messages_of_a_call_without_arguments_have_an_object_without_fields(given):
-    [message] = messages_of([call_of(given)])
+    [message] = messages_of([call_of(given)], {})
     assert message["tool_calls"][0]["arguments"] == {}
 
 
@@ -123,10 +124,18 @@ def test_find_continues_a_turn_without_text(text):
         anthropics = {"messages": [{**message, "content": content or []}]}
         [as_chat] = anthropic_api.as_chat(anthropics)["messages"]
         for echo in (message, as_chat):
-            given = messages_of([*ASKED, echo, {"role": "user", "content": "and?"}])
+            given = messages_of([*ASKED, echo, {"role": "user", "content": "and?"}], {})
             found = template.find([turn], given, None, template.render(given, None, is_prompt=True))
             assert found.place == turn.end
             assert found.rest == "<start>user\nand?<eos><start>assistant\n"
+
+
+def test_an_image_in_anthropics_form_is_that_of_the_row():
+    source = {"type": "base64", "media_type": "image/png", "data": "QUJD"}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "Which?"}]
+    given = anthropic_api.as_chat({"messages": [{"role": "user", "content": content}]})["messages"]
+    [message] = messages_of(given, {image_digest("data:image/png;base64,QUJD"): 1})
+    assert message["content"] == [{"type": "image", "image": 1}, {"type": "text", "text": "Which?"}]
 
 
 def test_a_request_for_more_choices_than_the_endpoint_has_room_for_is_refused():

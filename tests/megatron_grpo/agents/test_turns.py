@@ -2,8 +2,11 @@
 
 import pytest
 
+from checkpoint_convert.tokenizer import load_tokenizer
+from helpers.models.images import picture, prompts_with_images, tiny_vision_model
 from helpers.models.tiny import CHAT_TEMPLATE, EOS_ID, character_tokenizer
 from helpers.runs.train import TINY_CONFIG
+from megatron_grpo.agents.fork_pool import InstanceFailed
 from megatron_grpo.agents.turns import ObservationTemplate, end_of_turn
 from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import Prompt
@@ -170,3 +173,16 @@ def test_with_first_observation_appends_it_to_the_last_message():
         assert [*prompt.token_ids] == turns.tokenizer(prompt.text)["input_ids"]
         assert (prompt.index, prompt.is_own) == (3, True)
         assert prompt.row["prompt"] == asked
+
+
+def test_with_first_observation_keeps_the_images_where_they_are(tmp_path):
+    model = tiny_vision_model(tmp_path / "model")
+    picture(60, 90).save(tmp_path / "0.png")
+    [prompt] = prompts_with_images(model, tmp_path, ["0.png"])
+    turns = ObservationTemplate(prompt.data, load_tokenizer(model))
+    longer = turns.with_first_observation(prompt, " Look closely.")
+    [(_, begin)], [count] = prompt.images.places, prompt.images.counts
+    assert longer.token_ids[: begin + count] == prompt.token_ids[: begin + count]
+    assert len(longer.token_ids) > len(prompt.token_ids) and longer.images == prompt.images
+    with pytest.raises(InstanceFailed, match="has <image> in its text"):
+        turns.with_first_observation(prompt, "<image>")
