@@ -31,6 +31,7 @@ RUNS = [
     ("grpo_32b_32k", "Qwen3-32B"),
     ("grpo_32b_64k", "DeepSeek-R1-Distill-Qwen-32B"),
     ("grpo_30b_a3b", "Qwen3-30B-A3B"),
+    ("grpo_30b_a3b_vl", "Qwen3-VL-30B-A3B"),
     ("grpo_30b_glm_flash", "GLM-4.7-Flash"),
     ("grpo_qwen3_next_80b", "Qwen3-Next-80B-A3B"),
     ("grpo_gpt_oss_120b", "gpt-oss-120b"),
@@ -53,7 +54,10 @@ ON_ONE_NODE = [
 """With adapters, or an optimizer on the host, which ranks without memory cannot have."""
 ON_H200 = ("grpo_671b_a37b", "grpo_744b_a40b")
 """Configs for H200; the others are for H100."""
-OWN_NODES = ("grpo_235b_a22b", "grpo_355b_a32b", "grpo_397b_a17b", "grpo_405b", "grpo_671b_a37b")
+OWN_NODES = (
+    *("grpo_30b_a3b_vl", "grpo_235b_a22b", "grpo_355b_a32b", "grpo_397b_a17b", "grpo_405b"),
+    "grpo_671b_a37b",
+)
 """Configs with engines on nodes behind those of the trainer."""
 REPRESENTATIVE = ("Llama-3.1-8B", "Llama-3.3-70B", "Qwen3-30B-A3B")
 """One node, several nodes, a mixture: the others differ in size only, and are slow tests."""
