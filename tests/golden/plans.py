@@ -23,6 +23,8 @@ from megatron_grpo.planning.workload import Job, longest_sequence
 
 FILE = Path(__file__).with_name("plans.json")
 CONFIGS = Path(__file__).parents[2] / "configs"
+MODELS = tempfile.TemporaryDirectory()
+"""Each model's config.json, which plans of vision towers read."""
 FULL = (
     "model.megatron={recompute_granularity: full, recompute_method: uniform, "
     "recompute_num_layers: 1}"
@@ -65,6 +67,7 @@ RUNS: list[tuple[str, str, str, list[str]]] = [
     ("grpo_32b_32k", "Qwen3-32B", "h100", []),
     ("grpo_32b_64k", "DeepSeek-R1-Distill-Qwen-32B", "h100", []),
     ("grpo_30b_a3b", "Qwen3-30B-A3B", "h100", []),
+    ("grpo_30b_a3b_vl", "Qwen3-VL-30B-A3B", "h100", []),
     ("grpo_30b_glm_flash", "GLM-4.7-Flash", "h100", []),
     ("grpo_qwen3_next_80b", "Qwen3-Next-80B-A3B", "h100", []),
     ("grpo_qwen3_next_80b", "Qwen3-Next-80B-A3B", "h100", [DRAFTS]),
@@ -84,8 +87,9 @@ RUNS: list[tuple[str, str, str, list[str]]] = [
     ("grpo_671b_a37b", "DeepSeek-V3", "h200", ["model.mtp_num_layers=1", FULL, MUON]),
     ("grpo_671b_a37b", "DeepSeek-V3", "h200", ["rollout.quantization=fp8"]),
     ("grpo_671b_a37b", "DeepSeek-V3", "h200", [FP8]),
-    ("grpo_671b_a37b", "DeepSeek-V3.2", "h200", []),
-    ("grpo_671b_a37b", "GLM-5", "h200", []),
+    ("grpo_744b_a40b", "GLM-5", "h200", []),
+    ("grpo_744b_a40b", "GLM-5", "h200", ["grpo.shared_prompts=false"]),
+    ("grpo_744b_a40b", "DeepSeek-V3.2", "h200", []),
 ]
 """Config, published model, card and overrides."""
 SUGGESTED = [("grpo_8b", "Llama-3.1-8B", 8), ("grpo_70b", "Llama-3.3-70B", 64)]
@@ -93,10 +97,9 @@ SUGGESTED = [("grpo_8b", "Llama-3.1-8B", 8), ("grpo_70b", "Llama-3.3-70B", 64)]
 
 
 def job(name: str, published: str, gpu: str, overrides: Sequence[str], num_gpus: int = 0) -> Job:
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_config(Path(folder), published)
-        cfg = load_config(CONFIGS / f"{name}.yaml", [f"model.path={path}", *overrides])
-        shape = trained_shape(cfg)
+    path = write_config(Path(MODELS.name) / published, published)
+    cfg = load_config(CONFIGS / f"{name}.yaml", [f"model.path={path}", *overrides])
+    shape = trained_shape(cfg)
     return Job(cfg, shape, CARDS[gpu], [longest_sequence(cfg, shape)], num_gpus)
 
 

@@ -31,6 +31,7 @@ RUNS = [
     ("grpo_32b_32k", "Qwen3-32B"),
     ("grpo_32b_64k", "DeepSeek-R1-Distill-Qwen-32B"),
     ("grpo_30b_a3b", "Qwen3-30B-A3B"),
+    ("grpo_30b_a3b_vl", "Qwen3-VL-30B-A3B"),
     ("grpo_30b_glm_flash", "GLM-4.7-Flash"),
     ("grpo_qwen3_next_80b", "Qwen3-Next-80B-A3B"),
     ("grpo_gpt_oss_120b", "gpt-oss-120b"),
@@ -41,8 +42,8 @@ RUNS = [
     ("grpo_397b_a17b", "Qwen3.5-397B-A17B"),
     ("grpo_405b", "Llama-3.1-405B"),
     ("grpo_671b_a37b", "DeepSeek-V3"),
-    ("grpo_671b_a37b", "DeepSeek-V3.2"),
-    ("grpo_671b_a37b", "GLM-5"),
+    ("grpo_744b_a40b", "GLM-5"),
+    ("grpo_744b_a40b", "DeepSeek-V3.2"),
 ]
 ON_ONE_NODE = [
     ("grpo_70b_lora", "Llama-3.3-70B"),
@@ -51,9 +52,12 @@ ON_ONE_NODE = [
     ("grpo_70b_one_node", "Qwen2.5-72B"),
 ]
 """With adapters, or an optimizer on the host, which ranks without memory cannot have."""
-ON_H200 = ("grpo_671b_a37b",)
+ON_H200 = ("grpo_671b_a37b", "grpo_744b_a40b")
 """Configs for H200; the others are for H100."""
-OWN_NODES = ("grpo_235b_a22b", "grpo_355b_a32b", "grpo_397b_a17b", "grpo_405b", "grpo_671b_a37b")
+OWN_NODES = (
+    *("grpo_30b_a3b_vl", "grpo_235b_a22b", "grpo_355b_a32b", "grpo_397b_a17b", "grpo_405b"),
+    "grpo_671b_a37b",
+)
 """Configs with engines on nodes behind those of the trainer."""
 REPRESENTATIVE = ("Llama-3.1-8B", "Llama-3.3-70B", "Qwen3-30B-A3B")
 """One node, several nodes, a mixture: the others differ in size only, and are slow tests."""
@@ -93,7 +97,7 @@ def test_batches_and_lengths_go_together(name, published, tmp_path):
     dims = cfg.dims
     assert max(dims.tensor, dims.expert * dims.expert_tensor) <= GPUS_PER_NODE
     check_engine_size(cfg.rollout, GPUS_PER_NODE)
-    engine_gpus = cfg.rollout.num_engines * cfg.rollout.tensor_parallel_size
+    engine_gpus = cfg.rollout.num_engines * cfg.rollout.gpus_per_engine
     if name in OWN_NODES:
         assert engine_gpus % GPUS_PER_NODE == dims.world_size % GPUS_PER_NODE == 0
     elif "gpu_memory_utilization" in cfg.rollout.vllm:  # trainer and engines share GPUs
@@ -120,7 +124,8 @@ def test_weights_can_be_pushed_and_every_rank_is_built_as_planned(
 ):
     cfg = run_config(name, published, tmp_path, **differing)
     assert "sum" in push_table(cfg)
-    if name not in OWN_NODES:  # all stages would take minutes: `first_rank` builds one, below
+    # All stages would take minutes: `first_rank` builds one, below.
+    if name not in (*OWN_NODES, "grpo_744b_a40b"):
         assert elsewhere(instantiate, cfg).faults == []
 
 

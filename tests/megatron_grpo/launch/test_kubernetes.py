@@ -123,21 +123,23 @@ def test_a_misspelt_field_is_not_valid():
 @pytest.mark.parametrize(
     ("config", "jobs"),
     [
-        ("grpo_70b", {"ranks": (1, 8)}),  # engines share the ranks' GPUs: `train` starts them
-        ("grpo_235b_a22b", {"ranks": (1, 16), "engines": (1, 16)}),
-        ("grpo_671b_a37b", {"ranks": (1, 16), "engines": (8, 2)}),  # an engine has two nodes
-        ("grpo_405b", {"engines": (2, 2)}),  # engines that join
+        ("grpo_70b", {"ranks": (1, 8, 8)}),  # engines share the ranks' GPUs: `train` starts them
+        ("grpo_235b_a22b", {"ranks": (1, 16, 8), "engines": (1, 32, 4)}),
+        ("grpo_671b_a37b", {"ranks": (1, 16, 8), "engines": (8, 2, 8)}),  # an engine has two nodes
+        ("grpo_405b", {"engines": (2, 2, 8)}),  # engines that join
     ],
 )
 def test_ranks_and_engines_reach_each_other_by_the_names_of_their_pods(config, jobs):
     jobset = jobset_of(config)
     pods = pods_of(jobset)
-    assert {name: job[:2] for name, job in pods.items()} == jobs
+    assert jobs == {
+        name: (*job[:2], job[2]["resources"]["limits"]["nvidia.com/gpu"])
+        for name, job in pods.items()
+    }
     assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == [next(iter(jobs))]
     hosts = hosts_of(jobset)
     for name, (replicas, _, container) in pods.items():
         command = shlex.join(container["command"])
-        assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
         # Kueue (waitForPodsReady) would evict engines that load weights.
         assert "readinessProbe" not in container
         for index in range(replicas):

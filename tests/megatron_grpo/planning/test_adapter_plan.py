@@ -51,11 +51,20 @@ def test_a_rank_holds_what_is_planned(tmp_path, dims):
             assert built == planned
 
 
+STAYS = (
+    *("train.offload=none", "parallel.tensor_parallel_size=8", "parallel.data_parallel_size=1"),
+    "model.megatron={recompute_granularity: full, recompute_method: uniform, "
+    "recompute_num_layers: 1}",
+)
+"""The ranks' state stays on the GPUs."""
+
+
 def test_plan_of_405b_with_adapters_fits_on_four_nodes(tmp_path):
     path = write_config(tmp_path, "Llama-3.1-405B")
     nodes = "parallel.pipeline_parallel_size=2", "rollout.tensor_parallel_size=16"
-    given = [f"model.path={path}", *nodes, "rollout.vllm.gpu_memory_utilization=0.9"]
-    cfg = load_config(Path("configs/grpo_70b_lora.yaml"), given)
+    own = "rollout.enable_sleep_mode=false", "rollout.vllm.gpu_memory_utilization=0.9"
+    given = [f"model.path={path}", *nodes, *own]
+    cfg = load_config(Path("configs/grpo_70b_lora.yaml"), [*given, *STAYS])
     shape = read_shape(path)
     job = Job(cfg, shape, CARDS["h100"], [longest_sequence(cfg, shape)], 32)
     assert plan_job(job).fits
@@ -63,8 +72,8 @@ def test_plan_of_405b_with_adapters_fits_on_four_nodes(tmp_path):
 
 def test_plan_copies_frozen_weights_to_the_host_once(tmp_path):
     path = write_config(tmp_path, "Llama-3.3-70B")
-    given = [f"model.path={path}", "rollout.enable_sleep_mode=true", "train.offload=all"]
-    cfg, shape = load_config(Path("configs/grpo_70b_lora.yaml"), given), read_shape(path)
+    cfg = load_config(Path("configs/grpo_70b_lora.yaml"), [f"model.path={path}"])
+    shape = read_shape(path)
     host = plan_job(Job(cfg, shape, CARDS["h100"], [longest_sequence(cfg, shape)], 32)).host
     frozen = max(each.frozen for each in stage_states(cfg, shape))
     assert host and host.moved - host.leaving == frozen > 0.8 * host.moved
@@ -138,7 +147,7 @@ def test_adapters_of_another_shape_or_in_other_layers_are_reported(
     assert any(fault.startswith(expected) for fault in faults)
 
 
-ASLEEP = ("rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.5")
+ASLEEP = (*STAYS, "rollout.vllm.gpu_memory_utilization=0.5")
 
 
 def test_weights_of_engines_asleep_are_in_the_memory_of_their_hosts(tmp_path, capsys, monkeypatch):

@@ -21,6 +21,11 @@ SLEEPS, SHARE = "rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utili
 ASLEEP = f"{NEMO_RL} {SLEEPS} {SHARE}0.8"
 ON_HOST = "optimizer.optimizer_cpu_offload=true grpo.beta=0.04"
 ALL = "train.offload=all"
+STAYS = (
+    "train.offload=none parallel.tensor_parallel_size=8 parallel.data_parallel_size=1 "
+    "model.megatron.recompute_granularity=full model.megatron.recompute_method=uniform "
+    "model.megatron.recompute_num_layers=1"
+)
 LONG = "train.max_tokens_per_microbatch=65536"
 
 
@@ -92,7 +97,7 @@ ADVISED = [
     ),
     (LLAMA_70B, f"{NEMO_RL} {ON_HOST}", on_hosts(100), "for optimizer.optimizer_cpu_offload"),
     (
-        *(("70b_lora", "Llama-3.3-70B"), f"{SLEEPS} {SHARE}0.5", on_hosts(150)),
+        *(("70b_lora", "Llama-3.3-70B"), f"{STAYS} {SHARE}0.5", on_hosts(150)),
         "(?s)for engines that sleep with lora.sync adapter.*\nhint: fits with lora.sync=merged",
     ),
     (LLAMA_70B, "", {"num_gpus": 32}, "use --gpus 64 or more"),
