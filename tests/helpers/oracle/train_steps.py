@@ -149,6 +149,7 @@ RECIPES["a user's own loss"] = {
     "rollout_importance_sampling_mode": "token_truncate",
     "rollout_importance_sampling_threshold": 1.1,
 }
+RECIPES["supervised, forking tokens"] = {"loss_type": "sft", "top_entropy_quantile": 0.6}
 
 Gradients = dict[str, torch.Tensor]
 
