@@ -325,6 +325,7 @@ def config(
         "grpo.num_generations=2",
         f"grpo.beta={BETA_AT_FIRST}",
         *(f"grpo.{name}={value}" for name, value in recipe.items()),
+        *(["train.replay=elsewhere"] if recipe.get("loss_type") == "sft" else []),
         f"rollout.temperature={TEMPERATURE}",
         f"rollout.max_completion_length={MAX_COMPLETION_LENGTH}",
     )
