@@ -151,6 +151,11 @@ def vespo(
     return -phi * advantages * logprobs, {}
 
 
+def sft(logprobs: Tensor) -> TokenLosses:
+    """Cross-entropy of the tokens, whoever wrote them: supervised fine-tuning (SFT)."""
+    return -logprobs, {}
+
+
 def mismatch_weights(
     log_mismatch: Tensor, sequences: SequenceMeans, cfg: GRPOConfig
 ) -> Tensor | None:

@@ -32,6 +32,7 @@ _OTHER_ENGINE = "it is for another engine"
 _ALIKE = (
     "it compares the trainer's old log-probabilities with the engines', and they would be equal"
 )
+_IMITATES = "it imitates tokens, whichever policy has sampled them"
 _ADAMW = "it is for AdamW"
 _BFLOAT16 = "it is for bfloat16 weights"
 _MERGED = "lora.sync=merged"
@@ -168,6 +169,16 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
         "vespo multiplies the tokens' weights into its own weight of the sequence",
         "grpo.rollout_importance_sampling_mode=token_truncate",
         "grpo.rollout_importance_sampling_mode=token_mask",
+    ),
+    ("grpo.loss_type: sft", "grpo.rollout_importance_sampling_mode"): _IMITATES,
+    ("grpo.loss_type: sft", "grpo.rollout_rs"): _IMITATES,
+    ("grpo.loss_type: sft", "grpo.off_policy_mask_threshold"): _IMITATES,
+    ("grpo.loss_type: sft", "grpo.old_logprobs: rollout"): _IMITATES,
+    ("grpo.loss_type: sft", "rollout.router_replay"): _IMITATES,
+    ("grpo.loss_type: sft", "rollout.indexer_replay"): _IMITATES,
+    ("grpo.loss_type: sft", "grpo.kl_in_reward: true with grpo.beta"): (
+        "it has no rewards",
+        "grpo.kl_in_reward=false",
     ),
     ("grpo.rollout_importance_sampling_mode", "grpo.old_logprobs: rollout"): _ALIKE,
     ("grpo.rollout_rs", "grpo.old_logprobs: rollout"): f"{_ALIKE}, as "

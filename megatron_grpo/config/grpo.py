@@ -57,6 +57,7 @@ LOSS_TYPES = {
     "sapo": LossType("sapo", "sequence", _SAPO),
     "luspo": LossType("clipped", "sum", _CLIP, "sequence"),
     "vespo": LossType("vespo", "token", _VESPO, "token"),
+    "sft": LossType("sft", "token", ()),
 }
 """To add a loss: its function, a line here, and its formula in tests/helpers/oracle/grpo.py."""
 SCALE_REWARDS: dict[str, ScaleRewards] = {
@@ -119,8 +120,9 @@ class GRPOConfig(Section):
     (`process`, DeepSeekMath)."""
 
     loss_type: str = "dapo"
-    """Objective: `grpo`, `bnpo`, `dapo`, `dr_grpo`, `cispo`, `gmpo`, `sapo`, `luspo`, `vespo`, or
-    your function, `file.py:function` (docs/algorithms.md)."""
+    """Objective: `grpo`, `bnpo`, `dapo`, `dr_grpo`, `cispo`, `gmpo`, `sapo`, `luspo`, `vespo`,
+    your function, `file.py:function`, or `sft`, the cross-entropy of another run's completions
+    (docs/algorithms.md)."""
     loss_arguments: dict[str, Any] = Field(default={})
     """Keyword arguments of your function in loss_type."""
     loss_aggregation: LossAggregation | None = None
@@ -241,6 +243,11 @@ class GRPOConfig(Section):
         return {key: name for key in keys if ":" in (name := getattr(self, key))}
 
     @property
+    def recomputes_old(self) -> bool:
+        """Whether the trainer computes old log-probabilities; `sft` compares no policies."""
+        return self.old_logprobs == "recompute" and self.loss_type != "sft"
+
+    @property
     def num_old_passes(self) -> int:
         """Optimizer batches of a generation with a forward pass before training on the generation.
 
@@ -248,9 +255,9 @@ class GRPOConfig(Section):
         batch takes the log-probabilities of its forward in training.
         """
         is_kl_reward = self.beta > 0 and self.kl_in_reward
-        if self.top_entropy_quantile < 1 or (self.old_logprobs == "recompute" and is_kl_reward):
+        if self.top_entropy_quantile < 1 or (self.recomputes_old and is_kl_reward):
             return self.steps_per_generation
-        return self.steps_per_generation - 1 if self.old_logprobs == "recompute" else 0
+        return self.steps_per_generation - 1 if self.recomputes_old else 0
 
     @field_validator("loss_type", "advantage_estimator")
     @classmethod

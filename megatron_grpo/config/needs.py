@@ -104,6 +104,8 @@ NEEDS: dict[tuple[str, str], str | tuple[str, ...]] = {
         "grpo.loss_arguments",
         "a grpo.loss_type of a file",
     ): "a built-in loss has keys of its own; set grpo.loss_type to file.py:function",
+    ("grpo.loss_type: sft", "train.replay"): "it imitates the completions of another run; set "
+    "train.replay to its folder",
     ("lora.adapter_path", "lora.r"): "there are no adapters; set that to the rank in its "
     "adapter_config.json",
 }

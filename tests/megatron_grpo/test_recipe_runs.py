@@ -5,12 +5,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
 from helpers.engines.live import TestEngine, reference_logprobs
 from helpers.oracle.grpo import oracle_advantages, oracle_sequence_kl
-from helpers.runs.jobs import Runs, write_sums
+from helpers.runs.jobs import Runs, finish_job, write_sums
 from helpers.runs.train import read_json_lines, read_metrics, results
 from megatron_grpo.algorithm.kl import adapted_beta
 from megatron_grpo.checkpoints.experience_file import READY, read_experience
@@ -116,6 +117,36 @@ def test_advantages_subtract_the_divergence_by_its_weight(whole):
     for row in rows:
         known = by_sample[row["prompt_index"], row["sample_index"]]
         assert row["advantage"] == pytest.approx(known, abs=1e-6)
+
+
+@pytest.mark.long
+def test_another_model_imitates_the_completions_of_a_run(whole, recipe_runs, other_model, tmp_path):
+    """Supervised fine-tuning on saved generations: the loss is their mean cross-entropy."""
+    _, *data_and_rewards = recipe_runs.arguments[:4]
+    finish_job(
+        tmp_path / "run",
+        f"model.path={other_model}",
+        *data_and_rewards,
+        f"train.replay={whole}",
+        "train.num_steps=2",
+        "grpo.loss_type=sft",
+        "grpo.steps_per_generation=2",
+        "optimizer.lr=1e-3",
+        engine=None,
+    )
+    rows = [row for row in read_json_lines(tmp_path / "run/completions.jsonl") if row["step"] == 1]
+    cfg = load_config(whole / "config.yaml")
+    prompts = load_stream(cfg, read_shape(other_model), load_tokenizer(other_model)).prompts
+    saved = read_experience(generation_folder(whole, 0), prompts, READY)
+    samples = {(each.prompt.index, each.sample_index): each for each in saved.samples}
+    terms = [
+        reference_logprobs(other_model, samples[row["prompt_index"], row["sample_index"]])
+        for row in rows
+        if row["reward"] is not None  # completions without a reward are left out
+    ]
+    losses = [record["loss"] for record in read_metrics(tmp_path / "run")]
+    assert losses[0] == pytest.approx(-torch.cat(terms).mean().item(), abs=1e-5)
+    assert losses[1] < losses[0] - 0.01
 
 
 @pytest.mark.slow

@@ -187,7 +187,7 @@ def oracle_loss(
 
 AVERAGES = {
     **dict.fromkeys(["grpo", "sapo", "gmpo"], "sequence"),
-    **dict.fromkeys(["dapo", "bnpo", "cispo", "vespo"], "token"),
+    **dict.fromkeys(["dapo", "bnpo", "cispo", "vespo", "sft"], "token"),
     "luspo": "sum",
     "dr_grpo": "constant",
 }
@@ -251,6 +251,8 @@ class _Sequence:
     def objective(self, t: int) -> Tensor:
         """The objective at token t, times the importance weight of trainer over engine."""
         cfg, a = self.cfg, self.advantages[t]
+        if cfg.loss_type == "sft":
+            return self.new[t]
         if cfg.loss_type == "vespo":
             return self.vespo(t)
         if cfg.loss_type == "gmpo":

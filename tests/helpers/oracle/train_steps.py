@@ -149,6 +149,7 @@ RECIPES["a user's own loss"] = {
     "rollout_importance_sampling_mode": "token_truncate",
     "rollout_importance_sampling_threshold": 1.1,
 }
+RECIPES["supervised, forking tokens"] = {"loss_type": "sft", "top_entropy_quantile": 0.6}
 
 Gradients = dict[str, torch.Tensor]
 
@@ -324,6 +325,7 @@ def config(
         "grpo.num_generations=2",
         f"grpo.beta={BETA_AT_FIRST}",
         *(f"grpo.{name}={value}" for name, value in recipe.items()),
+        *(["train.replay=elsewhere"] if recipe.get("loss_type") == "sft" else []),
         f"rollout.temperature={TEMPERATURE}",
         f"rollout.max_completion_length={MAX_COMPLETION_LENGTH}",
     )

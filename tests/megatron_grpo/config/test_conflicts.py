@@ -52,6 +52,7 @@ OTHERS = {
     "eval.data or eval.sets": "eval.data={} + eval.pass_threshold=1.0",
     "rollout.data_parallel_size": "rollout.data_parallel_size=2",
     "grpo.delta": "grpo.delta=3.0",
+    "grpo.off_policy_mask_threshold": "grpo.off_policy_mask_threshold=0.1",
     "grpo.advantage_estimator of a file": "grpo.advantage_estimator=mine.py:centered",
     "grpo.kl_target": "grpo.kl_target=0.1",
     "grpo.loss_arguments": "grpo.loss_arguments={tau: 1.0}",
