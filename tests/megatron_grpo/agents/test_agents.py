@@ -213,7 +213,8 @@ def part_of(kind):
     [
         (CHAT, {}, "messages must be a list"),
         (CHAT, {"messages": [{"content": "x"}]}, "object with a role"),
-        (CHAT, part_of("image_url"), "parts of type text"),
+        (CHAT, part_of("input_audio"), "parts of type text"),
+        (CHAT, part_of("image_url"), "an image of a message is none of the row's 0"),
         (CHAT, {"logit_bias": {"1": 5}}, "logit_bias is not supported"),
         (CHAT, {"n": -1}, "n and max_tokens must be at least 1"),
         (CHAT, {"max_tokens": 0}, "n and max_tokens must be at least 1"),
