@@ -82,8 +82,8 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     ("rollout.sglang", "rollout.engine: vllm"): _OTHER_ENGINE,
     ("rollout.python", "rollout.engine: vllm"): "engines of vLLM run in the trainer's environment; "
     "leave it out",
-    ("rollout.vllm.speculative_config", "rollout.enable_sleep_mode"): "sleep drops all weights, "
-    "and pushes do not restore all weights that engines draft with",
+    ("rollout.vllm.speculative_config without pushes", "rollout.enable_sleep_mode"): "sleep drops "
+    "all weights, and pushes do not restore those that engines draft with",
     ("rollout.tensor_parallel_size", _GROUPS): _UNTRIED,
     ("rollout.in_flight_updates", _GROUPS): _UNTRIED,
     ("rollout.router_replay", _GROUPS): _UNTRIED,

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
 )
 from vllm.model_executor.layers.fused_moe.oracle import fp8, int8, unquantized
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from engines_on_cpu.products import product
 from engines_on_cpu.vllm_linear_attention import attend_by_torch
@@ -35,6 +36,7 @@ def compute_by_torch() -> None:
     RotaryEmbedding.forward_cpu = rotate_heads
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
+    CPUWorker.sleep = lose_weights
     fp8.backend_to_kernel_cls = int8.backend_to_kernel_cls = kernels_of_experts
     # In an engine with adapters, vLLM asks for those of a GPU.
     unquantized.backend_to_kernel_cls = lambda backend: [CPUUnquantizedExperts]
@@ -118,6 +120,14 @@ def reduce_scatterv(
     total = input_.clone()
     dist.all_reduce(total, group=self.device_group)
     return total.split(list(sizes), dim)[self.rank_in_group]
+
+
+def lose_weights(self: CPUWorker, level: int = 1) -> None:
+    """Overwrite all parameters by NaN (integers: -1) at level 2, where a GPU gives their memory
+    away; vLLM restores buffers there."""
+    for model in (self.get_model(), self.get_draft_model()):
+        for parameter in model.parameters() if model is not None and level == 2 else ():
+            parameter.untyped_storage().fill_(0xFF)
 
 
 class QuantizedExperts(CPUExpertsFp8):
