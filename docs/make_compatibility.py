@@ -22,10 +22,10 @@ of the two features' kinds decides what the run must equal, and in which test:
 |---|---|---|---|
 """
 KINDS: dict[Kind, tuple[str, str]] = {
-    "value": ("a float64 oracle of two steps that has both", "test_trainer.py"),
+    "value": ("a float64 oracle of two steps that has both", "test_trained_pairs.py"),
     "arrangement": (
         "a run without it, bit for bit, or to 1e-5 where it reorders sums",
-        "test_trainer.py",
+        "test_trained_pairs.py",
     ),
     "rollout": ("a replay of its samples without it", "test_runs.py"),
 }

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -142,6 +143,8 @@ class PushesToNobody(Trainer):
         self.pushed = {name: values.detach().clone() for name, values in weights.items()}
         self.residency.copy_ahead("generate")
         self.residency.enter("generate")
+        # Engines write to the memory that the state has left.
+        [torch.full(room.values.shape, 255, dtype=torch.uint8) for room in self.residency.rooms]
         self._engines_are_awake = self.cfg.rollout.enable_sleep_mode
 
     def sleep_engines(self) -> None:
@@ -163,7 +166,9 @@ def train(cfg: Config, groups: Groups, number: int) -> tuple[Metrics, list[Boxes
     limits, cpu = Limits.from_config(cfg, on_gpu=False), torch.device("cpu")
     reports = []
     with Watchdog(place, store, limits, cfg.train.run_dir) as watchdog, ExitStack() as stack:
-        with in_buckets(SMALL):
+        # A replay moves nothing, as it has no engines; here pushes move it as beside engines.
+        moved = patch.object(Config, "offload", cfg.train.offload)
+        with in_buckets(SMALL), moved:
             trainer = PushesToNobody(Rank(cfg, groups, cpu, 1, None, watchdog), stack)
         stack.push(watchdog.report)
         weights = trainer.policy.saved_parameters()
