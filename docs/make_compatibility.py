@@ -1,72 +1,34 @@
-"""Writes the table of docs/compatibility.md: features of a run that exclude each other.
+"""Writes the tables of docs/compatibility.md: features of a run that exclude each other, and what a
+test of two others compares.
 
-    PYTHONPATH=. python docs/make_compatibility.py
+    PYTHONPATH=.:tests python docs/make_compatibility.py
 
-A row has the conflicts of a feature, of the features that it needs, and of its kinds.
+A row has the conflicts of a feature, of the features that it needs, and of those it is a kind of.
 """
 
-from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
-from megatron_grpo.config.conflicts import CONFLICTS
-from megatron_grpo.config.needs import NEEDS
+from pairs.features import ROWS, UNTRIED, Kind, exclude, implied
 
 PAGE = Path(__file__).with_name("compatibility.md")
 BEGIN = "| feature | refused with |\n|---|---|\n"
+PAIRS = """
+### Tests of two together
 
-FEATURES: dict[str, tuple[str, ...]] = {
-    "lora.sync: adapter": ("lora.r",),
-    "lora.sync: merged": ("lora.r",),
-    "rollout.max_staleness": (),
-    "rollout.in_flight_updates": (),
-    "rollout.over_sampling": (),
-    "rollout.recompute_kv_cache: false": (),
-    "rollout.enable_sleep_mode": (),
-    "train.offload: all": ("train.offload", "train.offload of weights"),
-    "train.offload: optimizer": ("train.offload",),
-    "rollout.engine: sglang": (),
-    "rollout.quantization": (),
-    "rollout.quantization_aware": (),
-    "train.export_quantization": (),
-    "rollout.weight_transport: disk": (),
-    "rollout.router_replay": (),
-    "rollout.indexer_replay": (),
-    "rollout.vllm.speculative_config": ("rollout.vllm",),
-    "model.mtp_num_layers": (),
-    "data.image_column": (),
-    "model.freeze_vision: false": (),
-    "environment": ("dialogues",),
-    "agent": ("dialogues",),
-    "sources": (),
-    "reward_model": (),
-    "grpo.shared_prompts": (),
-    "grpo.dynamic_sample": (),
-    "grpo.dynamic_sample_temperature": ("grpo.dynamic_sample",),
-    "environment with grpo.supervision: process": ("environment", "rewards in parts"),
-    "grpo.sync_ref_model": (),
-    "train.replay": (),
-    "train.init_from": (),
-    "optimizer.optimizer: muon": (),
-    "optimizer.optimizer_cpu_offload": (),
-    "parallel.dynamic_context_parallel": (),
-    "parallel.overlap_param_gather": (),
+`tests/pairs` trains a tiny model for a few steps with each pair that the table allows. The lower
+of the two features' kinds decides what the run must equal, and in which test:
+
+| kind | features | equal to | test |
+|---|---|---|---|
+"""
+KINDS: dict[Kind, tuple[str, str]] = {
+    "value": ("a float64 oracle of two steps that has both", "test_trainer.py"),
+    "arrangement": (
+        "a run without it, bit for bit, or to 1e-5 where it reorders sums",
+        "test_trainer.py",
+    ),
+    "rollout": ("a replay of its samples without it", "test_runs.py"),
 }
-"""Features in the order of the page, each with those that it is a kind of."""
-
-
-def implied(feature: str) -> Iterator[str]:
-    """Features of every run with this one: its kinds, its needs, and whatever these imply."""
-    yield feature
-    needed = [other.removesuffix(": true") for (each, other) in NEEDS if each == feature]
-    for other in (*FEATURES.get(feature, ()), *needed):
-        yield from implied(other)
-
-
-def exclude(feature: str, other: str) -> bool:
-    """Whether a run can have only one of two features."""
-    pairs = product(implied(feature), implied(other))
-    return any((a, b) in CONFLICTS or (b, a) in CONFLICTS for a, b in pairs)
 
 
 def shortened(features: list[str]) -> list[str]:
@@ -76,7 +38,7 @@ def shortened(features: list[str]) -> list[str]:
     """
     names = [name for name in features if not {*implied(name)} & {*features} - {name}]
     for kind in ("lora.r", "train.offload"):
-        members = [name for name, kinds in FEATURES.items() if kind in kinds]
+        members = [name for name, row in ROWS.items() if kind in row.also]
         if {*members} <= {*names}:
             names[names.index(members[0])] = kind
             names = [name for name in names if name not in members]
@@ -86,16 +48,26 @@ def shortened(features: list[str]) -> list[str]:
 def table() -> str:
     """A row for each feature that excludes others."""
     excluded = {
-        feature: shortened([other for other in FEATURES if exclude(feature, other)])
-        for feature in FEATURES
+        feature: shortened([other for other in ROWS if exclude(feature, other)]) for feature in ROWS
     }
     rows = [f"| `{name}` | `{'`, `'.join(all_)}` |\n" for name, all_ in excluded.items() if all_]
     return BEGIN + "".join(rows)
 
 
+def kinds() -> str:
+    """A row for each kind of features."""
+    of_kind = {kind: [f"`{n}`" for n, row in ROWS.items() if row.kind == kind] for kind in KINDS}
+    rows = [
+        f"| {kind} | {', '.join(of_kind[kind])} | {equal} | `{test}` |\n"
+        for kind, (equal, test) in KINDS.items()
+    ]
+    untried = "; ".join(f"`{a}` with `{b}` ({why})" for (a, b), why in UNTRIED.items())
+    return f"{PAIRS}{''.join(rows)}\nNot tried: {untried}.\n"
+
+
 def page() -> str:
-    """The text of docs/compatibility.md, with the table of the present conflicts."""
-    return PAGE.read_text(encoding="utf-8").partition(BEGIN)[0] + table()
+    """The text of docs/compatibility.md, with the present tables."""
+    return PAGE.read_text(encoding="utf-8").partition(BEGIN)[0] + table() + kinds()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.policy import optimizer as policy_optimizer
 from megatron_grpo.policy.model import Policy
+from megatron_grpo.policy.muon import QUINTIC
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from megatron_grpo.policy.optimizer_state import SplitFloats
 from megatron_grpo.timing import PhaseTimer
@@ -84,6 +85,15 @@ def _with_pretended_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(*args, **kwargs)
 
     return wrapped
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """The matrix with its singular values mapped by the quintics, in float64."""
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.norm().clamp_min(1e-7)  # experts without tokens have no gradient
+    for a, b, c in QUINTIC:
+        values = a * values + b * values**3 + c * values**5
+    return left @ values.diag() @ right
 
 
 class FusedAdam(torch.optim.Optimizer):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
@@ -84,19 +85,21 @@ def batches_with_routes(family: str, dims: ParallelDims) -> list[PackedBatch]:
     return pack_all(LENGTHS, dims, both, index_topk=INDEX_TOPK)
 
 
-def attend(model: AutoModelForCausalLM, tokens: list[Tensor]) -> None:
-    """Make every indexer choose `tokens` in one right-padded batch."""
+def attend(model: AutoModelForCausalLM, tokens: list[Tensor]) -> list[RemovableHandle]:
+    """Make every indexer choose `tokens` in one right-padded batch; returns the hooks that do."""
     longest = 1 + max(map(len, tokens))
     padded = torch.zeros(len(tokens), longest, LAYERS, INDEX_TOPK, dtype=torch.int32)
     for row, own in zip(padded, tokens, strict=True):
         row[: len(own)] = own
     padded[:, :INDEX_TOPK] = torch.arange(INDEX_TOPK)
-    for layer, block in enumerate(model.model.layers):
+    return [
         block.self_attn.indexer.register_forward_hook(lambda *_, i=layer: padded[:, :, i])
+        for layer, block in enumerate(model.model.layers)
+    ]
 
 
-def follow(model: AutoModelForCausalLM, routes: list[Tensor]) -> None:
-    """Make every router choose `routes` in one right-padded batch."""
+def follow(model: AutoModelForCausalLM, routes: list[Tensor]) -> list[RemovableHandle]:
+    """Make every router choose `routes` in one right-padded batch; returns the hooks that do."""
     longest = 1 + max(map(len, routes))
     padded = torch.arange(TOPK).expand(len(routes), longest, LAYERS, TOPK).clone()
     for row, own in zip(padded, routes, strict=True):
@@ -113,10 +116,12 @@ def follow(model: AutoModelForCausalLM, routes: list[Tensor]) -> None:
 
         return hook
 
-    for layer, block in enumerate(model.model.layers):
-        for name in ("gate", "router"):
-            if hasattr(block.mlp, name):
-                getattr(block.mlp, name).register_forward_hook(rerouted(layer))
+    return [
+        getattr(block.mlp, name).register_forward_hook(rerouted(layer))
+        for layer, block in enumerate(model.model.layers)
+        for name in ("gate", "router")
+        if hasattr(block.mlp, name)
+    ]
 
 
 class Routed(Kind):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from checkpoint_convert import hf_tensors, read_shape
 from helpers.models.tiny import tiny_model
+from helpers.oracle.optimizers import orthogonalized
 from helpers.oracle.policies import (
     LENGTHS,
     LOSS_WEIGHT,
@@ -28,7 +29,7 @@ from helpers.oracle.policies import (
 )
 from helpers.ranks.processes import run_ranks
 from megatron_grpo.policy.model import Policy
-from megatron_grpo.policy.muon import QUINTIC, newton_schulz
+from megatron_grpo.policy.muon import newton_schulz
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from parallel import ParallelDims
 
@@ -48,15 +49,6 @@ EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
 def trained_boxes(policy: Policy) -> Boxes:
     weights = {name: p for name, p in policy.parameters().items() if p.requires_grad}
     return boxes_of(policy, weights, replicas=True)
-
-
-def orthogonalized(matrix: Tensor) -> Tensor:
-    """The matrix with its singular values mapped by the quintics, in float64."""
-    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
-    values = values / values.norm()
-    for a, b, c in QUINTIC:
-        values = a * values + b * values**3 + c * values**5
-    return left @ values.diag() @ right
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (9, 4), (1, 6)])
