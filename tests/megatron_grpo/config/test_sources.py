@@ -68,8 +68,8 @@ def test_a_held_out_set_is_scored_by_its_own_reward_whatever_the_source():
             "each of sources.by_name has parts of its own",
         ),
         (
-            "sources.by_name.math.agent.command=x + data.image_column=image",
-            "sources.by_name.math: agent.command=x does not go with data.image_column=image",
+            "sources.by_name.math.agent.command=x + data.max_prompt_length=null",
+            "sources.by_name.math: agent.command=x needs data.max_prompt_length",
         ),
         ("sources.by_name.math.reward.max_failed_fraction=0.5", "limit of the whole run (0.1)"),
         ("sources.by_name.math.reward.functions=[m.py:environment]", "called environment, the"),
