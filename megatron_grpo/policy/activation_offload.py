@@ -139,7 +139,8 @@ class Offloads:
         self.group: Group | None = None
         """Group of the module whose forward is running."""
         # torch.cpu has the streams and events of torch.cuda, where all work is done at once.
-        self._streams: Any = torch.get_device_module(device)
+        # A rank without memory (`plan --instantiate`) computes nothing.
+        self._streams: Any = torch.cpu if device.type == "meta" else torch.get_device_module(device)
         self._leaving, self._arriving = self._streams.Stream(), self._streams.Stream()
         self._newest: dict[str, Group] = {}
         self._microbatch: Microbatch | None = None

@@ -90,6 +90,9 @@ def test_instantiate_odd_layouts_of_every_family_as_planned(
     options = [f"model.mtp_num_layers={own.get(MTP_LAYERS, 0)}"]
     if family == "mixtral":
         options.append("model.freeze_moe_router=true")
+    if family == "qwen3_moe":
+        leave = "fine_grained_activation_offloading: true, offload_modules: [core_attn]"
+        options.append(f"model.megatron={{{leave}}}")
     cfg = config(make(tmp_path, family, **own), *options, **sizes)
     assert elsewhere(instantiate, cfg).faults == []
 
