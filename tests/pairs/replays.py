@@ -57,6 +57,8 @@ STEPS = [
     "optimizer.weight_decay=0.1",
     # As large as elements of a clipped gradient: else Adam turns rounding errors into full steps.
     "optimizer.adam_eps=1e-3",
+    # Which `parallel.overlap_param_gather` needs: buckets change the order of sums.
+    "parallel.overlap_grad_reduce=true",
 ]
 
 
