@@ -51,7 +51,9 @@ class Browser:
             self.events.append(message)
 
     def open(self, url: str) -> None:
-        self.events.clear()
+        self.send("Page.navigate", url="about:blank")
+        self.wait_for("location.href === 'about:blank'")
+        self.events.clear()  # now the page before sends no more requests
         self.send("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete'")
 
