@@ -87,6 +87,7 @@ RUNS: list[tuple[str, str, str, list[str]]] = [
     ("grpo_671b_a37b", "DeepSeek-V3", "h200", ["model.mtp_num_layers=1", FULL, MUON]),
     ("grpo_671b_a37b", "DeepSeek-V3", "h200", ["rollout.quantization=fp8"]),
     ("grpo_671b_a37b", "DeepSeek-V3", "h200", [FP8]),
+    ("grpo_671b_h100", "DeepSeek-V3", "h100", []),
     ("grpo_744b_a40b", "GLM-5", "h200", []),
     ("grpo_744b_a40b", "GLM-5", "h200", ["grpo.shared_prompts=false"]),
     ("grpo_744b_a40b", "DeepSeek-V3.2", "h200", []),

@@ -5,14 +5,16 @@ tokens. Its overrides are sizes, and what no CPU has; every other key stays.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from demo.make_squares import write
-from helpers.engines.live import kernels_for
-from helpers.models.tiny import servable_model, talkative
+from helpers.engines.live import SGLANG_PYTHON, kernels_for, running_engine
+from helpers.models.images import tiny_vision_model
+from helpers.models.tiny import mixture_of_blocks, servable_model, talkative, tiny_model
 from helpers.runs.jobs import finish_job
 from helpers.runs.train import TINY_CONFIG, read_json_lines, read_metrics
 
@@ -42,6 +44,8 @@ class Twin:
     options: tuple[str, ...]
     gap: float = 1e-4
     """Most of `rollout/logprob_gap_mean`."""
+    has_engine: bool = True
+    """Whether the run starts its own, instead of tests/reference_engine."""
 
 
 def speaker(folder: Path) -> Path:
@@ -58,6 +62,35 @@ TWINS = {
             "model.dtype=float32",
         ),
     ),
+    "grpo_744b_a40b": Twin(
+        lambda folder: tiny_model(folder, "glm_moe_dsa"),
+        ("tensor", "context"),
+        (
+            # An engine that never sleeps: neither vLLM nor SGLang has sparse attention on CPUs.
+            *("rollout.enable_sleep_mode=false", "train.offload=none"),
+            *("rollout.vllm={}", "model.dtype=float32"),
+        ),
+        has_engine=False,
+    ),
+    "grpo_30b_a3b_vl": Twin(
+        lambda folder: tiny_vision_model(folder, "qwen3_vl_moe"),
+        ("pipeline", "data"),
+        (
+            "rollout.vllm={max_model_len: 512, limit_mm_per_prompt: {image: 1, video: 0}}",
+            "rollout.router_replay=false",  # vLLM returns experts on GPUs alone
+            "model.dtype=float32",
+        ),
+    ),
+    "grpo_235b_a22b": Twin(
+        lambda folder: mixture_of_blocks(folder, "qwen3_moe"),
+        ("pipeline", "data"),
+        (
+            # SGLang returns experts on CPUs, too.
+            *("rollout.vllm={}", "rollout.engine=sglang", f"rollout.python={SGLANG_PYTHON}"),
+            "model.megatron.min_offloaded_tensor_size=0",
+        ),
+        gap=0.25,  # 0.16: FP8 rounds weights that the trainer does not
+    ),
 }
 
 
@@ -66,9 +99,13 @@ def test_twin_of_a_config_learns_from_its_engine(name, tmp_path):
     twin, run_dir, data = TWINS[name], tmp_path / "run", write(tmp_path / "squares")
     model = twin.model(tmp_path / "model")
     options = f"model.path={model}", f"data.path={data}", *SMALL, *twin.options
-    with kernels_for(model, "fp8"):
+    with ExitStack() as stack:
+        engine = None
+        if not twin.has_engine:
+            engine = stack.enter_context(running_engine("reference", model, tmp_path / "logs"))
+        stack.enter_context(kernels_for(model, "fp8"))
         config = TINY_CONFIG.with_name(f"{name}.yaml")
-        finish_job(run_dir, *options, config=config, axes=twin.axes)
+        finish_job(run_dir, *options, config=config, axes=twin.axes, engine=engine)
     for record in read_metrics(run_dir):
         assert record["rollout/logprob_gap_mean"] < twin.gap
         assert record["reward"] > 0 and record["grad_norm"] > 0
