@@ -14,7 +14,13 @@ import pytest
 from demo.make_squares import write
 from helpers.engines.live import SGLANG_PYTHON, kernels_for, running_engine
 from helpers.models.images import tiny_vision_model
-from helpers.models.tiny import mixture_of_blocks, servable_model, talkative, tiny_model
+from helpers.models.tiny import (
+    add_mtp_layer,
+    mixture_of_blocks,
+    servable_model,
+    talkative,
+    tiny_model,
+)
 from helpers.runs.jobs import finish_job
 from helpers.runs.train import TINY_CONFIG, read_json_lines, read_metrics
 
@@ -66,8 +72,7 @@ TWINS = {
         lambda folder: tiny_model(folder, "glm_moe_dsa"),
         ("tensor", "context"),
         (
-            # An engine that never sleeps: neither vLLM nor SGLang has sparse attention on CPUs.
-            *("rollout.enable_sleep_mode=false", "train.offload=none"),
+            # Neither vLLM nor SGLang has sparse attention on CPUs.
             *("rollout.vllm={}", "model.dtype=float32"),
         ),
         has_engine=False,
@@ -80,6 +85,15 @@ TWINS = {
             "rollout.router_replay=false",  # vLLM returns experts on GPUs alone
             "model.dtype=float32",
         ),
+    ),
+    "grpo_671b_h100": Twin(
+        lambda folder: add_mtp_layer(mixture_of_blocks(folder, "deepseek_v3")),
+        ("pipeline", "data"),
+        (
+            "rollout.vllm={speculative_config: {method: mtp, num_speculative_tokens: 1}}",
+            "rollout.router_replay=false",  # vLLM returns experts on GPUs alone
+        ),
+        gap=0.25,
     ),
     "grpo_235b_a22b": Twin(
         lambda folder: mixture_of_blocks(folder, "qwen3_moe"),

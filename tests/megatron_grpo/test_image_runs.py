@@ -15,7 +15,7 @@ from helpers.runs.environments import write_environments
 from helpers.runs.jobs import finish_job
 from helpers.runs.train import TINY_CONFIG, read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 COLOURS = TINY_CONFIG.parent / "learn_colours.yaml"
 RANKS = "tensor", "pipeline"
@@ -76,6 +76,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "axes", "options"), RUNS.values(), ids=RUNS)
 def test_image_runs_agree_and_change_what_is_trained(tmp_path, family, axes, options):
     model, run_dir = tiny_vision_model(tmp_path / "model", family), tmp_path / "run"
@@ -95,6 +96,7 @@ def test_image_runs_agree_and_change_what_is_trained(tmp_path, family, axes, opt
         assert torch.equal(values, new[name]) == is_frozen, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "axes", "options"),
     [
@@ -112,6 +114,7 @@ def test_image_runs_push_adapters_of_the_text_tower(tmp_path, family, axes, opti
     assert all(step["rollout/logprob_gap_max"] < 1e-4 for step in steps)
 
 
+@pytest.mark.slow
 def test_environments_observe_an_image_at_every_turn(tmp_path):
     """Each sample has its own first observation, behind the image."""
     model = tiny_vision_model(tmp_path / "model", "qwen3_vl")
@@ -157,6 +160,7 @@ def test_agents_show_images_of_their_row_at_any_turn(tmp_path):
         assert step["agent/failed_ratio"] == 0 and step["grad_norm"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], [TRAINED, "optimizer.optimizer=muon"]], ids=str)
 def test_image_run_in_bfloat16_resumes_bit_for_bit(tmp_path, options):
     model = tiny_vision_model(tmp_path / "model", "qwen3_vl")
