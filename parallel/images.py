@@ -39,15 +39,22 @@ def _text(first: int, num_tokens: int) -> Tensor:
 @dataclass(frozen=True, kw_only=True)
 class PromptImages:
     """The images of a prompt, and those that an agent shows later, as a vision tower takes them,
-    end to end; compared by `digest`."""
+    end to end; compared by `digests`."""
 
     # [patches, channels * frames * height * width] uint8; none on ranks without a vision tower
     patches: Tensor = field(compare=False)
     # [images, 3] int64, patches of each in time, height and width
     grids: Tensor = field(compare=False)
-    digest: str  # hash of patches and grids: prompts with equal tokens may have other images
+    digests: tuple[str, ...]  # hash of each image: equal tokens may be of other images
     tokens: Tensor = field(compare=False)  # [features] int64, ascending places in the sequence
     positions: Tensor = field(compare=False)  # [3, tokens up to the last image], `prompt_positions`
+
+    def within(self, num_tokens: int) -> tuple[str, ...]:
+        """Digests of the images that begin in the first `num_tokens` of the sequence."""
+        sizes = self.grids.prod(dim=1)
+        counts = sizes * len(self.tokens) // sizes.sum()  # of features
+        starts = self.tokens[counts.cumsum(dim=0) - counts]
+        return self.digests[: int((starts < num_tokens).sum())]
 
     def positions_of(self, part: slice) -> Tensor:
         """Positions [3, part] in the sequence; all tokens behind the last image are text."""

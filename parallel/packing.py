@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,13 @@ from parallel.alignment import Alignment, is_shared, round_up
 from parallel.dims import Coordinates, ParallelDims
 from parallel.images import PackedImages, PromptImages
 from parallel.rank_part import RankPart
+
+
+class Images(Protocol):
+    """Images of a sequence: `PromptImages`, or their sources until they are read."""
+
+    def within(self, num_tokens: int) -> tuple[Hashable, ...]:
+        """Identify the images that begin in the first `num_tokens` of the sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +48,7 @@ class TokenSequence:
     log_row: int | None = None  # row of the first response token in the token log; None: no log
     root: int | None = None  # index of the sequence in whose response this prompt ends; None: none
     temperature: float | None = None  # of the sampler; None: the run's, in all sequences
-    # Images of the sequence: PromptImages, or a key of them until they are read; None: none
-    images: Hashable | None = None
+    images: Images | None = None  # images of the sequence; None: none
 
     def __post_init__(self) -> None:
         # Nothing predicts the first token of a sequence, so it cannot be a response token.
@@ -319,7 +325,7 @@ def _laid_routes(
 
 def _pack_images(segments: Sequence[_Segment], columns: ColumnMap) -> PackedImages:
     """Images of a microbatch of these segments, each once."""
-    found = {each.images.digest: each.images for each in segments if each.images is not None}
+    found = {each.images.digests: each.images for each in segments if each.images is not None}
     counts = (len(images.tokens) for images in found.values())
     first_rows = dict(zip(found, accumulate(counts, initial=0), strict=False))
     rows, positions = [], []
@@ -332,7 +338,7 @@ def _pack_images(segments: Sequence[_Segment], columns: ColumnMap) -> PackedImag
             continue
         # For the whole sequence: the feature of each image token in this microbatch, -1 for text.
         whole = torch.full((max(part.stop, images.positions.shape[1]),), -1)
-        whole[images.tokens] = first_rows[images.digest] + torch.arange(len(images.tokens))
+        whole[images.tokens] = first_rows[images.digests] + torch.arange(len(images.tokens))
         rows.append(whole[part])
         positions.append(images.positions_of(part))
     return PackedImages(
@@ -359,9 +365,11 @@ def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:
 
 
 def by_prompt(sequences: Sequence[TokenSequence]) -> list[list[int]]:
-    """Group sequences by prompt and images: ascending indices, in order of first occurrence."""
-    groups: dict[tuple[bytes, Hashable], list[int]] = {}
+    """Group sequences by prompt and its images: ascending indices, in order of first occurrence."""
+    groups: dict[tuple[bytes, tuple[Hashable, ...]], list[int]] = {}
     for i, sequence in enumerate(sequences):
-        prompt = sequence.tokens[: sequence.num_prompt_tokens].numpy().tobytes()
-        groups.setdefault((prompt, sequence.images), []).append(i)
+        length = sequence.num_prompt_tokens
+        images = sequence.images.within(length) if sequence.images else ()
+        prompt = sequence.tokens[:length].numpy().tobytes()
+        groups.setdefault((prompt, images), []).append(i)
     return list(groups.values())

@@ -65,10 +65,8 @@ def _chat_messages(message: Json) -> Iterator[Json]:
     blocks = _objects("content", message["content"])
     for block in blocks:
         kind = block["type"]
-        if kind == "text":
-            parts.append(block)
-        elif kind == "image":
-            parts.append({"type": "image_url", "image_url": block["source"]["data"]})
+        if kind in ("text", "image"):
+            parts.append(_part(block))
         elif kind == "thinking":
             thinking.append(block["thinking"])
         elif kind == "tool_use":
@@ -76,7 +74,8 @@ def _chat_messages(message: Json) -> Iterator[Json]:
             calls.append({"id": block["id"], "type": "function", "function": function})
         elif kind == "tool_result":
             result = block.get("content")
-            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": result}
+            content = [*map(_part, result)] if isinstance(result, list) else result
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
         else:
             advice = ONLY_ITS_MODEL if kind == "redacted_thinking" else SUPPORTED
             raise BadRequest(f"content of type {kind} is not supported: {advice}")
@@ -89,6 +88,14 @@ def _chat_messages(message: Json) -> Iterator[Json]:
         if calls:
             found["tool_calls"] = calls
         yield found
+
+
+def _part(block: Json) -> Json:
+    """A block of text, or of an image by its base64 or address, in OpenAI's form."""
+    if block["type"] != "image":
+        return block
+    source = block["source"]
+    return {"type": "image_url", "image_url": source.get("data") or source.get("url")}
 
 
 def answer(turn: Answered, model: str, name: str) -> Json:

@@ -40,8 +40,8 @@ from megatron_grpo.engines.choice import Choice
 from megatron_grpo.unicode import as_unicode
 
 LOOPBACK, ANY_HOST = "127.0.0.1", ("0.0.0.0", "::")
-MAX_BODY = 64 << 20
-"""Limit of a request's bytes: more than the longest context has."""
+MAX_BODY = 1 << 30
+"""Limit of a request's bytes: more than the longest context and the images of a row have."""
 NO_SESSION = "no open session has this API key"
 STOP_SECONDS = 2.0
 """Time for open connections to end when the server stops."""
@@ -189,6 +189,7 @@ class Endpoint:
             # Parsers have found nothing: the agent gets the text, cut before its stop string.
             if not message.get("tool_calls") and not message.get("reasoning"):
                 message = {"role": "assistant", "content": text_of}
+            message = session.template.without_images(message)
             [answer] = messages_of([message], {})
             history, heard = digests(messages, tools), since_answer(messages)
             turn = replace(turn, history=history, answer=answer, heard=heard)
@@ -203,6 +204,8 @@ class Endpoint:
             [prompt] = prompt
         if not isinstance(prompt, str) or not prompt:
             raise BadRequest("prompt must be one text that is not empty")
+        if (token := session.template.image_token) and token in prompt:
+            raise BadRequest(f"{token} in a text shows no image: use /v1/chat/completions")
         if request.body.get("echo") or request.body.get("suffix"):
             raise BadRequest("echo and suffix are not supported")
 

@@ -222,11 +222,14 @@ class ImageReader:
         patches, grids = made["pixel_values"].to(torch.uint8), made["image_grid_thw"]
         merge = processor.merge_size
         sizes = [(t, h // merge, w // merge) for t, h, w in grids.tolist()]
-        digest = hashlib.blake2b(patches.numpy().tobytes() + grids.numpy().tobytes())
+        parts = zip(patches.split(grids.prod(dim=1).tolist()), grids, strict=True)
         return PromptImages(
             patches=patches,
             grids=grids,
-            digest=digest.hexdigest(),
+            digests=tuple(
+                hashlib.blake2b(own.numpy().tobytes() + grid.numpy().tobytes()).hexdigest()
+                for own, grid in parts
+            ),
             tokens=torch.cat(tokens),
             # Up to the end of the last image: what follows is text.
             positions=prompt_positions(
@@ -282,6 +285,10 @@ class PromptSources:
             row += self.counts[number]
         tokens[of_images] = self.reader.token_id
         return tokens.tolist(), replace(self, places=tuple(places)) if places else None
+
+    def within(self, num_tokens: int) -> tuple[ImageSource, ...]:
+        """The images that begin in the first `num_tokens` of the sequence, in order."""
+        return tuple(self.images[i] for i, at in self.places if at < num_tokens)
 
     def cut_out(self, bounds: Iterable[tuple[int, int]]) -> "PromptSources | None":
         """The images that begin in the parts (start, end) of the sequence, laid end to end."""

@@ -71,6 +71,7 @@ class PartnerGroup(Group):
 
         unfinished = {*range(self.params.num_generations)} - self._samples.keys()
         await gather_all([play(index) for index in sorted(unfinished)])
+        self.features = None  # megabytes, and the group may wait long to be trained on
         return self.so_far()
 
     def restore(self, samples: Iterable[Sample]) -> None:

@@ -54,7 +54,7 @@ class VisionTower:
             (torch.tensor(values) / processor.rescale_factor).view(1, -1, 1).to(self._device)
             for values in (processor.image_mean, processor.image_std)
         )
-        self._computed: dict[str, tuple[PromptImages, Tensor]] = {}
+        self._computed: dict[tuple[str, ...], tuple[PromptImages, Tensor]] = {}
 
     @torch.no_grad()
     def features(self, images: PromptImages) -> Tensor:
@@ -75,17 +75,17 @@ class VisionTower:
 
         If the pass has a backward, features get a gradient, for `backward`.
         """
-        computed: dict[str, tuple[PromptImages, Tensor]] = {}
+        computed: dict[tuple[str, ...], tuple[PromptImages, Tensor]] = {}
 
         def features(images: PromptImages) -> Tensor:
-            if images.digest not in computed:
+            if images.digests not in computed:
                 found = self.features(images)
                 if has_backward:
                     # Completions of a prompt share its features: sum their gradients in float32.
                     exact = torch.promote_types(found.dtype, torch.float32)
                     found = found.to(exact).requires_grad_()
-                computed[images.digest] = images, found
-            return computed[images.digest][1]
+                computed[images.digests] = images, found
+            return computed[images.digests][1]
 
         with_features = [*_replaced(batches, features)]
         self._computed = computed if has_backward else {}
@@ -186,12 +186,12 @@ def with_features(
         return _replaced(batches, None)
     if vision.is_trained:
         return iter(batches)
-    known: dict[str, Tensor] = {}
+    known: dict[tuple[str, ...], Tensor] = {}
 
     def features(images: PromptImages) -> Tensor:
-        if images.digest not in known:
-            known[images.digest] = vision.features(images)
-        return known[images.digest]
+        if images.digests not in known:
+            known[images.digests] = vision.features(images)
+        return known[images.digests]
 
     return _replaced(batches, features)
 

@@ -2,7 +2,13 @@
 
 import torch
 
-from helpers.models.images import IMAGE, sequence_with_images, with_completion, with_other_pixels
+from helpers.models.images import (
+    IMAGE,
+    branch_with_image,
+    sequence_with_images,
+    with_completion,
+    with_other_pixels,
+)
 from parallel.alignment import Alignment
 from parallel.images import prompt_positions
 from parallel.packing import by_prompt, pack
@@ -22,6 +28,8 @@ def test_a_group_has_its_images_once_and_equal_tokens_with_other_images_are_anot
     first = sequence_with_images([(4, 6), (4, 4)], 5, seed=0)
     group = [first, with_completion(first, 7, seed=1), with_other_pixels(first)]
     assert by_prompt(group) == [[0, 1], [2]]
+    later = [branch_with_image(first, (4, 4), seed) for seed in (1, 2)]
+    assert by_prompt(later) == [[0, 1]]  # images behind the prompt
     batch = pack(group, [0, 1, 2], Alignment(), share_prompts=True)
     images = batch.images
     assert len(batch.tokens) < sum(len(each.tokens) for each in group)

@@ -94,7 +94,10 @@ def random_images(
     return PromptImages(
         patches=patches,
         grids=torch.tensor([(1, *grid) for grid in grids]),
-        digest=hashlib.blake2b(patches.numpy().tobytes()).hexdigest(),
+        digests=tuple(
+            hashlib.blake2b(own.numpy().tobytes()).hexdigest()
+            for own in patches.split([height * width for height, width in grids])
+        ),
         tokens=torch.cat(places),
         positions=prompt_positions(num_tokens, starts, sizes),
     )
@@ -217,7 +220,7 @@ def branch_with_image(
         images=PromptImages(
             patches=torch.cat([before.patches, after.patches]),
             grids=torch.cat([before.grids, after.grids]),
-            digest=f"{before.digest} {after.digest}",
+            digests=before.digests + after.digests,
             tokens=torch.cat([before.tokens, after.tokens + len(context)]),
             positions=torch.cat([positions, after.positions + positions.max() + 1], dim=1),
         ),
@@ -228,7 +231,7 @@ def with_other_pixels(sequence: TokenSequence) -> TokenSequence:
     """The same tokens after other images of the same sizes."""
     assert sequence.images is not None
     patches = 255 - sequence.images.patches
-    images = replace(sequence.images, patches=patches, digest=f"not {sequence.images.digest}")
+    images = replace(sequence.images, patches=patches, digests=("others",))
     return replace(sequence, images=images)
 
 

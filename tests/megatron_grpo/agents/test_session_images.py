@@ -62,7 +62,11 @@ async def be_refused(client, row):
             assert words in str(error), error
         else:
             assert False, words
-    return 1
+    try:
+        await client.completions.create(model="policy", prompt="<|image_pad|>")
+    except openai.BadRequestError as error:
+        assert "shows no image: use /v1/chat/completions" in str(error), error
+        return 1
 """
 SHOWN = [[0], [0, 1], [1], [1, 0], []]
 """Images of each turn's prompt of `show`, by their number in the row."""

@@ -75,7 +75,10 @@ def test_images_are_sent_and_seen_once_for_all_completions_of_a_prompt() -> None
     given = [*group, with_other_pixels(first), sequence_with_images([], 5, seed=9)]
     microbatches = [[0, 5, 1], [2, 4], [3], []]
     size = 10_000  # bytes of an image file
-    files = {each.images: each.images and each.images.digest.ljust(size).encode() for each in given}
+    files = {
+        each.images: each.images and "".join(each.images.digests).ljust(size).encode()
+        for each in given
+    }
     unread = [replace(each, images=files[each.images]) for each in given]
     sent = pickle.dumps(DataParallelShard.of(unread, turns(microbatches)))
     assert 2 * size < len(sent) < 2.5 * size  # images of two prompts
@@ -92,10 +95,10 @@ def test_images_are_sent_and_seen_once_for_all_completions_of_a_prompt() -> None
             continue
         assert torch.equal(seen.rows, expected.rows)
         assert torch.equal(seen.positions, expected.positions)
-        kept = [tower.seen[each.digest] for each in expected.prompts]
+        kept = [tower.seen[each.digests] for each in expected.prompts]
         assert [*map(id, seen.features)] == [*map(id, kept)] and seen.prompts == ()
         assert of_other.images.features is None and of_other.images.prompts == ()
-    assert [*tower.seen] == [first.images.digest, given[4].images.digest]
+    assert [*tower.seen] == [first.images.digests, given[4].images.digests]
 
 
 class Tower:
@@ -107,9 +110,9 @@ class Tower:
         self.seen: dict[str, torch.Tensor] = {}
 
     def features(self, images: PromptImages) -> torch.Tensor:
-        assert images.digest not in self.seen
-        self.seen[images.digest] = images.patches[::4, :2]
-        return self.seen[images.digest]
+        assert images.digests not in self.seen
+        self.seen[images.digests] = images.patches[::4, :2]
+        return self.seen[images.digests]
 
 
 def test_nine_bytes_are_sent_for_each_token_of_a_completion() -> None:

@@ -191,8 +191,8 @@ def test_images_of_many_prompts_are_read_at_once_and_a_damaged_one_ends_it(model
         picture(60 + 8 * number, 90, number).save(tmp_path / f"{number}.png")
     prompts = prompts_with_images(model, tmp_path, [*(f"{n}.png" for n in range(8)), None])
     sources = [each.images for each in [*prompts, *prompts[::3]]]
-    found = read_images(sources, lambda images: images.digest)
-    assert found == {each.images: each.images.read().digest for each in prompts[:8]}
+    found = read_images(sources, lambda images: images.digests)
+    assert found == {each.images: each.images.read().digests for each in prompts[:8]}
     (tmp_path / "3.png").unlink()
     with pytest.raises(OSError, match=r"^'3\.png': No such file"):
         read_images(sources, lambda images: images)
