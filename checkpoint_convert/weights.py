@@ -25,6 +25,7 @@ from checkpoint_convert.megatron import (
     checkpoint_layout,
     file_layout,
     file_tensors,
+    hf_tensors,
 )
 from checkpoint_convert.quantized.numbers import DequantizedTensors
 from checkpoint_convert.shape import ModelShape
@@ -102,8 +103,8 @@ def whole_tensors(folder: Path, *, of_mtp: bool = False) -> Iterator[tuple[str, 
     model, or `of_mtp` of its layer for multi-token prediction, without copies of the model's."""
     shape, names = read_shape(folder), None
     if of_mtp:
-        others, shape = file_tensors(shape), replace(shape, trains_mtp=True)
-        names = file_tensors(shape).keys() - others.keys()
+        others, shape = hf_tensors(shape), replace(shape, trains_mtp=True)
+        names = hf_tensors(shape).keys() - others.keys()
     with closing(open_weights(folder, shape, names)) as weights:
         stored = file_tensors(shape)
         for name, size in weights.layout.shapes.items():

@@ -14,15 +14,15 @@ from bench_code import lines_of_rooms, trace_step
 ROOT = Path(__file__).parents[1]
 LINES = {
     "megatron_grpo": 4208,
-    "megatron_grpo/agents": 3457,
+    "megatron_grpo/agents": 3475,
     "megatron_grpo/algorithm": 815,
     "megatron_grpo/batch": 1120,
     "megatron_grpo/checkpoints": 1495,
-    "megatron_grpo/config": 4035,
-    "megatron_grpo/data": 1623,
+    "megatron_grpo/config": 4043,
+    "megatron_grpo/data": 1630,
     "megatron_grpo/doctor": 922,
     "megatron_grpo/engine_weights": 713,
-    "megatron_grpo/engines": 5958,
+    "megatron_grpo/engines": 5971,
     "megatron_grpo/evaluation": 312,
     "megatron_grpo/integrations": 493,
     "megatron_grpo/launch": 1589,
@@ -34,11 +34,11 @@ LINES = {
     "megatron_grpo/viewer": 332,
     "megatron_grpo/watchdog": 986,
     "megatron_grpo/workers": 969,
-    "checkpoint_convert": 5033,
+    "checkpoint_convert": 5034,
     "checkpoint_convert/families": 2090,
     "checkpoint_convert/formats": 1161,
     "checkpoint_convert/quantized": 1336,
-    "parallel": 5412,
+    "parallel": 5428,
     "parallel/weight_transfer": 1568,
 }
 

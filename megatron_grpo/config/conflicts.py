@@ -162,7 +162,10 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     "by the deviation of the batch",
     ("grpo.scale_rewards: group or batch", "grpo.advantage_estimator of a file"): "your function "
     "scales its advantages itself",
-    ("grpo.delta", "grpo.loss_type: gmpo or cispo or sapo or vespo"): "that has no dual clip",
+    (
+        "grpo.delta",
+        "grpo.loss_type: gmpo or cispo or sapo or vespo or sft",
+    ): "that has no dual clip",
     ("grpo.rollout_rs", "grpo.loss_type: vespo"): "vespo's own weight is almost 0 for a sequence "
     "far off the policy",
     (_BY_SEQUENCE, "grpo.loss_type: vespo"): (
@@ -174,6 +177,7 @@ CONFLICTS: dict[tuple[str, str], str | tuple[str, ...]] = {
     ("grpo.loss_type: sft", "grpo.rollout_rs"): _IMITATES,
     ("grpo.loss_type: sft", "grpo.off_policy_mask_threshold"): _IMITATES,
     ("grpo.loss_type: sft", "grpo.old_logprobs: rollout"): _IMITATES,
+    ("grpo.loss_type: sft", "grpo.use_bias_correction_kl"): _IMITATES,
     ("grpo.loss_type: sft", "rollout.router_replay"): _IMITATES,
     ("grpo.loss_type: sft", "rollout.indexer_replay"): _IMITATES,
     ("grpo.loss_type: sft", "grpo.kl_in_reward: true with grpo.beta"): (

@@ -173,13 +173,17 @@ def without_defaults(
     sets = {name: without_inherited(held_out, names, run) for name, held_out in sets.items()}
     for key in keys:
         *table, last = key.split(".")
-        holders = [
-            reduce(lambda each, part: each.get(part) or {}, table, one) for one in sets.values()
-        ]
+        holders = [reduce(_below, table, one) for one in sets.values()]
         if all(last in each and each[last] == holders[0][last] for each in holders):
             for each in holders:
                 del each[last]
     return {**evaluation, "sets": sets}
+
+
+def _below(table: dict[str, Any], key: str) -> dict[str, Any]:
+    """The table at `key`; empty if there is none."""
+    value = table.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def with_defaults(evaluation: dict[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class QuantizedPolicy(Policy):
     def as_read(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Weights as readers of a quantised folder have them; collective like `computing`."""
         shard = quantized_shard(weights, self.layout, self.quantized, self.groups)
-        return Computed(weights, shard.quantized, shard.as_read)
+        return Computed(weights, frozenset(shard.quantized), shard.as_read)
 
 
 def policy_of(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:

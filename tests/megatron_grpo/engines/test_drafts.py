@@ -45,6 +45,7 @@ def test_drafts_need_a_number_of_tokens(number):
         ("without", MTP.replace("mtp", "glm4_moe_mtp"), "drafts with glm4_moe_mtp, and model.path"),
         ("without", MTP.replace("mtp,", "mtp, model: /published,"), None),
         ("8 bits", MTP, None),
+        ("fp8", MTP, "is quantised in another format than rollout.quantization=fp8"),
         ("8 bits", MTP.replace("mtp,", "mtp, model: /other,"), "and the layer of /other, and"),
         ("with", "{speculative_config: '{}'}", "speculative_config is '{}': give a table"),
         ("trained", MTP[:-1] + ", load_format: dummy}", None),
@@ -52,9 +53,12 @@ def test_drafts_need_a_number_of_tokens(number):
     ],
 )
 def test_drafts_by_weights_that_engines_do_not_have_are_refused(models, model, table, message):
-    folder = models["with" if model == "trained" else model]
+    folder = models[{"trained": "with", "fp8": "8 bits"}.get(model, model)]
     options = [f"model.path={folder}", f"rollout.vllm={table}"]
     options += ["model.mtp_num_layers=1"] * (model == "trained")
+    if model == "fp8":
+        options += ["model.dtype=bfloat16", "rollout.quantization=fp8"]
+        options += ["grpo.rollout_importance_sampling_mode=token_truncate"]
     cfg = load_config(CONFIG, options)
     shape = trained_shape(cfg)
     if message is None:
