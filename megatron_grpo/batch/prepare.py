@@ -58,7 +58,7 @@ def add_logprobs(
     filled = [*batches]
     if grpo.old_logprobs == "rollout":
         filled = [replace(batch, old_logprobs=batch.rollout_logprobs) for batch in batches]
-    lacks_old = grpo.recomputes_old
+    lacks_old = filled[0].old_logprobs is None and grpo.recomputes_old
     are_all_needed = grpo.num_old_passes == grpo.steps_per_generation
     # The batch trained on next needs no pass of its own: the old policy is the policy, the ratio is
     # exactly 1, and the loss uses its own log-probabilities, detached; see `with_old_logprobs`.
