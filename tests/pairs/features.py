@@ -159,6 +159,10 @@ def legal_pairs() -> Iterator[tuple[str, str]]:
 UNTRIED = {
     ("lora.sync: adapter", "lora.sync: merged"): "two values of one key",
     ("train.offload: all", "train.offload: optimizer"): "two values of one key",
+    (
+        "rollout.quantization_aware",
+        "model.mtp_num_layers",
+    ): "no oracle rounds the layer, as ranks do",
     ("rollout.quantization_aware", "rollout.indexer_replay"): "models with sparse attention cannot "
     "be quantised",
     ("rollout.indexer_replay", "model.mtp_num_layers"): "no oracle has a layer with both",
