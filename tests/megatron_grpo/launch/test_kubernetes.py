@@ -206,7 +206,7 @@ def test_sigterm_reaches_an_engine_and_waits_for_its_end(tmp_path):
     engine = subprocess.Popen([*KEPT, "bash", "-c", script], stdout=subprocess.PIPE, text=True)
     assert engine.stdout.readline() == "started\n"
     engine.send_signal(signal.SIGTERM)
-    out, _ = engine.communicate(timeout=10)
+    out, _ = engine.communicate(timeout=60)
     assert (out, engine.returncode) == ("ended\n", 143)
 
 
