@@ -4,8 +4,9 @@ A vision tower turns an image into a grid of features; each replaces the embeddi
 the prompt. Index maths only; nothing here computes features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +35,13 @@ def prompt_positions(
 
 def _text(first: int, num_tokens: int) -> Tensor:
     return torch.arange(first, first + num_tokens).expand(3, -1)
+
+
+class Images(Protocol):
+    """Images of a sequence: `PromptImages`, or their sources until they are read."""
+
+    def within(self, num_tokens: int) -> tuple[Hashable, ...]:
+        """Identify the images that begin in the first `num_tokens` of the sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)

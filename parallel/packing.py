@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,15 +13,8 @@ from torch import Tensor
 
 from parallel.alignment import Alignment, is_shared, round_up
 from parallel.dims import Coordinates, ParallelDims
-from parallel.images import PackedImages, PromptImages
+from parallel.images import Images, PackedImages, PromptImages
 from parallel.rank_part import RankPart
-
-
-class Images(Protocol):
-    """Images of a sequence: `PromptImages`, or their sources until they are read."""
-
-    def within(self, num_tokens: int) -> tuple[Hashable, ...]:
-        """Identify the images that begin in the first `num_tokens` of the sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,6 +363,5 @@ def by_prompt(sequences: Sequence[TokenSequence]) -> list[list[int]]:
     for i, sequence in enumerate(sequences):
         length = sequence.num_prompt_tokens
         images = sequence.images.within(length) if sequence.images else ()
-        prompt = sequence.tokens[:length].numpy().tobytes()
-        groups.setdefault((prompt, images), []).append(i)
+        groups.setdefault((sequence.tokens[:length].numpy().tobytes(), images), []).append(i)
     return list(groups.values())

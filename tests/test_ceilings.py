@@ -14,7 +14,7 @@ from bench_code import lines_of_rooms, trace_step
 ROOT = Path(__file__).parents[1]
 LINES = {
     "megatron_grpo": 4208,
-    "megatron_grpo/agents": 3475,
+    "megatron_grpo/agents": 3474,
     "megatron_grpo/algorithm": 815,
     "megatron_grpo/batch": 1120,
     "megatron_grpo/checkpoints": 1495,

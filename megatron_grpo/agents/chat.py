@@ -161,14 +161,6 @@ class ChatTemplate:
         marks = [chr(FIRST_MARK + image) for image in images]
         return first + "".join(map(add, marks, others))
 
-    def without_images(self, message: Message) -> Message:
-        """An answer without the text of images, which a model may sample: it shows none, and no
-        later request could contain it."""
-        if not self.image_token:
-            return message
-        names = [name for name in ("content", "reasoning") if message.get(name)]
-        return message | {name: message[name].replace(self.image_token, "") for name in names}
-
     def unmarked(self, text: str) -> str:
         return MARKS.sub(self.image_token, text)
 

@@ -189,7 +189,7 @@ class Endpoint:
             # Parsers have found nothing: the agent gets the text, cut before its stop string.
             if not message.get("tool_calls") and not message.get("reasoning"):
                 message = {"role": "assistant", "content": text_of}
-            message = session.template.without_images(message)
+            message = _without(session.template.image_token, message)
             [answer] = messages_of([message], {})
             history, heard = digests(messages, tools), since_answer(messages)
             turn = replace(turn, history=history, answer=answer, heard=heard)
@@ -252,6 +252,13 @@ def _chat_of(request: AgentRequest) -> tuple[list[Message], Any, str]:
     messages = messages_of(body.get("messages"), session.images)
     check_calls(messages, session.turns)
     return messages, tools, session.template.render(messages, tools, is_prompt=True)
+
+
+def _without(image_token: str, message: Json) -> Json:
+    """An answer without the text of images, which a model may sample: it shows none, and no later
+    request could contain it."""
+    names = [name for name in ("content", "reasoning") if image_token and message.get(name)]
+    return message | {name: message[name].replace(image_token, "") for name in names}
 
 
 async def _read(http: web.Request, as_chat: Callable[[Json], Json] | None) -> tuple[Json, Options]:
