@@ -15,8 +15,9 @@ BEGIN = "| feature | refused with |\n|---|---|\n"
 PAIRS = """
 ### Tests of two together
 
-`tests/pairs` trains a tiny model for a few steps with each pair that the table allows. The lower
-of the two features' kinds decides what the run must equal, and in which test:
+`tests/pairs` has a test for each pair that the table allows: a few steps of a tiny model. What they
+must equal depends on the kinds of the two features: of two kinds, the one further down counts. CI
+runs some of them, and `pytest -m slow tests/pairs` the others.
 
 | kind | features | equal to | test |
 |---|---|---|---|

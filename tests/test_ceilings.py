@@ -14,9 +14,9 @@ from bench_code import lines_of_rooms, trace_step
 ROOT = Path(__file__).parents[1]
 LINES = {
     "megatron_grpo": 4208,
-    "megatron_grpo/agents": 3474,
+    "megatron_grpo/agents": 3483,
     "megatron_grpo/algorithm": 815,
-    "megatron_grpo/batch": 1120,
+    "megatron_grpo/batch": 1121,
     "megatron_grpo/checkpoints": 1495,
     "megatron_grpo/config": 4043,
     "megatron_grpo/data": 1630,
@@ -27,7 +27,7 @@ LINES = {
     "megatron_grpo/integrations": 493,
     "megatron_grpo/launch": 1589,
     "megatron_grpo/planning": 5627,
-    "megatron_grpo/policy": 5594,
+    "megatron_grpo/policy": 5600,
     "megatron_grpo/reporting": 1918,
     "megatron_grpo/rewards": 1878,
     "megatron_grpo/rollout": 1460,
@@ -53,7 +53,7 @@ def test_no_room_is_larger_than_its_ceiling():
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("has_agents", "most_files", "most_functions"), [(False, 93, 463), (True, 99, 518)]
+    ("has_agents", "most_files", "most_functions"), [(False, 93, 463), (True, 99, 519)]
 )
 def test_a_step_enters_no_more_code_than_its_ceiling(has_agents, most_files, most_functions):
     by_rank = trace_step(ROOT, has_agents=has_agents)

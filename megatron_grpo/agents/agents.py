@@ -126,8 +126,7 @@ class Agents:
         """Open a session and have a new agent act in it; returns the sample. Raises InstancesLost
         if no agent can be started any more."""
         agent_cfg = self._cfg.agent
-        prompt, url = group.prompt, self._endpoint.url
-        images = await asyncio.to_thread(_data_urls, prompt) if prompt.images else []
+        prompt, url, images = group.prompt, self._endpoint.url, group.images
         session = Session(
             group, sample_index, router, group.template, agent_cfg, group.max_prompt_length, images
         )
@@ -209,6 +208,15 @@ class AgentGroup(PartnerGroup):
         super().__init__(prompt, params, priority, features)
         self._agents, self.template = agents, template
         self.max_prompt_length = max_prompt_length
+        self.images: list[str] = []
+        """`data_url`s of the row's images, while sessions are played."""
+
+    async def sample(self, router: RequestRouter) -> list[Sample]:
+        if self.prompt.images:
+            self.images = await asyncio.to_thread(_data_urls, self.prompt)
+        samples = await super().sample(router)
+        self.images = []
+        return samples
 
     async def _play(self, index: int, router: RequestRouter) -> Sample:
         return await self._agents.run(self, index, router)

@@ -103,7 +103,8 @@ class TokenTree:
         branch.loss_mask.extend([0] * num_context + [1] * len(choice.token_ids))
         # A context has the version of the turn before it; a new branch has none, so its own turn's.
         spans = choice.spans
-        extend_spans(branch.spans, (branch.spans or spans)[-1][0], num_context)
+        version, _ = branch.spans[-1] if branch.spans else spans[0]
+        extend_spans(branch.spans, version, num_context)
         for version, num_tokens in spans:
             extend_spans(branch.spans, version, num_tokens)
         branch.ends.append(len(branch.path))

@@ -96,6 +96,7 @@ def cut_out(whole: TokenSequence, branch: Branch) -> TokenSequence:
     }
     tokens, routes, row = _joined(whole.tokens, bounds), whole.routes, whole.log_row
     images = whole.images
+    assert images is None or isinstance(images, PromptSources), "images are read after the cut"
     return replace(
         whole,
         **own,
@@ -104,7 +105,7 @@ def cut_out(whole: TokenSequence, branch: Branch) -> TokenSequence:
         # One row fewer than tokens: the engine never read the last token of a branch.
         routes=None if routes is None else _joined(routes, bounds)[: len(tokens) - 1],
         log_row=None if row is None else row + branch.start,
-        images=images.cut_out(bounds) if isinstance(images, PromptSources) else None,
+        images=images.cut_out(bounds) if images else None,
     )
 
 

@@ -329,8 +329,9 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
         return
     method, model = str(table.get("method")), table.get("model")
     is_mtp, is_own = method.endswith("mtp"), model in (None, str(cfg.model.path))
-    stored, eight_bits = read_scheme(cfg.model.path), rollout.quantization != "none"
-    config = quantization_table(read_json(cfg.model.path / "config.json")) or {}
+    is_stored, is_rounded = read_scheme(cfg.model.path) is not None, rollout.quantization != "none"
+    stored = quantization_table(read_json(cfg.model.path / "config.json")) or {}
+    is_other = (stored.get("quant_method") == "fp8") != (rollout.quantization == "fp8")
     _refuse(
         {
             f"{drafts} is not supported for a model with sparse attention: leave it out": (
@@ -342,17 +343,16 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
             ),
             f"{drafts} drafts with {method} and the layer of {model}, and model.path has quantised "
             "weights, which vLLM dequantises with its own layer alone: leave out `model`": (
-                is_mtp and not is_own and stored is not None
+                is_mtp and not is_own and is_stored
             ),
             # vLLM gives the engines' format to the drafter, which keeps the folder's.
             f"{drafts} drafts with the layer of model.path, which is quantised in another format "
             f"than rollout.quantization={rollout.quantization}: leave one of the two out": (
-                is_mtp and is_own and stored is not None and eight_bits
-            )
-            and (config.get("quant_method") == "fp8") != (rollout.quantization == "fp8"),
+                is_mtp and is_own and is_stored and is_rounded and is_other
+            ),
             f"{drafts} drafts with the first of several layers of model.path, and quantised "
             "engines need all: leave it out": (
-                is_mtp and is_own and not shape.can_train_mtp and (stored is not None or eight_bits)
+                is_mtp and is_own and (is_stored or is_rounded) and not shape.can_train_mtp
             ),
         }
     )

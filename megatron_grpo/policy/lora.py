@@ -7,10 +7,9 @@ ranks split B where the weight has split rows, and A where it has split columns;
 whole on each rank.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from math import sqrt
-from threading import local
 from typing import Any, Literal
 from zlib import crc32
 
@@ -34,6 +33,7 @@ from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.merge import merged
 from checkpoint_convert.peft import WEIGHT
 from megatron_grpo.config.lora import LoraConfig
+from megatron_grpo.policy.computed import Computed
 from megatron_grpo.policy.lora_targets import (
     Target,
     adapter_sender,
@@ -225,34 +225,6 @@ class Adapters:
             axis_fragmentations=None,
             replica_id=replica,
         )
-
-
-class Computed(Mapping[str, Tensor]):
-    """Weights of which those named `computed` are made per access, without a copy of the model."""
-
-    def __init__(
-        self,
-        weights: Mapping[str, Tensor],
-        computed: Container[str],
-        compute: Callable[[str], Tensor],
-    ) -> None:
-        # A push reads a weight box by box, in threads: each thread keeps its last computed weight.
-        self._weights, self._computed, self._compute = weights, computed, compute
-        self._last = local()
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._computed:
-            return self._weights[name]
-        if getattr(self._last, "name", None) != name:
-            self._last.values = self._compute(name)
-            self._last.name = name
-        return self._last.values
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 def add_adapters(

@@ -13,7 +13,7 @@ from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.quantized.model import QuantizedModel, quantized_layout, quantized_model
 from checkpoint_convert.quantized.shard import Maxima, QuantizedShard
 from megatron_grpo.config.config import Config
-from megatron_grpo.policy.lora import Computed
+from megatron_grpo.policy.computed import Computed
 from megatron_grpo.policy.model import Policy, build_policy
 from parallel import Layout, Sender
 from parallel.groups import Groups

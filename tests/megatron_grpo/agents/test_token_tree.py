@@ -122,3 +122,12 @@ def test_experts_follow_the_tokens_of_each_branch():
     assert tree.num_routed(Place(0, 3)) == 3
     tree.add_routes(second, np.array([[[5]]]))
     assert array("i", np.concatenate(tree.branches[1].routes).ravel()) == array("i", [1, 2, 3, 5])
+
+
+def test_a_branch_through_a_push_has_its_context_before_the_push():
+    tree = TokenTree()
+    tree.add(None, [1, 2], "", choice([3], -1.0))
+    pushed = choice([6, 7], -1.0)
+    pushed.weight_versions = [WeightVersion("0", 0, 1), WeightVersion("1", 1, 2)]
+    tree.add(Place(0, 1), [4, 5], "", pushed)
+    assert tree.spans == [(0, 4), (1, 1)]
